@@ -8,6 +8,7 @@ from autopar.shadowing import check_shadowing
 
 check_shadowing()
 
+from autopar.certify import Certificate, certify_program  # noqa: E402
 from autopar.cluster import ClusterSpec  # noqa: E402
 from autopar.compile import compile  # noqa: E402, A004
 from autopar.compiled import CompiledProgram  # noqa: E402
@@ -23,9 +24,12 @@ from autopar.training.result import TrainResult  # noqa: E402
 from autopar.verify import verify  # noqa: E402
 from autopar.verify_report import VerifyReport  # noqa: E402
 
+CompiledProgram.certify = certify_program
+
 __all__ = [
     "AutoparError",
     "Callback",
+    "Certificate",
     "ClusterSpec",
     "CompiledProgram",
     "Explanation",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ class CompiledProgram(GeneratedProgram):
     load_checkpoint = load_checkpoint
     save_pretrained = write_pretrained
     update_model = update_model
+    certify: ClassVar[Callable[..., Any]]
+    """`autopar.certify.certify_program`. It compiles miniatures, with what imports this module, so it is
+    `autopar/__init__.py`, which runs before any of autopar is used, that sets it."""
 
     def explain(self, seconds: float = 60.0) -> str:
         """Why this plan: what binds it and what every other decision would cost, found by planning again.

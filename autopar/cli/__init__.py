@@ -1,9 +1,9 @@
-"""The command line: `autopar plan | report | simulate | explain | compare`, `verify | profile | tune | train | launch`,
-`export`.
+"""The command line: `autopar plan | report | simulate | explain | compare | certify`, `verify | profile | tune | train`,
+`launch | export`.
 
 What a user got wrong is printed without a traceback (which `--traceback` shows) and ends with exit code 2; a
-verification that finds a difference, and a rank that fails, end with 1; an error of autopar's own with 70. docs/cli.md
-has all of them.
+verification or certificate that finds a difference, and a rank that fails, end with 1; an error of autopar's own with
+70. docs/cli.md has all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Annotated
 import torch
 import typer
 
+from autopar.cli import certifying as cli_certifying
 from autopar.cli import exporting as cli_exporting
 from autopar.cli import planning as cli_planning
 from autopar.cli import running as cli_running
@@ -57,6 +58,6 @@ def everywhere(
 for command in (
     *(cli_planning.plan, cli_planning.report, cli_planning.simulate, cli_planning.explain, cli_planning.compare),
     *(cli_running.verify, cli_running.profile, cli_running.tune, cli_running.train),
-    *(cli_running.launch, cli_exporting.export),
+    *(cli_certifying.certify, cli_running.launch, cli_exporting.export),
 ):
     app.command()(as_command(command))

@@ -9,30 +9,37 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from autopar.ir.graph import Node, TensorMeta
-from autopar.ir.placement import P, Placement, Placements, Rp, S, divides
-from autopar.rules.call import Call
-from autopar.rules.execute import COMMUNICATING, Tensors, call_op, count_targets, run_local, run_whole
-from autopar.rules.localize import REWRITES, LoweringCall, combines, local_call, tensor_placements
+from autopar.ir.placement import P, Placement, Rp, S, divides
+from autopar.rules.execute import call_op, run_local
+from autopar.rules.localize import REWRITES, combines, local_call, tensor_placements
+from autopar.rules.outcome import (
+    Case,
+    Prepare,
+    fault_of,
+    gradients,
+    is_equal,
+    leaves_of,
+    make_case,
+    option_text,
+    options_text,
+    tolerance_of,
+)
 from autopar.rules.rule import AxisOption, Rule, axis_options, canonical
 from autopar.rules.samples import sample_inputs
 from autopar.rules.simulate import (
     Coordinate,
-    SimulatedMesh,
     Sizes,
-    assembled,
-    conjugate,
     coordinates,
     cut,
     distribute,
     meshes,
-    run_ranks,
 )
 
 AXIS_SIZES = (2, 3)
@@ -57,45 +64,6 @@ class ProofReport:
     skipped: tuple[str, ...]
 
 
-Ranks = Callable[[Tensors, SimulatedMesh], Tensors]
-"""What one rank computes of its parts of the inputs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """One option of a call as something to run. together: the ranks communicate."""
-
-    run: Ranks
-    together: bool
-
-
-Prepare = Callable[[Node, Rule, tuple[AxisOption, ...], tuple[TensorMeta, ...], Sizes], Prepared]
-"""How a call under one option per axis is made runnable: as the proof does, or through a program that is emitted."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """One call with its values, whole results and whole gradients."""
-
-    node: Node
-    rule: Rule
-    call: Call
-    inputs: tuple[TensorMeta, ...]
-    values: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    out_grads: tuple[Tensor | None, ...]
-    in_grads: tuple[Tensor | None, ...]
-    num_targets: Tensor | None
-    generator: torch.Generator
-    prepare: Prepare | None = None
-
-    @property
-    def tolerance(self) -> float:
-        """The relative error allowed to gradients, whose sums are rounded to the outputs' dtype part by part."""
-        widest = [torch.finfo(out.dtype).eps for out in self.outputs if out.dtype.is_floating_point]
-        return max(1e-9, *(32 * eps for eps in widest), 0.0)
-
-
 def prove_rule(
     node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, *, search_missed: bool = True, seed: int = 0
 ) -> ProofReport:
@@ -104,16 +72,16 @@ def prove_rule(
     node must name an operator that torch has. Set requires_grad in the metas of what is differentiated. Small
     shapes (dims 4, 6, 12) keep this fast; dims that divide by 2 and 3 have every factor checked.
     """
-    case = _make_case(node, inputs, rule, seed)
+    case = make_case(node, inputs, rule, seed)
     checked = 0
     wrong: list[str] = []
     seen: set[str] = set()
     for options, sizes in itertools.chain(_single(case), _pairs(case, seed)):
         seen.update(option.label.partition("/")[0] for option in options)
         checked += 1
-        fault = _fault(case, options, sizes)
+        fault = fault_of(case, options, sizes)
         if fault:
-            wrong.append(f"{_text(options)} on {'x'.join(map(str, sizes))}: {fault}")
+            wrong.append(f"{options_text(options)} on {'x'.join(map(str, sizes))}: {fault}")
     skipped = tuple(f"{factor} of size {rule.sizes[factor]}" for factor in rule.shardable if factor not in seen)
     missed = tuple(dict.fromkeys(_missed(case, seed))) if search_missed else ()
     return ProofReport(op=node.op, options_checked=checked, wrong=tuple(wrong), missed=missed, skipped=skipped)
@@ -123,76 +91,20 @@ def check_options(
     node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, prepare: Prepare
 ) -> tuple[int, tuple[str, ...]]:
     """How many options an axis of 2 ranks has, and what is wrong with each that `prepare` does not make torch's."""
-    case = replace(_make_case(node, inputs, rule, seed=0), prepare=prepare)
+    case = replace(make_case(node, inputs, rule, seed=0), prepare=prepare)
     options = axis_options(rule, 2, inputs, case.node.outputs)
-    faults = ((option, _fault(case, (option,), (2,))) for option in options)
-    return len(options), tuple(f"{_option_text(option)}: {fault}" for option, fault in faults if fault)
+    faults = ((option, fault_of(case, (option,), (2,))) for option in options)
+    return len(options), tuple(f"{option_text(option)}: {fault}" for option, fault in faults if fault)
 
 
 def torch_alone(node: Node, inputs: tuple[TensorMeta, ...]) -> None:
     """Raises what torch raises for the call on whole tensors, forward or backward."""
-    leaves = _leaves(sample_inputs(node, inputs, torch.Generator().manual_seed(0)), inputs)
+    leaves = leaves_of(sample_inputs(node, inputs, torch.Generator().manual_seed(0)), inputs)
     outputs = call_op(node.op, node.args, node.kwargs, leaves)
-    _gradients(outputs, tuple(torch.ones_like(out) if out.requires_grad else None for out in outputs), leaves)
+    gradients(outputs, tuple(torch.ones_like(out) if out.requires_grad else None for out in outputs), leaves)
 
 
-def _make_case(node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, seed: int) -> _Case:
-    generator = torch.Generator().manual_seed(seed)
-    call = Call.of(node, inputs)
-    values = sample_inputs(node, inputs, generator)
-    leaves = _leaves(values, inputs)
-    outputs = run_whole(node, call, _whole_lowering(node, rule, inputs), leaves)
-    grads = tuple(
-        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype) if out.requires_grad else None
-        for out in outputs
-    )
-    in_grads = _gradients(outputs, grads, leaves)
-    # The metas as they are in float64 runs: what flows decides, not what the trace recorded.
-    metas = tuple(replace(m, requires_grad=out.requires_grad) for m, out in zip(node.outputs, outputs, strict=True))
-    return _Case(
-        node=replace(node, outputs=metas),
-        rule=rule,
-        call=call,
-        inputs=inputs,
-        values=values,
-        outputs=tuple(out.detach() for out in outputs),
-        out_grads=grads,
-        in_grads=in_grads,
-        num_targets=count_targets(call, values),
-        generator=generator,
-    )
-
-
-def _whole_lowering(node: Node, rule: Rule, inputs: tuple[TensorMeta, ...]) -> LoweringCall | None:
-    """The lowering that the op needs even if nothing is sharded."""
-    option = axis_options(rule, 1, inputs, node.outputs)[0]
-    return local_call(node, rule, (option,), inputs, (1,)).lowering
-
-
-def _leaves(values: tuple[Tensor, ...], metas: tuple[TensorMeta, ...]) -> tuple[Tensor, ...]:
-    return tuple(
-        value.detach().clone().requires_grad_(meta.requires_grad and value.dtype.is_floating_point)
-        for value, meta in zip(values, metas, strict=True)
-    )
-
-
-def _gradients(
-    outputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], leaves: tuple[Tensor, ...]
-) -> tuple[Tensor | None, ...]:
-    """d outputs / d leaves along `grads`; zeros for unused leaves, None for those without gradient."""
-    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    if not pairs or not wanted:
-        return tuple(torch.zeros_like(leaf) if leaf.requires_grad else None for leaf in leaves)
-    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
-    result: list[Tensor | None] = []
-    for leaf in leaves:
-        grad = next(found) if leaf.requires_grad else None
-        result.append(torch.zeros_like(leaf) if grad is None and leaf.requires_grad else grad)
-    return tuple(result)
-
-
-def _single(case: _Case) -> Iterator[tuple[tuple[AxisOption, ...], Sizes]]:
+def _single(case: Case) -> Iterator[tuple[tuple[AxisOption, ...], Sizes]]:
     """Every option on one axis of 2 and of 3; sectioned ones on 2; primes for what is left."""
     seen: set[str] = set()
     for size in AXIS_SIZES:
@@ -206,7 +118,7 @@ def _single(case: _Case) -> Iterator[tuple[tuple[AxisOption, ...], Sizes]]:
                 yield (option,), (size,)
 
 
-def _pairs(case: _Case, seed: int) -> Iterator[tuple[tuple[AxisOption, ...], Sizes]]:
+def _pairs(case: Case, seed: int) -> Iterator[tuple[tuple[AxisOption, ...], Sizes]]:
     """A sample of two-axis combinations, 2 x 2 and 2 x 3."""
     found: list[tuple[tuple[AxisOption, ...], Sizes]] = []
     for sizes in ((2, 2), (2, 3)):
@@ -215,107 +127,13 @@ def _pairs(case: _Case, seed: int) -> Iterator[tuple[tuple[AxisOption, ...], Siz
     yield from random.Random(seed).sample(found, min(MAX_PAIRS, len(found)))
 
 
-def _fits(case: _Case, options: tuple[AxisOption, ...], sizes: Sizes) -> bool:
+def _fits(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> bool:
     places_in, places_out = tensor_placements(options)
     tensors = (*zip(case.inputs, places_in, strict=True), *zip(case.node.outputs, places_out, strict=True))
     return combines(case.rule, options, sizes) and all(divides(meta.shape, places, sizes) for meta, places in tensors)
 
 
-def _fault(case: _Case, options: tuple[AxisOption, ...], sizes: Sizes) -> str | None:
-    """What is wrong with these options, one per axis; None if they are right."""
-    places_in, places_out = tensor_placements(options)
-    try:
-        prepared = (
-            case.prepare(case.node, case.rule, options, case.inputs, sizes)
-            if case.prepare
-            else _local(case, options, sizes)
-        )
-        parts = [
-            distribute(value, places, sizes, case.generator)
-            for value, places in zip(case.values, places_in, strict=True)
-        ]
-        mesh_of = meshes(sizes)
-        leaves = {rank: _leaves(tuple(part[rank] for part in parts), case.inputs) for rank in mesh_of}
-        grads = _gradient_parts(case, places_out, sizes)
-
-        def work(rank: Coordinate) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-            outputs = prepared.run(leaves[rank], mesh_of[rank])
-            own_grads = tuple(None if grad is None else grad[rank] for grad in grads)
-            return outputs, _gradients(outputs, own_grads, leaves[rank])
-
-        results = run_ranks(list(mesh_of), work, prepared.together)
-        return _compare(case, results, places_in, places_out, sizes)
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-def _local(case: _Case, options: tuple[AxisOption, ...], sizes: Sizes) -> Prepared:
-    local = local_call(case.node, case.rule, options, case.inputs, sizes)
-    together = local.lowering is not None and local.lowering.name in COMMUNICATING
-    return Prepared(lambda values, mesh: run_local(local, case.call, values, mesh, case.num_targets), together)
-
-
-def _gradient_parts(
-    case: _Case, places_out: tuple[Placements, ...], sizes: Sizes
-) -> list[dict[Coordinate, Tensor] | None]:
-    """The outputs' gradients, handed out in the conjugate placements."""
-    return [
-        None if grad is None else distribute(grad, tuple(conjugate(p) for p in places), sizes, case.generator)
-        for grad, places in zip(case.out_grads, places_out, strict=True)
-    ]
-
-
-def _compare(
-    case: _Case,
-    results: dict[Coordinate, tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]],
-    places_in: tuple[Placements, ...],
-    places_out: tuple[Placements, ...],
-    sizes: Sizes,
-) -> str | None:
-    for number, (whole, places) in enumerate(zip(case.outputs, places_out, strict=True)):
-        parts = {rank: result[0][number] for rank, result in results.items()}
-        if not _equal(parts, places, sizes, whole, _tolerance(whole.dtype)):
-            return f"output {number} differs"
-    for number, (grad, places) in enumerate(zip(case.in_grads, places_in, strict=True)):
-        if grad is None:
-            continue
-        grad_parts = {rank: result[1][number] for rank, result in results.items()}
-        present = {rank: part for rank, part in grad_parts.items() if part is not None}
-        if len(present) < len(grad_parts):
-            return f"gradient {number} is missing"
-        if not _equal(present, tuple(conjugate(p) for p in places), sizes, grad, case.tolerance):
-            return f"gradient {number} differs"
-    return None
-
-
-def _equal(parts: dict[Coordinate, Tensor], places: Placements, sizes: Sizes, whole: Tensor, tolerance: float) -> bool:
-    if any(part.dtype != whole.dtype for part in parts.values()):
-        return False
-    wide = torch.complex128 if whole.is_complex() else torch.float64
-    return all(
-        torch.allclose(total.to(wide), whole.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
-        for total in assembled(parts, places, sizes, tuple(whole.shape))
-    )
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """Inputs are float64; a call that casts to less is compared as far as the result's dtype goes.
-
-    For values this is as strict as float32 everywhere, so that summing rounded parts is not taken for right.
-    """
-    return 1e-9 if dtype == torch.float64 or not dtype.is_floating_point else 1e-5
-
-
-def _text(options: tuple[AxisOption, ...]) -> str:
-    return " and ".join(_option_text(option) for option in options)
-
-
-def _option_text(option: AxisOption) -> str:
-    ins, outs = (", ".join(map(str, places)) for places in (option.inputs, option.outputs))
-    return f"{option.label}: {ins} -> {outs}" + (f" by {option.lowering}" if option.lowering else "")
-
-
-def _missed(case: _Case, seed: int) -> Iterator[str]:
+def _missed(case: Case, seed: int) -> Iterator[str]:
     """Placements on one axis of 2 ranks that are right with the plain local call and that the rule does not offer."""
     size = 2
     listed = {(o.inputs, o.outputs) for o in axis_options(case.rule, size, case.inputs, case.node.outputs)}
@@ -330,9 +148,9 @@ def _missed(case: _Case, seed: int) -> Iterator[str]:
             option = canonical(AxisOption("missed", inputs, outputs), case.inputs, case.node.outputs)
             if (option.inputs, option.outputs) in listed:
                 continue
-            if _fault(replace(case, rule=plain), (option,), (size,)) is None:
+            if fault_of(replace(case, rule=plain), (option,), (size,)) is None:
                 listed.add((option.inputs, option.outputs))
-                yield _option_text(option).removeprefix("missed: ")
+                yield option_text(option).removeprefix("missed: ")
 
 
 def _candidates(value: Tensor, replicated: list[Placement]) -> list[Placement]:
@@ -342,7 +160,7 @@ def _candidates(value: Tensor, replicated: list[Placement]) -> list[Placement]:
 
 
 def _matching_outputs(
-    case: _Case, rule: Rule, inputs: tuple[Placement, ...], candidates: list[list[Placement]]
+    case: Case, rule: Rule, inputs: tuple[Placement, ...], candidates: list[list[Placement]]
 ) -> Iterator[tuple[Placement, ...]]:
     """Output placements whose shapes and values the ranks' forward results give."""
     groups: list[tuple[Placement, ...]] = (
@@ -368,7 +186,7 @@ def _alike(candidates: list[list[Placement]]) -> list[tuple[Placement, ...]]:
 
 
 def _forward(
-    case: _Case, rule: Rule, option: AxisOption, parts: list[dict[Coordinate, Tensor]]
+    case: Case, rule: Rule, option: AxisOption, parts: list[dict[Coordinate, Tensor]]
 ) -> dict[Coordinate, tuple[Tensor, ...]] | None:
     mesh_of = meshes((2,))
     try:
@@ -382,13 +200,13 @@ def _forward(
         return None
 
 
-def _forward_equal(case: _Case, found: dict[Coordinate, tuple[Tensor, ...]], outputs: tuple[Placement, ...]) -> bool:
+def _forward_equal(case: Case, found: dict[Coordinate, tuple[Tensor, ...]], outputs: tuple[Placement, ...]) -> bool:
     for number, (whole, place) in enumerate(zip(case.outputs, outputs, strict=True)):
         for rank in found:
             expected = cut(whole, (place,), (2,), rank).shape
             if found[rank][number].shape != expected:
                 return False
         parts = {rank: found[rank][number] for rank in found}
-        if not _equal(parts, (place,), (2,), whole, _tolerance(whole.dtype)):
+        if not is_equal(parts, (place,), (2,), whole, tolerance_of(whole.dtype)):
             return False
     return True

@@ -19,7 +19,7 @@ from autopar.ir.placement import P, Placement, Placements, R, Rp
 
 Coordinate = tuple[int, ...]
 Sizes = tuple[int, ...]
-AXIS_NAMES = ("dp", "tp", "cp")
+AXIS_NAMES = ("dp", "tp", "cp", "ep", "ttp", "ddp")
 
 
 def conjugate(placement: Placement) -> Placement:
@@ -198,7 +198,7 @@ class SimulatedMesh:
         for axis in object.__getattribute__(self, "axes"):
             if axis.name == name:
                 return axis  # type: ignore[no-any-return]
-        if name in ("pp", "dp", "cp", "ep", "ttp", "tp"):
+        if name in ("pp", *AXIS_NAMES):
             return SimulatedAxis(name, 1, 0, _Board(1, threading.Barrier(1), [None]))
         raise AttributeError(name)
 

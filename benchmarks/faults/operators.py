@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from autopar.certify.emitted_call import prepare
 from autopar.options.strategies import rule_or_blank
 from autopar.rules.proof import check_options, torch_alone
 from autopar.rules.registry import known_ops
-from benchmarks.emitted_call import prepare
 from benchmarks.faults.case import Case, Result, drawn
 from benchmarks.operator_calls import T, Written, base_calls, make_node, varied
 

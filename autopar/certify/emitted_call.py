@@ -17,7 +17,7 @@ from autopar.options.scopes import scopes_of
 from autopar.options.strategies import Operator, Option
 from autopar.rules.execute import DROPOUT_KEY
 from autopar.rules.localize import tensor_placements
-from autopar.rules.proof import Prepared
+from autopar.rules.outcome import Prepared
 from autopar.rules.rule import AxisOption, Rule
 from autopar.rules.simulate import AXIS_NAMES, SimulatedMesh, Sizes
 from codegen.check import check_files
@@ -33,7 +33,7 @@ def program_of(
     formal = tuple(Input(name, meta) for name, meta in zip(names, inputs, strict=True))
     places_in, places_out = tensor_placements(options)
     results = tuple(Ref(node.name, index) for index in range(len(node.outputs)))
-    graph = Graph("Model", formal, (), (node,), results[0], 1)
+    graph = Graph(name="Model", inputs=formal, parameters=(), body=(node,), loss=results[0], batch_size=1)
     key = "", node.name
     assignment = Assignment(
         {key: Option(options, places_in, places_out)},
@@ -41,18 +41,46 @@ def program_of(
         {},
     )
     mesh = Mesh(AXIS_NAMES[: len(sizes)], sizes)
-    operators = {key: Operator("", node, inputs, rule, True, None, {})}
-    shared = Shared(graph, operators, mesh, assignment, {scope.name: scope for scope in scopes_of(graph)}, results)
+    operators = {key: Operator(scope="", node=node, inputs=inputs, rule=rule, known=True, batch=None, sections={})}
+    shared = Shared(
+        graph=graph,
+        operators=operators,
+        mesh=mesh,
+        assignment=assignment,
+        scopes={scope.name: scope for scope in scopes_of(graph)},
+        results=results,
+    )
     lowering = Lowering(shared, shared.scopes[""])
     entering = tuple(lowering.at_hand[Ref(name), lowering.lies[Ref(name)]] for name in names)
     body = lowering.run(graph.body)
     outputs = tuple(lowering.at_hand[ref, lowering.lies[ref]] for ref in results)
     counting = Lowering(shared, shared.scopes[""])
     statements, counts = counting.count_targets(lowering.losses)
-    cls = ModuleClass("Model", "One call.", {}, {}, entering, body, outputs, tuple(lowering.layouts))
+    cls = ModuleClass(
+        name="Model",
+        doc="One call.",
+        parameters={},
+        buffers={},
+        inputs=entering,
+        body=body,
+        outputs=outputs,
+        layouts=tuple(lowering.layouts),
+    )
     given = {name: Spec(meta.shape, dtype_name(meta.dtype)) for name, meta in zip(names, inputs, strict=True)}
-    common = "Model", mesh.axes, mesh.sizes, "fp32", 1, 1
-    return Program(*common, given, (), cls, (), tuple(statements), counts)
+    return Program(
+        name="Model",
+        axes=mesh.axes,
+        axis_sizes=mesh.sizes,
+        precision="fp32",
+        global_batch_size=1,
+        num_micro_batches=1,
+        inputs=given,
+        layers=(),
+        root=cls,
+        runs=(),
+        count_targets=tuple(statements),
+        target_counts=counts,
+    )
 
 
 def prepare(

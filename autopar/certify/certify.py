@@ -1,0 +1,76 @@
+"""Certifying a program: each part of the proof in order, and how long it took."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from autopar.certify.certificate import Certificate, hash_of
+from autopar.certify.edges import check_edges
+from autopar.certify.findings import Findings
+from autopar.certify.miniature import Miniature, prove_miniature
+from autopar.certify.operators import prove_operators
+from autopar.certify.reshards import prove_reshards
+from autopar.certify.schedules import check_schedule
+from autopar.compiled import CompiledProgram
+from autopar.running.surroundings import check_starting
+from codegen.program import PipelineProgram
+
+
+def certify_program(
+    compiled: CompiledProgram, *, train: bool = True, miniature: Miniature | None = None
+) -> Certificate:
+    """Proves on this machine, without the cluster, what can be proven of a program.
+
+    train: whether a miniature is trained on local processes, too. miniature: (model, batch, loss_fn or None) where the
+    model has no configuration from which autopar can make a small one.
+    """
+    program, plan = compiled.program, compiled.plan
+    if train:
+        check_starting("certify")
+    parts: list[Callable[[], Findings]] = [
+        lambda: prove_operators(compiled.best),
+        lambda: prove_reshards(program),
+        lambda: check_edges(program, compiled.best),
+    ]
+    if isinstance(program, PipelineProgram):
+        parts.append(lambda: check_schedule(program))
+    findings = [_timed(part) for part in parts]
+    if train:
+        findings.append(_timed(lambda: prove_miniature(compiled, miniature)))
+    else:
+        findings.append(Findings("miniature", not_proven=("training as a whole: no miniature was asked for",)))
+    return Certificate(
+        model=plan.model,
+        cluster=plan.cluster,
+        mesh=plan.mesh_text,
+        num_ranks=plan.num_ranks,
+        plan_sha256=hash_of(plan),
+        versions={"autopar": _own_version(), "torch": str(torch.__version__), "Python": platform.python_version()},
+        findings=tuple(findings),
+        cpu_seconds=sum(each.seconds for each in findings),
+    )
+
+
+def _timed(part: Callable[[], Findings]) -> Findings:
+    """What a part found, with the CPU-seconds that it and the processes that it started took."""
+    before = _cpu_seconds()
+    found = part()
+    return replace(found, seconds=_cpu_seconds() - before)
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _own_version() -> str:
+    try:
+        return version("autopar")
+    except PackageNotFoundError:
+        return "from source"

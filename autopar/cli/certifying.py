@@ -1,0 +1,70 @@
+"""`autopar certify`: proof of a plan on this machine, without its cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.certify import certify_program
+from autopar.certify.certificate import FILE
+from autopar.certify.miniature import Miniature
+from autopar.cli.options import (
+    Flags,
+    Force,
+    GivenCluster,
+    GivenModel,
+    Source,
+    console,
+    is_plan_file,
+    program_of_source,
+    require_outputs,
+)
+from autopar.files.outputs import write_output
+from autopar.integrations.job import load_job
+
+MINIATURE_ROWS = 16
+
+
+def certify(
+    source: Source,
+    flags: Flags,
+    cluster: GivenCluster = None,
+    model: GivenModel = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="write plan.yaml and certificate.yaml to this folder \\[default: certificate.yaml beside a plan file]",
+            metavar="FOLDER",
+        ),
+    ] = None,
+    miniature: Annotated[
+        str | None,
+        typer.Option(help="a small model of the same classes, where autopar cannot make one", metavar="MODEL"),
+    ] = None,
+    train: Annotated[bool, typer.Option("--train/--no-train", help="train miniatures on local processes")] = True,
+    force: Force = False,
+) -> None:
+    """Prove a plan without its cluster: operators, reshards, edges, schedule, and a miniature that trains."""
+    folder = Path(out) if out else Path(source).parent if is_plan_file(source) else None
+    plan_file = str(folder / "plan.yaml") if folder is not None and out is not None else None
+    file = str(folder / FILE) if folder is not None else None
+    require_outputs(None, [plan_file, file], force)
+    compiled = program_of_source(source, model, cluster, flags)
+    found = certify_program(compiled, train=train, miniature=_miniature(miniature))
+    for panel in found.panels():
+        console().print(panel)
+    if plan_file is not None:
+        print(f"plan written to {write_output(plan_file, compiled.plan.to_yaml(), force)}")
+    if file is not None:
+        print(f"certificate written to {found.write(file, force)}")
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _miniature(name: str | None) -> Miniature | None:
+    if name is None:
+        return None
+    job = load_job(name, num_devices=1, batch=MINIATURE_ROWS, seq=None, options={}, meta=False)
+    return job.model, job.inputs, job.loss_fn

@@ -1,0 +1,261 @@
+"""One option of a call on real tensors: what its ranks compute, forward and backward, against the whole call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from autopar.ir.graph import Node, TensorMeta
+from autopar.ir.placement import Placements
+from autopar.rules.call import Call
+from autopar.rules.execute import COMMUNICATING, Tensors, count_targets, run_local, run_whole
+from autopar.rules.localize import LoweringCall, local_call, tensor_placements
+from autopar.rules.rule import AxisOption, Rule, axis_options
+from autopar.rules.samples import sample_inputs
+from autopar.rules.simulate import (
+    Coordinate,
+    SimulatedMesh,
+    Sizes,
+    assembled,
+    conjugate,
+    distribute,
+    meshes,
+    run_ranks,
+)
+
+Ranks = Callable[[Tensors, SimulatedMesh], Tensors]
+"""What one rank computes of its parts of the inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One option of a call as something to run. together: the ranks communicate."""
+
+    run: Ranks
+    together: bool
+
+
+Prepare = Callable[[Node, Rule, tuple[AxisOption, ...], tuple[TensorMeta, ...], Sizes], Prepared]
+"""How a call under one option per axis is made runnable: as the proof does, or through a program that is emitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call with its values, whole results and whole gradients."""
+
+    node: Node
+    rule: Rule
+    call: Call
+    inputs: tuple[TensorMeta, ...]
+    values: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    out_grads: tuple[Tensor | None, ...]
+    in_grads: tuple[Tensor | None, ...]
+    num_targets: Tensor | None
+    generator: torch.Generator
+    prepare: Prepare | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error allowed to gradients, whose sums are rounded to the outputs' dtype part by part."""
+        widest = [torch.finfo(out.dtype).eps for out in self.outputs if out.dtype.is_floating_point]
+        return max(1e-9, *(32 * eps for eps in widest), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one run under one option per axis gave: the largest error of results and gradients, as a share of the whole
+    tensor's largest element, and what is wrong, if anything."""
+
+    error: float
+    fault: str | None = None
+
+
+def check_option(
+    node: Node,
+    inputs: tuple[TensorMeta, ...],
+    rule: Rule,
+    options: tuple[AxisOption, ...],
+    sizes: Sizes,
+    prepare: Prepare,
+    seed: int = 0,
+) -> Outcome:
+    """One run of the call under one option per axis of so many ranks, forward and backward, against the whole call."""
+    return _outcome(replace(make_case(node, inputs, rule, seed), prepare=prepare), options, sizes)
+
+
+def make_case(node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, seed: int) -> Case:
+    """The call with random values, its results and gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    call = Call.of(node, inputs)
+    values = sample_inputs(node, inputs, generator)
+    leaves = leaves_of(values, inputs)
+    outputs = run_whole(node, call, _whole_lowering(node, rule, inputs), leaves)
+    grads = tuple(
+        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype) if out.requires_grad else None
+        for out in outputs
+    )
+    in_grads = gradients(outputs, grads, leaves)
+    # The metas as they are in float64 runs: what flows decides, not what the trace recorded.
+    metas = tuple(replace(m, requires_grad=out.requires_grad) for m, out in zip(node.outputs, outputs, strict=True))
+    return Case(
+        node=replace(node, outputs=metas),
+        rule=rule,
+        call=call,
+        inputs=inputs,
+        values=values,
+        outputs=tuple(out.detach() for out in outputs),
+        out_grads=grads,
+        in_grads=in_grads,
+        num_targets=count_targets(call, values),
+        generator=generator,
+    )
+
+
+def _whole_lowering(node: Node, rule: Rule, inputs: tuple[TensorMeta, ...]) -> LoweringCall | None:
+    """The lowering that the op needs even if nothing is sharded."""
+    option = axis_options(rule, 1, inputs, node.outputs)[0]
+    return local_call(node, rule, (option,), inputs, (1,)).lowering
+
+
+def leaves_of(values: tuple[Tensor, ...], metas: tuple[TensorMeta, ...]) -> tuple[Tensor, ...]:
+    return tuple(
+        value.detach().clone().requires_grad_(meta.requires_grad and value.dtype.is_floating_point)
+        for value, meta in zip(values, metas, strict=True)
+    )
+
+
+def gradients(
+    outputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], leaves: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    """d outputs / d leaves along `grads`; zeros for unused leaves, None for those without gradient."""
+    pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not pairs or not wanted:
+        return tuple(torch.zeros_like(leaf) if leaf.requires_grad else None for leaf in leaves)
+    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    result: list[Tensor | None] = []
+    for leaf in leaves:
+        grad = next(found) if leaf.requires_grad else None
+        result.append(torch.zeros_like(leaf) if grad is None and leaf.requires_grad else grad)
+    return tuple(result)
+
+
+def fault_of(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> str | None:
+    """What is wrong with these options, one per axis; None if they are right."""
+    return _outcome(case, options, sizes).fault
+
+
+def _outcome(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> Outcome:
+    places_in, places_out = tensor_placements(options)
+    try:
+        prepared = (
+            case.prepare(case.node, case.rule, options, case.inputs, sizes)
+            if case.prepare
+            else _local(case, options, sizes)
+        )
+        parts = [
+            distribute(value, places, sizes, case.generator)
+            for value, places in zip(case.values, places_in, strict=True)
+        ]
+        mesh_of = meshes(sizes)
+        leaves = {rank: leaves_of(tuple(part[rank] for part in parts), case.inputs) for rank in mesh_of}
+        grads = _gradient_parts(case, places_out, sizes)
+
+        def work(rank: Coordinate) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+            outputs = prepared.run(leaves[rank], mesh_of[rank])
+            own_grads = tuple(None if grad is None else grad[rank] for grad in grads)
+            return outputs, gradients(outputs, own_grads, leaves[rank])
+
+        results = run_ranks(list(mesh_of), work, prepared.together)
+        return _compare(case, results, places_in, places_out, sizes)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        return Outcome(math.inf, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+
+def _local(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> Prepared:
+    local = local_call(case.node, case.rule, options, case.inputs, sizes)
+    together = local.lowering is not None and local.lowering.name in COMMUNICATING
+    return Prepared(lambda values, mesh: run_local(local, case.call, values, mesh, case.num_targets), together)
+
+
+def _gradient_parts(
+    case: Case, places_out: tuple[Placements, ...], sizes: Sizes
+) -> list[dict[Coordinate, Tensor] | None]:
+    """The outputs' gradients, handed out in the conjugate placements."""
+    return [
+        None if grad is None else distribute(grad, tuple(conjugate(p) for p in places), sizes, case.generator)
+        for grad, places in zip(case.out_grads, places_out, strict=True)
+    ]
+
+
+def _compare(
+    case: Case,
+    results: dict[Coordinate, tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]],
+    places_in: tuple[Placements, ...],
+    places_out: tuple[Placements, ...],
+    sizes: Sizes,
+) -> Outcome:
+    largest = 0.0
+    for number, (whole, places) in enumerate(zip(case.outputs, places_out, strict=True)):
+        parts = {rank: result[0][number] for rank, result in results.items()}
+        if not is_equal(parts, places, sizes, whole, tolerance_of(whole.dtype)):
+            return Outcome(math.inf, f"output {number} differs")
+        largest = max(largest, _error(parts, places, sizes, whole))
+    for number, (grad, places) in enumerate(zip(case.in_grads, places_in, strict=True)):
+        if grad is None:
+            continue
+        grad_parts = {rank: result[1][number] for rank, result in results.items()}
+        present = {rank: part for rank, part in grad_parts.items() if part is not None}
+        if len(present) < len(grad_parts):
+            return Outcome(math.inf, f"gradient {number} is missing")
+        conjugates = tuple(conjugate(p) for p in places)
+        if not is_equal(present, conjugates, sizes, grad, case.tolerance):
+            return Outcome(math.inf, f"gradient {number} differs")
+        largest = max(largest, _error(present, conjugates, sizes, grad))
+    return Outcome(largest)
+
+
+def is_equal(
+    parts: dict[Coordinate, Tensor], places: Placements, sizes: Sizes, whole: Tensor, tolerance: float
+) -> bool:
+    if any(part.dtype != whole.dtype for part in parts.values()):
+        return False
+    wide = torch.complex128 if whole.is_complex() else torch.float64
+    return all(
+        torch.allclose(total.to(wide), whole.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
+        for total in assembled(parts, places, sizes, tuple(whole.shape))
+    )
+
+
+def _error(parts: dict[Coordinate, Tensor], places: Placements, sizes: Sizes, whole: Tensor) -> float:
+    """The largest difference as a share of the whole's largest element, among finite ones."""
+    wide = torch.complex128 if whole.is_complex() else torch.float64
+    exact, largest = whole.to(wide), 0.0
+    usual = torch.isfinite(exact)
+    size = float(exact[usual].abs().max()) if usual.any() else 0.0
+    for total in assembled(parts, places, sizes, tuple(whole.shape)):
+        difference = (total.to(wide) - exact)[usual].abs()
+        largest = max(largest, float(difference.max()) if difference.numel() else 0.0)
+    return largest / size if size else largest
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Inputs are float64; a call that casts to less is compared as far as the result's dtype goes.
+
+    For values this is as strict as float32 everywhere, so that summing rounded parts is not taken for right.
+    """
+    return 1e-9 if dtype == torch.float64 or not dtype.is_floating_point else 1e-5
+
+
+def options_text(options: tuple[AxisOption, ...]) -> str:
+    return " and ".join(option_text(option) for option in options)
+
+
+def option_text(option: AxisOption) -> str:
+    ins, outs = (", ".join(map(str, places)) for places in (option.inputs, option.outputs))
+    return f"{option.label}: {ins} -> {outs}" + (f" by {option.lowering}" if option.lowering else "")
