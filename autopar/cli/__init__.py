@@ -1,5 +1,5 @@
-"""The command line: `autopar plan | report | simulate | explain | compare | certify`, `verify | profile | tune | train`,
-`launch | export`.
+"""The command line: `autopar plan | report | simulate | explain | compare | certify`,
+`verify | profile | tune | train | launch | export`.
 
 What a user got wrong is printed without a traceback (which `--traceback` shows) and ends with exit code 2; a
 verification or certificate that finds a difference, and a rank that fails, end with 1; an error of autopar's own with
