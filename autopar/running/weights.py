@@ -80,6 +80,10 @@ class LazyState(Mapping[str, torch.Tensor]):
         self._names = dict.fromkeys([*(name for name, _ in model.named_parameters()), *buffers])
         self._value = ValueSource(model)
 
+    def outlines(self) -> dict[str, torch.Tensor]:
+        """The model's own tensors, which may lie on meta."""
+        return {name: self._value.outline(name) for name in self._names}
+
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
             raise KeyError(name)

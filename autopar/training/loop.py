@@ -102,7 +102,8 @@ def fit_locally(program: CompiledProgram, setup: Setup) -> TrainResult:
         found: list[tuple[TrainResult, tuple[Callback, ...]]] = run_ranks(
             _fit_and_tell, (program, setup, folder), ranks, math.inf, patience
         )
-        set_values(program.model, read_values(folder))
+        if not stays_on_disk(setup):
+            set_values(program.model, read_values(folder))
     for own, theirs in zip(setup.callbacks, found[0][1], strict=False):
         vars(own).update(vars(theirs))
     peaks = tuple(peak for result, _ in found for peak in result.peak_bytes)
@@ -131,11 +132,19 @@ def fit_rank(program: CompiledProgram, setup: Setup, trained: Path | None = None
     with Memory(setup.config.measure_memory) as memory:
         learner = RankLearner(program, setup.config)
         result = Run(learner, setup, memory, program).result()
+    if stays_on_disk(setup):
+        return result
     if trained is not None:
         write_values(learner.step.whole_tensors(rank0_only=True), trained)
     else:
         set_values(program.model, learner.step.whole_tensors())
     return result
+
+
+def stays_on_disk(setup: Setup) -> bool:
+    """Whether trained values stay in the last checkpoint: a model whose own are not in memory may not fit there."""
+    is_written = setup.config.checkpoint_directory is not None
+    return is_written and any(parameter.device.type == "meta" for parameter in setup.model.parameters())
 
 
 def fit_plain(setup: Setup) -> TrainResult:

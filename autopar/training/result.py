@@ -12,9 +12,10 @@ from autopar.compiled import CompiledProgram
 from autopar.errors import ModelError, OutputError
 from autopar.files.outputs import require_folder
 from autopar.files.tensor_files import TensorSpec
-from autopar.integrations.pretrained import save_pretrained, write_state
+from autopar.integrations.pretrained import Values, checkpoint_values, save_pretrained, write_state
 from autopar.running.launched import is_first
 from autopar.running.weights import LazyState
+from codegen.runtime.checkpoint_files import read_manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class TrainResult:
     peak_bytes: per rank, of tensors; empty if not measured. num_samples: rows trained on so far. checkpoint: the last
     one written or resumed from. num_skipped: steps without an update, since loss or gradients were not finite.
     evaluations: of each evaluation "step" and "loss". stopped: why training ended before its last step, "" if it did
-    not. model: the user's, with the trained values. program: None for a plain run.
+    not. model: the user's, with the trained values; one whose values were on meta, or in files, has none where there
+    are checkpoints: the last one has them, and what is saved here is read from it. program: None for a plain run.
     """
 
     losses: tuple[float, ...]
@@ -45,22 +47,22 @@ class TrainResult:
         """Write the trained model as a folder that `from_pretrained` of transformers reads; under a launcher rank 0
         writes it. Raises ModelError for a model that is not of transformers, OutputError where autopar did not write
         what is there."""
-        state = self._state()
         if is_first():
-            save_pretrained((((name,), value) for name, value in state.items()), self._model(), directory)
+            save_pretrained(self._values(), self._model(), directory)
         return Path(directory)
 
     def export(self, file: str | Path) -> Path:
         """Write the trained values under the model's names as one safetensors file; under a launcher rank 0 writes it.
         Raises OutputError for a file that is there."""
-        state, file = self._state(), Path(file)
+        file = Path(file)
         if file.exists():
             raise OutputError("the file exists", values=str(file), alternatives="another file")
         require_folder(file.parent)
         if is_first():
             file.parent.mkdir(parents=True, exist_ok=True)
-            specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in state.items()}
-            write_state((((name,), value) for name, value in state.items()), specs, file)
+            outlines = LazyState(self._model()).outlines()
+            specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in outlines.items()}
+            write_state(self._values(), specs, file)
         return file
 
     def _model(self) -> nn.Module:
@@ -68,5 +70,9 @@ class TrainResult:
             raise ModelError("the result has no model", values="it came from another process")
         return self.model
 
-    def _state(self) -> LazyState:
-        return LazyState(self._model())
+    def _values(self) -> Values:
+        """The trained values, one at a time."""
+        model = self._model()
+        if self.checkpoint is not None and any(p.device.type == "meta" for p in model.parameters()):
+            return checkpoint_values(self.checkpoint, read_manifest(self.checkpoint))
+        return (((name,), value) for name, value in LazyState(model).items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -71,6 +72,7 @@ def test_a_run_that_loses_a_node_goes_on_with_the_rest(tmp_path: Path) -> None:
             agents[node] = subprocess.Popen(
                 command, env=outside | more | {"NODE": node}, stdout=log, stderr=log, start_new_session=True
             )
+            _wait_for_store(port)  # which then is the first agent's, and outlives the second
         until = time.monotonic() + 500
         while not (tmp_path / "ready").exists():
             assert time.monotonic() < until and agents["second"].poll() is None, _logs(tmp_path)
@@ -87,6 +89,15 @@ def test_a_run_that_loses_a_node_goes_on_with_the_rest(tmp_path: Path) -> None:
     rest = json.loads((tmp_path / "result-2.json").read_text())
     assert (rest["first"], len(rest["losses"]), len(alone["losses"])) == (4, 4, 8)
     assert rest["losses"] == pytest.approx(alone["losses"][4:], rel=1e-5)
+
+
+def _wait_for_store(port: int) -> None:
+    until = time.monotonic() + 200
+    while time.monotonic() < until:
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=1):
+            return
+        time.sleep(0.2)
+    raise AssertionError("the first agent does not come up")
 
 
 def _logs(folder: Path) -> str:
