@@ -21,6 +21,9 @@ LATE_IMPORTS = {
     ("autopar/integrations/lazy_weights.py", "transformers.core_model_loading"): "optional, and heavy",
     ("autopar/integrations/pretrained.py", "transformers.core_model_loading"): "optional, and heavy",
     ("autopar/tune.py", "codegen.kernels.tuning"): "heavy: triton comes with it",
+    ("autopar/training/records.py", "tensorboard"): "optional",
+    ("autopar/training/records.py", "torch.utils.tensorboard"): "optional",
+    ("autopar/training/records.py", "wandb"): "optional",
     ("autopar/profiling/worker.py", "resource"): "optional: not on every system",
 }
 """Imports inside of functions of autopar, with the reason."""

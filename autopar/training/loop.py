@@ -142,9 +142,12 @@ def fit_rank(program: CompiledProgram, setup: Setup, trained: Path | None = None
 
 
 def stays_on_disk(setup: Setup) -> bool:
-    """Whether trained values stay in the last checkpoint: a model whose own are not in memory may not fit there."""
+    """Whether trained values stay in the last checkpoint: those of a model whose own are not in memory, where they
+    would take more than half of the machine's."""
+    unloaded = [p for p in setup.model.parameters() if p.device.type == "meta"]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     is_written = setup.config.checkpoint_directory is not None
-    return is_written and any(parameter.device.type == "meta" for parameter in setup.model.parameters())
+    return is_written and sum(p.numel() * p.element_size() for p in unloaded) > memory / 2
 
 
 def fit_plain(setup: Setup) -> TrainResult:

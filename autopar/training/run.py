@@ -250,7 +250,13 @@ class Run:
     def _tell(self, event: str, record: Record, rates: list[float] | None = None) -> None:
         if not self.setup.callbacks:
             return
-        state = TrainState(self.learner.num_steps, self.config.steps, self.first, record, rates or ())
+        state = TrainState(
+            step=self.learner.num_steps,
+            steps=self.config.steps,
+            first_step=self.first,
+            record=record,
+            learning_rates=rates or (),
+        )
         self.callbacks.tell(event, state)
 
 

@@ -22,7 +22,10 @@ MOST_SHAPES = 32
 
 def is_of_another_shape(program: CompiledProgram, named: Mapping[str, Any]) -> bool:
     """Whether a batch differs from the program's in sizes alone; what else is wrong is for the step to say."""
-    for name, spec in program.program.inputs.items():
+    inputs, one = program.program.inputs, program.program.any
+    if not named.keys() <= {*inputs, *one.unused_inputs, *one.fixed_inputs}:
+        return False
+    for name, spec in inputs.items():
         value, wanted = named.get(name), getattr(torch, spec.dtype)
         if not isinstance(value, torch.Tensor) or value.dim() != len(spec.shape):
             return False

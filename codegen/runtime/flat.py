@@ -94,9 +94,8 @@ class Bucket:
     compute_dtype: of floats; None: their own. master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: that of
     the whole line is kept, and reduced once per step (stages 0 and 1), rather than every micro-batch. host: where the
     master lives if the optimiser is offloaded; the gradient then stays on the device, and is attached to the stored
-    parameters for the update only. attached: stored parameters with their gradients, or with what stands there for a
-    script to find. compression: of its gathers and reductions, where its master is in fp32; `flat` is rounded to it on
-    a range's owner, the master not.
+    parameters for the update only. attached: stored parameters with their gradients, or with what stands there. There
+    is compression where the master is in fp32; `flat` is rounded to it on a range's owner, the master not.
     """
 
     def __init__(

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+from .precision import PRECISIONS
+
 
 @dataclass(frozen=True, slots=True)
 class Range:
@@ -54,6 +56,22 @@ RANGES = {
 def problem(name: str, value: object) -> str:
     """What is wrong with a number of that name, in one clause; "" if nothing is."""
     return "" if value in RANGES[name] else f"{name} is {RANGES[name]}"
+
+
+def check_step(
+    num_micro_batches: int, precision: str, has_loss_scale: bool, max_grad_norm: float | None, seed: int
+) -> None:
+    """Raises ValueError for options that no step can be made with."""
+    if num_micro_batches < 1:
+        raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
+    if has_loss_scale != (precision == "fp16"):
+        wrong = "needs a loss_scale (LossScale())" if precision == "fp16" else "has no loss_scale, which is for 'fp16'"
+        raise ValueError(f"precision {precision!r} {wrong}")
+    for name, value in (("max_grad_norm", max_grad_norm), ("seed", seed)):
+        if wrong := problem(name, value):
+            raise ValueError(f"{wrong}, got {value!r}")
 
 
 def number(name: str) -> Callable[[str], float]:

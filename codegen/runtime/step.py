@@ -18,11 +18,11 @@ from .flat import Bucket, Entry
 from .guard import Guard, NonFinite
 from .mesh import Mesh
 from .optimizers import Factory, GlobalParameter, is_elementwise, settings_of
-from .options import problem
+from .options import check_step
 from .parameters import Module, RngState
 from .part import Batches, Part, PartOptions, Source
-from .precision import PRECISIONS, Precision
-from .update import Update, buckets_of, parameters_of_programs, rank_optimizer
+from .precision import Precision
+from .update import Update, buckets_of, parameters_of_programs, rank_optimizer, require_finite
 from .zero import ZeroUnits
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .compressed import Compression
     from .fused_update import FusedUpdate
     from .host_optimizer import HostOptimizer
-    from .loss_scale import LossScale
+    from .loss_scale import LossScale, LossScaling
     from .offload import Offload
     from .whole_updates import WholeUpdates
 
@@ -108,15 +108,13 @@ class Step:
         non_finite: NonFinite = "skip",
         shared: Step | None = None,
     ) -> None:
-        _check(num_micro_batches, precision, loss_scale is not None, max_grad_norm, seed)
+        check_step(num_micro_batches, precision, loss_scale is not None, max_grad_norm, seed)
         self.mesh, self.num_micro_batches, self.precision = mesh, num_micro_batches, precision
         self.max_grad_norm = max_grad_norm
         self.rng: RngState = RngState(seed=seed) if shared is None else shared.rng
         self.offload, self.host_optimizer = offload, offload_optimizer
         host = None if offload_optimizer is None else offload_optimizer.host
-        self.loss_scaling = None if loss_scale is None else loss_scale.begin()
-        if shared is not None:
-            self.loss_scaling = shared.loss_scaling
+        self.loss_scaling = _scaling(loss_scale, shared)
         options = PartOptions(
             precision=precision,
             num_micro_batches=num_micro_batches,
@@ -342,14 +340,7 @@ class Step:
 
     def require_finite(self) -> None:
         """Raises FloatingPointError on all ranks if a parameter is inf or nan on one. Collective."""
-        spoiled = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
-        for bucket in self.buckets:
-            if bucket.master.is_floating_point() and bucket.master.numel():
-                spoiled += (~torch.isfinite(torch.linalg.vector_norm(bucket.master, float("inf")))).to(spoiled)
-        if self.mesh.everyone.size > 1:
-            collectives.all_reduce(spoiled, self.mesh.everyone.group)
-        if spoiled.item():
-            raise FloatingPointError("some parameters are inf or nan")
+        require_finite(self.buckets, self.mesh)
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:
         """What this rank stores and optimisers update, by original name (of tied stages' copies the first)."""
@@ -393,20 +384,11 @@ class Step:
                 yield names, whole
 
 
-def _check(
-    num_micro_batches: int, precision: str, has_loss_scale: bool, max_grad_norm: float | None, seed: int
-) -> None:
-    """Raises ValueError for options that no step can be made with."""
-    if num_micro_batches < 1:
-        raise ValueError(f"num_micro_batches must be at least 1, got {num_micro_batches}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
-    if has_loss_scale != (precision == "fp16"):
-        wrong = "needs a loss_scale (LossScale())" if precision == "fp16" else "has no loss_scale, which is for 'fp16'"
-        raise ValueError(f"precision {precision!r} {wrong}")
-    for name, value in (("max_grad_norm", max_grad_norm), ("seed", seed)):
-        if wrong := problem(name, value):
-            raise ValueError(f"{wrong}, got {value!r}")
+def _scaling(rule: LossScale | None, shared: Step | None) -> LossScaling | None:
+    """The scale of a step: its own, or that of the step whose parameters it shares."""
+    if shared is not None:
+        return shared.loss_scaling
+    return None if rule is None else rule.begin()
 
 
 def _untried(optimizer: torch.optim.Optimizer) -> str:

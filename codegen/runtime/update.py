@@ -92,6 +92,18 @@ def buckets_of(parts: Sequence[Part]) -> list[Bucket]:
     return [bucket for part in parts for bucket in part.zero.buckets]
 
 
+def require_finite(buckets: Sequence[Bucket], mesh: Mesh) -> None:
+    """Raises FloatingPointError on all ranks if a parameter is inf or nan on one. Collective."""
+    spoiled = torch.zeros((), dtype=torch.float32, device=mesh.device)
+    for bucket in buckets:
+        if bucket.master.is_floating_point() and bucket.master.numel():
+            spoiled += (~torch.isfinite(torch.linalg.vector_norm(bucket.master, float("inf")))).to(spoiled)
+    if mesh.everyone.size > 1:
+        collectives.all_reduce(spoiled, mesh.everyone.group)
+    if spoiled.item():
+        raise FloatingPointError("some parameters are inf or nan")
+
+
 # The optimiser --------------------------------------------------------------------------------------------------------
 
 

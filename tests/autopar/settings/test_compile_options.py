@@ -89,8 +89,16 @@ def test_what_is_no_option_or_no_batch() -> None:
         autopar.compile(model, "2 cpu", example_inputs=3)
 
 
+class Clipped(torch.optim.SGD):
+    """Couples all parameters: their gradients have one norm."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
 def coupled(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(parameters)
+    return Clipped(parameters, lr=0.1)
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,8 @@ def test_elementwise_updates_are_found(name):
 @pytest.mark.parametrize("name", WHOLE)
 def test_updates_of_whole_tensors_are_found(name):
     needs = examine(WHOLE[name], model())
-    assert not needs.is_coupled and {"embed.weight", "layers.1.up.weight"} <= needs.whole
+    hidden = {f"layers.{layer}.{part}.weight" for layer in range(2) for part in ("up", "down")}
+    assert not needs.is_coupled and hidden <= needs.whole
 
 
 class Drifting(torch.optim.SGD):
