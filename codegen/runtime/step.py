@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from . import collectives
 from .batch import BatchCheck, flat_batch
 from .by_hand import ByHand
 from .executor import Accumulation, Executor
@@ -109,8 +108,8 @@ class Step:
         shared: Step | None = None,
     ) -> None:
         check_step(num_micro_batches, precision, loss_scale is not None, max_grad_norm, seed)
-        self.mesh, self.num_micro_batches, self.precision = mesh, num_micro_batches, precision
-        self.max_grad_norm = max_grad_norm
+        self.mesh, self.num_micro_batches = mesh, num_micro_batches
+        self.precision, self.max_grad_norm = precision, max_grad_norm
         self.rng: RngState = RngState(seed=seed) if shared is None else shared.rng
         self.offload, self.host_optimizer = offload, offload_optimizer
         host = None if offload_optimizer is None else offload_optimizer.host
@@ -133,21 +132,24 @@ class Step:
         if shared is not None:
             self.optimizer: torch.optim.Optimizer = shared.optimizer
             return
-        parameters = parameters or tuple(parameters_of_programs(programs))
-        device = mesh.device if host is None else "cpu"
-        self._trial, self._made_with = trial, (optimizer_factory, parameters)
+        self._trial, self._made_with = trial, (optimizer_factory, parameters or tuple(parameters_of_programs(programs)))
+        self._begin(kernels, non_finite)
+
+    def _begin(self, kernels: FusedUpdate | None, non_finite: NonFinite) -> None:
+        """Makes the optimiser and what updates with it; the run begins at its first step."""
         self.wholes = self._wholes()
+        host = self.host_optimizer
+        device = self.mesh.device if host is None else "cpu"
         self.optimizer = rank_optimizer(*self._made_with, self.parts, device, self.wholes)
         self.settings = settings_of(self.optimizer)
         self._require_known()
-        if offload_optimizer is not None:
-            offload_optimizer.attach(self.optimizer, self.buckets)
-        updaters = (self.optimizer, offload_optimizer, self.wholes)
-        self._update = Update(self.parts, mesh, *updaters, max_grad_norm=max_grad_norm, kernels=kernels)
+        if host is not None:
+            host.attach(self.optimizer, self.buckets)
+        updaters = (self.optimizer, host, self.wholes)
+        self._update = Update(self.parts, self.mesh, *updaters, max_grad_norm=self.max_grad_norm, kernels=kernels)
         self._by_hand = ByHand(self.parts, self.optimizer, self.wholes)
         self.num_samples, self._num_rows = 0, 0
-        written = [value for part in self.parts for value in part.written_buffers()]
-        self.guard = Guard(non_finite, written, self.loss_scaling)
+        self.guard = Guard(non_finite, [v for part in self.parts for v in part.written_buffers()], self.loss_scaling)
         self.grad_norm: Tensor | None = None
         """Global norm of the last step's unscaled gradients before clipping (0-dim), where something needs it."""
 
