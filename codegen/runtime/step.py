@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .compressed import Compression
     from .fused_update import FusedUpdate
     from .host_optimizer import HostOptimizer
-    from .loss_scale import LossScale
+    from .loss_scale import LossScale, LossScaling
     from .offload import Offload
     from .whole_updates import WholeUpdates
 
@@ -114,9 +114,8 @@ class Step:
         self.rng: RngState = RngState(seed=seed) if shared is None else shared.rng
         self.offload, self.host_optimizer = offload, offload_optimizer
         host = None if offload_optimizer is None else offload_optimizer.host
-        self.loss_scaling = None if loss_scale is None else loss_scale.begin()
-        if shared is not None:
-            self.loss_scaling = shared.loss_scaling
+        own_scaling: LossScaling | None = None if loss_scale is None else loss_scale.begin()
+        self.loss_scaling: LossScaling | None = own_scaling if shared is None else shared.loss_scaling
         options = PartOptions(
             precision=precision,
             num_micro_batches=num_micro_batches,
