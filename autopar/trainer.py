@@ -19,6 +19,7 @@ from autopar.files.outputs import require_folder, require_writable
 from autopar.running.launched import under_launcher
 from autopar.training.callbacks import Callback, check_callbacks
 from autopar.training.config import Batches, TrainerConfig
+from autopar.training.feeding import check_evaluation
 from autopar.training.loaders import check_batches
 from autopar.training.loop import compile_program, fit_locally, fit_plain, fit_ranks, process_group
 from autopar.training.optimizers import Schedule, optimizer_factory, schedule_of
@@ -69,8 +70,7 @@ class Trainer:
         for each in (schedule,):
             if each is not None and not callable(each):
                 raise ConstraintError("schedule is a function optimizer -> scheduler", values=type(each).__name__)
-        if config.evaluation.every and eval_batches is None:
-            raise ConstraintError("evaluation.every needs eval_batches", values=str(config.evaluation.every))
+        check_evaluation(config.evaluation, eval_batches)
         self.setup = Setup(
             model=model,
             config=config,

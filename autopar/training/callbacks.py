@@ -33,7 +33,7 @@ class Callback:
 
     A method that returns True ends training after the step, on all ranks, as if it were the last: a checkpoint is
     written, and the model has the trained values. What a callback notes in attributes is there after `fit`, also where
-    the ranks were other processes, if it can be pickled.
+    the ranks were other processes, as far as it can be pickled.
     """
 
     def on_start(self, state: TrainState) -> bool | None:
@@ -86,10 +86,29 @@ def check_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
     return tuple(callbacks)
 
 
-def is_sendable(callback: Callback) -> bool:
-    """Whether another process can send a callback back."""
+def noted(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
+    """What each callback has in its attributes, as far as another process can send it back."""
+    return [{name: value for name, value in _attributes(each).items() if _is_sendable(value)} for each in callbacks]
+
+
+def note(callbacks: Sequence[Callback], found: Sequence[Mapping[str, Any]]) -> None:
+    """Puts what `noted` gave of the same callbacks, in another process, into these."""
+    for callback, attributes in zip(callbacks, found, strict=True):
+        for name, value in attributes.items():
+            object.__setattr__(callback, name, value)  # a frozen dataclass noted it in what it holds
+
+
+def _attributes(callback: Callback) -> dict[str, Any]:
+    """What lies in a callback's __dict__ and in the slots of its classes."""
+    slots = (vars(kind).get("__slots__", ()) for kind in type(callback).__mro__)
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    held = {name: getattr(callback, name) for name in names if not name.startswith("__") and hasattr(callback, name)}
+    return held | getattr(callback, "__dict__", {})
+
+
+def _is_sendable(value: Any) -> bool:
     try:
-        pickle.dumps(callback)
+        pickle.dumps(value)
     except Exception:  # whatever a value in it raises
         return False
     return True

@@ -25,6 +25,7 @@ from autopar.training.sections import (
     ProfilerSection,
     ScheduleSection,
     Section,
+    plain,
     section,
 )
 from codegen.runtime.guard import NonFinite
@@ -99,6 +100,8 @@ class TrainerConfig(PlanOptions):
     measure_memory: bool = False
 
     def __post_init__(self) -> None:
+        for name, value in self._as_files_have_them().items():
+            object.__setattr__(self, name, value)
         for name, kind in SECTIONS.items():
             object.__setattr__(self, name, section(name, kind, getattr(self, name)))
         names = (each.name for each in dataclasses.fields(self))
@@ -118,6 +121,20 @@ class TrainerConfig(PlanOptions):
         if self.checkpoint_every and not self.checkpoint_directory:
             raise ConstraintError("checkpoint_every needs checkpoint_directory", values=str(self.checkpoint_every))
         PlanOptions.__post_init__(self)  # slots make a new class, which super() without arguments does not know
+
+    def _as_files_have_them(self) -> dict[str, Any]:
+        """Fields that Python may give otherwise than a file does, as it does: paths, a LossScale, numbers of numpy."""
+        found: dict[str, Any] = {}
+        for name in ("plan", "checkpoint_directory"):
+            if isinstance(value := getattr(self, name), Path):
+                found[name] = str(value)
+        if isinstance(self.loss_scale, LossScale):
+            found["loss_scale"] = dataclasses.asdict(self.loss_scale)
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, float) and type(value) is not float:
+                found[each.name] = float(value)
+        return found
 
     @classmethod
     def from_mapping(
@@ -148,15 +165,11 @@ class TrainerConfig(PlanOptions):
         """All fields as `from_mapping` reads them back to an equal configuration: numbers, texts, lists, mappings."""
         found: dict[str, Any] = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         for name in SECTIONS:
-            found[name] = found[name].model_dump(mode="json")
+            found[name] = plain(name, found[name].model_dump())
         if not isinstance(self.cluster, str):
             found["cluster"] = _cluster_data(self.cluster)
         if isinstance(self.plan, Plan):
             found["plan"] = yaml.safe_load(self.plan.to_yaml())
-        elif self.plan is not None:
-            found["plan"] = str(self.plan)
-        if isinstance(self.loss_scale, LossScale):
-            found["loss_scale"] = dataclasses.asdict(self.loss_scale)
         for name in ("constraints", "compression", "loss_scale"):
             found[name] = None if found[name] is None else dict(found[name])
         return found
@@ -187,6 +200,10 @@ def overridden(fields: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
             level[name] = {"name": inner} if isinstance(inner, str) else dict(inner or {})
             level = level[name]
         level[names[-1]] = value
+        if names == ["optimizer"] and isinstance(value, Mapping):
+            for name in _OF_OPTIMIZER.keys() & value.keys():
+                found.pop(_OF_OPTIMIZER[name], None)
+            _move_rates(found)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from autopar.errors import ConstraintError, DataError
 from autopar.training.config import Batch, Batches, TrainerConfig
 from autopar.training.loaders import named_batch, num_rows, peeking, untouched
 from autopar.training.position import Stateful
+from autopar.training.sections import EvaluationSection
 
 
 def first_batch(batches: Batches, config: TrainerConfig) -> Any:
@@ -65,13 +66,32 @@ def batches_from(batches: Batches, start_sample: int) -> Iterator[Batch]:
             raise ConstraintError("there are no batches", values=type(batches).__name__)
 
 
-def once(batches: Batches, num_batches: int | None) -> Iterator[Batch]:
-    """The batches of one evaluation. Raises ConstraintError where there would be no end, or none."""
-    if callable(batches) and num_batches is None:
+METRICS = ("loss",)
+"""What an evaluation finds."""
+
+
+def check_evaluation(section: EvaluationSection, batches: Batches | None) -> None:
+    """Raises ConstraintError, before anything is started, for evaluations that could not be made."""
+    if batches is None:
+        for name in ("every", "patience"):
+            if value := getattr(section, name):
+                raise ConstraintError(f"evaluation.{name} needs eval_batches", values=str(value))
+        return
+    if section.metric not in METRICS:
+        raise ConstraintError(
+            "evaluation.metric is none of the metrics", values=section.metric, alternatives=", ".join(METRICS)
+        )
+    if callable(batches) and section.num_batches is None:
         raise ConstraintError(
             "eval_batches that is a function has no end",
             alternatives="evaluation.num_batches, a list, or a DataLoader",
         )
+    if isinstance(batches, Sequence) and not batches:
+        raise ConstraintError("there are no eval_batches", values=f"an empty {type(batches).__name__}")
+
+
+def once(batches: Batches, num_batches: int | None) -> Iterator[Batch]:
+    """The batches of one evaluation, which `check_evaluation` let pass. Raises ConstraintError where there are none."""
     source = batches(0) if callable(batches) else untouched(batches)
     count = 0
     for batch in itertools.islice(source, num_batches):

@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from autopar.errors import ConstraintError, DataError
 from autopar.training.config import Batches
+from autopar.training.position import Stateful
 
 
 def check_batches(batches: Batches, global_batch_size: int | None) -> None:
@@ -42,8 +43,11 @@ def rows_of_batches(batches: Batches) -> set[int]:
 
 
 def untouched(batches: Iterable[Any]) -> Iterable[Any]:
-    """The batches; of a DataLoader a copy without its persistent workers' iterator, which belongs to one process."""
-    if not isinstance(batches, DataLoader):
+    """The batches; of a DataLoader a copy without its persistent workers' iterator, which belongs to one process.
+
+    One that remembers its place is itself asked for it, so it is no copy that is read.
+    """
+    if not isinstance(batches, DataLoader) or isinstance(batches, Stateful):
         return batches
     own = copy.copy(batches)
     own._iterator = None
@@ -52,7 +56,11 @@ def untouched(batches: Iterable[Any]) -> Iterable[Any]:
 
 @contextmanager
 def peeking(batches: Batches) -> Iterator[None]:
-    """Leaves the generators that shuffle a DataLoader as they were, so that training begins with its first order."""
+    """Leaves what is looked at as it was: the generators that shuffle a DataLoader, the place of what remembers it.
+
+    So training begins with the first batch of the first order.
+    """
+    place = copy.deepcopy(batches.state_dict()) if isinstance(batches, Stateful) else None  # it may change with them
     sources = (batches, batches.sampler) if isinstance(batches, DataLoader) else ()
     found = [getattr(source, "generator", None) for source in sources]
     states = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
@@ -61,6 +69,8 @@ def peeking(batches: Batches) -> Iterator[None]:
     finally:
         for generator, state in states:
             generator.set_state(state)
+        if isinstance(batches, Stateful):
+            batches.load_state_dict(place)
 
 
 def _check_function(batches: Callable[[int], Iterator[Any]]) -> None:

@@ -26,7 +26,7 @@ from autopar.running.surroundings import check_starting
 from autopar.running.weights import read_values, set_values, write_values
 from autopar.settings.compile_options import CompileOptions
 from autopar.training import checkpoints
-from autopar.training.callbacks import Callback, is_sendable
+from autopar.training.callbacks import note, noted
 from autopar.training.feeding import first_batch
 from autopar.training.learners import PlainLearner, RankLearner
 from autopar.training.loaders import rows_of_batches
@@ -99,21 +99,20 @@ def fit_locally(program: CompiledProgram, setup: Setup) -> TrainResult:
     program.require_runnable()
     ranks, patience = program.plan.num_ranks, group_seconds(program, setup.config.collective_seconds)
     with temporary_folder() as folder:
-        found: list[tuple[TrainResult, tuple[Callback, ...]]] = run_ranks(
+        found: list[tuple[TrainResult, list[dict[str, Any]]]] = run_ranks(
             _fit_and_tell, (program, setup, folder), ranks, math.inf, patience
         )
         if not stays_on_disk(setup):
             set_values(program.model, read_values(folder))
-    for own, theirs in zip(setup.callbacks, found[0][1], strict=False):
-        vars(own).update(vars(theirs))
+    note(setup.callbacks, found[0][1])
     peaks = tuple(peak for result, _ in found for peak in result.peak_bytes)
     return replace(found[0][0], peak_bytes=peaks, program=program, model=program.model)
 
 
-def _fit_and_tell(program: CompiledProgram, setup: Setup, folder: Path) -> tuple[TrainResult, tuple[Callback, ...]]:
-    """The result of a rank, and of rank 0 the callbacks with what they noted, as far as they can be sent."""
+def _fit_and_tell(program: CompiledProgram, setup: Setup, folder: Path) -> tuple[TrainResult, list[dict[str, Any]]]:
+    """The result of a rank, and of rank 0 what its callbacks noted, as far as it can be sent."""
     result = fit_rank(program, setup, folder)
-    return result, tuple(each for each in setup.callbacks if is_sendable(each)) if dist.get_rank() == 0 else ()
+    return result, noted(setup.callbacks) if dist.get_rank() == 0 else []
 
 
 def fit_ranks(program: CompiledProgram, setup: Setup) -> TrainResult:

@@ -20,7 +20,7 @@ import torch
 
 from autopar.compiled import CompiledProgram
 from autopar.costs.flops import model_flops_utilisation
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, OutputError
 from autopar.files.outputs import replace_file, require_folder
 from autopar.report.figures import figures_of
 from autopar.training.config import Batch, TrainerConfig
@@ -137,7 +137,7 @@ class WeightsAndBiases:
 
 
 def check_logging(config: TrainerConfig) -> None:
-    """Raises ConstraintError or OutputError, before anything is started, where the logs could not be written."""
+    """Raises ConstraintError or OutputError, before anything is started, where logs or traces could not be written."""
     section = config.logging
     if section.tensorboard:
         if directory_of(config) is None:
@@ -150,8 +150,12 @@ def check_logging(config: TrainerConfig) -> None:
             ) from None
     if section.wandb is not None:
         _wandb()
-    if section.directory is not None:
-        require_folder(Path(section.directory))
+    if (directory := directory_of(config)) is not None:
+        require_folder(directory)
+        if (directory / METRICS_FILE).is_dir():
+            raise OutputError("the log must be a file", values=f"{directory / METRICS_FILE} is a folder")
+    if config.profiler.directory is not None:
+        require_folder(Path(config.profiler.directory))
 
 
 def directory_of(config: TrainerConfig) -> Path | None:

@@ -55,10 +55,10 @@ class TrainResult:
         """Write the trained values under the model's names as one safetensors file; under a launcher rank 0 writes it.
         Raises OutputError for a file that is there."""
         file = Path(file)
-        if file.exists():
-            raise OutputError("the file exists", values=str(file), alternatives="another file")
-        require_folder(file.parent)
         if is_first():
+            if file.exists():  # on other ranks it may be there already, from rank 0
+                raise OutputError("the file exists", values=str(file), alternatives="another file")
+            require_folder(file.parent)
             file.parent.mkdir(parents=True, exist_ok=True)
             outlines = LazyState(self._model()).outlines()
             specs = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in outlines.items()}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import yaml
 
 from autopar.compiled import CompiledProgram
-from autopar.errors import ConstraintError, TrainingError
+from autopar.errors import TrainingError
 from autopar.files.outputs import write_output
 from autopar.training import checkpoints
 from autopar.training.callbacks import Callbacks, TrainState
@@ -73,7 +73,8 @@ class Run:
             source = steps_from(self.setup.batches, learner.num_samples, config.gradient_accumulation_steps)
             profiler = stack.enter_context(profiled(config.profiler, self.rank))
             self._tell("start", {})
-            for done in range(self.first + 1, config.steps + 1):
+            is_over = self._is_without_hope()  # a run that had stopped, and is started again
+            for done in () if is_over else range(self.first + 1, config.steps + 1):
                 batch = next(source)
                 if done == self.first + 1:
                     self._look_at(batch, stack)
@@ -159,12 +160,6 @@ class Run:
             total, rows = total + count * self.learner.evaluate(batch), rows + count
         found = {"loss": total / rows}
         self.evaluations.append({"step": done, **found})
-        if self.config.evaluation.metric not in found:
-            raise ConstraintError(
-                "evaluation.metric is none of the metrics",
-                values=self.config.evaluation.metric,
-                alternatives=", ".join(found),
-            )
         self.best.note(found)
         if self._waits_for_metric:
             self.schedule.step(found[self.best.metric])

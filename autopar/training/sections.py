@@ -7,9 +7,10 @@ frozen. `section` turns what a user gave, a mapping or a section, into one, with
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from autopar.errors import ConstraintError
 from autopar.files.text_files import near, shown
@@ -17,6 +18,26 @@ from autopar.files.text_files import near, shown
 Scheduled = Literal["constant", "linear", "cosine", "inverse-sqrt"]
 Whole = Annotated[int, Field(ge=0)]
 Texts = Annotated[tuple[str, ...], Field(strict=False)]
+
+
+def plain(name: str, value: Any) -> Any:
+    """A value as a file has it: numbers, texts, lists, mappings. Raises ConstraintError for what no file can have."""
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: plain(f"{name}.{key}", each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(name, each) for each in value]
+    if isinstance(value, Path):
+        return str(value)
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if value is None:
+        return None
+    raise ConstraintError(
+        f"{name} is what a file may have: numbers, texts, lists, mappings",
+        values=shown(value),
+        alternatives="Trainer(optimizer=factory), which may have anything",
+    )
 
 
 class Section(BaseModel):
@@ -34,7 +55,13 @@ class OptimizerSection(Section):
     no_decay: Texts = ()
     """Patterns of the names of parameters that are not decayed, such as "*.bias"; "1d" stands for all with one dim."""
     arguments: Mapping[str, Any] = {}
-    """Further keyword arguments of the class or the factory, such as betas or momentum."""
+    """Further keyword arguments of the class or the factory, such as betas or momentum, as a file may have them."""
+
+    @field_validator("arguments")
+    @classmethod
+    def _as_files_have_them(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = plain("optimizer.arguments", given)
+        return found
 
 
 class ScheduleSection(Section):
