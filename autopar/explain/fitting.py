@@ -130,22 +130,25 @@ def fits(
     device without a price where there are prices, ConstraintError for a price below zero.
     """
     hourly = [dollars_per_hour(cluster, prices) for cluster in clusters]
-    asking = _Asking(planner, time.monotonic() + seconds)
+    end = time.monotonic() + seconds
+    asking = _Asking(planner, end)
     firsts = [asking.first(Question(cluster)) for cluster in clusters]
     found = []
-    for cluster, price, (first, needed) in zip(clusters, hourly, firsts, strict=True):
+    for number, (cluster, price, (first, needed)) in enumerate(zip(clusters, hourly, firsts, strict=True)):
+        now = time.monotonic()
+        asking.limit = now + (end - now) / (len(clusters) - number)  # what is left is shared by the clusters left
         rows = first.found.rows if first.found else None
         base = Question(cluster)
         on = OnCluster(
             cluster=str(cluster),
             asked=first,
             needed_bytes=needed,
+            fewest=asking.fewest(replace(base, rows=rows), first),
             longest=Answer(words=no_seq)
             if no_seq or seq_len is None
             else asking.longest(replace(base, seq_len=seq_len), first, longest),
             largest=asking.largest(base, first),
             in_one=asking.largest(replace(base, in_one=True), first),
-            fewest=asking.fewest(replace(base, rows=rows), first),
         )
         found.append(_priced(on, price))
     return Fits(tuple(found), _cheapest(found))

@@ -124,14 +124,14 @@ def _mean_square(out: torch.Tensor) -> torch.Tensor:
 def test_real_plans_are_those_of_brute_force() -> None:
     cluster = ClusterSpec.parse("2 l4")
     assert isinstance(cluster, Cluster)
-    budget = Planned(2**34)(Question(cluster, rows=64, in_one=True)).peak_bytes  # most of it is reserved for the driver
+    budget = Planned(2**34)(Question(cluster, rows=24, in_one=True)).peak_bytes  # most of it is reserved for the driver
     planner = Planned(int(budget))
-    on = fits(planner, [cluster], seq_len=16, longest=1024).clusters[0]
+    on = fits(planner, [cluster], seq_len=16, longest=128).clusters[0]
     assert on.asked.found and on.in_one.found and on.longest.found and on.fewest.found
     assert max(f.peak_bytes for f in (on.asked.found, on.in_one.found, on.longest.found)) <= budget
-    fit_lengths = [n for n in lengths(16, 1024) if planner.does(Question(cluster, seq_len=n))]
+    fit_lengths = [n for n in lengths(16, 128) if planner.does(Question(cluster, seq_len=n))]
     assert on.longest.found.seq_len == max(fit_lengths)
-    batches = range(2, on.in_one.found.rows + 9, 2)
+    batches = range(on.in_one.found.rows - 4, on.in_one.found.rows + 9, 2)
     assert on.in_one.found.rows == max(n for n in batches if planner.does(Question(cluster, rows=n, in_one=True)))
     smallest = [n for n in (2, 1) if planner.does(Question(Cluster.parse(f"{n} l4"), rows=8))]
     assert on.fewest.found.num_devices == min(smallest)
