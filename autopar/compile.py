@@ -214,8 +214,15 @@ def paddings_of(limits: Constraints, given: Plan | None, are_exact: Callable[[],
 
 
 def advised_search(request: Request) -> SearchResult:
-    """search_plans, whose error says what else would do where nothing fits; with heads of padding or without, as is
-    faster."""
+    """`padded_search`, whose error says what else would do where nothing fits."""
+    try:
+        return padded_search(request)
+    except InfeasibleError as error:
+        raise advised(request, error) from None
+
+
+def padded_search(request: Request) -> SearchResult:
+    """search_plans, with heads of padding or without, as is faster."""
     found: list[SearchResult] = []
     failures: list[InfeasibleError | ConstraintError] = []
     for each in (request, *([replace(request, trace=request.unpadded)] if request.unpadded is not None else [])):
@@ -224,8 +231,18 @@ def advised_search(request: Request) -> SearchResult:
         except (InfeasibleError, ConstraintError) as error:
             failures.append(error)
     if not found:
-        raise advised(request, failures[0]) if isinstance(failures[0], InfeasibleError) else failures[0]
+        raise failures[0]
     return min(found, key=lambda result: result.best.plan.prediction.step_seconds)
+
+
+def planned_alone(model: nn.Module, cluster: AnyCluster, options: CompileOptions) -> tuple[Request, Candidate]:
+    """The plan that `compile` would choose and what it is for, without its program, nor advice where nothing fits."""
+    check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
+    request = request_of(model, cluster, options)
+    best = padded_search(request).best
+    request = request.of(best.graph)
+    check_plan(best.plan, request.needs, best.graph)
+    return request, best
 
 
 def planned_together(request: Request, plan: Callable[[], SearchResult]) -> SearchResult:

@@ -78,6 +78,19 @@ def run_ranks(
             end(processes, are_done)
 
 
+def meet(timeout_seconds: float) -> None:
+    """Two processes of this machine add a number over gloo. Raises RankError where they do not in that time."""
+    sums = run_ranks(_sum_of_ranks, (), 2, timeout_seconds, timeout_seconds)
+    if sums != [1.0, 1.0]:
+        raise RankError(f"two processes added 0 and 1 over gloo, and got {sums}")
+
+
+def _sum_of_ranks() -> float:
+    number = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(number, group=dist.new_group(backend="gloo"))
+    return number.item()
+
+
 def group_seconds(compiled: GeneratedProgram, wanted: float | None = None) -> float:
     """What is wanted, by default GROUP_SECONDS; more where ranks compile."""
     return max(GROUP_SECONDS if wanted is None else wanted, patience_seconds(compiled.program))

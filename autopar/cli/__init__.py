@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | report | simulate | explain | compare | certify`,
+"""The command line: `autopar plan | report | simulate | explain | compare | certify | fit | doctor`,
 `verify | profile | tune | train | launch | export`.
 
 What a user got wrong is printed without a traceback (which `--traceback` shows) and ends with exit code 2; a
@@ -18,7 +18,9 @@ import torch
 import typer
 
 from autopar.cli import certifying as cli_certifying
+from autopar.cli import doctor as cli_doctor
 from autopar.cli import exporting as cli_exporting
+from autopar.cli import fitting as cli_fitting
 from autopar.cli import planning as cli_planning
 from autopar.cli import running as cli_running
 from autopar.cli.options import as_command, shows_traceback
@@ -58,6 +60,6 @@ def everywhere(
 for command in (
     *(cli_planning.plan, cli_planning.report, cli_planning.simulate, cli_planning.explain, cli_planning.compare),
     *(cli_running.verify, cli_running.profile, cli_running.tune, cli_running.train),
-    *(cli_certifying.certify, cli_running.launch, cli_exporting.export),
+    *(cli_certifying.certify, cli_fitting.fit, cli_doctor.doctor, cli_running.launch, cli_exporting.export),
 ):
     app.command()(as_command(command))

@@ -54,7 +54,7 @@ def figures_of(compiled: GeneratedProgram) -> Figures:
         num_devices=compiled.cluster.num_devices,
         step_seconds=seconds,
         rows=plan.global_batch_size,
-        tokens=plan.num_micro_batches * _tokens(best.graph),
+        tokens=plan.num_micro_batches * tokens_of(best.graph),
         flops=flops,
         mfu=model_flops_utilisation(flops, seconds, compiled.cluster, plan.precision),
         peak_bytes=plan.prediction.peak_bytes,
@@ -68,7 +68,7 @@ def capacity_bytes(compiled: GeneratedProgram) -> int:
     return budget or compiled.cluster.groups[compiled.plan.fullest_group].device.memory_bytes
 
 
-def _tokens(graph: Graph) -> int:
+def tokens_of(graph: Graph) -> int:
     """Of a micro-batch: elements of its largest input of integers with two dims, as training counts them."""
     metas = [given.meta for given in graph.inputs if given.batch_dim is not None]
     ids = [m.numel for m in metas if len(m.shape) == 2 and not (m.dtype.is_floating_point or m.dtype.is_complex)]

@@ -1,0 +1,168 @@
+"""`autopar fit`: what fits on a cluster, from a machine without it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from autopar.cli.options import Flags, Json, Model, console, read_cluster, read_job
+from autopar.cli.output import print_json, working
+from autopar.compile import planned_alone
+from autopar.errors import AutoparError, ConstraintError, ModelError
+from autopar.explain.fitting import Answer, Fits, Fitted, OnCluster, Question, fits, fitted_of
+from autopar.integrations.job import Job, parse_settings
+from autopar.report.json_facts import record_json
+from autopar.report.tables import table_of
+from autopar.settings.compile_options import CompileOptions
+from autopar.units import bytes_text, count_text, seconds_text
+
+
+def fit(
+    model: Model,
+    cluster: Annotated[
+        list[str], typer.Option("--cluster", help='"4x8 h100-sxm" or a TOML file; may be repeated', show_default=False)
+    ],
+    flags: Flags,
+    price: Annotated[
+        list[str] | None,
+        typer.Option("--price", help='dollars per GPU and hour: "h100-sxm=2.5"; may be repeated', metavar="NAME=VALUE"),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="after which no further plan is looked for")] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Will it fit, with which longest sequence, largest batch and fewest GPUs, and where is it cheapest."""
+    prices = parse_settings(price or (), "--price")
+    clusters = [read_cluster(text, flags.processes) for text in cluster]
+    asking = _Planner(model, flags, clusters[0].num_devices)
+    seq_len, no_seq = asking.sequence()
+    with working("planning for " + ", ".join(map(str, clusters))):
+        found = fits(
+            asking,
+            clusters,
+            seq_len=seq_len,
+            longest=asking.longest(),
+            no_seq=no_seq,
+            prices=prices,
+            seconds=seconds,
+        )
+    if as_json:
+        print_json(record_json("fit", found))
+    else:
+        for part in _panels(found):
+            console().print(part)
+    if all(on.asked.found is None for on in found.clusters):
+        raise typer.Exit(1)
+
+
+class _Planner:
+    """Plans questions about the model of a command line. The rows of the first cluster are those of all."""
+
+    def __init__(self, model: str, flags: Flags, num_devices: int) -> None:
+        self.model, self.flags, self.num_devices = model, flags, num_devices
+        self.options = flags.plan_options()
+        self.job_at = functools.lru_cache(maxsize=2)(self._job_at)
+        self.job: Job = self.job_at(flags.seq)
+
+    def _job_at(self, seq_len: int | None) -> Job:
+        return read_job(self.model, self.num_devices, replace(self.flags, seq=seq_len), meta=True)
+
+    def sequence(self) -> tuple[int | None, str]:
+        """Tokens of a row as asked, and why others cannot be asked about."""
+        try:
+            length = self.job.seq_len
+        except ModelError:
+            return None, "the model takes no token numbers"
+        try:
+            other = self.job_at(length).seq_len
+        except AutoparError:
+            return length, "the factory takes no seq_len"
+        return length, "" if other == length else "the factory makes a batch of its own length"
+
+    def longest(self) -> int | None:
+        """Tokens that the model's configuration allows, where it has one."""
+        config: Any = getattr(self.job.model, "config", None)
+        found = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        return found if isinstance(found, int) else None
+
+    def __call__(self, question: Question) -> Fitted:
+        length = question.seq_len or self.flags.seq
+        job = self.job if question.seq_len is None else self.job_at(length)
+        options = dict(self.options)
+        options["global_batch_size"] = question.rows or self.flags.batch or self.job.batch_size
+        if question.in_one:
+            given: Mapping[str, Any] = options.get("constraints") or {}
+            if given.get("micro_batches", 1) != 1:
+                raise ConstraintError("the number of micro-batches is pinned")
+            options["constraints"] = {**given, "micro_batches": 1}
+        asked = CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, **options)
+        request, best = planned_alone(job.model, question.cluster, asked)
+        return fitted_of(request, best, _seq_len(job))
+
+
+def _seq_len(job: Job) -> int | None:
+    try:
+        return job.seq_len
+    except ModelError:
+        return None
+
+
+def _panels(found: Fits) -> Iterator[RenderableType]:
+    for on in found.clusters:
+        yield from _of_cluster(on)
+    if found.cheapest is not None and len(found.clusters) > 1:
+        yield Text(f"Cheapest: {found.cheapest}", style="bold")
+
+
+def _of_cluster(on: OnCluster) -> Iterator[RenderableType]:
+    found = on.asked.found
+    if found is None:
+        needed = "" if on.needed_bytes is None else f"; {bytes_text(on.needed_bytes)} per rank would do"
+        yield Text(f"{on.cluster}: does not fit ({on.asked.words}{needed})", style="bold")
+    else:
+        free = max(found.capacity_bytes - found.peak_bytes, 0)
+        yield Text(f"{on.cluster}: fits, {bytes_text(free)} of {bytes_text(found.capacity_bytes)} free", style="bold")
+    table = table_of(
+        "",
+        ("question", 17),
+        ("answer", 14),
+        ("step", 8, "right"),
+        ("tokens/s", 8, "right"),
+        ("peak", 9, "right"),
+    )
+    notes = []
+    for name, answer, value in _answers(on):
+        if answer.found is not None:
+            each = answer.found
+            rate = count_text(each.tokens_per_second) if each.tokens else "-"
+            table.add_row(name, value, seconds_text(each.step_seconds), rate, bytes_text(each.peak_bytes))
+            notes.append(f"{name}: {each.plan}")
+        if answer.words and name != "as asked":
+            refused = f" at {answer.refused}" if answer.refused is not None else ""
+            notes.append(f"{name}{refused}: {answer.words}")
+    if table.row_count:
+        yield table
+    for note in notes:
+        yield Text(f"  - {note}")
+    if on.dollars is not None:
+        per = on.dollars_per_million_tokens
+        yield Text(f"  ${on.dollars:.4g} a step" + ("" if per is None else f", ${per:.4g} per million tokens"))
+    yield Text("")
+
+
+def _answers(on: OnCluster) -> Iterator[tuple[str, Answer, str]]:
+    """Name, answer and its number in words."""
+
+    def of(answer: Answer, words: str, name: str) -> str:
+        return "" if answer.found is None else f"{getattr(answer.found, name)} {words}"
+
+    yield "as asked", on.asked, of(on.asked, "rows", "rows")
+    yield "longest sequence", on.longest, of(on.longest, "tokens", "seq_len")
+    yield "largest batch", on.largest, of(on.largest, "rows", "rows")
+    yield "in 1 micro-batch", on.in_one, of(on.in_one, "rows", "rows")
+    yield "fewest devices", on.fewest, of(on.fewest, "devices", "num_devices")
