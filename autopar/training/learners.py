@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar.compiled import CompiledProgram
-from autopar.errors import ConstraintError, DataError
+from autopar.errors import ConstraintError, DataError, TraceError
 from autopar.frontend.inputs import name_inputs
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
@@ -89,8 +90,9 @@ class RankLearner:
         try:
             named = name_inputs(self.program.model, batch, self.program.loss_fn)
             if not self.step.takes(named) and is_of_another_shape(self.program, named):
-                take_also(self.step, program_of_shape(self.program, self.config, batch, self._num_shapes))
-                self._num_shapes += 1
+                with contextlib.suppress(TraceError):  # the model takes no such batch: the step says what is wrong
+                    take_also(self.step, program_of_shape(self.program, self.config, batch, self._num_shapes))
+                    self._num_shapes += 1
             return float(function(self.step.local_batch(named)))
         except self.batch_error as error:
             raise DataError(str(error)) from None

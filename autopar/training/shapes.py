@@ -27,9 +27,10 @@ def is_of_another_shape(program: CompiledProgram, named: Mapping[str, Any]) -> b
         return False
     for name, spec in inputs.items():
         value, wanted = named.get(name), getattr(torch, spec.dtype)
-        if not isinstance(value, torch.Tensor) or value.dim() != len(spec.shape):
+        if not isinstance(value, torch.Tensor) or value.dim() != len(spec.shape) or not value.numel():
             return False
-        if value.dtype != wanted and not (value.dtype.is_floating_point and wanted.is_floating_point):
+        is_rounded = wanted.is_floating_point and wanted.itemsize < 4 and value.dtype == torch.float32
+        if value.dtype != wanted and not is_rounded:
             return False
     return True
 

@@ -271,7 +271,7 @@ def test_a_batch_that_does_not_fit_is_one_clear_error(change: Any, text: str, co
     assert step.rng.step == 0
 
 
-@pytest.mark.parametrize(("change", "text"), [BAD[0], *(slow(*each) for each in BAD[1:])])
+@pytest.mark.parametrize(("change", "text"), [BAD[0], *(slow(*each) for each in BAD[2:])])
 def test_fit_refuses_a_batch_that_does_not_fit(change: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         Trainer(net(), replace(CONFIG, cluster="1 cpu"), Changed(change), F.cross_entropy).fit()
