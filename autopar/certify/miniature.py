@@ -23,6 +23,7 @@ from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError
 from autopar.integrations.batches import random_batch
+from autopar.launch import RankError
 from autopar.settings.compile_options import CompileOptions
 from autopar.verify import sgd_with_momentum, verify_program
 from autopar.verify_report import VerifyReport
@@ -63,6 +64,9 @@ def prove_miniature(compiled: CompiledProgram, given: Miniature | None = None) -
             found = _train(compiled, axes, given)
         except AutoparError as error:
             not_proven.append(f"a miniature on {' x '.join(axes)}: {str(error).splitlines()[0]}")
+            continue
+        except RankError as error:  # the program was made, and does not run
+            failures.append(f"miniature on {' x '.join(axes)}: {error}")
             continue
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = str(error).splitlines()[0] if str(error) else ""
