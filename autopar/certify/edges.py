@@ -158,7 +158,11 @@ class _Edges:
             for variable in (*reads(each), *assigns(each)):
                 ref = Ref(*variable.type.tensor)
                 places = wanted.get(ref)
-                if places is None:
+                # Of a loss that ranks add up, what each row has is made under its name first.
+                is_part = (
+                    ref.node == operator.node.name and variable.type.shape != operator.node.outputs[ref.index].shape
+                )
+                if places is None or is_part:
                     self.unmatched[each.target] += 1
                     continue
                 pairs = {placement_pairs(p, mesh) for p in places}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -42,6 +45,11 @@ class TrainResult:
     stopped: str = ""
     model: nn.Module | None = None
     program: CompiledProgram | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process gets all but the model, whose tensors would have to outlive this one."""
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return functools.partial(TrainResult, **{**fields, "model": None}), ()
 
     def save_pretrained(self, directory: str | Path) -> Path:
         """Write the trained model as a folder that `from_pretrained` of transformers reads; under a launcher rank 0

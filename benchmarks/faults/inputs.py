@@ -61,7 +61,7 @@ COMPILE: tuple[tuple[str, Any], ...] = (
     *(("loss_fn", value) for value in (3, "mse", nn.Module)),
     *(("global_batch_size", value) for value in (0, -8, 1.5, "8", True, NAN, [8])),
     *(("optimizer", value) for value in (3, "adamw")),
-    *(("precision", value) for value in ("fp16", "FP32", 32, None, ["fp32"], torch.float32)),
+    *(("precision", value) for value in ("fp17", "FP32", 32, None, ["fp32"], torch.float32)),
     *(("constraints", value) for value in ("abc", 3, {"tpp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}, {"micro_batches": 3})),
     *(("kernels", value) for value in ("yes", True, None, [])),
     *(
