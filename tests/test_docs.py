@@ -16,9 +16,9 @@ PAGES = ("docs/training.md",)
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return re.findall(
-        rf"^```{language}\n(.*?)^```$", (HOME / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+    """The text between fences, of those that name the language."""
+    parts = re.split(r"^```(.*)\n", (HOME / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return [text for named, text in zip(parts[1::4], parts[2::4], strict=True) if named == language]
 
 
 def run(command: list[str], folder: Path) -> None:
