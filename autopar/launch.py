@@ -164,8 +164,9 @@ def launch_main(main: Path, arguments: Sequence[str], num_ranks: int) -> None:
             rank, failure = error.get_first_failure()
             written = sorted(folder.glob(f"**/{failure.local_rank}/stderr.log"))
             lines = written[-1].read_text(errors="replace").strip().splitlines() if written else []
-            said = lines[-1] if lines else _end_of(failure.exitcode)
-            raise RankError(f"rank {rank} of {main}: {said}") from None
+            mark = f"[rank{rank}]: "  # torch's, on each line of an error, once there is a process group
+            said = ([line for line in lines if line.startswith(mark)] or lines or [_end_of(failure.exitcode)])[-1]
+            raise RankError(f"rank {rank} of {main}: {said.removeprefix(mark)}") from None
 
 
 def _end_of(code: int) -> str:
