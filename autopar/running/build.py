@@ -79,6 +79,12 @@ def build_step(
     )
     step.load(ValueSource(compiled.model, init, compiled.loss_fn))
     for other in also:
+        if (other.plan.precision, other.plan.fp8) != (compiled.plan.precision, compiled.plan.fp8):
+            raise PlanError(
+                "the programs of one step compute in one precision",
+                values=f"{other.plan.precision} beside {compiled.plan.precision}",
+                alternatives="compile(..., plan=program.plan) for the other shapes",
+            )
         take_also(step, other, init)
     return step
 

@@ -33,11 +33,16 @@ def join_launched() -> None:
     """
     if dist.is_initialized() or not under_launcher() or int(os.environ["WORLD_SIZE"]) == 1:
         return
+    start_group()
+    atexit.register(_leave)
+
+
+def start_group(collective_seconds: float | None = None) -> None:
+    """Join the ranks of the launcher that started this process. collective_seconds: as `processes.join` takes it."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    join("nccl" if on_gpu else "gloo")
-    atexit.register(_leave)
+    join("nccl" if on_gpu else "gloo", collective_seconds)
 
 
 def _leave() -> None:

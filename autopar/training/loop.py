@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from autopar.cluster import ClusterSpec, as_cluster
@@ -21,7 +20,7 @@ from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.files.scratch import temporary_folder
 from autopar.launch import group_seconds, run_ranks
-from autopar.running.launched import under_launcher
+from autopar.running.launched import start_group, under_launcher
 from autopar.running.surroundings import check_starting
 from autopar.running.weights import read_values, set_values, write_values
 from autopar.settings.compile_options import CompileOptions
@@ -35,7 +34,7 @@ from autopar.training.result import TrainResult
 from autopar.training.run import Run
 from autopar.training.setup import Setup
 from autopar.training.shapes import plan_for_rows
-from codegen.runtime.processes import after_the_first, join
+from codegen.runtime.processes import after_the_first
 from cost_models.mixed import AnyCluster
 
 
@@ -45,9 +44,7 @@ def process_group(collective_seconds: float | None) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    join("nccl" if torch.cuda.is_available() else "gloo", collective_seconds)
+    start_group(collective_seconds)
     try:
         with after_the_first():
             yield
@@ -74,6 +71,8 @@ def compile_program(setup: Setup) -> CompiledProgram:
     first = first_batch(setup.batches, config)
     options = CompileOptions(example_inputs=first, loss_fn=setup.loss_fn, optimizer=setup.optimizer, **config.common)
     program = compile_with(setup.model, cluster, options)
+    if setup.eval_batches is not None and (reason := program.program.any.no_evaluation):
+        raise ConstraintError("this program has no evaluation mode", values=reason, alternatives="no eval_batches")
     joined = config.gradient_accumulation_steps
     sizes = rows_of_batches(setup.batches) if joined == 1 else set()
     for rows in sizes | (rows_of_batches(setup.eval_batches) if setup.eval_batches is not None else set()):

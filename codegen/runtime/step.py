@@ -174,8 +174,8 @@ class Step:
         return any(each._batch.takes(flat, is_local=False) for each in (self, *self._others))
 
     def _taking(self, batch: Mapping[str, Any], is_local: bool) -> Step:
-        """The step whose program is for batches of this one's shapes; this one if there is none, which will say so."""
-        return next((each for each in self._others if each._batch.takes(batch, is_local)), self)
+        """The step whose program takes the batch; this one if there is none, which will say so."""
+        return next((s for s in (self, *self._others) if not self._others or s._batch.takes(batch, is_local)), self)
 
     def _wholes(self) -> WholeUpdates | None:
         """What ranks update whole for one another. Raises where they cannot update what they store."""

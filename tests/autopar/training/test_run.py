@@ -520,3 +520,18 @@ def test_rows_that_ranks_cannot_share_are_refused_before_anything_is_started(mon
         Trainer(Net(), PARALLEL, loader).fit()
     with pytest.raises(DataError, match="3 rows on dp2"):
         Trainer(Net(), replace(PARALLEL, evaluation={"every": 1}), batches(), eval_batches=loader).fit()
+
+
+class OtherInEvaluation(Net):
+    """Computes another loss in evaluation mode, which a program made from the training trace does not have."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x, y)
+        return loss if self.training else loss.sqrt()
+
+
+def test_a_program_that_cannot_evaluate_is_told_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.launch.mp.get_context", lambda _: pytest.fail("a rank was started"))
+    config = replace(PARALLEL, evaluation={"every": 2})
+    with pytest.raises(ConstraintError, match="no evaluation mode"):
+        Trainer(OtherInEvaluation(), config, batches(), eval_batches=batches(1)).fit()
