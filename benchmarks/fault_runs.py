@@ -97,7 +97,8 @@ def _main(folder: Path) -> None:
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 2)
     made = trainer()
-    made.config = replace(made.config, checkpoint_directory=str(folder / "run"))
+    config = replace(made.setup.config, checkpoint_directory=str(folder / "run"))
+    made.setup = replace(made.setup, config=config)
     result = made.fit()
     (folder / "losses.json").write_text(json.dumps([result.first_step, result.losses]))
 

@@ -33,7 +33,10 @@ def join(backend: str, collective_seconds: float | None = None) -> None:
     collective_seconds: how long ranks wait for one another; torch's default (1800, of NCCL 600) if None.
     torchrun keeps one store for all its attempts (--max-restarts), in which a new attempt would meet the keys of the
     one before it and wait for ranks that are gone: every attempt gets a prefix of its own.
+    Raises ValueError for port 0: torchrun hands it on as it is, while its own store listens elsewhere.
     """
+    if os.environ.get("MASTER_PORT") == "0":
+        raise ValueError("ranks cannot meet at MASTER_PORT 0; torchrun finds a free port with --standalone")
     timeout = None if collective_seconds is None else timedelta(seconds=collective_seconds)
     more: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if is_under_torchrun():

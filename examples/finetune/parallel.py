@@ -1,6 +1,6 @@
 """Fine-tunes a Hugging Face model on all processes that torchrun starts: `plain.py` with eight lines changed.
 
-    torchrun --nproc-per-node 4 -m examples.finetune.parallel FOLDER --out tuned
+    torchrun --standalone --nproc-per-node 4 -m examples.finetune.parallel FOLDER --out tuned
 
 The losses are those of `plain.py`, and so is the folder that is written.
 """
