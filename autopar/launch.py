@@ -7,6 +7,7 @@ fifteen), spawned ones otherwise.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -29,7 +30,7 @@ from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError
 from autopar.files.scratch import temporary_folder
 from autopar.program import GeneratedProgram
-from autopar.running.build import build_step
+from autopar.running.build import build_step, share_packages
 from autopar.running.supervise import STOPPED_SECONDS, collect, end, ending_on_sigterm, exit_on
 from autopar.running.supervise import RankError as RankError
 from autopar.running.surroundings import check_starting
@@ -59,7 +60,9 @@ def run_ranks(
     processes: list[Any] = []
     receivers: list[Connection] = []
     are_done = False
-    with temporary_folder() as folder, ending_on_sigterm():
+    is_forked = context.get_start_method() == "fork"
+    programs = [given for given in args if isinstance(given, GeneratedProgram)] if is_forked else []
+    with temporary_folder() as folder, ending_on_sigterm(), share_packages(programs, folder):
         try:
             for rank in range(num_ranks):
                 receiver, sender = context.Pipe(duplex=False)
@@ -107,6 +110,8 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     end_with_parent(parent)
+    # A forked rank need not look for garbage in what its parent has made, which would also copy it page by page.
+    gc.freeze()
     # Ctrl-C reaches every process of a terminal: the parent's answer to it ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_on(signal.SIGTERM)

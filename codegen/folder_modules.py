@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 
@@ -38,9 +39,14 @@ def imported_modules(sources: Mapping[str, str]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _imports(text: str, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+@functools.cache
+def _imports(text: str, package: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """(package, module) of what a file may import of ours; a file of the folder itself has the package ()."""
-    for node in _executed(ast.parse(text).body):
+    return tuple(_targets(_executed(ast.parse(text).body), package))
+
+
+def _targets(nodes: Iterable[ast.AST], package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for node in nodes:
         if not isinstance(node, ast.ImportFrom):
             continue
         module = tuple((node.module or "").split(".")) if node.module else ()
@@ -57,9 +63,11 @@ def _imports(text: str, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _executed(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """The statements that are run, and what holds statements, at any depth; no expressions."""
     for node in nodes:
         yield node
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             yield from _executed(node.orelse)
         else:
-            yield from _executed(ast.iter_child_nodes(node))
+            for field in ("body", "handlers", "cases", "orelse", "finalbody"):
+                yield from _executed(getattr(node, field, ()))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import functools
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +34,8 @@ from codegen.runtime.optimizer_trial import OptimizerTrial
 from cost_models.mixed import AnyCluster
 
 _numbers = itertools.count()
+_shared: dict[int, Path] = {}
+"""Packages that a process wrote for the ranks it forks, by the identity of their program."""
 
 
 def build_step(
@@ -120,16 +123,36 @@ def _optimizer_factory(compiled: GeneratedProgram, package: ModuleType) -> Calla
 
 def load_package(compiled: GeneratedProgram) -> ModuleType:
     """Import the generated folder under a name of its own, so that several programs can live in one process."""
-    home = lasting_folder()
-    name = f"autopar_program_{next(_numbers)}"
-    write_folder(compiled, home / name, weights=False, tuned=False)
-    if torch.cuda.is_available() and (home / name / "kernels").exists():
-        share_choices(home / name, compiled.cluster)
-    sys.path.insert(0, str(home))
+    package = _shared.pop(id(compiled), None) or _write_package(compiled, lasting_folder())
+    sys.path.insert(0, str(package.parent))
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(package.name)
     finally:
-        sys.path.remove(str(home))
+        sys.path.remove(str(package.parent))
+
+
+@contextlib.contextmanager
+def share_packages(programs: Iterable[GeneratedProgram], home: Path) -> Iterator[None]:
+    """Write the programs' packages into `home` and compile them once, for processes that are forked in the context.
+
+    The first `load_package` of each of them imports it from there.
+    """
+    for program in programs:
+        _shared[id(program)] = package = _write_package(program, home)
+        compileall.compile_dir(package, quiet=2)
+    try:
+        yield
+    finally:
+        for program in programs:
+            _shared.pop(id(program), None)
+
+
+def _write_package(compiled: GeneratedProgram, home: Path) -> Path:
+    package = home / f"autopar_program_{next(_numbers)}"
+    write_folder(compiled, package, weights=False, tuned=False)
+    if torch.cuda.is_available() and (package / "kernels").exists():
+        share_choices(package, compiled.cluster)
+    return package
 
 
 def share_choices(package: Path, cluster: AnyCluster) -> None:

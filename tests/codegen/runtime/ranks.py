@@ -6,6 +6,7 @@ import: as long as most of these tests run.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -90,6 +91,7 @@ def _work(
     function: Callable[..., Any], rank: int, world_size: int, store: str, sender: Connection, args: tuple[Any, ...]
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    gc.freeze()  # what it has from its parent is not looked through for garbage
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
