@@ -113,17 +113,16 @@ def plain_losses(factory, steps):
     return losses
 
 
-def table(names, plans):
+def table(pairs):
     """(optimiser, plan) -> the largest error of a parameter, or the first line of the refusal."""
     programs, found = {}, {}
-    for name in names:
-        for plan in plans:
-            net = model(tied="tied" in plan)
-            factory = (HONOURED | WHOLE | COUPLED).get(name) or refused(net)[name][0]
-            try:
-                programs[name, plan] = compiled(factory, PLANS[plan], net)
-            except ConstraintError as error:
-                found[name, plan] = str(error)
+    for name, plan in pairs:
+        net = model(tied="tied" in plan)
+        factory = (HONOURED | WHOLE | COUPLED).get(name) or refused(net)[name][0]
+        try:
+            programs[name, plan] = compiled(factory, PLANS[plan], net)
+        except ConstraintError as error:
+            found[name, plan] = str(error)
     for key, report in zip(programs, run_all(list(programs.values())), strict=True):
         assert report.ok(TOLERANCE), f"{key}: {report}"
         found[key] = report.largest_parameter
@@ -362,21 +361,23 @@ def test_a_saved_program_trains_with_its_optimiser(tmp_path):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_groups_by_shape_and_order_under_zero_3():
-    found = table(("AdamW by ndim", "SGD by order", "Adagrad"), ("zero 3",))
+    found = table((name, "zero 3") for name in ("AdamW by ndim", "SGD by order", "Adagrad"))
     assert all(isinstance(error, float) for error in found.values())
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_the_table(capsys):
-    """Every optimiser under every plan: exact or refused."""
+    """Optimisers under plans: exact or refused. Every one under three plans, every plan with a third of them."""
     names = [*HONOURED, *WHOLE, *COUPLED, *refused(model())]
-    found = table(names, PLANS)
+    pairs = [(name, plan) for i, name in enumerate(names) for j, plan in enumerate(PLANS) if (i + j) % 3 == 0]
+    found = table(pairs)
     with capsys.disabled():
         print("\n" + " " * 18 + " ".join(f"{plan[:8]:>8}" for plan in PLANS))
         for name in names:
-            cells = [found[name, plan] for plan in PLANS]
-            print(f"{name:17}", *(f"{c:8.0e}" if isinstance(c, float) else " refused" for c in cells))
+            cells = [found.get((name, plan), "") for plan in PLANS]
+            texts = (f"{c:8.0e}" if isinstance(c, float) else " refused" if c else " " * 8 for c in cells)
+            print(f"{name:17}", *texts)
     for (name, plan), cell in found.items():
         is_whole = plan in ("zero 0", "tp2") or (name not in COUPLED and "host" not in plan)
         assert isinstance(cell, float) == (name in HONOURED or (name in WHOLE | COUPLED and is_whole)), (name, plan)
