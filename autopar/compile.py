@@ -91,6 +91,7 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
         result = planned_together(request, functools.partial(advised_search, request))
         request = request.of(result.best.graph)
     best, traits = result.best, traits_of(model)
+    best = replace(best, plan=replace(best.plan, basis=request.basis))
     check_plan(best.plan, request.needs, best.graph)
     if best.plan.compression and not best.plan.compresses:
         warnings.warn(NOTHING_COMPRESSED, stacklevel=4)

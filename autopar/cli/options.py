@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import os
 import sys
 import traceback
@@ -28,11 +29,13 @@ from autopar.errors import AutoparError, OutputError, PlanError
 from autopar.files.folder_swap import require_replaceable
 from autopar.files.outputs import require_writable
 from autopar.integrations.job import Job, constraints_of, load_job, parse_settings
+from autopar.ir.plan_data import Basis
 from autopar.launch import RankError
 from autopar.plan import Plan
 from autopar.report.tables import WIDTH
 from autopar.settings.compile_options import CompileOptions
 from autopar.training.loop import resolve_cluster
+from autopar.units import bytes_text, seconds_text
 from cost_models.mixed import AnyCluster
 
 USER_ERROR, RANK_FAILED, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 1, 70, 130, 141
@@ -249,7 +252,10 @@ def compile_job(
 
 
 def program_of_source(source: str, model: str | None, cluster: str | None, flags: Flags) -> CompiledProgram:
-    """The program of a plan file and its model, or of the plan that is chosen for a model."""
+    """The program of a plan file and its model, or of the plan that is chosen for a model.
+
+    What a plan file was priced for holds where no flag says otherwise; what is otherwise then is told.
+    """
     options = flags.plan_options()
     if not is_plan_file(source):
         spec = read_cluster(cluster or "detect", flags.processes)
@@ -259,9 +265,29 @@ def program_of_source(source: str, model: str | None, cluster: str | None, flags
         raise PlanError("a plan file alone cannot be priced", alternatives="--model with the model that it is for")
     name = cluster or ("detect" if "measured" in given.cluster else given.cluster)
     spec = read_cluster(name, flags.processes or given.num_ranks)
-    job = read_job(model, spec.num_devices, replace(flags, batch=flags.batch or given.global_batch_size), meta=True)
-    of_plan = {"plan": given, "global_batch_size": None}
-    return compile_job(job, spec, {"precision": given.precision} | options | of_plan)
+    basis = given.basis or Basis()
+    flags = replace(flags, batch=flags.batch or given.global_batch_size, seq=flags.seq or basis.seq_len)
+    job = read_job(model, spec.num_devices, flags, meta=True)
+    kernels = {} if given.basis is None else {"kernels": "on" if basis.kernels else "off"}
+    of_plan = {"precision": given.precision, "backend": basis.backend, **kernels}
+    found = compile_job(job, spec, of_plan | options | {"plan": given, "global_batch_size": None})
+    _tell_differences(given, found.plan)
+    return found
+
+
+def _tell_differences(given: Plan, found: Plan) -> None:
+    """To stderr, where a plan that was priced anew has other figures than its file: both, and why."""
+    first, second = given.prediction, found.prediction
+    if math.isclose(first.step_seconds, second.step_seconds, rel_tol=1e-6) and math.isclose(
+        first.peak_bytes, second.peak_bytes, rel_tol=1e-6
+    ):
+        return
+    reasons = found.basis.differences(given.basis) if given.basis is not None and found.basis is not None else []
+    if given.cluster != found.cluster:
+        reasons.append(f"cluster {found.cluster} instead of {given.cluster}")
+    figures = [f"{seconds_text(each.step_seconds)} and {bytes_text(each.peak_bytes)}" for each in (first, second)]
+    why = "; ".join(reasons) or "another version or profile, or an edited plan"
+    print(f"note: the file says {figures[0]}, priced anew the plan has {figures[1]} ({why})", file=sys.stderr)
 
 
 def require_outputs(code: str | None, files: list[str | None], force: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -97,12 +98,41 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True)
+class Basis:
+    """What a plan's price is for, beside its model, cluster and precision.
+
+    inputs: of every input the whole batch's numbers and shape ("int64 [8, 128]"); none where it was not noted. kernels:
+    whether layers have fused kernels. backend: what runs them (codegen/runtime/compiled_layers.py).
+    """
+
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    kernels: bool = False
+    backend: str = "eager"
+
+    @property
+    def seq_len(self) -> int | None:
+        """The length of the first input of integers with two dimensions; None without."""
+        found = (re.fullmatch(r"int[0-9]+ \[[0-9]+, ([0-9]+)\]", text) for text in self.inputs.values())
+        return next((int(match.group(1)) for match in found if match), None)
+
+    def differences(self, other: Basis) -> list[str]:
+        """In words, what is otherwise there: "input_ids: int64 [8, 64] instead of int64 [8, 128]"."""
+        names = [name for name in self.inputs if name in other.inputs and self.inputs[name] != other.inputs[name]]
+        found = [f"{name}: {self.inputs[name]} instead of {other.inputs[name]}" for name in names]
+        if self.kernels != other.kernels:
+            found.append("with kernels instead of without" if self.kernels else "without kernels instead of with")
+        if self.backend != other.backend:
+            found.append(f"backend {self.backend} instead of {other.backend}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class PlanData:
     """All decisions of one plan; `Plan` adds its file.
 
     mesh: of one pipeline rank; where they differ, the envelope of all (stage_mesh.py). scopes: "" and layer class names
     with their decisions, which hold for every stage. padded_to, experts_padded_to, heads_padded_to: as the
-    graph's.
+    graph's. basis: what its prediction is for, which is no decision; None where that is not known.
     """
 
     model: str
@@ -120,6 +150,7 @@ class PlanData:
     padded_to: int = 1
     experts_padded_to: int = 1
     heads_padded_to: int = 1
+    basis: Basis | None = field(default=None, compare=False)
     source: str = field(default="", compare=False, repr=False)
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict, compare=False, repr=False)
 

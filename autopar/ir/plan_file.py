@@ -22,6 +22,7 @@ from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import (
     OFFLOADS,
     RECOMPUTE_MODES,
+    Basis,
     Pipeline,
     PlanData,
     Prediction,
@@ -33,6 +34,7 @@ from autopar.ir.plan_data import (
     stored_text,
 )
 from autopar.ir.stage_mesh import StageMesh, envelope
+from codegen.runtime.compiled_layers import BACKENDS
 from codegen.runtime.precision import PRECISIONS
 from cost_models.schedule import SCHEDULES
 
@@ -42,9 +44,10 @@ LONGEST = 500
 REQUIRED = ("autopar_plan", "model", "cluster", "mesh", "global_batch_size", "micro_batches", "precision", "top")
 PADDINGS = ("padded_to", "experts_padded_to", "heads_padded_to")
 OPTIONAL = (
-    *("compression", "fp8", *PADDINGS, "pipeline", "layers", "predicted_seconds", "predicted_bytes"),
+    *("compression", "fp8", *PADDINGS, "pipeline", "layers", "priced_for", "predicted_seconds", "predicted_bytes"),
     *("predicted_bytes_by_position", "runner_ups"),
 )
+BASIS = ("inputs", "kernels", "backend")
 SCOPE = ("inputs", "parameters", "calls", "tensors")
 PIPELINE = ("schedule", "offload", "positions", "stages")
 
@@ -89,11 +92,19 @@ def _to_data(plan: PlanData) -> dict[str, Any]:
         **_pipeline_data(plan.pipeline),
         "top": scope_data(plan.scopes[""]),
         "layers": {name: scope_data(scope) for name, scope in plan.scopes.items() if name},
+        **_basis_data(plan.basis),
         "predicted_seconds": {k: float(v) for k, v in plan.prediction.seconds.items()},
         "predicted_bytes": {k: float(v) for k, v in plan.prediction.num_bytes.items()},
         **_pipeline_ranks_data(plan.prediction),
         "runner_ups": [{"plan": n, "seconds": float(s), "why": w} for n, s, w in plan.runner_ups],
     }
+
+
+def _basis_data(basis: Basis | None) -> dict[str, Any]:
+    if basis is None:
+        return {}
+    inputs = dict(basis.inputs)
+    return {"priced_for": {"inputs": inputs, "kernels": basis.kernels, "backend": basis.backend}}
 
 
 def _pipeline_ranks_data(prediction: Prediction) -> dict[str, Any]:
@@ -159,7 +170,8 @@ class _Reader:
             runner_ups=tuple(self._runner_up(path, entry) for path, entry in self.items(("runner_ups",), self.data)),
             pipeline=self._pipeline(whole.size("pp"), stage_meshes, pipeline),
             compression=self._compression(),
-            fp8=self._fp8(),
+            fp8=self.flag(("fp8",), self.data.get("fp8", False)),
+            basis=self._basis(),
             **{name: self.count(name) for name in PADDINGS if name in self.data},
             source=self.source,
             lines=self.lines,
@@ -207,6 +219,11 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self.fail(path, f"{shown(value)} is not a number", "a finite number")
         return float(value)
+
+    def flag(self, path: Keys, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise self.fail(path, f"{shown(value)} is neither true nor false", "true or false")
+        return value
 
     def parsed(self, path: Keys, parse: Callable[[str], T], value: Any) -> T:
         """What `parse` makes of a text; its ValueError says what is legal."""
@@ -314,11 +331,18 @@ class _Reader:
         except ConstraintError as error:
             raise self.fail(("compression",), f"{error.constraint}: {error.values}", str(error.alternatives)) from None
 
-    def _fp8(self) -> bool:
-        given = self.data.get("fp8", False)
-        if not isinstance(given, bool):
-            raise self.fail(("fp8",), f"{shown(given)} is neither true nor false", "true or false")
-        return given
+    def _basis(self) -> Basis | None:
+        path = ("priced_for",)
+        given = self.mapping(path, self.data.get("priced_for"), BASIS)
+        if not given:
+            return None
+        where = (*path, "inputs")
+        inputs = {
+            name: self.text((*where, name), each) for name, each in self.mapping(where, given.get("inputs")).items()
+        }
+        kernels = self.flag((*path, "kernels"), given.get("kernels", False))
+        backend = self.word((*path, "backend"), given.get("backend", "eager"), BACKENDS)
+        return Basis(inputs, kernels, backend)
 
     # --- placements ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from autopar.frontend.rebatch import BatchedTrace
 from autopar.ir.compression import Compression
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.mesh import Mesh
+from autopar.ir.plan_data import Basis
 from autopar.options.assignment import Assignment
 from autopar.options.strategies import Operator, operators_of
 from autopar.planning.search_space import SearchSpace
@@ -78,6 +79,15 @@ class Request:
         apart.
         """
         return not is_cpu(self.whole.groups[0]) and self.backend != "inductor"
+
+    @property
+    def basis(self) -> Basis:
+        """What plans are priced for."""
+        inputs = self.trace(self.global_batch_size).inputs
+        shapes = {
+            each.name: f"{str(each.meta.dtype).removeprefix('torch.')} {list(each.meta.shape)}" for each in inputs
+        }
+        return Basis(shapes, self.kernels, self.backend)
 
     def of(self, graph: Graph) -> Request:
         """The same request with the trace that a plan's graph is of."""

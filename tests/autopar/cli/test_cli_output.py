@@ -54,6 +54,20 @@ def test_plan_as_json(planned: Result, folder: Path) -> None:
     assert all(scope["parameters"] and scope["results"] for scope in found["scopes"])
 
 
+def test_a_plan_file_is_priced_for_what_it_says(folder: Path) -> None:
+    """Its figures are repeated to the last digit, without flags; a flag that is otherwise is told with both figures."""
+    path = folder / "short.yaml"
+    run("plan", *MODEL, "--seq", "8", "--set", "tp=2", "--out", str(path), "--quiet")
+    found = run("report", str(path), "--model", MODEL[0], "--json")
+    plan, figures = Plan.from_file(path), json.loads(found.stdout)["figures"]
+    assert plan.basis is not None and plan.basis.inputs["input_ids"] == "int64 [8, 8]"
+    assert figures["step_seconds"] == plan.prediction.step_seconds
+    assert figures["peak_bytes"] == plan.prediction.peak_bytes
+    assert "note" not in found.stderr
+    other = run("report", str(path), "--model", MODEL[0], "--seq", "16", "--json")
+    assert "priced anew" in other.stderr and "input_ids: int64 [8, 16] instead of int64 [8, 8]" in other.stderr
+
+
 def test_keys_are_documented(planned: Result) -> None:
     """Every key of a report is in docs/cli.md."""
     text = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()
