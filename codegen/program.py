@@ -234,7 +234,9 @@ class Program:
     norm are to be, too. fp8: linear layers of layer classes multiply in e4m3 (fp8.py).
     unused_inputs: further tensors of the batch, which nothing depends on. fixed_inputs: what in the batch is no tensor.
     dims: (layer class or "", tensor of the graph) -> what each of its dims is known to be, "BATCH", or "".
-    no_evaluation: why the program cannot compute what the model does in evaluation mode, if it cannot.
+    no_evaluation: why the program cannot compute what the model does in evaluation mode, if it cannot. logits: the
+    model's logits, whole on every rank, where the program has them; giving_logits: statements that make them of what
+    forward has after logits_at statements, run where an evaluation asks for logits (logits.py).
     """
 
     name: str
@@ -266,6 +268,9 @@ class Program:
     fixed_inputs: Mapping[str, Any] = field(default_factory=dict)
     no_evaluation: str = ""
     dims: Mapping[tuple[str, str, int], tuple[str, ...]] = field(default_factory=dict)
+    logits: Var | None = None
+    giving_logits: tuple[Statement, ...] = ()
+    logits_at: int = 0
 
     @property
     def programs(self) -> tuple[Program, ...]:
