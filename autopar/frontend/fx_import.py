@@ -299,10 +299,10 @@ def _leave_out_unneeded(graph: torch.fx.Graph) -> None:
     loss, logits = results
     needed, waiting = {loss}, [loss]
     while waiting:
-        for node in waiting.pop().all_input_nodes:
-            if node not in needed:
-                needed.add(node)
-                waiting.append(node)
+        node = waiting.pop()
+        found = node.all_input_nodes if isinstance(node, torch.fx.Node) else []
+        waiting += [each for each in found if each not in needed]
+        needed |= set(found)
     if logits not in needed:
         output.args = ((loss,),)
         graph.eliminate_dead_code()

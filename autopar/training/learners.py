@@ -188,8 +188,8 @@ class PlainLearner:
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            module = LossModule(self.model, self.loss_fn, named, with_logits=with_logits)
-            return loss_in(self.config.dtype, module, named)
+            both = LossModule(self.model, self.loss_fn, named, with_logits=with_logits)
+            return loss_in(self.config.dtype, both, named)
         finally:
             for module, is_training in modes:
                 module.training = is_training

@@ -74,6 +74,7 @@ class Run:
             source = steps_from(self.setup.batches, learner.num_samples, config.gradient_accumulation_steps)
             profiler = stack.enter_context(profiled(config.profiler, self.rank))
             self._tell("start", {})
+            self._try_metrics()
             is_over = self._is_without_hope()  # a run that had stopped, and is started again
             for done in () if is_over else range(self.first + 1, config.steps + 1):
                 batch = next(source)
@@ -159,10 +160,6 @@ class Run:
         for batch in once(self.setup.eval_batches, self.config.evaluation.num_batches):
             means.add(self._evaluated(batch), num_rows(batch))
         found = means.values
-        if self.best.metric not in found:
-            raise ConstraintError(
-                "evaluation.metric is none of the metrics", values=self.best.metric, alternatives=", ".join(found)
-            )
         self.evaluations.append({"step": done, **found})
         self.best.note(found)
         if self._waits_for_metric:
@@ -173,6 +170,16 @@ class Run:
             self._progress.evaluated(done, found)
         self._write(record)
         self._tell("evaluation", record)
+
+    def _try_metrics(self) -> None:
+        """Evaluates one batch before the first step, so that functions that give no metrics are told then."""
+        if not self.setup.metrics or self.setup.eval_batches is None:
+            return
+        found = self._evaluated(next(once(self.setup.eval_batches, 1)))
+        if self.best.metric not in found:
+            raise ConstraintError(
+                "evaluation.metric is none of the metrics", values=self.best.metric, alternatives=", ".join(found)
+            )
 
     def _evaluated(self, batch: Batch) -> dict[str, float]:
         """The loss and the metrics of one batch."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ LOGITS_ATTRIBUTES = ("gives_logits", "given_logits")
 
 class LogitsModule(Module):
     """Base of generated root classes whose forward can give the model's logits."""
+
+    has_logits: ClassVar[bool] = True
 
     def __init__(self, mesh: Mesh, rng: RngState | None = None, path: str = "", layer_index: int = 0) -> None:
         # Not by __setattr__, which wants modules for what a user calls alike.
@@ -59,7 +61,7 @@ def require_evaluation(executor: Executor, with_logits: bool) -> None:
     reasons = [part.model.NO_EVALUATION for part in executor.parts if part.model.NO_EVALUATION]
     if reasons:
         raise RuntimeError(f"this program has no evaluation mode: {reasons[0]}")
-    if with_logits and not issubclass(executor.programs[-1], LogitsModule):
+    if with_logits and not _has_logits(executor.programs[-1]):
         raise RuntimeError(
             "this program has no logits: the model returns no tensor as its logits from which the loss is computed, or "
             "the program does not keep it"
@@ -68,7 +70,7 @@ def require_evaluation(executor: Executor, with_logits: bool) -> None:
 
 def evaluate_with_logits(executor: Executor, local_batch: Mapping[str, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
     """The global mean loss, and the logits of the whole batch in its order, on every rank. Collective."""
-    giving: list[Any] = [part.model for part in executor.parts if isinstance(part.model, LogitsModule)]
+    giving: list[Any] = [part.model for part in executor.parts if _has_logits(type(part.model))]
     found: dict[int, Tensor] = {}
     for module in giving:
         module.gives_logits, module.given_logits = True, found
@@ -79,6 +81,11 @@ def evaluate_with_logits(executor: Executor, local_batch: Mapping[str, Tensor], 
             module.gives_logits, module.given_logits = False, {}
     own = torch.cat([found[index] for index in sorted(found)]) if found else None
     return loss, _from_rank(executor.result_rank, own, mesh)
+
+
+def _has_logits(program: type[Module]) -> bool:
+    """Whether a root class is a LogitsModule, of whichever program's run time: a step may take batches of several."""
+    return getattr(program, "has_logits", False) is True
 
 
 def _from_rank(source: int | None, own: Tensor | None, mesh: Mesh) -> Tensor:
