@@ -73,9 +73,8 @@ class Seen(Callback):
         self.records.append(dict(state.record))
 
 
-@pytest.mark.parametrize(
-    "config", [CONFIG, pytest.param(PARALLEL, marks=pytest.mark.distributed)], ids=("one process", "tp2")
-)
+@pytest.mark.distributed
+@pytest.mark.parametrize("config", [CONFIG, PARALLEL], ids=("one process", "tp2"))
 def test_metrics_are_those_of_the_loop_by_hand(config: TrainerConfig, tmp_path: Path) -> None:
     """Of batches of unequal numbers of rows, in all that tells them."""
     given = [*batches(2, seed=9), *batches(1, seed=8, rows=4)]
@@ -116,10 +115,12 @@ def test_patience_watches_a_metric_in_its_direction(config: TrainerConfig) -> No
         )
         result = trainer.fit()
         assert len(result.losses) == steps
-        assert result.stopped == ("3 evaluations without a better countdown than -1" if greater else "")
+        assert result.stopped == ("3 evaluations without a better countdown than -2" if greater else "")
 
 
 class Countdown:
+    """Called once before the first step, too."""
+
     def __init__(self) -> None:
         self.calls = 0
 
@@ -146,6 +147,11 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_started() -> None
     for config in (single, CONFIG):
         with pytest.raises(ConstraintError, match="metrics are of logits"):
             Trainer(OwnLoss(), config, given, eval_batches=given, metrics=accuracy).fit()
+    seen = Seen()
+    config = replace(CONFIG, evaluation={"metric": "precision"})
+    with pytest.raises(ConstraintError, match="none of the metrics") as caught:
+        Trainer(Net(), config, given, F.cross_entropy, eval_batches=given, metrics=accuracy, callbacks=[seen]).fit()
+    assert "accuracy" in str(caught.value) and not seen.records
 
 
 def test_functions_that_give_no_metrics_are_named() -> None:
