@@ -22,16 +22,17 @@ def with_logits(program: Program) -> Program:
     for at in range(len(body) + 1):
         if all(_has(known, each) for each in sources):
             is_between_loops = 0 < at < len(body) and all(isinstance(s, LayerLoop) for s in body[at - 1 : at + 1])
-            return _without(program) if is_between_loops else replace(program, logits_at=at)
+            return without_logits(program) if is_between_loops else replace(program, logits_at=at)
         if at < len(body):
             again = _again(body[at], sources, known)
             if again:
                 return replace(program, logits_at=at, giving_logits=(*again, *program.giving_logits))
             known |= {each.name: each.type for each in assigns(body[at])}
-    return _without(program)
+    return without_logits(program)
 
 
-def _without(program: Program) -> Program:
+def without_logits(program: Program) -> Program:
+    """The program without a place for logits."""
     return replace(program, logits=None, giving_logits=(), logits_at=0)
 
 

@@ -38,6 +38,15 @@ class Apart(Net):
         return {"loss": F.cross_entropy(logits, target), "logits": logits * 2}
 
 
+class Other(Net):
+    """The logits are others in evaluation mode, the loss is not."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Any:  # type: ignore[override]
+        logits = super().forward(x)
+        loss = F.cross_entropy(logits, target)
+        return {"loss": loss, "logits": logits if self.training else logits.softmax(-1)}
+
+
 class Rebound(Net):
     """What it returns is in the middle of what its loss is computed from."""
 
@@ -120,9 +129,10 @@ def test_logits_that_the_program_calls_otherwise_afterwards() -> None:
     torch.testing.assert_close(torch.as_tensor(found), logits, rtol=2e-2, atol=2e-2)
 
 
-def test_numbers_that_the_loss_does_not_come_from_are_no_logits() -> None:
-    model, given = Apart(), batch()
-    compiled = autopar.compile(model, "1 cpu", example_inputs=given)
+@pytest.mark.parametrize("kind", [Apart, Other])
+def test_numbers_that_the_loss_does_not_come_from_are_no_logits(kind: type[nn.Module]) -> None:
+    given = batch()
+    compiled = autopar.compile(kind(), "1 cpu", example_inputs=given)
     assert compiled.program.any.logits is None and "give_logits" not in compiled.source
     step = compiled.build()
     local = step.local_batch(given)
