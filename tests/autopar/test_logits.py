@@ -118,6 +118,16 @@ def test_logits_of_a_model_with_a_loss_function(constraints: dict[str, Any]) -> 
         torch.testing.assert_close(torch.as_tensor(found), logits, rtol=1e-5, atol=1e-6)
 
 
+def test_logits_that_a_fused_loss_never_makes() -> None:
+    """They are computed beside it, in an evaluation that asks for them."""
+    example, loss, logits = llama_logits()
+    compiled = autopar.compile(example.model, "1 cpu", example_inputs=example.inputs, kernels="on")
+    assert "linear_cross_entropy(" in compiled.source
+    alone, beside, found, _ = evaluated(compiled, example.inputs)
+    assert (alone, beside) == pytest.approx((loss, loss), rel=1e-5)
+    torch.testing.assert_close(torch.as_tensor(found), logits, rtol=1e-4, atol=1e-5)
+
+
 def test_logits_that_the_program_calls_otherwise_afterwards() -> None:
     """In bf16, and through a view and a product under the same name."""
     model, given = Rebound(7), batch(classes=7)
