@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar import Callback, Trainer, TrainerConfig, TrainState
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, TrainingError
+from autopar.launch import run_ranks
 from autopar.training.metrics import Means, found_by, metrics_of
 
 ROWS = 8
@@ -170,3 +172,24 @@ def test_functions_that_give_no_metrics_are_named() -> None:
     means.add({"a": 1.0}, 3)
     with pytest.raises(ConstraintError, match="same names"):
         means.add({"b": 1.0}, 3)
+
+
+def told(_: int) -> tuple[dict[str, float], str]:
+    """What every rank gets of a function that differs between them, and of one that fails on rank 0 alone."""
+    logits, rank = torch.zeros(2, 3), dist.get_rank()
+
+    def fails(logits: Tensor, batch: Any) -> dict[str, float]:
+        raise ZeroDivisionError(f"rank {rank}")
+
+    found = found_by([lambda logits, batch: {"rank": rank}], logits, {})
+    try:
+        found_by([fails], logits, {})
+    except (ZeroDivisionError, TrainingError) as error:
+        return found, type(error).__name__
+    return found, ""
+
+
+@pytest.mark.distributed
+def test_metrics_are_those_of_rank_0_on_all() -> None:
+    first, second = run_ranks(told, (0,), 2)
+    assert first == ({"rank": 0.0}, "ZeroDivisionError") and second == ({"rank": 0.0}, "TrainingError")
