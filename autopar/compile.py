@@ -49,6 +49,7 @@ from autopar.settings.fp8 import NOTHING_IN_FP8, check_fp8
 from autopar.settings.optimizers import check_plan, examine, keeps_zeros, limited
 from codegen.async_tp import has_async_tp
 from codegen.fp8 import count_calls
+from codegen.logits import without_logits
 from codegen.once_per_node import Neighbours
 from codegen.runtime.optimizers import parameters_of
 from cost_models.mixed import AnyCluster, MixedCluster
@@ -107,6 +108,8 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
     inputs = name_inputs(model, options.example_inputs, options.loss_fn)
     program = with_inputs_of(with_backend(lowered, backend), inputs)
     program = program.map(lambda each: replace(each, no_evaluation=request.no_evaluation))
+    if not request.gives_logits:
+        program = program.map(without_logits)
     if asynchronous and not has_async_tp(program):
         warnings.warn(NOTHING_ASYNCHRONOUS, stacklevel=4)
     if best.plan.fp8 and not count_calls(program):
@@ -146,7 +149,8 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     whole("rows of the batch", rows, 1, TraceError)
     check_norms(model)
     cuts = find_cuts(model, batch, loss_fn, dtype)
-    no_evaluation = why_no_evaluation(model, batch, loss_fn, cuts)
+    no_logits = why_no_evaluation(model, batch, loss_fn, cuts, with_logits=True)
+    no_evaluation = no_logits and why_no_evaluation(model, batch, loss_fn, cuts)
 
     limits, given = Constraints.parse(options.constraints), options.given_plan
     rows_of_tables, experts, heads = paddings_of(limits, given, lambda: keeps_zeros(optimizer, model, needs, limits))
@@ -177,6 +181,7 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
         fp8=bool(options.fp8),
         needs=needs,
         no_evaluation=no_evaluation,
+        gives_logits=not no_logits,
         backend=options.backend,
         unpadded=AccumulatingTrace(trace_at, rows) if has_choice else None,
     )

@@ -22,6 +22,7 @@ from autopar.training.config import Batches, TrainerConfig
 from autopar.training.feeding import check_evaluation
 from autopar.training.loaders import check_batches
 from autopar.training.loop import compile_program, fit_locally, fit_plain, fit_ranks, process_group
+from autopar.training.metrics import Metric, metrics_of
 from autopar.training.optimizers import Schedule, optimizer_factory, schedule_of
 from autopar.training.records import check_logging
 from autopar.training.result import TrainResult
@@ -36,7 +37,9 @@ class Trainer:
     whole global batches, equal on every rank. loss_fn, optimizer: as in autopar.compile, but for the optimiser of the
     configuration where none is given. schedule: `optimizer -> scheduler`, any of torch's, which takes a step after each
     update (ReduceLROnPlateau after each evaluation) and goes on where a checkpoint left it; by default the
-    configuration's. eval_batches: of the same rows, evaluated as `config.evaluation` says. callbacks: see `Callback`.
+    configuration's. eval_batches: of the same rows, evaluated as `config.evaluation` says. metrics: of these, functions
+    `(logits, batch) -> {name: number}` that rank 0 calls with the whole batch and the model's logits of it; numbers are
+    means over its rows. callbacks: see `Callback`.
     Where processes are spawned (GPUs), all must be picklable.
     """
 
@@ -50,6 +53,7 @@ class Trainer:
         *,
         schedule: Schedule | None = None,
         eval_batches: Batches | None = None,
+        metrics: Metric | Sequence[Metric] | None = None,
         callbacks: Sequence[Callback] = (),
         source: Mapping[str, Any] | None = None,
     ) -> None:
@@ -70,7 +74,7 @@ class Trainer:
         for each in (schedule,):
             if each is not None and not callable(each):
                 raise ConstraintError("schedule is a function optimizer -> scheduler", values=type(each).__name__)
-        check_evaluation(config.evaluation, eval_batches)
+        check_evaluation(config.evaluation, eval_batches, found := metrics_of(metrics))
         self.setup = Setup(
             model=model,
             config=config,
@@ -80,6 +84,7 @@ class Trainer:
             schedule=schedule or schedule_of(config),
             eval_batches=eval_batches,
             callbacks=check_callbacks(callbacks),
+            metrics=found,
             source=source or {},
         )
         self._program: CompiledProgram | None = None

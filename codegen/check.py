@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional
 
 from codegen.runtime.dropout_module import DropoutModule
+from codegen.runtime.evaluation import LogitsModule
 from codegen.runtime.mesh import Axis, Mesh
 from codegen.runtime.whole_sums import SummingModule
 from codegen.schemas import EmissionError, Schema, schema_of, schemas_named, signature_of
@@ -88,6 +89,10 @@ class _File:
                 self.statement(child, known)
                 if called in self.inputs:
                     self.layer(child, called)
+        elif isinstance(node, ast.If):
+            self.expression(node.test, known)
+            for child in (*node.body, *node.orelse):
+                self.statement(child, known)
         else:
             for part in ast.iter_child_nodes(node):
                 if isinstance(part, ast.expr) and not isinstance(getattr(part, "ctx", None), ast.Store):
@@ -125,7 +130,8 @@ class _File:
         elif path.startswith("self.mesh."):
             self.signature(node, getattr(Mesh, rest.removeprefix("mesh."), None), [None, *node.args], keywords)
         elif root == "self" and "." not in rest and rest:
-            method = getattr(DropoutModule, rest, None) or getattr(SummingModule, rest, None)
+            own = (getattr(base, rest, None) for base in (DropoutModule, SummingModule, LogitsModule))
+            method = next(filter(None, own), None)
             self.signature(node, method, [None, *node.args], keywords)
         elif root in self.imported:
             found = self.imported[root]

@@ -16,11 +16,12 @@ from codegen.columns import COLUMNS, documented, fitted
 from codegen.expressions import is_custom, kernel_name, literal
 from codegen.functions import function_of
 from codegen.idioms import with_idioms
-from codegen.program import Call, Layout, ModuleClass, Program, Spec, Statement, Var
+from codegen.logits import with_logits
+from codegen.program import Call, Layout, ModuleClass, Program, Reshard, Spec, Statement, Var, reads
 from codegen.reshard_words import Dims
 from codegen.runtime.names import argument
 from codegen.sizes import needed, with_sizes
-from codegen.statements import axes, indented, joint_axes, returning, source_lines
+from codegen.statements import Aside, axes, indented, joint_axes, returning, source_lines
 from codegen.text import is_path, plain, quoted
 
 _BASE_HOME = {
@@ -28,6 +29,7 @@ _BASE_HOME = {
     "DropoutModule": "dropout_module",
     "MemorySaving": "recompute",
     "SummingModule": "whole_sums",
+    "LogitsModule": "evaluation",
 }
 _RUNTIME_HOME = {
     "vocab_embedding": "embedding",
@@ -46,6 +48,8 @@ _RUNTIME_HOME = {
 }
 _RUNTIME_MODULES = frozenset({"async_tp", "deferred", "fp8", "grouped", "overlapped"})
 """Modules of the run time whose functions are called by the module's name and theirs."""
+_LOGITS = "LogitsModule"
+"""The base of a root class whose forward can give the model's logits."""
 _DRAW_MASKS = frozenset({"self.same_dropout", "self.dropout_attention", "kernels.dropout_add"})
 """Calls that draw the mask of a dropout."""
 
@@ -71,10 +75,11 @@ def emit_model(program: Program) -> str:
 
 def emit_classes(program: Program, words: Words) -> str:
     """One file: imports, sizes, layouts, the layer classes and the root class."""
-    program, sizes = with_sizes(program)
+    program, sizes = with_sizes(with_logits(program))
     own = tuple(layer for layer in program.layers if layer.name not in words.elsewhere)
     classes = [layer_class(program, layer, words) for layer in own] + [_root_class(program, words)]
     statements = [s for cls in (*own, program.root) for s in cls.body] + [*program.count_targets, *program.whole_sums]
+    statements += program.giving_logits
     homes = {".layers": sorted(words.elsewhere)} if words.elsewhere else {}
     return _file(replace(words, sizes=sizes), (*own, program.root), classes, statements, homes)
 
@@ -103,9 +108,10 @@ def _file(
 ) -> str:
     calls = [statement for statement in statements if isinstance(statement, Call)]
     layouts = "\n".join(_layout(layout) for cls in own for layout in cls.layouts)
-    for base in sorted({base for cls in own for base in _bases(cls, words.saving)}):
-        homes.setdefault(f".runtime.{_BASE_HOME[base]}", []).append(base)
     body = "\n\n\n".join(classes)
+    bases = re.findall(r"^class \w+\((.*)\):$", body, re.MULTILINE)
+    for base in sorted({base for names in bases for base in names.split(", ")}):
+        homes.setdefault(f".runtime.{_BASE_HOME[base]}", []).append(base)
     if "Param(" in body:
         homes.setdefault(".runtime.parameters", []).append("Param")
     if layouts:
@@ -188,8 +194,10 @@ def _bases(cls: ModuleClass, saving: frozenset[str]) -> tuple[str, ...]:
     return tuple(name for name, is_needed in needed.items() if is_needed) or ("Module",)
 
 
-def _heading(cls: ModuleClass, saving: frozenset[str]) -> list[str]:
-    lines = [f"class {cls.name}({', '.join(_bases(cls, saving))}):", *documented(plain(cls.doc)), ""]
+def _heading(cls: ModuleClass, saving: frozenset[str], more: tuple[str, ...] = ()) -> list[str]:
+    """more: base classes beside what forward needs."""
+    bases = tuple(base for base in _bases(cls, saving) if not more or base != "Module") + more
+    lines = [f"class {cls.name}({', '.join(bases)}):", *documented(plain(cls.doc)), ""]
     lines += _table("PARAMETERS", cls.parameters) + _table("BUFFERS", cls.buffers)
     return lines + ([f"    WRITTEN_BUFFERS = {literal(cls.written_buffers)}", ""] if cls.written_buffers else [])
 
@@ -213,7 +221,7 @@ def _names(values: Iterable[str | Var]) -> str:
 
 def _root_class(program: Program, words: Words) -> str:
     cls, dims = program.root, Dims(program.dims)
-    lines = _heading(cls, words.saving)
+    lines = _heading(cls, words.saving, () if program.logits is None else (_LOGITS,))
     lines += _class_table("LAYERS", {layer.name: paths_text(program.paths(layer.name)) for layer in program.layers})
     lines += _class_table("RECOMPUTE", {name: modes_text(modes) for name, modes in program.recompute.items()})
     lines += _class_table("OFFLOAD", {name: offload_text(modes) for name, modes in program.offload.items()})
@@ -229,13 +237,29 @@ def _root_class(program: Program, words: Words) -> str:
     takes: tuple[str | Var, ...] = ("self", *cls.inputs, *(name for name, statements in given if statements))
     parted = frozenset(layer for layer, count in Counter(run.layer for run in program.runs).items() if count > 1)
     lines += [f"    def forward({_names(takes)}):"]
-    body = source_lines(cls.body, cls.outputs, dims, 2, parted)
+    body = source_lines(cls.body, cls.outputs, dims, 2, parted, _aside(program, dims))
     lines += indented(axes(program, cls.body) + returning(body, cls.outputs))
     counts = "Targets that count in this micro-batch, on all ranks, for each cross-entropy."
     sums = "Sums over this micro-batch, on all ranks, that forward needs of the whole batch."
     lines += _of_batch(program, "count_targets", counts, program.count_targets, program.target_counts)
     lines += _of_batch(program, "whole_sums", sums, program.whole_sums, program.sums)
     return "\n".join(lines)
+
+
+def _aside(program: Program, dims: Dims) -> Aside | None:
+    """What forward does where an evaluation asks for logits; None in a program that has none."""
+    if program.logits is None:
+        return None
+    held = {statement.axis for statement in program.root.body if isinstance(statement, Reshard)}
+    own = replace(program, axes=tuple(axis for axis in program.axes if axis not in held))
+    lines = source_lines(program.giving_logits, (program.logits,), dims)
+    inner = [*axes(own, program.giving_logits), *lines, f"self.give_logits({program.logits.name})"]
+    read = {each for statement in program.giving_logits for each in reads(statement)} | {program.logits}
+    return Aside(
+        program.logits_at,
+        frozenset(read),
+        ("if self.gives_logits:  # of an evaluation", *(f"    {line}" for line in inner)),
+    )
 
 
 def _of_batch(

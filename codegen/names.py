@@ -7,17 +7,24 @@ import unicodedata
 from collections.abc import Collection
 
 from codegen.runtime.dropout_module import DropoutModule
+from codegen.runtime.evaluation import LOGITS_ATTRIBUTES, LogitsModule
 from codegen.runtime.names import ARGUMENTS
 from codegen.runtime.parameters import Module
 from codegen.runtime.whole_sums import SUMMING_ATTRIBUTES, SummingModule
 from codegen.text import quoted
 
-_OWN = frozenset((*dir(DropoutModule), *dir(SummingModule), *Module.__init__.__code__.co_names, *SUMMING_ATTRIBUTES))
+_BASES = (DropoutModule, SummingModule, LogitsModule)
+_OWN = frozenset(
+    (
+        *(name for base in _BASES for name in dir(base)),
+        *(*Module.__init__.__code__.co_names, *SUMMING_ATTRIBUTES, *LOGITS_ATTRIBUTES),
+    )
+)
 """Attributes of generated modules that are not the user's."""
 
 _CLASSES = ARGUMENTS | {
     *("Container", "Tensor", "Step", "Mesh", "Stage", "Pipeline", "PIPELINE", "INPUTS", "SCHEDULE"),
-    *("DropoutModule", "MemorySaving", "SummingModule", "PipelineExecutor", "NUM_MICRO_BATCHES"),
+    *("DropoutModule", "LogitsModule", "MemorySaving", "SummingModule", "PipelineExecutor", "NUM_MICRO_BATCHES"),
 }
 
 

@@ -229,12 +229,12 @@ class Program:
     vocabulary: integer inputs stay below it. receives, sends: of a stage, tensors of earlier stages and for later ones;
     `root.inputs` are what it receives, then `inputs`, and the last stage sends nothing. recompute, offload: layer class
     -> (mode, how many layers in a row); offload_optimizer: where the optimiser's state lives ("": on the device);
-    offload_parameters: ZeRO-3's shards too. compression: of ZeRO's collectives, as `Step` takes it.
-    backend: as `Step` takes it. kernels: runs of calls were replaced by fused ones, and the update and the gradient's
-    norm are to be, too. fp8: linear layers of layer classes multiply in e4m3 (fp8.py).
-    unused_inputs: further tensors of the batch, which nothing depends on. fixed_inputs: what in the batch is no tensor.
-    dims: (layer class or "", tensor of the graph) -> what each of its dims is known to be, "BATCH", or "".
-    no_evaluation: why the program cannot compute what the model does in evaluation mode, if it cannot.
+    offload_parameters: ZeRO-3's shards too. compression (of ZeRO's collectives), backend: as `Step` takes them.
+    kernels: runs of calls were replaced by fused ones, and the update and the gradient's norm are to be, too. fp8:
+    linear layers of layer classes multiply in e4m3 (fp8.py). unused_inputs: further tensors of the batch, on which
+    nothing depends. fixed_inputs: what in the batch is no tensor. dims: (layer class or "", tensor of the graph) ->
+    what each of its dims is known to be, "BATCH", or "". no_evaluation: why it cannot evaluate, if it cannot. logits:
+    the model's, whole on every rank, if it has them, which giving_logits makes after logits_at statements of forward.
     """
 
     name: str
@@ -266,6 +266,9 @@ class Program:
     fixed_inputs: Mapping[str, Any] = field(default_factory=dict)
     no_evaluation: str = ""
     dims: Mapping[tuple[str, str, int], tuple[str, ...]] = field(default_factory=dict)
+    logits: Var | None = None
+    giving_logits: tuple[Statement, ...] = ()
+    logits_at: int = 0
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -330,9 +333,8 @@ class PipelineProgram:
     first_ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        meshes = self.meshes
         for stage in self.stages:
-            own, other = (stage.program.axes, stage.program.axis_sizes), meshes[stage.pipeline_rank]
+            own, other = (stage.program.axes, stage.program.axis_sizes), self.meshes[stage.pipeline_rank]
             if own != other:
                 raise ValueError(f"stages of pipeline rank {stage.pipeline_rank} have meshes {own} and {other}")
         tiled(self.ranks_of_stage_meshes, self.first_ranks)
@@ -349,8 +351,7 @@ class PipelineProgram:
 
     def map(self, function: Callable[[Program], Program]) -> PipelineProgram:
         """The same with every stage's program replaced by `function(program)`."""
-        stages = tuple(replace(stage, program=function(stage.program)) for stage in self.stages)
-        return replace(self, stages=stages)
+        return replace(self, stages=tuple(replace(stage, program=function(stage.program)) for stage in self.stages))
 
     @property
     def meshes(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:

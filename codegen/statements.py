@@ -25,6 +25,15 @@ class _Chain:
     head: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """Lines after `at` statements that assign nothing to what follows. reads: the variables that they read."""
+
+    at: int
+    reads: frozenset[Var]
+    lines: tuple[str, ...]
+
+
 def axes(program: Program, statements: Iterable[Statement]) -> list[str]:
     """`dp, tp = self.mesh.dp, self.mesh.tp` for the axes that the statements name."""
     used = set()
@@ -59,10 +68,11 @@ def source_lines(
     dims: Dims,
     depth: int = 1,
     parted: frozenset[str] = frozenset(),
+    aside: Aside | None = None,
 ) -> list[str]:
     """Source lines, with calls chained and a comment where the user's module (to `depth` names) changes.
 
-    parted: layer classes whose layers are in several loops.
+    parted: layer classes whose layers are in several loops. aside: what else is written.
     """
     lines: list[str] = []
     section = ""
@@ -70,6 +80,9 @@ def source_lines(
     written = 0  # statements, so far
     uses = _uses_after(body, outputs)
     for position, statement in enumerate(body):
+        if aside is not None and position == aside.at:
+            lines += aside.lines
+            chain = None
         if position < written:
             continue
         if isinstance(statement, Call):
@@ -88,7 +101,8 @@ def source_lines(
             chain = longer or _Chain(target, text, () if is_method(statement) else (target, text))
             lines.append(f"{target} = {chain.text}")
             results = statement.results
-            if len(results) > 1 or uses[position].get(results[0], 0) != 1:
+            is_read_aside = aside is not None and position < aside.at and results[0] in aside.reads
+            if len(results) > 1 or uses[position].get(results[0], 0) != 1 or is_read_aside:
                 chain = None
         elif isinstance(statement, Reshard):
             lines.append(_reshard(statement, dims))
@@ -101,7 +115,7 @@ def source_lines(
             else:
                 lines += _loop(statement, statement.layer in parted, lines, read_later)
             written, section, chain = position + (turns.num_loops if turns else 1), "", None
-    return lines
+    return [*lines, *(aside.lines if aside is not None and aside.at >= len(body) else ())]
 
 
 def returning(lines: list[str], outputs: tuple[Var, ...]) -> list[str]:

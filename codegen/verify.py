@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from codegen.logits import with_logits
 from codegen.program import (
     UNREAD,
     Call,
@@ -61,6 +62,11 @@ def check_types(program: Program) -> None:
     root = program.root
     _Body(program, f"{root.name}.count_targets", root).check(program.count_targets, program.target_counts)
     _Body(program, f"{root.name}.whole_sums", root).check(program.whole_sums, program.sums)
+    if program.logits is not None:
+        given = with_logits(program)
+        results = () if given.logits is None else (given.logits,)
+        before = root.body[: given.logits_at]
+        _Body(program, f"{root.name}'s logits", root).check((*before, *given.giving_logits), results)
 
 
 class _Body:

@@ -55,8 +55,13 @@ def why_no_evaluation(
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
     loss_fn: Callable[..., torch.Tensor] | None = None,
     cuts: tuple[Truncation, ...] = (),
+    *,
+    with_logits: bool = False,
 ) -> str:
-    """ "" where the program can evaluate, else what differs, in one clause. cuts: runs of equal blocks to shorten."""
+    """ "" where the program can evaluate, else what differs, in one clause.
+
+    cuts: runs of equal blocks to shorten. with_logits: what the model returns as logits must be equal, too.
+    """
     fake = fakes.mode()
     named = name_inputs(model, example_inputs, loss_fn)
     batch = named.map(lambda value: fake_input(value, fake, 0, None, None))
@@ -66,7 +71,7 @@ def why_no_evaluation(
         if not is_training:
             skeleton.eval()
         shorten(skeleton, cuts)
-        forward = partial(forward_and_loss, loss_fn=loss_fn, batch=batch)
+        forward = partial(forward_and_loss, loss_fn=loss_fn, batch=batch, with_logits=with_logits)
         with contextlib.suppress(Exception):  # what cannot be recorded may still be exported; it only cannot evaluate
             return _compared(record(skeleton, (), batch, forward, Results(fake)).outside, is_training)
         return None

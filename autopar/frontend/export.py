@@ -102,11 +102,12 @@ def _untraceable(error: Exception) -> TraceError:
     )
 
 
-def forward_and_loss(model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch) -> torch.Tensor:
-    """Forward and loss as they are exported."""
+def forward_and_loss(
+    model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch, *, with_logits: bool = False
+) -> Any:
+    """Forward and loss as they are exported. with_logits: (loss, logits) of a model that returns logits."""
     with traceable(batch):
-        loss: torch.Tensor = LossModule(model, loss_fn, batch)(**batch)
-        return loss
+        return LossModule(model, loss_fn, batch, with_logits=with_logits)(**batch)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,10 @@ DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocki
 CONSTANT = frozenset((*PLAIN, *LIKE, "detach"))
 """Operators whose results are constants to backward, whatever they take."""
 
+LOGITS = "autopar.logits.default"
+"""The op of a node, the last one, that reads the model's logits: as long as a trace is simplified they are
+in use. Only logits that the loss is computed from have it."""
+
 _ROOT = "model."
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
@@ -130,8 +134,12 @@ class _Importer:
             else:
                 self.values[node] = self._input(node)
         self.metas = self.flat.metas()
+        _leave_out_unneeded(self.program.graph)
         output = self._import_nodes(self.program.graph_module, no_grad=False)
-        self.flat.loss = next(refs_in(output))
+        self.flat.loss, *logits = refs_in(output)
+        if logits:
+            name, outputs = unused_name("given_logits", self.names), (self.metas[logits[0]],)
+            self.flat.nodes.append(Node(name=name, op=LOGITS, args=(logits[0],), kwargs=(), outputs=outputs))
         return self.flat
 
     def _input(self, node: torch.fx.Node) -> Any:
@@ -280,6 +288,24 @@ class _Importer:
         if isinstance(value, (tuple, list)):
             return tuple(self._argument(item) for item in value)
         return value
+
+
+def _leave_out_unneeded(graph: torch.fx.Graph) -> None:
+    """Logits that the loss is not computed from, with all that makes them alone, are no part of a training graph."""
+    output = graph.output_node()
+    results = output.args[0]
+    if not isinstance(results, (tuple, list)) or len(results) < 2:
+        return
+    loss, logits = results
+    needed, waiting = {loss}, [loss]
+    while waiting:
+        node = waiting.pop()
+        found = node.all_input_nodes if isinstance(node, torch.fx.Node) else []
+        waiting += [each for each in found if each not in needed]
+        needed |= set(found)
+    if logits not in needed:
+        output.args = ((loss,),)
+        graph.eliminate_dead_code()
 
 
 def _meta(value: torch.Tensor, requires_grad: bool | None = None) -> TensorMeta:

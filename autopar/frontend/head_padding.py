@@ -52,7 +52,8 @@ def with_whole_heads(graph: Graph, multiple: int) -> Graph:
         nodes_of_layer = (new for node in layer.nodes for new in work.rewritten(node))
         layers[name] = replace(layer, parameters=parameters, nodes=tuple(nodes_of_layer))
     metas = {i.name: i.meta for i in graph.inputs} | {p.name: p.meta for p in graph.parameters}
-    leaving = frozenset({graph.loss, *(ref for run in runs for ref in run.args)})
+    returned = {graph.loss} | ({graph.logits} if graph.logits is not None else set())
+    leaving = frozenset({*returned, *(ref for run in runs for ref in run.args)})
     outer = _Padding.of(nodes, metas, own, leaving, multiple, runs)
     longer |= {ref.node: each for ref, each in outer.found.items()}
     parameters = tuple(_padded(each, longer.get(each.name)) for each in graph.parameters)

@@ -13,23 +13,50 @@ from autopar.frontend.inputs import Batch, NamedBatch, arguments_of_batch, model
 
 
 class LossModule(nn.Module):
-    """Model and loss as one module that takes a batch by name, as `batch` is, and returns the loss."""
+    """Model and loss as one module that takes a batch by name, as `batch` is, and returns the loss.
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch) -> None:
+    with_logits: it returns (loss, logits) where the model returns logits (`_logits_of`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        batch: Batch,
+        *,
+        with_logits: bool = False,
+    ) -> None:
         super().__init__()
+        self.with_logits = with_logits
         self.model = model
         self.loss_fn = loss_fn
         self.containers = batch.containers if isinstance(batch, NamedBatch) else {}
         self.names = tuple(batch)
 
-    def forward(self, **batch: Any) -> torch.Tensor:
+    def forward(self, **batch: Any) -> Any:
         given = arguments_of_batch({name: batch[name] for name in self.names}, self.containers)
         model_names, loss_names = split_names(self.model, tuple(given), self.loss_fn)
         positional, keyword = model_arguments(self.model, {name: given[name] for name in model_names})
         output = self.model(*positional, **keyword)
         if self.loss_fn is None:
-            return _loss_of(output)
-        return _scalar(self.loss_fn(output, *(given[name] for name in loss_names)), "loss_fn")
+            loss = _loss_of(output)
+        else:
+            loss = _scalar(self.loss_fn(output, *(given[name] for name in loss_names)), "loss_fn")
+        logits = _logits_of(output) if self.with_logits else None
+        return loss if logits is None else (loss, logits)
+
+
+def _logits_of(output: Any) -> torch.Tensor | None:
+    """What the model returns as logits: `output.logits`, output["logits"], or the output or the first of several that
+    is a floating-point tensor with dims. None where there is no such tensor."""
+    named = getattr(output, "logits", None)
+    if named is None and isinstance(output, Mapping):
+        named = output.get("logits")
+    several = output if isinstance(output, (tuple, list)) else (output,)
+    for each in (named,) if named is not None else several:
+        if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim():
+            return each
+    return None
 
 
 def _loss_of(output: Any) -> torch.Tensor:

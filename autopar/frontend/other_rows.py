@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from autopar.frontend.fx_import import DROPPED_KWARGS, FlatGraph
+from autopar.frontend.fx_import import DROPPED_KWARGS, LOGITS, FlatGraph
 from autopar.frontend.recorder import Record, Source
 from autopar.frontend.simplify import drop_no_effect
 from autopar.ir.graph import Node, Ref, TensorMeta, refs_in
@@ -40,8 +40,10 @@ def with_rows_of(flat: FlatGraph, exported: Record, other: Record, inputs: Mappi
         raise UnlikeError("another number of rows calls other operators")
     plain = flat.copy()
     drop_no_effect(plain)
+    calls, marks = [n for n in plain.nodes if n.op != LOGITS], [n for n in plain.nodes if n.op == LOGITS]
+    plain.nodes = calls
     places = _Places(plain, exported).find()
-    plain.nodes = [_renumbered(n, other.outside[i]) for n, i in zip(plain.nodes, places, strict=True)]
+    plain.nodes = [_renumbered(n, other.outside[i]) for n, i in zip(calls, places, strict=True)] + marks
     plain.inputs = {name: replace(meta, shape=tuple(inputs[name].shape)) for name, meta in flat.inputs.items()}
     return plain
 

@@ -46,7 +46,11 @@ def padded(graph: Graph, multiple: int) -> Graph:
         if isinstance(piece, Node) and base_name(piece.op) in ("embedding", "cross_entropy_loss")
         if (ref := piece.inputs[0]) in longer
     }
-    return replace(graph, parameters=parameters, body=body, padded_to=multiple, vocabularies=vocabularies)
+    padded_graph = replace(graph, parameters=parameters, body=body, padded_to=multiple, vocabularies=vocabularies)
+    if graph.logits not in longer:
+        return padded_graph
+    dim = longer[graph.logits]
+    return replace(padded_graph, logits_size=(dim, search.metas[graph.logits].shape[dim]))
 
 
 def _more(size: int, multiple: int) -> int:

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from autopar.frontend.depth import Truncation
 from autopar.frontend.fakes import Results, in_this_thread
 
-Forward = Callable[[nn.Module], Tensor]
-"""Runs a (copy of the) model up to the scalar loss."""
+Forward = Callable[[nn.Module], Any]
+"""Runs a (copy of the) model up to the scalar loss, or to (loss, logits)."""
 
 _MAX_CONSTANT = 2**26  # bytes up to which a constant tensor is compared by value; larger ones count as unequal
 
@@ -248,7 +248,8 @@ def record(
         recorder,
     ):
         loss = forward(model)
-    recorder.outside.append(("loss", recorder.source(loss)))
+    sources = tuple(map(recorder.source, loss)) if isinstance(loss, tuple) else recorder.source(loss)
+    recorder.outside.append(("loss", sources))
     return Record(recorder.outside, recorder.runs, recorder)
 
 

@@ -18,7 +18,7 @@ from autopar.frontend.chosen_experts import write_chosen
 from autopar.frontend.effects import refuse_effects, refuse_untrained
 from autopar.frontend.experts import join_biases, write_unsorted
 from autopar.frontend.functional import functionalise
-from autopar.frontend.fx_import import FlatGraph
+from autopar.frontend.fx_import import LOGITS, FlatGraph
 from autopar.frontend.gradients import settle_gradients
 from autopar.frontend.grouped_keys import share_keys
 from autopar.frontend.joins import drop_cut_joins, nest_joins
@@ -125,8 +125,8 @@ def _stops_gradients(source: TensorMeta, result: TensorMeta) -> bool:
 
 
 def eliminate_dead(flat: FlatGraph) -> None:
-    """Keep what the loss needs."""
-    live = {flat.loss.node}
+    """Keep what the loss needs, and the mark of the logits, which it needs too."""
+    live = {flat.loss.node, *(node.name for node in flat.nodes if node.op == LOGITS)}
     kept: list[Node] = []
     for node in reversed(flat.nodes):
         if node.name in live:

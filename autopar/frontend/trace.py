@@ -25,7 +25,7 @@ from autopar.frontend.depth import Truncation, equal_runs, shorten
 from autopar.frontend.depth_check import verified
 from autopar.frontend.export import export, forward_and_loss
 from autopar.frontend.fakes import Results
-from autopar.frontend.fx_import import FlatGraph, import_program
+from autopar.frontend.fx_import import LOGITS, FlatGraph, import_program
 from autopar.frontend.inputs import Batch, NamedBatch, common_batch, fake_input, has_rows, name_inputs
 from autopar.frontend.layers import fold_layers
 from autopar.frontend.loss_module import LossModule
@@ -35,7 +35,7 @@ from autopar.frontend.recorder import Record, record
 from autopar.frontend.repeats import check_repeats
 from autopar.frontend.simplify import simplify
 from autopar.frontend.skeleton import skeleton_of
-from autopar.ir.graph import Graph, Input
+from autopar.ir.graph import Graph, Input, Node
 
 
 class Cuts(tuple[Truncation, ...]):
@@ -126,7 +126,7 @@ def _flat_graph(
         # Whatever forward cannot do while it is recorded, an export may, or says why not.
         with contextlib.suppress(Exception):
             return with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch)
-    module = LossModule(short(), loss_fn, batch)
+    module = LossModule(short(), loss_fn, batch, with_logits=True)
     unchecked: dict[str, None] = {}
     flat = import_program(export(module, batch, unchecked), module, batch, model)
     flat.unchecked = tuple(unchecked)
@@ -175,4 +175,16 @@ def _to_graph(
         for name, value in fake_batch.items()
         if isinstance(value, torch.Tensor)
     )
-    return replace(fold_layers(flat, inputs, cuts, batch_size or rows), unchecked=flat.unchecked)
+    graph = replace(fold_layers(flat, inputs, cuts, batch_size or rows), unchecked=flat.unchecked)
+    return _with_logits(graph)
+
+
+def _with_logits(graph: Graph) -> Graph:
+    """The graph with what the node LOGITS reads, if there is one, as its logits in the place of the node."""
+    marks = [piece for piece in graph.body if isinstance(piece, Node) and piece.op == LOGITS]
+    if not marks:
+        return graph
+    (logits,) = marks[0].inputs
+    body = tuple(piece for piece in graph.body if piece not in marks)
+    is_made = any(piece.name == logits.node for piece in body)
+    return replace(graph, body=body, logits=logits if is_made else None)

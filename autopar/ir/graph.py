@@ -194,7 +194,9 @@ class Graph:
     values and raise or warn, which are left out. padded_to, experts_padded_to, heads_padded_to: what numbers of rows of
     vocabularies, of experts and of heads were brought to a multiple of (frontend/padding.py, expert_padding.py,
     head_padding.py). vocabularies: of calls that read longer tables, the rows or classes that are the user's, by the
-    call's name. known: what functions marked `derived` have found out of it.
+    call's name. logits: of what the loss is computed from (top level), what the model returns as its logits, if it
+    does; logits_size: the dim of them that is longer by padding, and how much of it is the user's. known: what
+    functions marked `derived` have found out of it.
     """
 
     name: str
@@ -209,6 +211,8 @@ class Graph:
     experts_padded_to: int = 1
     heads_padded_to: int = 1
     vocabularies: Mapping[str, int] = field(default_factory=dict)
+    logits: Ref | None = None
+    logits_size: tuple[int, int] | None = None
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property

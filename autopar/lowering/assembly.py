@@ -16,6 +16,7 @@ from codegen.check import check_files
 from codegen.emit import emit_model
 from codegen.evaluation import follows_training
 from codegen.expressions import expression
+from codegen.logits import with_logits
 from codegen.pipeline_source import emit_pipeline
 from codegen.program import Call, PipelineProgram, Program
 from codegen.schemas import EmissionError
@@ -30,7 +31,7 @@ def program_of(candidate: Candidate, passes: Sequence[Pass]) -> Program | Pipeli
     program = _checked(_lowered(candidate))
     for rewrite in (follows_training, *passes):
         program = _checked(program.map(rewrite))
-    return program
+    return program.map(with_logits)
 
 
 def _checked(program: Program | PipelineProgram) -> Program | PipelineProgram:

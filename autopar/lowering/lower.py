@@ -19,7 +19,7 @@ from autopar.lowering.stages import Cut, StageGraph, boundary_placements, stage_
 from autopar.options.assignment import Assignment
 from autopar.options.scopes import Scope, scopes_of
 from autopar.options.strategies import Operator
-from codegen.program import ModuleClass, PipelineProgram, PipelineStage, Program, Spec, Statement, Var
+from codegen.program import Call, ModuleClass, PipelineProgram, PipelineStage, Program, Spec, Statement, Var
 from codegen.runtime.names import argument
 
 Modes = Mapping[str, tuple[tuple[str, int], ...]]
@@ -170,6 +170,7 @@ def _lower_stage(
     statements = [*root.drain(), *root.run(body)]
     results = _results(context, number, stage, root)
     statements += root.drain()
+    logits, giving = _logits(stage, root)
     counting, summing = (Lowering(shared, root.scope, root.calls_per_layer, layouts=root.layouts) for _ in range(2))
     count_statements, counts = counting.count_targets(root.losses)
     sum_statements, sums = summing.sums(known) if known else ([], ())
@@ -196,6 +197,8 @@ def _lower_stage(
         whole_sums=tuple(sum_statements),
         sums=sums,
         dims=dim_roles(context.graph),
+        logits=logits,
+        giving_logits=giving,
     )
 
 
@@ -272,6 +275,29 @@ def _results(context: _Context, number: int, stage: StageGraph, root: Lowering) 
     for ref, name in stage.sends:
         context.placements[number, name] = root.lies[ref]
     return tuple(root.use(ref, context.crosses(root.lies[ref])) for ref, _ in stage.sends)
+
+
+def _logits(stage: StageGraph, root: Lowering) -> tuple[Var | None, tuple[Statement, ...]]:
+    """The variable of the model's logits, whole on every rank, where the stage has them, and what makes it of what
+    forward has anyway, which stays as it would be without."""
+    ref, graph = stage.graph.logits, stage.graph
+    if ref is None:
+        return None, ()
+    whole = (R,) * len(root.shared.mesh.axes)
+    found = [where for each, where in root.at_hand if each == ref]
+    if not found:
+        return None, ()
+    root.lies[ref] = whole if whole in found else found[-1]
+    root.uses[ref] = root.uses.get(ref, 0) + 1  # what forward goes on with keeps its name for itself
+    variable = root.use(ref, whole)
+    if graph.logits_size is not None:
+        dim, size = graph.logits_size
+        held = variable.type
+        shape = (*held.shape[:dim], size, *held.shape[dim + 1 :])
+        own = Var(root.fresh_name("logits"), replace(held, shape=shape, tensor=("", 0)))
+        root.pending.append(Call("aten.slice.Tensor", (variable, dim, 0, size), (), (own,)))
+        variable = own
+    return variable, tuple(root.drain())
 
 
 def _latest(placements: Mapping[tuple[int, str], Placements], before: int, name: str) -> Placements:

@@ -201,7 +201,10 @@ def _stage_graph(
     inputs = tuple(Input(name, meta, None) for name, meta in entering)
     inputs += tuple(i for i in graph.inputs if i.name in used)
     parameters = tuple(p for p in graph.parameters if p.name in used)
-    part = replace(graph, inputs=inputs, parameters=parameters, body=tuple(body), loss=loss)
+    logits = renamed(graph.logits) if has_loss and graph.logits is not None else None
+    if logits is not None and logits.node not in {piece.name for piece in body} | {name for name, _ in entering}:
+        logits = None  # made by an earlier stage, and not read here
+    part = replace(graph, inputs=inputs, parameters=parameters, body=tuple(body), loss=loss, logits=logits)
     return StageGraph(part, entering, sends, has_loss)
 
 

@@ -46,8 +46,9 @@ class Request:
     of them, the first. kernels: whether the program will have fused kernels, which then are what is priced. fp8:
     whether its linear layers will multiply in e4m3, likewise. num_waiting: devices that wait for one another in a step,
     0 for all of `whole`. needs: what the optimiser's update must see whole; `constraints` have it. no_evaluation: why a
-    program of the model cannot evaluate, if it cannot. unpadded: the trace without heads of padding, where `trace` has
-    some and plans without them are to be compared.
+    program of the model cannot evaluate, if it cannot. gives_logits: whether what the model returns as logits in
+    evaluation mode is what it returns in training, but for what programs know of. unpadded: the trace without heads of
+    padding, where `trace` has some and plans without them are to be compared.
     """
 
     trace: BatchedTrace
@@ -62,6 +63,7 @@ class Request:
     num_waiting: int = 0
     needs: Needs = Needs()
     no_evaluation: str = ""
+    gives_logits: bool = True
     backend: str = "eager"
     unpadded: BatchedTrace | None = None
 

@@ -11,6 +11,7 @@ import torch
 from autopar.errors import ConstraintError, DataError
 from autopar.training.config import Batch, Batches, TrainerConfig
 from autopar.training.loaders import named_batch, num_rows, peeking, untouched
+from autopar.training.metrics import LOSS, Metric
 from autopar.training.position import Stateful
 from autopar.training.sections import EvaluationSection
 
@@ -66,20 +67,20 @@ def batches_from(batches: Batches, start_sample: int) -> Iterator[Batch]:
             raise ConstraintError("there are no batches", values=type(batches).__name__)
 
 
-METRICS = ("loss",)
-"""What an evaluation finds."""
-
-
-def check_evaluation(section: EvaluationSection, batches: Batches | None) -> None:
+def check_evaluation(section: EvaluationSection, batches: Batches | None, metrics: Sequence[Metric]) -> None:
     """Raises ConstraintError, before anything is started, for evaluations that could not be made."""
     if batches is None:
+        if metrics:
+            raise ConstraintError("metrics need eval_batches", values=f"{len(metrics)} metrics without them")
         for name in ("every", "patience"):
             if value := getattr(section, name):
                 raise ConstraintError(f"evaluation.{name} needs eval_batches", values=str(value))
         return
-    if section.metric not in METRICS:
+    if section.metric != LOSS and not metrics:  # what functions call theirs shows when they are called
         raise ConstraintError(
-            "evaluation.metric is none of the metrics", values=section.metric, alternatives=", ".join(METRICS)
+            "evaluation.metric is none of the metrics",
+            values=section.metric,
+            alternatives=[LOSS, "metrics=, functions that find it"],
         )
     if callable(batches) and section.num_batches is None:
         raise ConstraintError(

@@ -7,6 +7,7 @@ import importlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from autopar.settings.loss_scale import loss_scale_of
 from autopar.training import checkpoints
 from autopar.training.config import Batch, TrainerConfig
 from autopar.training.loaders import num_rows
+from autopar.training.metrics import NO_LOGITS
 from autopar.training.shapes import is_of_another_shape, program_of_shape
 from codegen.runtime.guard import Guard, NonFinite
 from codegen.runtime.optimizers import call, settings_of
@@ -77,20 +79,25 @@ class RankLearner:
         return None if self.step.loss_scaling is None else float(self.step.loss_scaling.value)
 
     def __call__(self, batch: Batch) -> float:
-        return self._of(batch, self.step)
+        return float(self._of(batch, self.step))
 
     def evaluate(self, batch: Batch) -> float:
         """The global mean loss in evaluation mode."""
-        return self._of(batch, self.step.evaluate)
+        return float(self._of(batch, self.step.evaluate))
 
-    def _of(self, batch: Batch, function: Callable[..., torch.Tensor]) -> float:
+    def evaluate_with_logits(self, batch: Batch) -> tuple[float, torch.Tensor]:
+        """The loss, and the model's logits of the whole batch on every rank."""
+        loss, logits = self._of(batch, partial(self.step.evaluate, logits=True))
+        return float(loss), logits
+
+    def _of(self, batch: Batch, function: Callable[..., Any]) -> Any:
         try:
             named = name_inputs(self.program.model, batch, self.program.loss_fn)
             if not self.step.takes(named) and is_of_another_shape(self.program, named):
                 with contextlib.suppress(TraceError):  # the model takes no such batch: the step says what is wrong
                     take_also(self.step, program_of_shape(self.program, self.config, batch, self._num_shapes))
                     self._num_shapes += 1
-            return float(function(self.step.local_batch(named)))
+            return function(self.step.local_batch(named))
         except self.batch_error as error:
             raise DataError(str(error)) from None
 
@@ -164,14 +171,25 @@ class PlainLearner:
         self.num_samples += num_rows(batch)
         return float(loss.detach())
 
-    @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
         """The mean loss in evaluation mode."""
+        return float(self._evaluated(batch, with_logits=False))
+
+    def evaluate_with_logits(self, batch: Batch) -> tuple[float, torch.Tensor]:
+        """The loss, and the model's logits. Raises ConstraintError for a model that returns none."""
+        found = self._evaluated(batch, with_logits=True)
+        if not isinstance(found, tuple):
+            raise ConstraintError(NO_LOGITS, alternatives="no metrics")
+        return float(found[0]), found[1]
+
+    @torch.no_grad()
+    def _evaluated(self, batch: Batch, with_logits: bool) -> Any:
         named = name_inputs(self.model, batch, self.loss_fn)
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            return float(loss_in(self.config.dtype, LossModule(self.model, self.loss_fn, named), named))
+            both = LossModule(self.model, self.loss_fn, named, with_logits=with_logits)
+            return loss_in(self.config.dtype, both, named)
         finally:
             for module, is_training in modes:
                 module.training = is_training

@@ -30,6 +30,7 @@ from autopar.training.feeding import first_batch
 from autopar.training.learners import PlainLearner, RankLearner
 from autopar.training.loaders import rows_of_batches
 from autopar.training.memory import Memory
+from autopar.training.metrics import NO_LOGITS
 from autopar.training.result import TrainResult
 from autopar.training.run import Run
 from autopar.training.setup import Setup
@@ -73,6 +74,8 @@ def compile_program(setup: Setup) -> CompiledProgram:
     program = compile_with(setup.model, cluster, options)
     if setup.eval_batches is not None and (reason := program.program.any.no_evaluation):
         raise ConstraintError("this program has no evaluation mode", values=reason, alternatives="no eval_batches")
+    if setup.metrics and program.program.any.logits is None:
+        raise ConstraintError(NO_LOGITS, values=program.plan.mesh_text, alternatives="no metrics")
     joined = config.gradient_accumulation_steps
     sizes = rows_of_batches(setup.batches) if joined == 1 else set()
     for rows in sizes | (rows_of_batches(setup.eval_batches) if setup.eval_batches is not None else set()):

@@ -29,9 +29,10 @@ class TrainResult:
     step_seconds: median without the first steps.
     peak_bytes: per rank, of tensors; empty if not measured. num_samples: rows trained on so far. checkpoint: the last
     one written or resumed from. num_skipped: steps without an update, since loss or gradients were not finite.
-    evaluations: of each evaluation "step" and "loss". stopped: why training ended before its last step, "" if it did
-    not. model: the user's, with the trained values; one whose values were on meta, or in files, has none where there
-    are checkpoints: the last one has them, and what is saved here is read from it. program: None for a plain run.
+    evaluations: of each evaluation "step", "loss" and the metrics. stopped: why training ended before its last step, ""
+    if it did not. model: the user's, with the trained values; one whose values were on meta, or in files, has none
+    where there are checkpoints: the last one has them, and what is saved here is read from it. program: None for a
+    plain run.
     """
 
     losses: tuple[float, ...]

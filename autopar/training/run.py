@@ -14,7 +14,7 @@ import torch.distributed as dist
 import yaml
 
 from autopar.compiled import CompiledProgram
-from autopar.errors import TrainingError
+from autopar.errors import ConstraintError, TrainingError
 from autopar.files.outputs import write_output
 from autopar.training import checkpoints
 from autopar.training.callbacks import Callbacks, TrainState
@@ -23,6 +23,7 @@ from autopar.training.feeding import once, steps_from
 from autopar.training.learners import PlainLearner, RankLearner
 from autopar.training.loaders import num_rows
 from autopar.training.memory import WARM_STEPS, Memory
+from autopar.training.metrics import LOSS, Means, found_by
 from autopar.training.position import Best, Stateful, read_into, written
 from autopar.training.profiling import profiled
 from autopar.training.progress import TrainingProgress
@@ -73,6 +74,7 @@ class Run:
             source = steps_from(self.setup.batches, learner.num_samples, config.gradient_accumulation_steps)
             profiler = stack.enter_context(profiled(config.profiler, self.rank))
             self._tell("start", {})
+            self._try_metrics()
             is_over = self._is_without_hope()  # a run that had stopped, and is started again
             for done in () if is_over else range(self.first + 1, config.steps + 1):
                 batch = next(source)
@@ -152,13 +154,12 @@ class Run:
     # Evaluation -------------------------------------------------------------------------------------------------------
 
     def _evaluate(self, done: int) -> None:
-        """The mean loss over all batches of an evaluation, each counting by its rows."""
+        """The mean loss and metrics over all batches of an evaluation, each counting by its rows."""
         assert self.setup.eval_batches is not None
-        total, rows, started = 0.0, 0, time.perf_counter()
+        means, started = Means(), time.perf_counter()
         for batch in once(self.setup.eval_batches, self.config.evaluation.num_batches):
-            count = num_rows(batch)
-            total, rows = total + count * self.learner.evaluate(batch), rows + count
-        found = {"loss": total / rows}
+            means.add(self._evaluated(batch), num_rows(batch))
+        found = means.values
         self.evaluations.append({"step": done, **found})
         self.best.note(found)
         if self._waits_for_metric:
@@ -169,6 +170,23 @@ class Run:
             self._progress.evaluated(done, found)
         self._write(record)
         self._tell("evaluation", record)
+
+    def _try_metrics(self) -> None:
+        """Evaluates one batch before the first step, so that functions that give no metrics are told then."""
+        if not self.setup.metrics or self.setup.eval_batches is None:
+            return
+        found = self._evaluated(next(once(self.setup.eval_batches, 1)))
+        if self.best.metric not in found:
+            raise ConstraintError(
+                "evaluation.metric is none of the metrics", values=self.best.metric, alternatives=", ".join(found)
+            )
+
+    def _evaluated(self, batch: Batch) -> dict[str, float]:
+        """The loss and the metrics of one batch."""
+        if not self.setup.metrics:
+            return {LOSS: self.learner.evaluate(batch)}
+        loss, logits = self.learner.evaluate_with_logits(batch)
+        return {LOSS: loss, **found_by(self.setup.metrics, logits, batch)}
 
     @property
     def _waits_for_metric(self) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from autopar.costs.updates import OptimizerFactory
 from autopar.training.callbacks import Callback
 from autopar.training.config import Batches, TrainerConfig
+from autopar.training.metrics import Metric
 from autopar.training.optimizers import Schedule
 from cost_models.mixed import AnyCluster
 
@@ -20,8 +21,8 @@ from cost_models.mixed import AnyCluster
 class Setup:
     """What is trained, how, and from what.
 
-    schedule: None for a rate that stays. eval_batches: None without evaluations. source: what else a configuration's
-    file says ("model", "data", "sequence_length"), for the dump.
+    schedule: None for a rate that stays. eval_batches: None without evaluations. metrics: of these. source: what else a
+    configuration's file says ("model", "data", "sequence_length"), for the dump.
     """
 
     model: nn.Module
@@ -32,6 +33,7 @@ class Setup:
     schedule: Schedule | None = None
     eval_batches: Batches | None = None
     callbacks: tuple[Callback, ...] = ()
+    metrics: tuple[Metric, ...] = ()
     source: Mapping[str, Any] = field(default_factory=dict)
 
     def dump(self, cluster: AnyCluster | None = None) -> dict[str, Any]:

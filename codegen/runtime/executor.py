@@ -22,6 +22,8 @@ class Executor(Protocol):
     executed: list[str]
     programs: tuple[type[Module], ...]
     """The root classes of all ranks: one, or that of each stage."""
+    result_rank: int | None
+    """A process that has what forward makes; None where all have it."""
 
     def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
         """Forward and backward of all, gradients reduced; the global mean loss."""
@@ -43,6 +45,7 @@ class Accumulation:
         self.programs: tuple[type[Module], ...] = (program,)
         self.parts: tuple[Part, ...] = (Part(program(mesh, rng), options),)
         self.executed: list[str] = []
+        self.result_rank: int | None = None
         self.mesh = mesh
         self.rng = rng
         self._loss_scaling = options.loss_scaling

@@ -93,6 +93,8 @@ class PipelineExecutor:
         self.num_micro_batches = options.num_micro_batches
         self.executed: list[str] = []
         self._rank = mesh.everyone.rank
+        last = pipeline.stage_mesh(len(pipeline.stages) - 1)
+        self.result_rank: int | None = last.first_rank if mesh.everyone.size > last.num_ranks else None
         self._pipeline_rank = pipeline.pipeline_rank_of(self._rank)
         self._lines = parse_lines(schedule)
         check_lines(self._lines, pipeline.pipeline_ranks, options.num_micro_batches, pipeline.links())

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor, nn
 
 from .batch import BatchCheck, flat_batch
 from .by_hand import ByHand
+from .evaluation import evaluate_with_logits, evaluating, require_evaluation
 from .executor import Accumulation, Executor
 from .flat import Bucket, Entry
 from .guard import Guard, NonFinite
@@ -281,28 +282,24 @@ class Step:
         self.rng.step += 1
         self.num_samples += self._num_rows
 
+    @overload
+    def evaluate(self, local_batch: Mapping[str, Tensor], *, logits: Literal[False] = False) -> Tensor: ...
+    @overload
+    def evaluate(self, local_batch: Mapping[str, Tensor], *, logits: Literal[True]) -> tuple[Tensor, Tensor]: ...
     @torch.no_grad()
-    def evaluate(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """The global mean loss (0-dim) in evaluation mode (`training` is False), without gradients.
+    def evaluate(self, local_batch: Mapping[str, Tensor], *, logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """The global mean loss (0-dim) in evaluation mode (`training` is False), without gradients; with logits=True
+        (loss, the model's logits of the whole batch in its order, on every rank).
 
-        Leaves all state as it is. Raises RuntimeError for a program that has no evaluation mode, and says why.
+        Leaves all state as it is. Raises RuntimeError for a program that has no evaluation mode or no logits.
         """
-        reasons = [part.model.NO_EVALUATION for part in self.parts if part.model.NO_EVALUATION]
-        if reasons:
-            raise RuntimeError(f"this program has no evaluation mode: {reasons[0]}")
         taking = self._taking(local_batch, is_local=True)
+        require_evaluation(taking._executor, logits)
         taking._batch.local(local_batch, self.rng.step)
-        rng = (self.rng.micro_batch, self.rng.micro_batch_rows)
-        self.rng.micro_batch_rows = 0
-        for part in taking.parts:
-            part.model.eval()
-        try:
-            with taking._running(is_training=False):
-                return taking._executor.evaluate(local_batch)
-        finally:
-            self.rng.micro_batch, self.rng.micro_batch_rows = rng
-            for part in taking.parts:
-                part.model.train()
+        with evaluating(taking._executor, self.rng), taking._running(is_training=False):
+            if logits:
+                return evaluate_with_logits(taking._executor, local_batch, self.mesh)
+            return taking._executor.evaluate(local_batch)
 
     def _running(self, is_training: bool) -> AbstractContextManager[None]:
         return nullcontext() if self._compiled is None else self._compiled.running(is_training)

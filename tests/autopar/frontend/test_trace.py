@@ -64,7 +64,8 @@ def canonical(graph: Graph) -> Graph:
         renamed = outer
         body.append(replace(piece, layer=layer, args=args))
     parameters = tuple(sorted(graph.parameters, key=lambda p: p.name))
-    return replace(graph, body=tuple(body), parameters=parameters, loss=rename(graph.loss))
+    logits = None if graph.logits is None else rename(graph.logits)
+    return replace(graph, body=tuple(body), parameters=parameters, loss=rename(graph.loss), logits=logits)
 
 
 @pytest.mark.parametrize("name", NAMES)
