@@ -77,20 +77,24 @@ class RankLearner:
         return None if self.step.loss_scaling is None else float(self.step.loss_scaling.value)
 
     def __call__(self, batch: Batch) -> float:
-        return self._of(batch, self.step)
+        return float(self._of(batch, self.step))
+
+    def forward_backward(self, batch: Batch) -> torch.Tensor:
+        """The gradients of a whole global batch, without an update; the global mean loss (0-dim)."""
+        return self._of(batch, self.step.forward_backward)
 
     def evaluate(self, batch: Batch) -> float:
         """The global mean loss in evaluation mode."""
-        return self._of(batch, self.step.evaluate)
+        return float(self._of(batch, self.step.evaluate))
 
-    def _of(self, batch: Batch, function: Callable[..., torch.Tensor]) -> float:
+    def _of(self, batch: Batch, function: Callable[..., torch.Tensor]) -> torch.Tensor:
         try:
             named = name_inputs(self.program.model, batch, self.program.loss_fn)
             if not self.step.takes(named) and is_of_another_shape(self.program, named):
                 with contextlib.suppress(TraceError):  # the model takes no such batch: the step says what is wrong
                     take_also(self.step, program_of_shape(self.program, self.config, batch, self._num_shapes))
                     self._num_shapes += 1
-            return float(function(self.step.local_batch(named)))
+            return function(self.step.local_batch(named))
         except self.batch_error as error:
             raise DataError(str(error)) from None
 
