@@ -8,7 +8,7 @@ Batches are those of one process: every rank's loader gives the whole batch, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from autopar.errors import CheckpointError, ConstraintError
-from autopar.frameworks.accelerators import ProgramAccelerator, ProgramOptimizer, stand_in
+from autopar.frameworks.accelerators import ProgramAccelerator, stand_in
 from autopar.frameworks.building import (
     SameOptimizer,
     build_learner,
@@ -27,7 +27,7 @@ from autopar.frameworks.building import (
     named,
     rows_of_steps,
 )
-from autopar.running.weights import ValueSource
+from autopar.frameworks.loops import LoopOptimizer, ModelValues, PendingLoss
 from autopar.training.config import TrainerConfig
 from autopar.training.learners import RankLearner
 from cost_models.mixed import AnyCluster
@@ -92,8 +92,8 @@ class LoopAccelerator(ProgramAccelerator):
         prepared = self.prepare_data_loader(loaders[0])
         learner = build_learner(model, self.config_of_program, factory, first_step(prepared, 1))
         check_rows(learner, {rows for each in loaders for rows in rows_of_steps(each, 1)})
-        self.program_model, made = ProgramModel(learner), LoopOptimizer(learner)
-        made.model = self.program_model
+        self.program_model = ProgramModel(learner)
+        made = LoopOptimizer(learner, self.program_model.values, self.program_model.pending)
         places = {id(model): self.program_model, id(optimizer): made, id(loaders[0]): prepared}
         for each in objects:
             if getattr(each, "optimizer", None) is optimizer:
@@ -163,8 +163,7 @@ class ProgramModel:
 
     def __init__(self, learner: RankLearner) -> None:
         self._learner, self.training = learner, True
-        self.pending: Pending | None = None
-        self._seen: tuple[int, ...] = self._writes()
+        self.values, self.pending = ModelValues(learner, learner.program.model), PendingLoss()
 
     @property
     def program(self) -> Any:
@@ -181,18 +180,12 @@ class ProgramModel:
         return found
 
     def __call__(self, *positional: Any, **keyword: Any) -> LossOutput | Tensor:
-        self._check_values()
         batch = named(self.module, positional, keyword)
+        self.values.give()
         if not self.training:
             return self._output(torch.tensor(self._learner.evaluate(batch)))
-        if self.pending is not None:
-            raise RuntimeError(
-                "the model was called twice for one update: give one batch of all rows, and call model.eval() first "
-                "where only the loss is wanted"
-            )
-        loss = self._learner.forward_backward(batch).detach()
-        self.pending = Pending()
-        return self._output(cast(Tensor, _Loss.apply(loss.clone().requires_grad_(), self.pending)))  # type: ignore[no-untyped-call]
+        self.pending.make_room(self._learner.optimizer)
+        return self._output(self.pending.loss(self._learner.forward_backward(batch)))
 
     def _output(self, loss: Tensor) -> LossOutput | Tensor:
         """As transformers' models return it, or the bare loss, as others do that compute their own."""
@@ -212,56 +205,12 @@ class ProgramModel:
         return self.module.parameters(recurse)
 
     def whole(self) -> nn.Module:
-        """The script's model with the trained values. Collective."""
-        self._check_values()
-        self.program.update_model(self.step)
-        self._seen = self._writes()
+        """The script's model with the trained values. Collective where training went on since."""
+        self.values.take()
         return self.module
-
-    def _writes(self) -> tuple[int, ...]:
-        return tuple(parameter._version for parameter in self.module.parameters())
-
-    def _check_values(self) -> None:
-        """Raises RuntimeError where the script wrote to the model behind the program, or gave it gradients."""
-        if self._writes() != self._seen:
-            self.step.load(ValueSource(self.module))
-            self._seen = self._writes()
-        if any(parameter.grad is not None for parameter in self.module.parameters()):
-            raise RuntimeError(
-                "the model's parameters have gradients of another loss than the model's, which the program would not "
-                "use: compute the whole loss in the model's forward"
-            )
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name}: a program's model is called, and accelerator.unwrap_model(model) has the rest")
-
-
-class Pending:
-    """The gradients of one call of the model: is_taken once `backward` has asked for them as they are."""
-
-    def __init__(self) -> None:
-        self.is_taken = False
-
-
-class _Loss(torch.autograd.Function):
-    """A loss whose gradients are there already: its backward sees that none others are asked for."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, pending: Pending) -> Tensor:
-        ctx.pending = pending
-        return value.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        if ctx.pending.is_taken:
-            raise RuntimeError("backward() was called twice for one call of the model")
-        if float(gradients[0]) != 1.0:
-            raise RuntimeError(
-                f"the loss was multiplied by {float(gradients[0]):g} before backward(), and its gradients are there as "
-                "of what the model returned: weigh it in the model's forward"
-            )
-        ctx.pending.is_taken = True
-        return None, None
 
 
 class LossOutput(Mapping[str, Tensor]):
@@ -286,23 +235,3 @@ class LossOutput(Mapping[str, Tensor]):
 
 
 _ONLY = "a program computes the loss alone; accelerator.unwrap_model(model) has the values for anything else"
-
-
-class LoopOptimizer(ProgramOptimizer):
-    """The optimiser of a loop: it updates by gradients that `backward` has asked for."""
-
-    model: ProgramModel
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update. Raises RuntimeError without a backward, or where the model was given other gradients."""
-        pending = self.model.pending
-        if pending is None or not pending.is_taken:
-            raise RuntimeError("optimizer.step() without backward(loss) of the model's loss")
-        self.model._check_values()
-        super().step(closure)
-        self.model.pending = None
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, also those that no update has used."""
-        super().zero_grad(set_to_none)
-        self.model.pending = None

@@ -29,8 +29,8 @@ from autopar.frameworks.building import (
     plain,
     rows_of_steps,
 )
+from autopar.frameworks.loops import ModelValues
 from autopar.frameworks.trainer_checks import check_trainer
-from autopar.running.weights import ValueSource
 from autopar.training.feeding import joined
 from autopar.training.learners import RankLearner
 from cost_models.mixed import AnyCluster
@@ -53,7 +53,7 @@ def parallelize(trainer: Trainer, cluster: AnyCluster | str, **options: Any) -> 
     trainer.given_optimizer = None
     if trainer.optimizer is not None:
         trainer.given_optimizer = SameOptimizer(trainer.optimizer, trainer.model)
-    trainer.learner, trainer.waiting, trainer.seen = None, [], None
+    trainer.learner, trainer.values, trainer.waiting = None, None, []
     trainer.place_model_on_device = False
     trainer.model.to("cpu")  # the program has the values that train, in its ranks' parts
     own = type(trainer)
@@ -64,23 +64,23 @@ def parallelize(trainer: Trainer, cluster: AnyCluster | str, **options: Any) -> 
 class ProgramTrainer(Trainer):  # type: ignore[misc]
     """What a Trainer that was given to `parallelize` does by its program's step.
 
-    learner: this rank's step; None before `train`. waiting: batches of the step that is not complete. seen: the steps
-    that were made, and how often the model's values had been written, when they were last those of the step.
+    learner, values: this rank's step, and the model's values beside its own; None before `train`. waiting: batches of
+    the step that is not complete.
     """
 
     model: Any
     optimizer: Any
     learner: RankLearner | None
     waiting: list[Any]
-    seen: tuple[int, tuple[int, ...]] | None
+    values: ModelValues | None
 
     # Training ---------------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Plan and build the program; its optimiser is what the Trainer would have made of the whole model."""
-        if isinstance(self.optimizer, ProgramOptimizer) and self.learner is not None:
-            self._give_values()
-            return self.optimizer
+        if isinstance(self.optimizer, ProgramOptimizer) and self.values is not None:
+            self.values.give()
+            return cast(torch.optim.Optimizer, self.optimizer)
         self.model.train()
         count = self.args.gradient_accumulation_steps
         loader = self.get_train_dataloader()
@@ -95,7 +95,7 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
         self.optimizer = ProgramOptimizer(self.learner)
         if self.lr_scheduler is not None:
             moved_schedule(self.lr_scheduler, before, self.optimizer)
-        self._note_values()
+        self.values = ModelValues(self.learner, self.model)
         return cast(torch.optim.Optimizer, self.optimizer)
 
     def _made_of(self, named_parameters: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
@@ -127,9 +127,9 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Gradients of a step's rows, once the last of its batches has come: 0 for those before it, then the loss."""
-        assert self.learner is not None
+        assert self.learner is not None and self.values is not None
         self.model.train()
-        self._give_values()
+        self.values.give()
         self.waiting.append(plain(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -149,34 +149,6 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
         """Raises ConstraintError: trials on several ranks are not supported."""
         raise ConstraintError("hyperparameter_search is not supported", alternatives="a run per trial")
 
-    # Values: the model's own tensors are brought up to date where somebody looks at them ------------------------------
-
-    def _num_writes(self) -> tuple[int, tuple[int, ...]]:
-        assert self.learner is not None
-        return self.learner.num_steps, tuple(p._version for p in self.model.parameters())
-
-    def _note_values(self) -> None:
-        self.seen = self._num_writes()
-
-    def _take_values(self) -> None:
-        """Put the step's values into the model, on every rank. Collective where training went on since."""
-        if self.learner is None or (self.seen is not None and self.seen[0] == self.learner.num_steps):
-            return
-        self.learner.program.update_model(self.learner.step)
-        self._note_values()
-
-    def _give_values(self) -> None:
-        """Put the model's values into the step, if somebody else wrote them since (as the best model's are)."""
-        if self.learner is None or self.seen is None or self._num_writes()[1] == self.seen[1]:
-            return
-        if self.seen[0] != self.learner.num_steps:
-            raise RuntimeError(
-                "the model was written to in the middle of training, when its values were those of an earlier step: "
-                "call trainer.learner.program.update_model(trainer.learner.step) on every rank before that"
-            )
-        self.learner.step.load(ValueSource(self.model))
-        self._note_values()
-
     # Evaluation -------------------------------------------------------------------------------------------------------
 
     def evaluation_loop(
@@ -184,7 +156,8 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
     ) -> Any:
         """The Trainer's own loop. Losses alone come from the program; predictions from the whole model on each rank."""
         is_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        self._give_values()
+        if self.values is not None:
+            self.values.give()
         if is_loss and self.learner is not None:
             return super().evaluation_loop(dataloader, description, prediction_loss_only, *given, **named)
         self._take_values()
@@ -193,11 +166,12 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
             return super().evaluation_loop(dataloader, description, prediction_loss_only, *given, **named)
         finally:
             self.model.to("cpu")
-            self._note_values_if_any()
+            if self.values is not None:
+                self.values.note()
 
-    def _note_values_if_any(self) -> None:
-        if self.learner is not None:
-            self._note_values()
+    def _take_values(self) -> None:
+        if self.values is not None:
+            self.values.take()
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -223,12 +197,12 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        assert self.learner is not None
+        assert self.learner is not None and self.values is not None
         folder = Path(checkpoint)
         if (folder / STATE_FOLDER).is_dir():
             self.learner.load(folder / STATE_FOLDER)
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULE_FILE, weights_only=True))
-            self._note_values()
+            self.values.note()
         elif any(folder.glob("optimizer.*")):
             raise CheckpointError(
                 "the checkpoint has the optimiser's state of another way to train",

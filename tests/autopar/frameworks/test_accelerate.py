@@ -122,9 +122,13 @@ def test_what_a_script_does_to_gradients_by_hand_is_refused() -> None:
     loss = model(**batch)
     with pytest.raises(RuntimeError, match="multiplied by 0.5"):
         accelerator.backward(loss / 2)
-    with pytest.raises(RuntimeError, match="called twice"):
+    other = model(**batch)  # of the first call no gradients are wanted any more
+    with pytest.raises(RuntimeError, match="gradients were gone"):
+        accelerator.backward(loss)
+    optimizer.zero_grad()  # drops nothing before the backward
+    accelerator.backward(other)
+    with pytest.raises(RuntimeError, match="called again before the update"):
         model(**batch)
-    accelerator.backward(loss)
     optimizer.step()
     loss = model(**batch)
     penalty = sum(parameter.square().sum() for parameter in model.parameters())
