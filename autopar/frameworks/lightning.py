@@ -7,6 +7,7 @@ Batches are those of one process: every rank's loaders give whole batches, and s
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,6 +55,8 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """
 
     strategy_name = "autopar"
+    optimizers: Any
+    lr_scheduler_configs: Any
 
     def __init__(self, cluster: AnyCluster | str, **options: Any) -> None:
         self.config = config_of(cluster, options.pop("seed", 0), options)
@@ -256,13 +259,12 @@ class _Logged(dict[str, dict[str, Any]]):
 
 
 def _takes_index(module: Any) -> bool:
-    return type(module).training_step.__code__.co_argcount > 2
+    return len(inspect.signature(module.training_step).parameters) > 1
 
 
 def _beyond(what: str) -> ConstraintError:
     return ConstraintError(
-        "a program computes the loss of training_step alone",
-        values=what,
+        f"{what}, and a program computes the loss alone",
         alternatives=["self.log(name, loss) of the loss itself", "other figures in validation_step"],
     )
 
@@ -275,8 +277,7 @@ class _Hidden:
 
     def _refuse(self, *given: Any) -> Any:
         raise ConstraintError(
-            "training_step depends on more than its batch, and a program is made once",
-            values=f"it reads {self._what}",
+            f"training_step reads {self._what}, and a program is made once, of its batch alone",
             alternatives="a schedule from configure_optimizers, or an input of the batch",
         )
 

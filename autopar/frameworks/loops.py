@@ -130,7 +130,7 @@ class LoopOptimizer(ProgramOptimizer):
         super().__init__(learner)
         self.values, self.pending = values, pending
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update, after a closure that calls backward, if it is given; what that returns. Raises RuntimeError without a
         backward, or where the model was given other gradients."""
         returned = None if closure is None else closure()
