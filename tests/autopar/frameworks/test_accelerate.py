@@ -81,7 +81,7 @@ def rank() -> dict[str, Any] | None:
     os.environ |= {"RANK": str(me), "LOCAL_RANK": str(me), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     torch.manual_seed(me)  # ranks that would shuffle otherwise
-    found = script(lambda accelerator: parallelize(accelerator, f"{RANKS} cpu"))
+    found = script(lambda accelerator: parallelize(accelerator, f"{RANKS} cpu", constraints={"tp": 2, "dp": 2}))
     return found if me == 0 else None
 
 

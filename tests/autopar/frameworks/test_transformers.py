@@ -107,7 +107,7 @@ def rank(folder: Path) -> dict[str, Any] | None:
     me = dist.get_rank()
     os.environ |= {"RANK": str(me), "LOCAL_RANK": str(me), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    found = script(folder, lambda trainer: parallelize(trainer, f"{RANKS} cpu"))
+    found = script(folder, lambda trainer: parallelize(trainer, f"{RANKS} cpu", constraints={"pp": 2, "dp": 2}))
     return found if me == 0 else None
 
 
@@ -128,6 +128,22 @@ def test_losses_files_and_resumption_are_those_of_one_process(tmp_path: Path) ->
         np.testing.assert_allclose(saved[name], value, rtol=1e-3, atol=1e-4)
     files = [{path.name for path in (tmp_path / who / "run").iterdir()} for who in ("ranks", "one")]
     assert files[0] == files[1]
+
+
+@pytest.mark.slow
+def test_an_optimiser_and_a_schedule_of_ones_own_are_taken(tmp_path: Path) -> None:
+    found = []
+    for adapt in (lambda trainer: trainer, lambda trainer: parallelize(trainer, "1 cpu")):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(CONFIG)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        given = {"optimizers": (optimizer, schedule)}
+        trainer = adapt(trainer_of(tmp_path, model=model, trainer=given, eval_strategy="no", save_strategy="no"))
+        trainer.train()
+        found.append(numbers(trainer))
+    for ours, theirs in zip(*reversed(found), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 class OwnLoss(Trainer):
@@ -180,6 +196,22 @@ def test_rows_of_steps_are_known_ahead(
     """Two batches of four make a step; the last of an epoch takes what is left, unless the run ends before it."""
     loader = torch.utils.data.DataLoader(range(samples_of_epoch), batch_size=4, drop_last=drop_last)  # type: ignore[arg-type]
     assert rows_of_steps(loader, 2, most) - {0} == sizes
+
+
+def test_parameters_in_half_precision_are_refused_unless_asked_for(tmp_path: Path) -> None:
+    """One process would update them in bf16, a program fp32 masters."""
+    trainer = parallelize(trainer_of(tmp_path, model=LlamaForCausalLM(CONFIG).bfloat16()), "1 cpu")
+    with pytest.raises(AutoparError, match="in half precision"):
+        trainer.train()
+
+
+def test_processes_that_the_arguments_do_not_know_of_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_of(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(AutoparError, match="do not know of the processes"):
+        parallelize(trainer, "4 cpu")
 
 
 def test_what_does_not_bear_on_the_plan_is_refused(tmp_path: Path) -> None:
