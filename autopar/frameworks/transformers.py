@@ -137,6 +137,10 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
         loss = self.learner.forward_backward(batches[0] if len(batches) == 1 else joined(batches))
         return loss.detach().float().to(self.args.device)
 
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The rows of a step, which are the same on any number of ranks."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps)
+
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
         """This rank's share: the Trainer adds up what ranks count."""
         return float(super().floating_point_ops(inputs)) / max(int(self.args.world_size), 1)

@@ -100,6 +100,7 @@ def script(folder: Path, adapt: Callable[[Trainer], Trainer]) -> dict[str, Any]:
     found["after"] = again.evaluate()["eval_loss"]
     found["logits"] = again.predict(samples(4, 3)).predictions
     found["weights"] = {name: value.detach().numpy().copy() for name, value in trainer.model.state_dict().items()}
+    found["rows"] = trainer.get_total_train_batch_size(trainer.args)
     return found
 
 
@@ -120,6 +121,7 @@ def test_losses_files_and_resumption_are_those_of_one_process(tmp_path: Path) ->
         assert len(ours[name]) == len(theirs[name]) >= STEPS
         for mine, one in zip(ours[name], theirs[name], strict=True):
             assert mine == pytest.approx(one, rel=1e-5)
+    assert ours["rows"] == theirs["rows"] == 8
     assert ours["after"] == pytest.approx(theirs["after"], rel=1e-5)
     np.testing.assert_allclose(ours["logits"], theirs["logits"], rtol=1e-3, atol=1e-4)
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "ranks" / "saved").state_dict()
