@@ -81,6 +81,10 @@ class RankLearner:
     def __call__(self, batch: Batch) -> float:
         return float(self._of(batch, self.step))
 
+    def forward_backward(self, batch: Batch) -> torch.Tensor:
+        """The gradients of a whole global batch, without an update; the global mean loss (0-dim)."""
+        return self._of(batch, self.step.forward_backward)
+
     def evaluate(self, batch: Batch) -> float:
         """The global mean loss in evaluation mode."""
         return float(self._of(batch, self.step.evaluate))

@@ -20,7 +20,7 @@ from .mesh import Mesh
 from .optimizers import Factory, GlobalParameter, is_elementwise, settings_of
 from .options import check_step
 from .parameters import Module, RngState
-from .part import Batches, Part, PartOptions, Source
+from .part import Part, PartOptions, Source
 from .precision import Precision
 from .update import Update, buckets_of, parameters_of_programs, rank_optimizer, require_finite
 from .zero import ZeroUnits
@@ -273,12 +273,18 @@ class Step:
         """
         self._update_parameters(is_at_once=False)
 
+    def clip(self, max_norm: float) -> Tensor:
+        """Let the coming update clip as `clip_grad_norm_` does; the global norm before that (0-dim). Collective."""
+        self._update.max_grad_norm, self.grad_norm = max_norm, self._update.global_norm()
+        return self.grad_norm
+
     def _update_parameters(self, is_at_once: bool) -> None:
         self._by_hand.before_update(is_at_once)
-        if self.max_grad_norm is not None or self.guard.is_on:
+        if self._update.max_grad_norm is not None or self.guard.is_on:
             self.grad_norm = self._update.global_norm()
         if not self.guard.is_on or self.guard.lets_pass(self.grad_norm):
             self._update.apply(self.grad_norm)
+        self._update.max_grad_norm = self.max_grad_norm
         self.rng.step += 1
         self.num_samples += self._num_rows
 
@@ -314,14 +320,9 @@ class Step:
 
         Tensors may lie in containers, as forward of the original model takes them (`flat_batch`).
         """
-        batch = flat_batch(batch)
-        taking = self._taking(batch, is_local=False)
+        taking = self._taking(batch := flat_batch(batch), is_local=False)
         taking._batch.whole(batch, self.rng.step)
         return {name: value for part in taking.parts for name, value in part.local_batch(batch).items()}
-
-    def _prepare(self, local_batch: Mapping[str, Tensor]) -> Batches:
-        """What `model`'s forward takes for each micro-batch."""
-        return self.parts[0].prepare(local_batch)
 
     # State ------------------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ OURS = frozenset[str]().union(*(functions for _, functions in CASES.values()))
 def kernels_run(compiled: Any, batch: Any) -> set[str]:
     """The autograd functions of our kernels that this rank's loss is made with."""
     step = compiled.build()
-    batches, targets = step._prepare(compiled.local_batch(batch))
+    batches, targets = step.parts[0].prepare(compiled.local_batch(batch))
     open_nodes, names, seen = [step.model(**batches[0], **targets).grad_fn], set(), set()
     while open_nodes:
         node = open_nodes.pop()

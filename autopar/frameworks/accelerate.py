@@ -1,0 +1,237 @@
+"""Accelerate's loop around an autopar program: `accelerator = parallelize(Accelerator(), "8 h100-sxm")`.
+
+The rest of the script stays: `prepare`, `model(**batch).loss`, `accelerator.backward(loss)`, `clip_grad_norm_`,
+`optimizer.step()`. A call of the model in training mode runs forward and backward of the whole global batch by the
+program's step, since it does both at once; `backward` makes sure that these are the gradients that the script asks for.
+Batches are those of one process: every rank's loader gives the whole batch, and so the losses are those of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from autopar.errors import CheckpointError, ConstraintError
+from autopar.frameworks.accelerators import ProgramAccelerator, stand_in
+from autopar.frameworks.building import (
+    SameOptimizer,
+    build_learner,
+    check_rows,
+    config_of,
+    first_step,
+    moved_schedule,
+    named,
+    rows_of_steps,
+)
+from autopar.frameworks.loops import LoopOptimizer, ModelValues, PendingLoss
+from autopar.training.config import TrainerConfig
+from autopar.training.learners import RankLearner
+from cost_models.mixed import AnyCluster
+
+
+def parallelize(accelerator: Accelerator, cluster: AnyCluster | str, **options: Any) -> ProgramAccelerator:
+    """The same accelerator, whose `prepare` plans a program for the model, its optimiser and the first loader.
+
+    cluster: as in `autopar.compile`, or "detect". options: those that bear on the plan (`precision`, `constraints`,
+    `plan`, `backend`, ...), as autopar.TrainerConfig has them, and `seed` of dropout.
+    Raises ConstraintError for an accelerator with parallelism, precision or accumulation of its own.
+    """
+    if accelerator.gradient_accumulation_steps != 1:
+        count = accelerator.gradient_accumulation_steps
+        raise ConstraintError(
+            "gradients are not accumulated over calls of the model",
+            values=f"gradient_accumulation_steps={count}",
+            alternatives=f"a loader with {count} times the rows: the plan splits them as memory asks",
+        )
+    seed = options.pop("seed", 0)
+    config = config_of(cluster, seed, options)
+    made = cast(LoopAccelerator, stand_in(accelerator, LoopAccelerator))
+    made.config_of_program, made.program_model = config, None
+    return made
+
+
+class LoopAccelerator(ProgramAccelerator):
+    """An accelerator whose `prepare` builds a program."""
+
+    config_of_program: TrainerConfig
+    program_model: ProgramModel | None
+
+    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
+        """Models become callables of the program; of loaders the first is the training one. Collective.
+
+        Raises ConstraintError unless the first call has a model, its optimiser and its loader, AutoparError subclasses
+        for what cannot be planned.
+        """
+        models = [each for each in objects if isinstance(each, nn.Module)]
+        if self.program_model is None:
+            objects = self._with_program(objects, models)
+        elif models:
+            raise ConstraintError(
+                "an accelerator has one program", values=f"another model, {type(models[0]).__name__}",
+                alternatives="another process, or autopar.compile and a loop of your own",
+            )  # fmt: skip
+        found = tuple(self._prepared(each) for each in objects)
+        return found if len(found) > 1 else found[0]
+
+    def _with_program(self, objects: tuple[Any, ...], models: list[nn.Module]) -> tuple[Any, ...]:
+        optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+        loaders = [each for each in objects if isinstance(each, torch.utils.data.DataLoader)]
+        if len(models) != 1 or len(optimizers) != 1 or not loaders:
+            raise ConstraintError(
+                "the first prepare() has one model, its optimiser and its training loader, which make the program",
+                values=", ".join(type(each).__name__ for each in objects),
+                alternatives="accelerator.prepare(model, optimizer, loader, scheduler)",
+            )
+        model, optimizer = models[0], optimizers[0]
+        model.to("cpu").train()
+        factory = SameOptimizer(optimizer, model)
+        prepared = self.prepare_data_loader(loaders[0])
+        learner = build_learner(model, self.config_of_program, factory, first_step(prepared, 1))
+        check_rows(learner, {rows for each in loaders for rows in rows_of_steps(each, 1)})
+        self.program_model = ProgramModel(learner)
+        made = LoopOptimizer(learner, self.program_model.values, self.program_model.pending)
+        places = {id(model): self.program_model, id(optimizer): made, id(loaders[0]): prepared}
+        for each in objects:
+            if getattr(each, "optimizer", None) is optimizer:
+                moved_schedule(each, optimizer, made)
+        return tuple(places.get(id(each), each) for each in objects)
+
+    def _prepared(self, each: Any) -> Any:
+        """What the loop gets of one object: loaders of one process, schedules that step once per update."""
+        if isinstance(each, LoopOptimizer):
+            return self.prepare_optimizer(each)
+        if isinstance(each, torch.optim.Optimizer):
+            raise ConstraintError("a program has one optimiser", values=type(each).__name__)
+        if isinstance(each, torch.utils.data.DataLoader):
+            return self.prepare_data_loader(each)
+        is_schedule = hasattr(each, "optimizer") and hasattr(each, "step")
+        return self.prepare_scheduler(each) if is_schedule else each
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """As loss.backward(): the gradients are there, and this takes them for the update. Raises RuntimeError for a
+        loss that is not the model's."""
+        if self.gradient_accumulation_steps != 1:
+            raise ConstraintError("gradients are not accumulated over calls of the model", alternatives="1")
+        cast(Any, loss).backward(**options)
+
+    def accumulate(self, *models: Any) -> Any:
+        """The loop's own context: every step is an update."""
+        return super().accumulate()
+
+    def unwrap_model(self, model: Any, *given: Any, **named_options: Any) -> nn.Module:
+        """The script's model with the values that were trained so far. Every rank calls this."""
+        if not isinstance(model, ProgramModel):
+            return cast(nn.Module, super().unwrap_model(model, *given, **named_options))
+        return model.whole()
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
+        """The whole state of the model. Every rank calls this."""
+        return self.unwrap_model(model).state_dict()
+
+    def save_model(self, model: Any, *given: Any, **named_options: Any) -> Any:
+        """Write the whole model, once. Every rank calls this."""
+        return super().save_model(self.unwrap_model(model), *given, **named_options)
+
+    def save_state(self, *given: Any, **named_options: Any) -> Any:
+        """Raises CheckpointError, with what to call."""
+        raise _not_here("save_state", "save_checkpoint")
+
+    def load_state(self, *given: Any, **named_options: Any) -> Any:
+        """Raises CheckpointError, with what to call."""
+        raise _not_here("load_state", "load_checkpoint")
+
+
+def _not_here(what: str, instead: str) -> CheckpointError:
+    return CheckpointError(
+        "every rank has a part of the state",
+        values=f"accelerator.{what}",
+        alternatives=f"model.program.{instead}(model.step, folder) on every rank, and the schedule's state_dict",
+    )
+
+
+class ProgramModel:
+    """What a loop calls as its model.
+
+    program, step: the generated program, and this rank's step of it. A call takes the whole global batch as the model
+    does; in training mode it runs forward and backward, in evaluation mode forward alone. It returns the loss, which is
+    what has been computed: other outputs raise AttributeError.
+    """
+
+    def __init__(self, learner: RankLearner) -> None:
+        self._learner, self.training = learner, True
+        self.values, self.pending = ModelValues(learner, learner.program.model), PendingLoss()
+
+    @property
+    def program(self) -> Any:
+        return self._learner.program
+
+    @property
+    def step(self) -> Any:
+        return self._learner.step
+
+    @property
+    def module(self) -> nn.Module:
+        """The script's model, whose values are brought up to date by `whole` alone."""
+        found: nn.Module = self._learner.program.model
+        return found
+
+    def __call__(self, *positional: Any, **keyword: Any) -> LossOutput | Tensor:
+        batch = named(self.module, positional, keyword)
+        self.values.give()
+        if not self.training:
+            return self._output(torch.tensor(self._learner.evaluate(batch)))
+        self.pending.make_room(self._learner.optimizer)
+        return self._output(self.pending.loss(self._learner.forward_backward(batch)))
+
+    def _output(self, loss: Tensor) -> LossOutput | Tensor:
+        """As transformers' models return it, or the bare loss, as others do that compute their own."""
+        return LossOutput(loss) if hasattr(self.module, "save_pretrained") else loss
+
+    def train(self, mode: bool = True) -> ProgramModel:
+        """The model in training mode, as a module's own."""
+        self.training = mode
+        return self
+
+    def eval(self) -> ProgramModel:
+        """The model in evaluation mode."""
+        return self.train(False)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        """The script's model's parameters, for clipping; they hold no gradients, and old values."""
+        return self.module.parameters(recurse)
+
+    def whole(self) -> nn.Module:
+        """The script's model with the trained values. Collective where training went on since."""
+        self.values.take()
+        return self.module
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: a program's model is called, and accelerator.unwrap_model(model) has the rest")
+
+
+class LossOutput(Mapping[str, Tensor]):
+    """What a call returns: `loss` by attribute, by name or as the first item, as outputs of transformers have it."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+    def __getitem__(self, key: Any) -> Tensor:
+        if key in ("loss", 0):
+            return self.loss
+        raise KeyError(f"{key!r}: {_ONLY}")
+
+    def __iter__(self) -> Any:
+        return iter(["loss"])
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name}: {_ONLY}")
+
+
+_ONLY = "a program computes the loss alone; accelerator.unwrap_model(model) has the values for anything else"

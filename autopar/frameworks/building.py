@@ -1,0 +1,193 @@
+"""A program of what a loop already has: its model, its optimiser, its DataLoader."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autopar.compile import compile_with
+from autopar.errors import ConstraintError
+from autopar.frontend.inputs import name_inputs
+from autopar.settings.compile_options import CompileOptions
+from autopar.training.config import TrainerConfig
+from autopar.training.feeding import joined
+from autopar.training.learners import RankLearner
+from autopar.training.loaders import num_rows
+from autopar.training.loop import resolve_cluster
+from autopar.training.shapes import plan_for_rows
+
+NamedFactory = Callable[[Iterable[tuple[str, Tensor]]], torch.optim.Optimizer]
+
+
+def config_of(cluster: Any, seed: int, options: Mapping[str, Any]) -> TrainerConfig:
+    """What a program is planned and built for. options: the fields of PlanOptions, and loss_scale.
+
+    Raises ConstraintError for others, among them what the loop says itself.
+    """
+    known = {*TrainerConfig(cluster="1 cpu").common, "loss_scale"}
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ConstraintError(
+            "parallelize takes what bears on the plan", values=", ".join(unknown), alternatives=sorted(known)
+        )
+    # A step whose gradients are not finite trains on, as it does in the loop of one process.
+    return TrainerConfig(cluster=cluster, seed=seed, non_finite="ignore", **options)
+
+
+def build_learner(model: nn.Module, config: TrainerConfig, optimizer: NamedFactory, example: Any) -> RankLearner:
+    """This rank's step of a program for the example's shapes. Collective.
+
+    Raises AutoparError subclasses for what cannot be planned, WorldSizeError unless the plan's ranks run.
+    """
+    half = {str(p.dtype) for p in model.parameters() if p.requires_grad and p.itemsize < 4}
+    if half and config.precision == "fp32":
+        raise ConstraintError(
+            "the model's parameters are in half precision, and one process would update them in it",
+            values=", ".join(sorted(half)),
+            alternatives=["from_pretrained(..., dtype=torch.float32)", 'precision="bf16", with fp32 masters'],
+        )
+    options = CompileOptions(example_inputs=example, optimizer=optimizer, **config.common)
+    return RankLearner(compile_with(model, resolve_cluster(config.cluster), options), config)
+
+
+def check_rows(learner: RankLearner, sizes: Iterable[int]) -> None:
+    """Raises DataError for batches of so many rows that the data-parallel ranks cannot share evenly."""
+    for rows in sorted({size for size in sizes if size > 0}):
+        plan_for_rows(learner.program.plan, rows)
+
+
+def rows_of_steps(loader: Any, num_joined: int, most_steps: int | None = None) -> set[int]:
+    """The numbers of rows of the steps of an epoch, as far as the loader tells. most_steps: of the whole run."""
+    try:
+        size, total = loader.batch_size, len(loader.batch_sampler.sampler)
+    except (AttributeError, TypeError):
+        return set()
+    if not size or not total:
+        return set()
+    if loader.batch_sampler.drop_last:
+        total -= total % size
+    whole, rest = divmod(total, size * num_joined)
+    is_reached = most_steps is None or most_steps > whole
+    return ({size * num_joined} if whole else set()) | ({rest} if is_reached else set())
+
+
+def first_step(loader: Any, num_joined: int) -> Any:
+    """The first batches of a loader joined to the batch of one step; random states are as they were afterwards.
+
+    Raises ConstraintError for a loader without batches, or one that cannot begin again.
+    """
+    if iter(dataset := getattr(loader, "dataset", ())) is dataset if _is_iterable(loader) else False:
+        raise ConstraintError(
+            "the data must be able to start again: its first batch is planned with",
+            values=type(dataset).__name__,
+            alternatives="a dataset whose __iter__ makes a new iterator",
+        )
+    with kept_random_states():
+        found = []
+        batches = iter(loader)
+        for batch in batches:
+            found.append(plain(batch))
+            if len(found) == num_joined:
+                break
+        del batches
+        if callable(getattr(loader, "end", None)):  # Accelerate's loader takes itself for read only at its end
+            loader.end()
+    if not found:
+        raise ConstraintError("there are no batches", values=type(loader).__name__)
+    return joined(found)
+
+
+def _is_iterable(loader: Any) -> bool:
+    return isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
+
+
+def plain(batch: Any) -> Any:
+    """A batch as name_inputs takes it: mappings of other kinds as dicts."""
+    return dict(batch) if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, list) else batch
+
+
+@contextlib.contextmanager
+def kept_random_states() -> Iterator[None]:
+    """Leaves the random states of Python, numpy and torch as they were."""
+    before, of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(of_numpy)
+
+
+class SameOptimizer:
+    """A factory `named_parameters -> optimizer` that makes an optimiser anew as a script made it.
+
+    It is copied with stand-ins in the places of the model's parameters, so groups, settings and what its class keeps
+    beside them are the script's. Raises ConstraintError for one that has trained, or of other parameters.
+    """
+
+    takes_names = True
+
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        if any(optimizer.state.values()):
+            raise ConstraintError(
+                "the optimiser has trained before there was a program",
+                values=f"{type(optimizer).__name__} with state",
+                alternatives="a new optimiser, or a checkpoint of the program's",
+            )
+        self._optimizer = optimizer
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if strange := sum(id(parameter) not in self._names for parameter in held):
+            raise ConstraintError(
+                "the optimiser has parameters that are not the model's",
+                values=f"{strange} of {len(held)}",
+                alternatives="an optimiser of model.parameters()",
+            )
+        self._held = held
+
+    def __call__(self, named_parameters: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        given = dict(named_parameters)
+        memo: dict[int, Any] = {}
+        for parameter in self._held:
+            if (name := self._names[id(parameter)]) in given:
+                memo[id(parameter)] = given[name]
+        made = copy.deepcopy(self._optimizer, memo)
+        for name, value in vars(self._optimizer).items():
+            # torch copies what every optimiser has. A schedule's wrapper around `step` belongs to the original.
+            if name not in vars(made) and name != "step":
+                setattr(made, name, copy.deepcopy(value, memo))
+        return made
+
+
+def moved_schedule(scheduler: Any, before: torch.optim.Optimizer, after: torch.optim.Optimizer) -> Any:
+    """A scheduler that was made for one optimiser, moved in place to another with the same groups."""
+    for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        if each is not scheduler:
+            moved_schedule(each, before, after)
+        if getattr(each, "optimizer", None) is before:
+            each.optimizer = after
+
+    # What torch's schedules look for, lest they warn that the optimiser they were made for took no step.
+    def step(closure: Any = None) -> Any:
+        return type(after).step(after, closure)
+
+    after.step, after._opt_called = step, True  # type: ignore[method-assign, attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return scheduler
+
+
+def named(model: nn.Module, positional: tuple[Any, ...], keyword: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of the model by name."""
+    return {**(dict(name_inputs(model, positional)) if positional else {}), **keyword}
+
+
+def rows_of(batch: Any) -> int:
+    """The rows of a batch."""
+    return num_rows(plain(batch))

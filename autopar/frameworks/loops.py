@@ -1,0 +1,146 @@
+"""What loops that hold a model, a loss and an optimiser get in their places, and what they may do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from autopar.frameworks.accelerators import ProgramOptimizer
+from autopar.running.weights import ValueSource
+from autopar.training.learners import RankLearner
+
+
+class ModelValues:
+    """The values of a script's model beside those of the step, which train.
+
+    The model's are brought up to date only where somebody looks at them; what a script writes to them meanwhile reaches
+    the step, or is an error where they were old.
+    """
+
+    def __init__(self, learner: RankLearner, model: nn.Module) -> None:
+        self.learner, self.model = learner, model
+        self.note()
+
+    def note(self) -> None:
+        """The model's values and the step's are the same now."""
+        self._num_steps, self._writes = self.learner.num_steps, self._num_writes()
+
+    def _num_writes(self) -> tuple[int, ...]:
+        """How often each parameter was written to: torch counts that for autograd's own check."""
+        return tuple(parameter._version for parameter in self.model.parameters())
+
+    def take(self) -> None:
+        """Put the step's values into the model, on every rank. Collective where training went on since."""
+        self.give()
+        if self._num_steps != self.learner.num_steps:
+            self.learner.program.update_model(self.learner.step)
+            self.note()
+
+    def give(self) -> None:
+        """Put the model's values into the step if somebody wrote to them. Raises RuntimeError if they were old then,
+        and where the model's parameters have gradients, which nothing would use."""
+        if any(parameter.grad is not None for parameter in self.model.parameters()):
+            raise RuntimeError(
+                "the model's parameters have gradients of another loss than the model's, which the program would not "
+                "use: compute the whole loss in the model"
+            )
+        if self._num_writes() == self._writes:
+            return
+        if self._num_steps != self.learner.num_steps:
+            raise RuntimeError(
+                "the model was written to in the middle of training, when its values were those of an earlier step: "
+                "call program.update_model(step) on every rank before that"
+            )
+        self.learner.step.load(ValueSource(self.model))
+        self.note()
+
+
+class PendingLoss:
+    """The gradients that the step has of one call: `loss` is what the loop gets, and calls backward of."""
+
+    def __init__(self) -> None:
+        self._is_pending = self._is_taken = False
+        self._num_calls = 0
+
+    def loss(self, value: Tensor) -> Tensor:
+        """The loss of gradients that are there already: a tensor whose backward takes them."""
+        self._is_pending, self._is_taken = True, False
+        self._num_calls += 1
+        return cast(Tensor, _Loss.apply(value.detach().clone().requires_grad_(), self, self._num_calls))  # type: ignore[no-untyped-call]
+
+    def make_room(self, optimizer: torch.optim.Optimizer) -> None:
+        """A new call comes: gradients that no backward has asked for are dropped. Raises RuntimeError for others."""
+        if not self._is_pending:
+            return
+        if self._is_taken:
+            raise RuntimeError(
+                "the model was called again before the update: give one batch of all rows, and call model.eval() first "
+                "where only the loss is wanted"
+            )
+        optimizer.zero_grad()
+        self._is_pending = False
+
+    def require_taken(self) -> None:
+        """Raises RuntimeError where no backward has asked for the gradients."""
+        if not (self._is_pending and self._is_taken):
+            raise RuntimeError("optimizer.step() without backward of the model's loss")
+
+    def drop(self) -> bool:
+        """The gradients are used, or not wanted, if a backward has asked for them: before it there are none to drop."""
+        if self._is_pending and not self._is_taken:
+            return False
+        self._is_pending = False
+        return True
+
+    def take(self, call: int, factor: float) -> None:
+        """A backward has asked for a call's gradients, times a factor. Raises RuntimeError if they are not those."""
+        if self._is_taken or not self._is_pending or call != self._num_calls:
+            raise RuntimeError(
+                "backward() was called twice for one call of the model, or after its gradients were gone"
+            )
+        if factor != 1.0:
+            raise RuntimeError(
+                f"the loss was multiplied by {factor:g} before backward(), and its gradients are there as of what the "
+                "model returned: weigh it in the model's forward"
+            )
+        self._is_taken = True
+
+
+class _Loss(torch.autograd.Function):
+    """The identity, whose backward tells a PendingLoss."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, pending: PendingLoss, call: int) -> Tensor:
+        ctx.pending, ctx.call = pending, call
+        return value.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.pending.take(ctx.call, float(gradients[0]))
+        return None, None, None
+
+
+class LoopOptimizer(ProgramOptimizer):
+    """The optimiser of a loop: it updates by gradients that a backward has asked for."""
+
+    def __init__(self, learner: RankLearner, values: ModelValues, pending: PendingLoss) -> None:
+        super().__init__(learner)
+        self.values, self.pending = values, pending
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update, after a closure that calls backward, if it is given; what that returns. Raises RuntimeError without a
+        backward, or where the model was given other gradients."""
+        returned = None if closure is None else closure()
+        self.pending.require_taken()
+        self.values.give()
+        super().step()
+        self.pending.drop()
+        return returned
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that a backward has asked for, also if no update has used them."""
+        if self.pending.drop():
+            super().zero_grad(set_to_none)

@@ -1,0 +1,231 @@
+"""transformers' Trainer around an autopar program: `trainer = parallelize(trainer, "8 h100-sxm")`, under torchrun.
+
+The Trainer keeps its schedule, logs, callbacks, evaluations, checkpoints and files; the program's step takes the place
+of forward, loss, backward, the sums of gradients, clipping and the update. Batches are those of one process: a step has
+`per_device_train_batch_size * gradient_accumulation_steps` rows on any number of ranks, and so the losses are those
+that the same script has on one process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from autopar.errors import CheckpointError, ConstraintError
+from autopar.frameworks.accelerators import ProgramOptimizer, stand_in
+from autopar.frameworks.building import (
+    SameOptimizer,
+    build_learner,
+    check_rows,
+    config_of,
+    first_step,
+    moved_schedule,
+    plain,
+    rows_of_steps,
+)
+from autopar.frameworks.loops import ModelValues
+from autopar.frameworks.trainer_checks import check_trainer
+from autopar.training.feeding import joined
+from autopar.training.learners import RankLearner
+from cost_models.mixed import AnyCluster
+
+STATE_FOLDER, SCHEDULE_FILE = "autopar", "scheduler.pt"
+"""What a checkpoint of the Trainer has of the program, and of the schedule."""
+
+
+def parallelize(trainer: Trainer, cluster: AnyCluster | str, **options: Any) -> Trainer:
+    """The same Trainer, whose `train` runs on all ranks that torchrun started; `python script.py` needs "1 cpu".
+
+    cluster: as in `autopar.compile`, or "detect". options: those that bear on the plan (`precision`, `constraints`,
+    `plan`, `backend`, ...), as autopar.TrainerConfig has them.
+    Raises ConstraintError, naming the argument or the method, for what would not be as on one process.
+    """
+    check_trainer(trainer)
+    trainer.config_of_program = config_of(cluster, trainer.args.seed, options)
+    accelerator = stand_in(trainer.accelerator)
+    trainer.gather_function = accelerator.gather_for_metrics
+    trainer.given_optimizer = None
+    if trainer.optimizer is not None:
+        trainer.given_optimizer = SameOptimizer(trainer.optimizer, trainer.model)
+    trainer.learner, trainer.values, trainer.waiting = None, None, []
+    trainer.place_model_on_device = False
+    trainer.model.to("cpu")  # the program has the values that train, in its ranks' parts
+    own = type(trainer)
+    trainer.__class__ = type(own.__name__, (ProgramTrainer, own), {"__module__": own.__module__})
+    return trainer
+
+
+class ProgramTrainer(Trainer):  # type: ignore[misc]
+    """What a Trainer that was given to `parallelize` does by its program's step.
+
+    learner, values: this rank's step, and the model's values beside its own; None before `train`. waiting: batches of
+    the step that is not complete.
+    """
+
+    model: Any
+    optimizer: Any
+    learner: RankLearner | None
+    waiting: list[Any]
+    values: ModelValues | None
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Plan and build the program; its optimiser is what the Trainer would have made of the whole model."""
+        if isinstance(self.optimizer, ProgramOptimizer) and self.values is not None:
+            self.values.give()
+            return cast(torch.optim.Optimizer, self.optimizer)
+        self.model.train()
+        count = self.args.gradient_accumulation_steps
+        loader = self.get_train_dataloader()
+        example = first_step(loader, count)
+        factory = self.given_optimizer or self._made_of
+        before = self.optimizer
+        self.learner = build_learner(self.model, self.config_of_program, factory, example)
+        most = self.args.max_steps if self.args.max_steps > 0 else None
+        check_rows(self.learner, rows_of_steps(loader, count, most))
+        if self.args.eval_strategy != "no" and self.eval_dataset is not None:
+            self._check_evaluation()
+        self.optimizer = ProgramOptimizer(self.learner)
+        if self.lr_scheduler is not None:
+            moved_schedule(self.lr_scheduler, before, self.optimizer)
+        self.values = ModelValues(self.learner, self.model)
+        return cast(torch.optim.Optimizer, self.optimizer)
+
+    def _made_of(self, named_parameters: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+        """What the Trainer's own `create_optimizer`, or a subclass's, makes of these in the model's places."""
+        model, optimizer = self.model, self.optimizer
+        self.model, self.optimizer = cast(Any, _Renamed(model, list(named_parameters))), None
+        try:
+            return cast(torch.optim.Optimizer, super().create_optimizer())
+        finally:
+            self.model, self.optimizer = model, optimizer
+
+    _made_of.takes_names = True  # type: ignore[attr-defined]
+
+    def _check_evaluation(self) -> None:
+        """Raises for evaluations that the program cannot make, before the first step."""
+        assert self.learner is not None
+        reason = self.learner.program.program.any.no_evaluation
+        if reason and self.compute_metrics is None:
+            raise ConstraintError(
+                "this program has no evaluation mode", values=reason, alternatives='eval_strategy="no"'
+            )
+        if self.compute_metrics is not None:
+            return
+        sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        for each in sets:
+            check_rows(self.learner, rows_of_steps(self.get_eval_dataloader(each), 1))
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Gradients of a step's rows, once the last of its batches has come: 0 for those before it, then the loss."""
+        assert self.learner is not None and self.values is not None
+        self.model.train()
+        self.values.give()
+        self.waiting.append(plain(inputs))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self.waiting = self.waiting, []
+        loss = self.learner.forward_backward(batches[0] if len(batches) == 1 else joined(batches))
+        return loss.detach().float().to(self.args.device)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The rows of a step, which are the same on any number of ranks."""
+        return int(self._train_batch_size * args.gradient_accumulation_steps)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """This rank's share: the Trainer adds up what ranks count."""
+        return float(super().floating_point_ops(inputs)) / max(int(self.args.world_size), 1)
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        self._take_values()  # before the best model's are read into the same tensors
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def hyperparameter_search(self, *given: Any, **named: Any) -> Any:
+        """Raises ConstraintError: trials on several ranks are not supported."""
+        raise ConstraintError("hyperparameter_search is not supported", alternatives="a run per trial")
+
+    # Evaluation -------------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, *given: Any, **named: Any
+    ) -> Any:
+        """The Trainer's own loop. Losses alone come from the program; predictions from the whole model on each rank."""
+        is_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if self.values is not None:
+            self.values.give()
+        if is_loss and self.learner is not None:
+            return super().evaluation_loop(dataloader, description, prediction_loss_only, *given, **named)
+        self._take_values()
+        try:
+            self.model.to(self.args.device)
+            return super().evaluation_loop(dataloader, description, prediction_loss_only, *given, **named)
+        finally:
+            self.model.to("cpu")
+            if self.values is not None:
+                self.values.note()
+
+    def _take_values(self) -> None:
+        if self.values is not None:
+            self.values.take()
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """The loss from the program; more than that from the model, which has its values."""
+        if not prediction_loss_only or self.learner is None:
+            return cast(tuple[Any, Any, Any], super().prediction_step(model, inputs, prediction_loss_only, ignore_keys))
+        return torch.tensor(self.learner.evaluate(plain(inputs)), device=self.args.device), None, None
+
+    # Files ------------------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as on one process. Every rank calls this, unless training has ended."""
+        self._take_values()
+        super().save_model(output_dir, _internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.learner is not None
+        self.learner.save(Path(output_dir) / STATE_FOLDER, {})
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULE_FILE))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        assert self.learner is not None and self.values is not None
+        folder = Path(checkpoint)
+        if (folder / STATE_FOLDER).is_dir():
+            self.learner.load(folder / STATE_FOLDER)
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULE_FILE, weights_only=True))
+            self.values.note()
+        elif any(folder.glob("optimizer.*")):
+            raise CheckpointError(
+                "the checkpoint has the optimiser's state of another way to train",
+                values=f"{folder} without {STATE_FOLDER}/",
+                alternatives=["the model of that folder, in a new run", "a checkpoint that this Trainer wrote"],
+            )
+
+
+class _Renamed:
+    """A model whose `named_parameters` are given ones; all else is its own."""
+
+    def __init__(self, model: nn.Module, named_parameters: list[tuple[str, Tensor]]) -> None:
+        self._model, self._named = model, named_parameters
+
+    def named_parameters(self, *given: Any, **named: Any) -> list[tuple[str, Tensor]]:
+        return list(self._named)
+
+    def parameters(self, *given: Any, **named: Any) -> list[Tensor]:
+        return [tensor for _, tensor in self._named]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
