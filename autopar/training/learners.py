@@ -83,7 +83,8 @@ class RankLearner:
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """The gradients of a whole global batch, without an update; the global mean loss (0-dim)."""
-        return self._of(batch, self.step.forward_backward)
+        loss: torch.Tensor = self._of(batch, self.step.forward_backward)
+        return loss
 
     def evaluate(self, batch: Batch) -> float:
         """The global mean loss in evaluation mode."""
