@@ -36,6 +36,7 @@ from autopar.cli.options import (
     require_outputs,
 )
 from autopar.cli.output import print_json, working
+from autopar.cli.trying import profile_of
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
 from autopar.explain.compare import compare as compare_plans
@@ -54,6 +55,7 @@ from autopar.report.timeline import write_timeline
 from autopar.simulate import predict
 from autopar.simulate.text import comparison_lines, prediction_lines, warning_lines
 from autopar.simulate.what_if import parse_changes
+from autopar.trial_report import trial_notes
 
 
 def plan(
@@ -77,6 +79,8 @@ def plan(
     job = read_job(model, spec.num_devices, flags, meta=code is None, lazy=True)
     compiled = compile_job(job, spec, flags.plan_options(backend=backend, fp8=fp8))
     _print_report(compiled, as_json)
+    for note in trial_notes(compiled, profile_of(cluster)):
+        print(f"note: {note}")
     if out:
         print(f"plan written to {write_output(out, compiled.plan.to_yaml(), force)}")
     if code:

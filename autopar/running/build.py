@@ -20,7 +20,7 @@ from autopar.costs.updates import DefaultAdamW
 from autopar.errors import ConstraintError, PlanError, WorldSizeError
 from autopar.files.scratch import lasting_folder
 from autopar.plan import Plan
-from autopar.profiling.detect import cache_folder
+from autopar.profiling.machine import cache_folder
 from autopar.program import GeneratedProgram
 from autopar.running.folder import TUNING_FILE, write_folder
 from autopar.running.launched import join_launched
