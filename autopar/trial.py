@@ -24,11 +24,12 @@ from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
 from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError, ConstraintError, PlanError
+from autopar.files.outputs import require_writable
 from autopar.frontend.inputs import NamedBatch, name_inputs
 from autopar.launch import TIMEOUT_SECONDS, RankError, group_seconds, run_ranks
 from autopar.plan import Plan
 from autopar.planning.planner import search_plans
-from autopar.profiling.trials import add_trials, trials_path
+from autopar.profiling.trials import add_trials, profile_of, trials_path
 from autopar.report.plan_words import full_words
 from autopar.running.launched import under_launcher
 from autopar.running.surroundings import check_starting
@@ -80,6 +81,8 @@ def trial(model: nn.Module, cluster_spec: AnyCluster | str, options: TrialOption
     Raises AutoparError as compile does, ConstraintError for a cluster that is not this machine, OutputError where the
     records cannot be written, RankError where no plan runs.
     """
+    if options.profile is None and isinstance(cluster_spec, str):
+        options = replace(options, profile=profile_of(cluster_spec))
     compiled = first_program(model, cluster_spec, options)
     return try_program(compiled, options)
 
@@ -120,6 +123,9 @@ def _require_here(cluster: AnyCluster) -> None:
 
 def try_program(compiled: CompiledProgram, options: TrialOptions) -> TrialResult:
     """Plans the other layouts of a program that was planned, and tries all."""
+    assert compiled.request is not None
+    path, job = trials_path(options.profile), job_of(compiled.request)
+    require_writable(path)
     candidates = [_Candidate(compiled, pins_of(compiled.plan))]
     for plan, pins in other_plans(compiled, options.plans - 1):
         given = compile_options(options, plan=plan, global_batch_size=None)
@@ -128,8 +134,6 @@ def try_program(compiled: CompiledProgram, options: TrialOptions) -> TrialResult
     for _ in range(options.rounds):
         for candidate in candidates:
             _run_round(candidate, batch, options.steps)
-    assert compiled.request is not None
-    path, job = trials_path(options.profile), job_of(compiled.request)
     report = report_of(candidates, earlier(path, job), str(path))
     add_trials(path, records_of(report, job))
     return TrialResult(report, candidates[report.chosen].program)

@@ -36,7 +36,6 @@ from autopar.cli.options import (
     require_outputs,
 )
 from autopar.cli.output import print_json, working
-from autopar.cli.trying import profile_of
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
 from autopar.explain.compare import compare as compare_plans
@@ -47,6 +46,7 @@ from autopar.files.outputs import write_output
 from autopar.integrations.job import parse_settings
 from autopar.page.run_log import read_log
 from autopar.plan import Plan
+from autopar.profiling.trials import profile_of
 from autopar.report import report_panels
 from autopar.report.facts import facts_of
 from autopar.report.json_facts import facts_json, plan_json, record_json

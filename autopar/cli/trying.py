@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +22,7 @@ from autopar.cli.options import (
 )
 from autopar.cli.output import print_json, working
 from autopar.files.outputs import write_output
+from autopar.profiling.trials import profile_of
 from autopar.report.json_facts import record_json
 from autopar.report.tables import table_of
 from autopar.settings.compile_options import TrialOptions
@@ -69,11 +69,6 @@ def trial(
         print(f"plan written to {write_output(out, found.plan.to_yaml(), force)}")
     if code:
         print(f"program written to {found.program.save(code)}")
-
-
-def profile_of(cluster: str) -> Path | None:
-    """The file that --cluster names, if it names one."""
-    return Path(cluster) if cluster.endswith(".toml") else None
 
 
 def _print(report: TrialReport, as_json: bool) -> None:

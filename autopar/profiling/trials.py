@@ -57,6 +57,11 @@ class TrialRecord:
 _TYPES: dict[str, type] = {"str": str, "float": float, "int": int, "bool": bool}
 
 
+def profile_of(cluster: str) -> Path | None:
+    """The file that a cluster's text names, if it names one."""
+    return Path(cluster) if cluster.endswith(".toml") else None
+
+
 def trials_path(profile: str | Path | None) -> Path:
     """Where this machine's trials are kept: in the profile, where it is a file of autopar's, else in the user's cache.
 

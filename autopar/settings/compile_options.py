@@ -151,8 +151,8 @@ class TrialOptions(CompileOptions):
     rounds: int = 3
     """The plans take turns so often; each starts its processes anew."""
     profile: str | Path | None = None
-    """The cluster's TOML file gets the measurements, where autopar wrote it; None, as any other file, leaves them in
-    the user's cache."""
+    """The cluster's TOML file gets the measurements, where autopar wrote it; any other leaves them in the user's cache.
+    None is the file that the cluster's text names, if it does."""
 
     def __post_init__(self) -> None:
         CompileOptions.__post_init__(self)

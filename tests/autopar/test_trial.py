@@ -256,7 +256,9 @@ def test_two_plans_run_on_two_ranks(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_plan_whose_rank_fails_does_not_end_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_whose_rank_fails_does_not_end_the_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The cluster is a profile, which keeps what was measured of the other plan, twice."""
+    profile = write_output(tmp_path / "mine.toml", autopar.ClusterSpec.parse("2 cpu").to_toml())
     whole = TRIAL.step_times
     first = compiled("2 cpu").plan.mesh_text
 
@@ -266,15 +268,23 @@ def test_a_plan_whose_rank_fails_does_not_end_the_trial(monkeypatch: pytest.Monk
         return list(whole(program, *rest))
 
     monkeypatch.setattr(TRIAL, "step_times", failing)
-    example = mlp()
-    found = autopar.trial(
-        example.model,
-        "2 cpu",
-        example_inputs=example.inputs,
-        loss_fn=example.loss_fn,
-        plans=2,
-        steps=1,
-        rounds=1,
-    )
-    assert found.report.chosen == 1 and "no memory for it" in found.report.plans[0].problem
-    assert found.plan == found.report.plans[1].plan and found.plan.mesh_text != first
+    before = None
+    for _ in range(2):
+        example = mlp()
+        found = autopar.trial(
+            example.model,
+            str(profile),
+            example_inputs=example.inputs,
+            loss_fn=example.loss_fn,
+            plans=2,
+            steps=1,
+            rounds=1,
+        )
+        failed, ran = found.report.plans
+        assert found.report.chosen == 1 and "no memory for it" in failed.problem
+        assert found.plan == ran.plan and found.plan.mesh_text != first
+        assert failed.earlier_seconds is None and ran.earlier_seconds == before
+        before = ran.measured_seconds
+        (kept,) = read_trials(profile)
+        assert (kept.plan, kept.measured_seconds, kept.is_chosen) == (ran.digest, before, True)
+    assert found.program.cluster == autopar.ClusterSpec.parse(str(profile))
