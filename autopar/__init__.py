@@ -21,6 +21,8 @@ from autopar.trainer import Trainer  # noqa: E402
 from autopar.training.callbacks import Callback, TrainState  # noqa: E402
 from autopar.training.config import TrainerConfig  # noqa: E402
 from autopar.training.result import TrainResult  # noqa: E402
+from autopar.trial import TrialResult, trial  # noqa: E402
+from autopar.trial_report import TrialReport  # noqa: E402
 from autopar.verify import verify  # noqa: E402
 from autopar.verify_report import VerifyReport  # noqa: E402
 
@@ -39,6 +41,8 @@ __all__ = [
     "TrainState",
     "Trainer",
     "TrainerConfig",
+    "TrialReport",
+    "TrialResult",
     "VerifyReport",
     "compare",
     "compile",
@@ -46,6 +50,7 @@ __all__ = [
     "predict",
     "prove_rule",
     "register_rule",
+    "trial",
     "verify",
 ]
 

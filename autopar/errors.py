@@ -76,7 +76,7 @@ class DataError(AutoparError):
 
 
 class TrainingError(AutoparError):
-    """Training cannot go on: its loss or gradients are no longer finite."""
+    """Training cannot go on (its loss or gradients are not finite), or begin: its loss is not the model's own."""
 
 
 class WorldSizeError(AutoparError):

@@ -12,13 +12,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
 
 from autopar.compiled import CompiledProgram
 from autopar.frontend.inputs import NamedBatch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
-from autopar.frontend.skeleton import in_training
+from autopar.frontend.skeleton import detached_copy, in_training
 from codegen.runtime.optimizers import call
 from codegen.runtime.reference import SameDropout
 
@@ -79,14 +78,6 @@ def _as_compared(seed: int, step: int, dtype: torch.dtype | None) -> Iterator[No
         yield
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    """A copy of the model, in which what a module keeps of its last forward (a recurrence's state) has no graph, which
-    torch does not copy."""
-    held = (tensor for module in model.modules() for tensor in tree_leaves(dict(vars(module))))
-    kept = [tensor for tensor in held if isinstance(tensor, torch.Tensor) and not tensor.is_leaf]
-    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in kept})
-
-
 class Reference:
     """The user's model trained eagerly on one process, in the model's own precision, in `dtype`, or in `low_dtype` with
     masters of its own."""
@@ -99,7 +90,7 @@ class Reference:
         dtype: torch.dtype | None = None,
         low_dtype: torch.dtype | None = None,
     ) -> None:
-        self.model = _copied(compiled.model).cpu().to(dtype)
+        self.model = detached_copy(compiled.model).cpu().to(dtype)
         in_training(self.model)
         self.dtype, self.low_dtype = dtype, low_dtype
         self.loss_fn, self.seed, self.max_grad_norm = compiled.loss_fn, seed, max_grad_norm
@@ -143,7 +134,7 @@ class Reference:
 
     def round_off(self, batch: NamedBatch) -> dict[str, tuple[float, torch.Tensor]]:
         """For each parameter, the relative error of its fp32 gradient, and which elements have no right digit."""
-        exact = _copied(self.model).double()
+        exact = detached_copy(self.model).double()
         for name, buffer in exact.named_buffers():  # as the step found them, since a forward may read what it counts
             buffer.copy_(self.found[name])
         exact.zero_grad()

@@ -18,8 +18,10 @@ from cost_models import catalog
 from cost_models.catalog import Part
 from cost_models.hardware import DTYPE_FALLBACKS, Device, Link
 
-__all__ = ["DTYPE_FALLBACKS", "Cluster", "Device", "Link"]
+__all__ = ["DTYPE_FALLBACKS", "TRIALS", "Cluster", "Device", "Link"]
 
+TRIALS = "trials"
+"""The array of tables that a cluster's TOML file may have beside the cluster: steps that were measured there."""
 FORM = "'[NODESx]DEVICES DEVICE [INTRA_LINK [INTER_LINK]]', for example '4x8 h100-sxm'"
 
 
@@ -88,9 +90,9 @@ class Cluster:
         """A cluster from TOML: num_nodes (default 1), devices_per_node, device, intra_node, inter_node.
 
         device and the links are each a built-in name or a table of the fields of `Device` or `Link`. A link left out
-        is the device's usual one. Raises ValueError for anything else.
+        is the device's usual one; trials of plans (TRIALS) are passed over. Raises ValueError for anything else.
         """
-        return Cluster.from_table(tomllib.loads(text))
+        return Cluster.from_table({key: value for key, value in tomllib.loads(text).items() if key != TRIALS})
 
     @staticmethod
     def from_table(table: Mapping[str, Any]) -> Cluster:

@@ -15,7 +15,7 @@ from typing import Any
 
 from cost_models import catalog
 from cost_models.hardware import Link
-from cost_models.machine import Cluster, label, link_from, part_lines
+from cost_models.machine import TRIALS, Cluster, label, link_from, part_lines
 
 VIA = " via "
 
@@ -91,8 +91,9 @@ def from_toml(path: str | Path) -> AnyCluster:
 
 
 def parse_toml(text: str) -> AnyCluster:
-    """The cluster of a TOML text, read as `from_table` says. Raises ValueError."""
-    return from_table(tomllib.loads(text))
+    """The cluster of a TOML text, read as `from_table` says; trials of plans beside it are passed over. Raises
+    ValueError."""
+    return from_table({key: value for key, value in tomllib.loads(text).items() if key != TRIALS})
 
 
 def from_table(table: Mapping[str, Any]) -> AnyCluster:

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -18,6 +17,7 @@ from autopar.certify.operators import prove_operators
 from autopar.certify.reshards import prove_reshards
 from autopar.certify.schedules import check_schedule
 from autopar.compiled import CompiledProgram
+from autopar.profiling.machine import own_version
 from autopar.running.surroundings import check_starting
 from codegen.program import PipelineProgram
 
@@ -51,7 +51,7 @@ def certify_program(
         mesh=plan.mesh_text,
         num_ranks=plan.num_ranks,
         plan_sha256=hash_of(plan),
-        versions={"autopar": _own_version(), "torch": str(torch.__version__), "Python": platform.python_version()},
+        versions={"autopar": own_version(), "torch": str(torch.__version__), "Python": platform.python_version()},
         findings=tuple(findings),
         cpu_seconds=sum(each.seconds for each in findings),
     )
@@ -67,10 +67,3 @@ def _timed(part: Callable[[], Findings]) -> Findings:
 def _cpu_seconds() -> float:
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
-
-
-def _own_version() -> str:
-    try:
-        return version("autopar")
-    except PackageNotFoundError:
-        return "from source"

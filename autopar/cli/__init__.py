@@ -1,5 +1,5 @@
 """The command line: `autopar plan | report | simulate | explain | compare | certify | fit | doctor`,
-`verify | profile | tune | train | launch | export`.
+`verify | profile | trial | tune | train | launch | export`.
 
 What a user got wrong is printed without a traceback (which `--traceback` shows) and ends with exit code 2; a
 verification or certificate that finds a difference, and a rank that fails, end with 1; an error of autopar's own with
@@ -23,6 +23,7 @@ from autopar.cli import exporting as cli_exporting
 from autopar.cli import fitting as cli_fitting
 from autopar.cli import planning as cli_planning
 from autopar.cli import running as cli_running
+from autopar.cli import trying as cli_trying
 from autopar.cli.options import as_command, shows_traceback
 from autopar.running.supervise import exit_on
 
@@ -59,7 +60,7 @@ def everywhere(
 
 for command in (
     *(cli_planning.plan, cli_planning.report, cli_planning.simulate, cli_planning.explain, cli_planning.compare),
-    *(cli_running.verify, cli_running.profile, cli_running.tune, cli_running.train),
+    *(cli_running.verify, cli_running.profile, cli_trying.trial, cli_running.tune, cli_running.train),
     *(cli_certifying.certify, cli_fitting.fit, cli_doctor.doctor, cli_running.launch, cli_exporting.export),
 ):
     app.command()(as_command(command))

@@ -46,6 +46,7 @@ from autopar.files.outputs import write_output
 from autopar.integrations.job import parse_settings
 from autopar.page.run_log import read_log
 from autopar.plan import Plan
+from autopar.profiling.trials import profile_of
 from autopar.report import report_panels
 from autopar.report.facts import facts_of
 from autopar.report.json_facts import facts_json, plan_json, record_json
@@ -54,6 +55,7 @@ from autopar.report.timeline import write_timeline
 from autopar.simulate import predict
 from autopar.simulate.text import comparison_lines, prediction_lines, warning_lines
 from autopar.simulate.what_if import parse_changes
+from autopar.trial_report import trial_notes
 
 
 def plan(
@@ -77,6 +79,8 @@ def plan(
     job = read_job(model, spec.num_devices, flags, meta=code is None, lazy=True)
     compiled = compile_job(job, spec, flags.plan_options(backend=backend, fp8=fp8))
     _print_report(compiled, as_json)
+    for note in trial_notes(compiled, profile_of(cluster)):
+        print(f"note: {note}")
     if out:
         print(f"plan written to {write_output(out, compiled.plan.to_yaml(), force)}")
     if code:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from autopar.errors import ModelError
 from autopar.frontend import fakes
 from autopar.frontend.admission import where
 from autopar.frontend.depth import Dropped, Truncation, dropped_blocks
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def skeleton_of(
@@ -41,6 +44,14 @@ def skeleton_of(
         config.use_cache = False
     # Not by the copy's: what stands for a dropped block has a mode of its own.
     return skeleton if _is_in_training(model) else skeleton.train()
+
+
+def detached_copy(model: Module) -> Module:
+    """A copy of the model, in which what a module keeps of its last forward (a recurrence's state) has no graph, which
+    torch does not copy."""
+    held = (tensor for module in model.modules() for tensor in tree_leaves(dict(vars(module))))
+    kept = [tensor for tensor in held if isinstance(tensor, torch.Tensor) and not tensor.is_leaf]
+    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in kept})
 
 
 def in_training(model: nn.Module) -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import time
 import warnings
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from autopar.errors import ClusterError
 from autopar.files.outputs import replace_file
 from autopar.files.scratch import temporary_folder
 from autopar.profiling.gpus import detect_gpus, from_launcher, require_one
-from autopar.profiling.machine import available_cores, cpu_model, host_memory_bytes
+from autopar.profiling.machine import available_cores, cache_folder, cpu_model, host_memory_bytes
 from autopar.profiling.processes import run_processes
 from autopar.profiling.profile import BUSY, DEFAULT_CPU_PROCESSES, QUIET_SHARE, Profile, fitted
 from autopar.profiling.samples import Samples
@@ -49,11 +48,6 @@ def detect(num_devices: int | None = None, *, refresh: bool = False) -> Cluster:
     if torch.cuda.is_available():
         return detect_gpus(num_devices)
     return _detect_cpu(num_devices or from_launcher("WORLD_SIZE") or DEFAULT_CPU_PROCESSES, refresh)
-
-
-def cache_folder() -> Path:
-    """Where autopar keeps what it measured of this user's machines; need not exist."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -18,6 +19,18 @@ def available_cores() -> float:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, float(quota) / float(period))
     return cores
+
+
+def cache_folder() -> Path:
+    """Where autopar keeps what it measured of this user's machines; need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
+
+
+def own_version() -> str:
+    """autopar's version, as it is installed."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version("autopar")
+    return "from source"
 
 
 def cpu_model() -> str:

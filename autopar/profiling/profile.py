@@ -19,13 +19,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from autopar.errors import ClusterError, OutputError
-from autopar.files.outputs import require_writable, write_output
+from autopar.files.outputs import is_ours, require_writable, write_output
 from autopar.profiling.cases import ROUNDS, Level, Topology, cases
 from autopar.profiling.fit_device import fit_device, kernel_errors
 from autopar.profiling.fit_link import collective_errors, fit_links, hidden_share, placed
 from autopar.profiling.gpus import detect_gpus
 from autopar.profiling.processes import LIMIT_SECONDS, OutOfTime, run_processes
 from autopar.profiling.samples import Measurements, Provenance, Samples
+from autopar.profiling.trials import read_trials, trials_text
 from autopar.profiling.worker import failures_path, under_torchrun
 from cost_models import catalog
 from cost_models.machine import Cluster
@@ -97,7 +98,10 @@ def profile(
         count = processes or (base.num_devices if base is not None else DEFAULT_CPU_PROCESSES)
         samples = measure_locally(count, raw, level, on_gpu, console, limit_seconds)
     found = fitted(samples, base)
-    write_output(out, found.to_toml(), force)
+    tried = (
+        read_trials(out) if out.exists() and is_ours(out) else ()
+    )  # steps took as long before they were predicted anew
+    write_output(out, found.to_toml() + trials_text(tried), force)
     return found
 
 

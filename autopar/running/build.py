@@ -20,9 +20,11 @@ from autopar.costs.rates import is_cpu
 from autopar.costs.updates import DefaultAdamW
 from autopar.errors import ConstraintError, PlanError, WorldSizeError
 from autopar.files.scratch import lasting_folder
+from autopar.frontend.inputs import NamedBatch, name_inputs
 from autopar.plan import Plan
-from autopar.profiling.detect import cache_folder
+from autopar.profiling.machine import cache_folder
 from autopar.program import GeneratedProgram
+from autopar.running.first_step import check_first_step
 from autopar.running.folder import TUNING_FILE, write_folder
 from autopar.running.launched import join_launched
 from autopar.running.surroundings import check_training
@@ -48,6 +50,7 @@ def build_step(
     seed: int = 0,
     init: Init | None = None,
     also: Sequence[GeneratedProgram] = (),
+    first_batch: tuple[Any, ...] | Mapping[str, Any] | None = None,
 ) -> Any:
     """This rank's `step`: call it with this rank's batch. Needs as many ranks as the plan has, under torchrun or in a
     process group that the caller started.
@@ -56,9 +59,10 @@ def build_step(
     with equal results on every rank. non_finite, loss_scale: as in TrainerConfig. The step starts from the model's
     values; what is done to the model later (frozen layers, loaded values) does not reach it. also: programs of the same
     model and plan for batches of other shapes, `compile(..., example_inputs=other, plan=compiled.plan)`, which the step
-    then takes too, with the same parameters and optimiser.
+    then takes too, with the same parameters and optimiser. first_batch: a whole batch, equal on every rank, of which
+    the program's loss is compared with the model's own before the step is returned (first_step.py).
     Raises WorldSizeError, ModelError for a model that is not as it was compiled (but for its values), and for meta
-    values without init.
+    values without init, TrainingError where the losses of first_batch differ.
     """
     check_numbers({"seed": seed, "max_grad_norm": max_grad_norm})
     join_launched()
@@ -89,7 +93,20 @@ def build_step(
                 alternatives="compile(..., plan=program.plan) for the other shapes",
             )
         take_also(step, other, init)
+    if first_batch is not None:
+        _check_batch(compiled, step, name_inputs(compiled.model, first_batch, compiled.loss_fn))
     return step
+
+
+def _check_batch(compiled: GeneratedProgram, step: Any, batch: NamedBatch) -> None:
+    """Raises ConstraintError for a program whose loss can only be compared in its first step, as a Trainer does."""
+    if reason := compiled.program.any.no_evaluation:
+        raise ConstraintError(
+            "a program without an evaluation mode cannot be checked before its first step",
+            values=reason,
+            alternatives=["no first_batch", "a Trainer, which compares the loss that it trains with"],
+        )
+    check_first_step(compiled, step, batch, lambda: float(step.evaluate(step.local_batch(batch))), wanted=True)
 
 
 def take_also(step: Any, other: GeneratedProgram, init: Init | None = None) -> None:

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
-from autopar.profiling.detect import cache_folder
 from autopar.profiling.gpus import detect_gpus
-from autopar.profiling.machine import available_cores, cpu_model, driver_version, host_memory_bytes
+from autopar.profiling.machine import available_cores, cache_folder, cpu_model, driver_version, host_memory_bytes
 from autopar.units import bytes_text
 from codegen.runtime.compiled_layers import why_unavailable
 

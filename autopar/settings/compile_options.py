@@ -140,6 +140,26 @@ class VerifyOptions(CompileOptions):
         check_verify(self.steps, self.max_grad_norm, self.seed)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialOptions(CompileOptions):
+    """All that `trial` takes beside the model and the cluster."""
+
+    plans: int = 3
+    """So many plans are run at most, the best of each of the best layouts."""
+    steps: int = 8
+    """So many steps are timed in every round, after two that are not."""
+    rounds: int = 3
+    """The plans take turns so often; each starts its processes anew."""
+    profile: str | Path | None = None
+    """The cluster's TOML file gets the measurements, where autopar wrote it; any other leaves them in the user's cache.
+    None is the file that the cluster's text names, if it does."""
+
+    def __post_init__(self) -> None:
+        CompileOptions.__post_init__(self)
+        for name in ("plans", "steps", "rounds"):
+            whole(name, getattr(self, name), 1)
+
+
 def check_verify(steps: Any, max_grad_norm: Any, seed: Any) -> None:
     """Raises ConstraintError for what `verify` cannot run with."""
     whole("steps", steps, 1)

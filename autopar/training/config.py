@@ -72,6 +72,9 @@ class TrainerConfig(PlanOptions):
     collective_seconds: how long ranks wait for one another before the run ends with an error, which is how a rank that
     hangs is noticed: longer than any rank takes for what the others wait for, such as to load a batch. By default 120
     where this process starts the ranks, and torch's own (1800, of NCCL 600) where a launcher does.
+    first_step_check: compare the program's loss of the first batch with the model's own on one rank, before training
+    begins (running/first_step.py): None where that fits and is quick, True whatever it costs, False never. A run that
+    goes on from a checkpoint is not checked.
     measure_memory: follow tensors through the first two steps of a run on CPU (a few times slower) to find the peak.
     """
 
@@ -97,6 +100,7 @@ class TrainerConfig(PlanOptions):
     keep_checkpoints: int = 2
     log_every: int = 10
     collective_seconds: float | None = None
+    first_step_check: bool | None = None
     measure_memory: bool = False
 
     def __post_init__(self) -> None:
@@ -110,6 +114,10 @@ class TrainerConfig(PlanOptions):
         for name in ("auto_parallel", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConstraintError(f"{name} is true or false", values=repr(getattr(self, name)))
+        if self.first_step_check is not None and not isinstance(self.first_step_check, bool):
+            raise ConstraintError(
+                "first_step_check is true, false or null", values=shown(self.first_step_check), alternatives="null"
+            )
         word("non_finite", self.non_finite, get_args(NonFinite))
         loss_scale_of(self.loss_scale, self.precision)
         for name in ("plan", "checkpoint_directory"):

@@ -21,6 +21,7 @@ from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
 from autopar.frontend.skeleton import in_training
 from autopar.running.build import take_also
+from autopar.running.first_step import AfterStep, check_first_step
 from autopar.running.state import check_checkpoint, load_checkpoint, save_checkpoint
 from autopar.settings.loss_scale import loss_scale_of
 from autopar.training import checkpoints
@@ -45,6 +46,7 @@ class RankLearner:
     def __init__(self, program: CompiledProgram, config: TrainerConfig) -> None:
         self.program, self.config = program, config
         self._num_shapes = 1
+        self._after_first: AfterStep | None = None
         self.step = program.build(
             max_grad_norm=config.max_grad_norm,
             non_finite=config.non_finite,
@@ -78,8 +80,27 @@ class RankLearner:
     def loss_scale(self) -> float | None:
         return None if self.step.loss_scaling is None else float(self.step.loss_scaling.value)
 
+    def check_first(self, batch: Batch) -> None:
+        """Compares the loss of the first batch with the model's own, unless the run goes on from a checkpoint. Raises
+        TrainingError, as the first step then may."""
+        if self.num_steps:
+            return
+        named = name_inputs(self.program.model, batch, self.program.loss_fn)
+        self._after_first = check_first_step(
+            self.program,
+            self.step,
+            named,
+            lambda: self.evaluate(batch),
+            wanted=self.config.first_step_check,
+            seed=self.config.seed,
+        )
+
     def __call__(self, batch: Batch) -> float:
-        return float(self._of(batch, self.step))
+        loss = float(self._of(batch, self.step))
+        if self._after_first is not None:
+            self._after_first(loss)
+            self._after_first = None
+        return loss
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """The gradients of a whole global batch, without an update; the global mean loss (0-dim)."""
@@ -154,6 +175,9 @@ class PlainLearner:
         self.guard = Guard(cast(NonFinite, config.non_finite), written, self.scaling)
         self.optimizer = call(self.factory, [(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
         self.settings = settings_of(self.optimizer)
+
+    def check_first(self, batch: Batch) -> None:
+        """There is nothing to compare the model with."""
 
     def __call__(self, batch: Batch) -> float:
         named = name_inputs(self.model, batch, self.loss_fn)
