@@ -22,7 +22,7 @@ NEWEST_PYTHON ?= $(PYTHON)
 NEWEST := .venv-newest
 TESTS ?=
 
-.PHONY: demo test test-all test-newest check pins clean
+.PHONY: demo test test-all test-newest check docs pins clean
 
 demo: $(VENV)/.installed-hf
 	$(BIN)/python -m examples.demo
@@ -41,14 +41,18 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The site of docs/ in site/: some five seconds, without network; a link that leads nowhere is an error.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 # What is installed now becomes what is installed from now on.
-pins: $(VENV)/.installed-dev
+pins: $(VENV)/.installed-dev $(VENV)/.installed-docs
 	grep '^#' $(PINS) > $(PINS).new
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' >> $(PINS).new
 	mv $(PINS).new $(PINS)
 
 clean:
-	rm -rf $(VENV) $(NEWEST) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(NEWEST) site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("autopar needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else 0'
@@ -66,6 +70,10 @@ $(VENV)/.installed-test: pyproject.toml $(PINS) | $(BIN)/python
 $(VENV)/.installed-dev: pyproject.toml $(PINS) | $(BIN)/python
 	$(PIP) '.[hf,test,dev]'
 	touch $(VENV)/.installed-hf $(VENV)/.installed-test $@
+
+$(VENV)/.installed-docs: pyproject.toml $(PINS) | $(BIN)/python
+	$(PIP) '.[docs]'
+	touch $@
 
 $(NEWEST)/.installed: pyproject.toml
 	$(NEWEST_PYTHON) -m venv $(NEWEST)
