@@ -7,7 +7,7 @@ import io
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TextIO
 
@@ -43,18 +43,21 @@ def print_json(found: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def working(words: str) -> Iterator[None]:
-    """Says `words` on a terminal's standard error while the block takes longer than SECONDS_OF_SILENCE."""
+def working(words: str) -> Iterator[Callable[[str], None]]:
+    """Says `words` on a terminal's standard error while the block takes longer than SECONDS_OF_SILENCE.
+
+    The block gets a function that adds to them how far it is.
+    """
     screen = Console(stderr=True)
     if _is_quiet.get() or not screen.is_terminal:
-        yield
+        yield lambda _: None
         return
     status = screen.status(words)
     timer = threading.Timer(SECONDS_OF_SILENCE, status.start)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield lambda more: status.update(f"{words}: {more}")
     finally:
         timer.cancel()
         timer.join()

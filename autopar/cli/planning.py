@@ -186,8 +186,8 @@ def explain(
     """Why this plan: what binds it, what other decisions would cost, and what more of everything would buy."""
     require_outputs(None, [timeline], force)
     compiled = program_of_source(source, model, cluster, flags)
-    with working("planning again, to see what binds"):
-        found = ask(compiled, seconds=seconds)
+    with working("planning again, to see what binds") as tell:
+        found = ask(compiled, seconds=seconds, tell=tell)
     if as_json:
         print_json(record_json("explanation", found))
     else:

@@ -4,6 +4,7 @@ first."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import AutoparError, InfeasibleError, PlanError
@@ -29,11 +30,14 @@ POLISH_ONLY = 0
 the time."""
 
 
-def explain(source: GeneratedProgram | Request, *, seconds: float = 60.0) -> Explanation:
+def explain(
+    source: GeneratedProgram | Request, *, seconds: float = 60.0, tell: Callable[[str], None] = lambda _: None
+) -> Explanation:
     """Why the plan of a compiled program, or the one that would be chosen for a request.
 
     seconds: after which no further question is asked; what is left is named in `not_tried`. A question that has begun
-    is answered. Raises PlanError on a program without its request, and AutoparError where nothing can be planned.
+    is answered. tell: gets each question, with its number, when it begins.
+    Raises PlanError on a program without its request, and AutoparError where nothing can be planned.
     """
     if isinstance(source, GeneratedProgram) and source.request is None:
         raise PlanError("the program came from another process, without what it was planned for")
@@ -45,7 +49,7 @@ def explain(source: GeneratedProgram | Request, *, seconds: float = 60.0) -> Exp
         request, solved_layers, POLISH_ONLY
     ).best  # again for a program that was searched: it fills the solved layers
     explained = source.best if isinstance(source, GeneratedProgram) else searched
-    return _Questions(request, solved_layers, searched, limit).answer(explained)
+    return _Questions(request, solved_layers, searched, limit, tell).answer(explained)
 
 
 @dataclass
@@ -57,14 +61,23 @@ class _Questions:
     solved_layers: Solved
     searched: Candidate
     limit: float
+    tell: Callable[[str], None]
     not_tried: list[str] = field(default_factory=list)
 
     def answer(self, best: Candidate) -> Explanation:
         plan = best.plan
         num_units = len(chain(best.graph))
-        asked = list(other_decisions(self.request, plan, num_units))
-        what_ifs = [w for c in conditions(self.request) if (w := self.what_if(best, c)) is not None]
-        alternatives = [a for d in asked if (a := self.alternative(plan, d)) is not None]
+        asked, changed = list(other_decisions(self.request, plan, num_units)), list(conditions(self.request))
+        count = len(asked) + len(changed)
+        # First what is solved already: other decisions have the prices of the plan, other conditions few of them.
+        alternatives: list[Alternative] = []
+        what_ifs: list[WhatIf] = []
+        for number, decision in enumerate(asked, 1):
+            self.tell(f"question {number} of {count}, {decision.dimension} {decision.value}")
+            alternatives += filter(None, [self.alternative(plan, decision)])
+        for number, condition in enumerate(changed, 1 + len(asked)):
+            self.tell(f"question {number} of {count}, {condition.words}")
+            what_ifs += filter(None, [self.what_if(best, condition)])
         capacity = float(self.request.capacity_bytes(plan.fullest_group))
         return Explanation(
             plan=plan,
