@@ -25,7 +25,7 @@ from autopar.cli.output import words_to, working
 from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
 from autopar.costs.updates import OptimizerFactory
-from autopar.errors import AutoparError, OutputError, PlanError
+from autopar.errors import AutoparError, ModelError, OutputError, PlanError
 from autopar.files.folder_swap import require_replaceable
 from autopar.files.outputs import require_writable
 from autopar.integrations.job import Job, constraints_of, load_job, parse_settings
@@ -266,13 +266,21 @@ def program_of_source(source: str, model: str | None, cluster: str | None, flags
     name = cluster or ("detect" if "measured" in given.cluster else given.cluster)
     spec = read_cluster(name, flags.processes or given.num_ranks)
     basis = given.basis or Basis()
-    flags = replace(flags, batch=flags.batch or given.global_batch_size, seq=flags.seq or basis.seq_len)
-    job = read_job(model, spec.num_devices, flags, meta=True)
+    job = _job_of_plan(model, spec.num_devices, flags, given.global_batch_size, basis.seq_len)
     kernels = {} if given.basis is None else {"kernels": "on" if basis.kernels else "off"}
     of_plan = {"precision": given.precision, "backend": basis.backend, **kernels}
     found = compile_job(job, spec, of_plan | options | {"plan": given, "global_batch_size": None})
     _tell_differences(given, found.plan)
     return found
+
+
+def _job_of_plan(model: str, num_devices: int, flags: Flags, rows: int, seq_len: int | None) -> Job:
+    """The plan's model with the plan's batch; a factory that takes no rows or no length has those of its own."""
+    asked = replace(flags, batch=flags.batch or rows)
+    for each in (replace(asked, seq=flags.seq or seq_len), asked):
+        with contextlib.suppress(ModelError):
+            return read_job(model, num_devices, each, meta=True)
+    return read_job(model, num_devices, flags, meta=True)
 
 
 def _tell_differences(given: Plan, found: Plan) -> None:

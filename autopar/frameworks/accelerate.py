@@ -8,7 +8,7 @@ Batches are those of one process: every rank's loader gives the whole batch, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -94,6 +94,7 @@ class LoopAccelerator(ProgramAccelerator):
         check_rows(learner, {rows for each in loaders for rows in rows_of_steps(each, 1)})
         self.program_model = ProgramModel(learner)
         made = LoopOptimizer(learner, self.program_model.values, self.program_model.pending)
+        self.program_model.loop_optimizer = made
         places = {id(model): self.program_model, id(optimizer): made, id(loaders[0]): prepared}
         for each in objects:
             if getattr(each, "optimizer", None) is optimizer:
@@ -163,6 +164,7 @@ class ProgramModel:
 
     def __init__(self, learner: RankLearner) -> None:
         self._learner, self.training = learner, True
+        self.loop_optimizer: LoopOptimizer | None = None
         self.values, self.pending = ModelValues(learner, learner.program.model), PendingLoss()
 
     @property
@@ -200,9 +202,14 @@ class ProgramModel:
         """The model in evaluation mode."""
         return self.train(False)
 
-    def parameters(self, recurse: bool = True) -> Any:
-        """The script's model's parameters, for clipping; they hold no gradients, and old values."""
-        return self.module.parameters(recurse)
+    def parameters(self, recurse: bool = True) -> Iterator[HeldParameter]:
+        """What stands for the model's parameters: to be counted, and given to `accelerator.clip_grad_norm_`."""
+        return (HeldParameter(parameter) for parameter in self.module.parameters(recurse))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as the optimiser's own does."""
+        assert self.loop_optimizer is not None
+        self.loop_optimizer.zero_grad(set_to_none)
 
     def whole(self) -> nn.Module:
         """The script's model with the trained values. Collective where training went on since."""
@@ -211,6 +218,29 @@ class ProgramModel:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name}: a program's model is called, and accelerator.unwrap_model(model) has the rest")
+
+
+class HeldParameter:
+    """One parameter of a model whose values and gradients ranks hold in parts: its shape and dtype, and no values.
+
+    Values and gradients raise RuntimeError, which says where they are.
+    """
+
+    def __init__(self, own: Tensor) -> None:
+        self.own = own
+
+    shape = property(lambda self: self.own.shape)
+    dtype = property(lambda self: self.own.dtype)
+    requires_grad = property(lambda self: self.own.requires_grad)
+
+    def numel(self) -> int:
+        return self.own.numel()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            f"{name} of a parameter: ranks hold values and gradients in parts. accelerator.unwrap_model(model) has the "
+            "trained values, accelerator.clip_grad_norm_ clips, model.step.gradients() gathers gradients"
+        )
 
 
 class LossOutput(Mapping[str, Tensor]):

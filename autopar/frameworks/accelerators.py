@@ -151,7 +151,7 @@ class ProgramAccelerator(Accelerator):  # type: ignore[misc]
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Let the coming update clip all gradients by their global norm, which is returned. Collective."""
-        list(parameters)  # a generator may be given, which the caller takes for read
+        given = {id(getattr(each, "own", each)) for each in parameters}
         if norm_type != 2:
             raise ConstraintError(
                 "gradients are clipped by their Euclidean norm", values=f"norm_type={norm_type}", alternatives="2"
@@ -160,6 +160,13 @@ class ProgramAccelerator(Accelerator):  # type: ignore[misc]
         if not isinstance(optimizer, ProgramOptimizer):
             raise ConstraintError(
                 "there is no program whose gradients could be clipped", alternatives="prepare() first"
+            )
+        trained = [each for each in optimizer.learner.program.model.parameters() if each.requires_grad]
+        if missing := sum(id(each) not in given for each in trained):
+            raise ConstraintError(
+                "gradients are clipped by the norm of all of them",
+                values=f"all but {missing} of {len(trained)} trained parameters",
+                alternatives="clip_grad_norm_(model.parameters(), norm)",
             )
         return cast(Tensor, optimizer.learner.step.clip(float(max_norm)))
 

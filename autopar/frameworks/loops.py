@@ -22,22 +22,28 @@ class ModelValues:
 
     def __init__(self, learner: RankLearner, model: nn.Module) -> None:
         self.learner, self.model = learner, model
+        self._is_trained = [parameter.requires_grad for parameter in model.parameters()]
         self.note()
 
     def note(self) -> None:
         """The model's values and the step's are the same now."""
-        self._num_steps, self._writes = self.learner.num_steps, self._num_writes()
+        self._num_steps, self._writes, self._sums = self.learner.num_steps, self._num_writes(), self._all_sums()
 
     def _num_writes(self) -> tuple[int, ...]:
         """How often each parameter was written to: torch counts that for autograd's own check."""
         return tuple(parameter._version for parameter in self.model.parameters())
+
+    @torch.no_grad()
+    def _all_sums(self) -> list[str]:
+        """Each parameter's sum, in which a write through `.data` is seen that torch does not count."""
+        return [repr(parameter.sum(dtype=torch.float64).item()) for parameter in self.model.parameters()]
 
     def take(self) -> None:
         """Put the step's values into the model, on every rank. Collective where training went on since."""
         self.give()
         if self._num_steps != self.learner.num_steps:
             self.learner.program.update_model(self.learner.step)
-            self.note()
+        self.note()
 
     def give(self) -> None:
         """Put the model's values into the step if somebody wrote to them. Raises RuntimeError if they were old then,
@@ -47,7 +53,13 @@ class ModelValues:
                 "the model's parameters have gradients of another loss than the model's, which the program would not "
                 "use: compute the whole loss in the model"
             )
-        if self._num_writes() == self._writes:
+        if [parameter.requires_grad for parameter in self.model.parameters()] != self._is_trained:
+            raise RuntimeError(
+                "parameters were frozen or unfrozen after there was a program, which trains what it was made for: "
+                "do it before that"
+            )
+        sums, self._sums = self._sums, []  # once after somebody may have looked: values are old from the next step on
+        if self._num_writes() == self._writes and (not sums or sums == self._all_sums()):
             return
         if self._num_steps != self.learner.num_steps:
             raise RuntimeError(
@@ -62,7 +74,7 @@ class PendingLoss:
     """The gradients that the step has of one call: `loss` is what the loop gets, and calls backward of."""
 
     def __init__(self) -> None:
-        self._is_pending = self._is_taken = False
+        self._is_pending = self._is_taken = self.is_used = False
         self._num_calls = 0
 
     def loss(self, value: Tensor) -> Tensor:
@@ -97,6 +109,8 @@ class PendingLoss:
 
     def take(self, call: int, factor: float) -> None:
         """A backward has asked for a call's gradients, times a factor. Raises RuntimeError if they are not those."""
+        if self.is_used:
+            raise RuntimeError("optimizer.zero_grad() was not called since the last update, whose gradients add up")
         if self._is_taken or not self._is_pending or call != self._num_calls:
             raise RuntimeError(
                 "backward() was called twice for one call of the model, or after its gradients were gone"
@@ -138,9 +152,11 @@ class LoopOptimizer(ProgramOptimizer):
         self.values.give()
         super().step()
         self.pending.drop()
+        self.pending.is_used = True
         return returned
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that a backward has asked for, also if no update has used them."""
+        self.pending.is_used = False
         if self.pending.drop():
             super().zero_grad(set_to_none)

@@ -68,6 +68,19 @@ def test_a_plan_file_is_priced_for_what_it_says(folder: Path) -> None:
     assert "priced anew" in other.stderr and "input_ids: int64 [8, 16] instead of int64 [8, 8]" in other.stderr
 
 
+def test_the_plan_of_a_factory_without_arguments_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "bare_factory.py").write_text(
+        "import torch\nfrom torch import nn\ndef made():\n"
+        "    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))\n"
+        "    return net, (torch.zeros(8, 16),), lambda out: out.square().mean()\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    path = folder / "bare.yaml"
+    run("plan", "bare_factory:made", "--cluster", "2 cpu", "--out", str(path), "--quiet")
+    found = run("report", str(path), "--model", "bare_factory:made", "--json")
+    assert json.loads(found.stdout)["figures"]["step_seconds"] == Plan.from_file(path).prediction.step_seconds
+
+
 def test_keys_are_documented(planned: Result) -> None:
     """Every key of a report is in docs/cli.md."""
     text = (Path(__file__).parents[3] / "docs" / "cli.md").read_text()

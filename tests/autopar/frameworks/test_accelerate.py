@@ -131,12 +131,16 @@ def test_what_a_script_does_to_gradients_by_hand_is_refused() -> None:
         model(**batch)
     optimizer.step()
     loss = model(**batch)
-    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="zero_grad\\(\\) was not called"):
+        accelerator.backward(loss)
+    model.zero_grad()
+    penalty = sum(parameter.square().sum() for parameter in model.module.parameters())
     accelerator.backward(loss + penalty)
     with pytest.raises(RuntimeError, match="gradients of another loss"):
         optimizer.step()
     for refused in (
         lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+        lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], 1.0),
         lambda: accelerator.save_state("nowhere"),
         lambda: optimizer.state_dict(),
         lambda: optimizer.add_param_group({"params": []}),
@@ -155,6 +159,25 @@ def test_values_that_a_script_writes_reach_the_program() -> None:
         for parameter in accelerator.unwrap_model(model).parameters():
             parameter.zero_()
     assert model(**batch).item() == 0.0 < first.item()
+
+
+def test_what_a_script_does_to_parameters_by_hand_is_seen_or_refused() -> None:
+    accelerator, model, optimizer, _, batch = prepared()
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in model.module.parameters())
+    with pytest.raises(RuntimeError, match="accelerator.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(RuntimeError, match="unwrap_model"):
+        next(model.parameters()).data.mul_(0.5)
+    accelerator.backward(model(**batch))
+    optimizer.step()
+    optimizer.zero_grad()
+    for parameter in accelerator.unwrap_model(model).parameters():
+        parameter.data.zero_()  # which torch's counters do not see
+    assert model(**batch).item() == 0.0
+    for parameter in accelerator.unwrap_model(model).parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="frozen or unfrozen"):
+        model(**batch)
 
 
 @pytest.mark.parametrize("named", [{"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}])
