@@ -29,6 +29,7 @@ from torch.distributed.run import get_args_parser
 
 import autopar
 from autopar import cli
+from autopar.rules.registry import default_registry
 from tests.documented import HOME, SHELLS, Block, Command, blocks, commands, excerpt, matched, pages, plain, spans
 
 UsageError: Any = typer.BadParameter.__base__
@@ -175,8 +176,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
     monkeypatch.syspath_prepend(tmp_path)
-    before = set(sys.modules)
+    before, rules = set(sys.modules), dict(default_registry().additions)
     yield tmp_path
+    default_registry().additions.clear()  # a page may register rules of its own
+    default_registry().additions.update(rules)
     for name in set(sys.modules) - before:
         file = getattr(sys.modules[name], "__file__", None)
         if file and Path(file).is_relative_to(tmp_path):
