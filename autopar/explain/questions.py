@@ -49,7 +49,8 @@ def explain(
         request, solved_layers, POLISH_ONLY
     ).best  # again for a program that was searched: it fills the solved layers
     explained = source.best if isinstance(source, GeneratedProgram) else searched
-    return _Questions(request, solved_layers, searched, limit, tell).answer(explained)
+    questions = _Questions(request=request, solved_layers=solved_layers, searched=searched, limit=limit, tell=tell)
+    return questions.answer(explained)
 
 
 @dataclass
