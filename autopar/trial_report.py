@@ -94,7 +94,7 @@ def pins_of(plan: Plan) -> dict[str, int]:
 
 def digest_of(plan: Plan) -> str:
     """A hash of what was decided, whatever is predicted of it."""
-    decided = replace(plan, cluster="", prediction=type(plan.prediction)(), runner_ups=())
+    decided = replace(plan, cluster="", prediction=type(plan.prediction)(), runner_ups=(), basis=None)
     return hashlib.sha256(decided.to_yaml().encode()).hexdigest()[:16]
 
 
