@@ -8,7 +8,7 @@ import functools
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -149,15 +149,15 @@ def load_package(compiled: GeneratedProgram) -> ModuleType:
 
 
 @contextlib.contextmanager
-def share_packages(programs: Iterable[GeneratedProgram], home: Path) -> Iterator[None]:
+def share_packages(programs: Sequence[GeneratedProgram], home: Path) -> Iterator[None]:
     """Write the programs' packages into `home` and compile them once, for processes that are forked in the context.
 
     The first `load_package` of each of them imports it from there.
     """
-    for program in programs:
-        _shared[id(program)] = package = _write_package(program, home)
-        compileall.compile_dir(package, quiet=2)
     try:
+        for program in programs:
+            _shared[id(program)] = package = _write_package(program, home)
+            compileall.compile_dir(package, quiet=2)
         yield
     finally:
         for program in programs:

@@ -320,7 +320,8 @@ class Step:
 
         Tensors may lie in containers, as forward of the original model takes them (`flat_batch`).
         """
-        taking = self._taking(batch := flat_batch(batch), is_local=False)
+        batch = flat_batch(batch)
+        taking = self._taking(batch, is_local=False)
         taking._batch.whole(batch, self.rng.step)
         return {name: value for part in taking.parts for name, value in part.local_batch(batch).items()}
 

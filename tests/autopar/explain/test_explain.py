@@ -173,8 +173,13 @@ def test_recompute_alternatives_are_those_the_plan_lacks() -> None:
 
 @pytest.mark.slow
 def test_no_time_leaves_questions_and_says_so() -> None:
-    found = explain(request(), seconds=0.0)
+    asked: list[str] = []
+    found = explain(request(), seconds=0.0, tell=asked.append)
     assert not found.alternatives and len(found.not_tried) > 5
+    decisions = [
+        any(f", {d.dimension} {d.value}" in words for d in other_decisions(request(), found.plan, 5)) for words in asked
+    ]
+    assert any(decisions) and decisions == sorted(decisions, reverse=True)  # before conditions, which are solved anew
     assert all(w.seconds is None and w.same_plan_seconds is not None for w in found.what_ifs)
     assert "Not tried, the time was up" in render_explanation(found)
 
