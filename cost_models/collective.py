@@ -6,7 +6,7 @@ factors as in ``doc/PERFORMANCE.md`` of nccl-tests). Every algorithm and protoco
 time is that of the lowest line. Notation:
 
     n ranks on N nodes, p = n / N ranks per node;  B bytes of the whole tensor (see `seconds`)
-    g      what others on the fabric cost: 1 + c log2 N, c the link's contention_per_doubling
+    g      what others on the fabric cost: 1 + c log2 N p / d, c the link's contention_per_doubling, d devices per node
     i      intra-node rate of one rank: achievable, times the share of its links that lead to its group (`mesh`)
     w      inter-node rate of one device:  achievable / g, over devices_per_node if the node shares a link
     hi, he one hop inside and between nodes, of the Simple protocol on a ring; he is the link's latency times g
@@ -15,8 +15,10 @@ time is that of the lowest line. Notation:
 
 A protocol multiplies s0, hops and rates (`nccl.protocol`); links that NCCL does not drive have one, with factors of 1
 and e = 0. s0, hops and the rates of a link are first multiplied by its latency_factors and rate_factors for the kind.
-All groups of a mesh axis communicate at the same time, so a group owns p / devices_per_node of its nodes' network
-interfaces: its ring leaves a node at p w.
+All groups of a mesh axis communicate at the same time, so a group owns p / d of its nodes' network interfaces: its ring
+leaves a node at p w. Interfaces of equal number in all nodes are one rail, with switches of its own: a group with one
+rank per node stays on its rail, and a group waits for the slowest of its p rails. So g grows with the share of the
+rails that a group uses (docs/published_runs.md, "Rails").
 
 Ranks of a ring wait for one neighbour only, so noisy steps slow it by a factor that does not grow with n (K. Johansson,
 "Shape fluctuations and random matrices", 2000: last-passage times are linear in the number of steps); a fabric that all
@@ -202,7 +204,7 @@ class _Path:
 def _path(kind: Kind, layout: Layout, group: Group, per_node: int, intra: Link, inter: Link) -> _Path:
     intra, inter = _for_kind(intra, kind), _for_kind(inter, kind)
     sharers = per_node if inter.shared_by_node else 1
-    contention = 1 + inter.contention_per_doubling * math.log2(layout.num_nodes)
+    contention = 1 + _rail_contention(layout, per_node, inter) * math.log2(layout.num_nodes)
     alone = layout.ranks_per_node == 1
     links = [inter] if alone else [intra] if layout.num_nodes == 1 else [intra, inter]
     by_nccl = all(nccl.drives(link) for link in links)
@@ -218,6 +220,11 @@ def _path(kind: Kind, layout: Layout, group: Group, per_node: int, intra: Link, 
         by_nccl=by_nccl,
         own_step=nccl.own_step(kind) if by_nccl else 0.0,
     )
+
+
+def _rail_contention(layout: Layout, per_node: int, inter: Link) -> float:
+    """contention_per_doubling of a group that uses so many of its nodes' rails; of all where a node has one interface."""
+    return inter.contention_per_doubling * (1.0 if inter.shared_by_node else layout.ranks_per_node / per_node)
 
 
 def _for_kind(link: Link, kind: Kind) -> Link:
@@ -352,5 +359,5 @@ def _p2p_rate(group: Group, path: _Path, per_node: int) -> float:
     cross."""
     if path.layout.num_nodes == 1:
         return path.intra_rate
-    rate = path.inter.achievable_bytes_per_second / (1 + path.inter.contention_per_doubling)
+    rate = path.inter.achievable_bytes_per_second / (1 + _rail_contention(path.layout, per_node, path.inter))
     return rate / min(group.stride, per_node) if path.inter.shared_by_node else rate

@@ -32,7 +32,9 @@ class Framework:
     lies between such matrices is cut along the sequence. stages: how a pipeline is cut: the longest stage as short as
     can be ("time"), equally many layers with the ends on top ("layers"), or by multiply-adds of weights with a last
     matrix counted ("weights"). overlap: the share of a micro-batch's compute behind which traffic of data parallelism
-    may run; -1: the share of that traffic which the planner takes to be hidden. cp_exchange: how context-parallel ranks
+    may run; -1: the share of that traffic which the planner takes to be hidden. zero_overlaps: whether that holds of
+    gradients that ZeRO cuts, too. async_linears: a tensor-parallel linear sends its input's gradient while it computes
+    its weight's. cp_exchange: how context-parallel ranks
     get one another's keys and values, gathered before attention or passed around while it computes ("ring").
     gradient_bytes: of a gradient as it is reduced, in 16-bit training (0: the planner's). accumulate_bytes: moved per
     parameter and micro-batch to add up gradients. gradient_copy_bytes: of a second copy of all gradients, held for the
@@ -55,6 +57,8 @@ class Framework:
     sequence_parallel: bool = True
     stages: str = "layers"
     overlap: float = 0.0
+    zero_overlaps: bool = True
+    async_linears: bool = False
     cp_exchange: str = "all-gather"
     gradient_bytes: int = 0
     accumulate_bytes: float = 0.0

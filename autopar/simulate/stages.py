@@ -14,6 +14,10 @@ from cost_models.frameworks import Framework
 from cost_models.hardware import Device
 
 HOST = "waiting for the host"
+INPUT_GRADIENTS = "reduce_scatter tp"
+"""Half of them backward, of inputs' gradients that column-parallel linears make; the other half forward, of results."""
+PRODUCTS = "backward matmuls"
+"""Half of them make gradients of weights, and of these half are column-parallel."""
 
 
 def cut(
@@ -116,10 +120,16 @@ def profiled(
         micro[ACCUMULATION] = added
         backward += added
     if not framework.hides_by_share:
-        exposed = _exposed(traffic, framework.overlap * (forward + backward), layers)
-        _hide(micro, exposed)
+        overlap = framework.overlap if framework.zero_overlaps or not wanted.zero else 0.0
+        exposed = _exposed(traffic, overlap * (forward + backward), layers)
+        _hide(micro, SYNCHRONISATION, traffic - exposed)
         traffic = exposed
-        _hide(step, _exposed(step.get(SYNCHRONISATION, 0.0), framework.overlap * backward, layers))
+        sums = step.get(SYNCHRONISATION, 0.0)
+        _hide(step, SYNCHRONISATION, sums - _exposed(sums, overlap * backward, layers))
+    if framework.async_linears and tp > 1:
+        hidden = min(micro.get(INPUT_GRADIENTS, 0.0) / 2, micro.get(PRODUCTS, 0.0) / 4)
+        _hide(micro, INPUT_GRADIENTS, hidden)
+        backward -= hidden
     host = layers * framework.host_layer_seconds
     if tp > 1:
         host += layers * 4 * framework.host_collective_seconds
@@ -136,8 +146,7 @@ def _exposed(traffic: float, window: float, layers: int) -> float:
     return max(traffic - window, traffic / max(layers, 1)) if window else traffic
 
 
-def _hide(seconds: dict[str, float], exposed: float) -> None:
-    whole = seconds.get(SYNCHRONISATION, 0.0)
-    if whole:
-        seconds[SYNCHRONISATION] = exposed
-        seconds[HIDDEN] = seconds.get(HIDDEN, 0.0) + whole - exposed
+def _hide(seconds: dict[str, float], kind: str, hidden: float) -> None:
+    if kind in seconds:
+        seconds[kind] -= hidden
+        seconds[HIDDEN] = seconds.get(HIDDEN, 0.0) + hidden

@@ -16,6 +16,8 @@ from benchmarks.published_runs.machines import cluster_of, device_of, precision_
 from benchmarks.published_runs.models import graph_of, model_key, share_of
 from benchmarks.published_runs.rows import NEEDED, Row, SkippedError
 from benchmarks.published_runs.strategies import profile_of, strategy_of
+from cost_models.frameworks import Framework
+from cost_models.machine import Cluster
 
 Skipped = tuple[Row, str]
 """A row, and why it is not predicted."""
@@ -70,7 +72,7 @@ class Predictions:
     def outcome(self, row: Row) -> Outcome:
         """Raises SkippedError."""
         check(row)
-        cluster, strategy, profile = cluster_of(row), strategy_of(row), profile_of(row)
+        cluster, strategy, profile = self.cluster(row), strategy_of(row), self.profile(row)
         predictor = self.predictor(row)
         started = time.perf_counter()
         try:
@@ -82,6 +84,14 @@ class Predictions:
             raise SkippedError(str(error).splitlines()[0]) from None
         self.score_seconds += time.perf_counter() - started
         return Outcome(row, found, architecture(cluster.device.name))
+
+    def cluster(self, row: Row) -> Cluster:
+        """Where the row ran. Raises SkippedError."""
+        return cluster_of(row)
+
+    def profile(self, row: Row) -> Framework:
+        """Of the row's framework."""
+        return profile_of(row)
 
     def predictor(self, row: Row) -> Predictor:
         """Of the row's model."""

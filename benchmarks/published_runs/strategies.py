@@ -20,7 +20,7 @@ PROFILES: Sequence[tuple[str, str]] = (
     ("megatron-core", "megatron-2023"),
     ("nemo", "megatron-2023"),
     ("megatron", "megatron-2021"),
-    ("internevo", "megatron-2023"),
+    ("internevo", "internevo"),
     ("libai", "libai"),
     ("alpa", "xla"),
     ("ddp", "ddp"),
@@ -124,5 +124,5 @@ def assumptions(row: Row) -> Iterable[str]:
     if not any(word in family for word, _ in FAMILIES):
         yield f"architecture {row['arch_family']} built as a {family_of(row)}"
     text = row["framework"].lower()
-    if "internevo" in text or not any(word in text for word, _ in PROFILES):
+    if not any(word in text for word, _ in PROFILES):
         yield f"framework {row['framework']} under the profile {profile_of(row).name}"

@@ -173,14 +173,36 @@ def test_chunks_of_a_tree_of_switches_fill_it_once(chunks: int) -> None:
 
 @pytest.mark.parametrize("nodes", [2, 8, 32])
 def test_contention_slows_bytes_and_hops_alike(nodes: int) -> None:
+    """A group on one rail of eight has an eighth of it."""
     busy, quiet = (Cluster.parse(f"{nodes}x8 h100-sxm nvlink4 {name}") for name in ("efa-400g", "efa-400g-quiet"))
-    factor = 1 + busy.inter_node.contention_per_doubling * math.log2(nodes)
+    factor = 1 + busy.inter_node.contention_per_doubling * math.log2(nodes) / 8
     startup = quiet.inter_node.startup_seconds
     for num_bytes in (8, 1e9):
         alone, among = (
             seconds("all_gather", num_bytes, Group(nodes, 8), cluster) - startup for cluster in (quiet, busy)
         )
         assert among == pytest.approx(factor * alone)
+
+
+@pytest.mark.parametrize("rails", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather"])
+def test_contention_grows_with_the_rails_of_a_group(rails: int, kind: Kind) -> None:
+    """What large messages take more per byte is in proportion to the rails that a group spans."""
+    busy, quiet = (Cluster.parse(f"32x8 h100-sxm nvlink4 {name}") for name in ("efa-400g", "efa-400g-quiet"))
+    group = Group(32 * rails, 8 // rails)
+    alone, among = (seconds(kind, 2e12, group, c) - seconds(kind, 1e12, group, c) for c in (quiet, busy))
+    assert among / alone - 1 == pytest.approx(busy.inter_node.contention_per_doubling * 5 * rails / 8)
+
+
+def test_a_node_with_one_interface_has_one_rail() -> None:
+    """Groups that share a node's only interface meet the same contention, whatever their number."""
+    cluster = Cluster.parse("4x8 a100-40g nvlink3 ethernet-100g")
+    quiet = replace(cluster, inter_node=replace(cluster.inter_node, contention_per_doubling=0.0))
+    for group in (Group(4, 8), Group(32, 1)):
+        alone, among = (
+            seconds("all_gather", 2e12, group, c) - seconds("all_gather", 1e12, group, c) for c in (quiet, cluster)
+        )
+        assert among / alone - 1 == pytest.approx(2 * cluster.inter_node.contention_per_doubling)
 
 
 def test_messages_to_remote_peers_overlap() -> None:

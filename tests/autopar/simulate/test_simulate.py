@@ -162,6 +162,31 @@ def test_traffic_hides_only_behind_compute() -> None:
     assert whole == pytest.approx(shown.seconds[kind])
 
 
+def test_gradients_that_zero_cuts_may_hide_nothing() -> None:
+    """Nothing is hidden then of those, and as much as ever of whole ones."""
+    late = replace(framework("fsdp"), zero_overlaps=False)
+    kind = "gradient and parameter synchronisation"
+    for zero in (0, 1):
+        parts = {"dp": 4, "zero": zero, "micro_batches": 1}
+        usual, found = predicted(profile="fsdp", **parts), predicted(profile=late, **parts)
+        whole = usual.seconds[kind] + usual.seconds["hidden communication"]
+        assert found.seconds[kind] == pytest.approx(whole if zero else usual.seconds[kind])
+
+
+def test_async_linears_hide_the_sum_of_half_their_products() -> None:
+    """Of the reduce_scatters one in two is of inputs' gradients: on fast links they hide, on slow ones a quarter of what
+    the products of backward take does."""
+    parts = {"dp": 1, "tp": 4, "zero": 0, "micro_batches": 2, "sp": True}
+    plain = replace(framework("megatron-2023"), async_linears=False)
+    for cluster in ("1x4 h100-sxm", "4x1 h100-sxm nvlink4 ethernet-10g"):
+        usual = predicted(profile=plain, cluster=cluster, **parts)
+        found = predicted(profile="megatron-2023", cluster=cluster, **parts)
+        hidden = min(usual.seconds["reduce_scatter tp"] / 2, usual.seconds["backward matmuls"] / 4)
+        assert hidden > 0
+        assert usual.seconds["reduce_scatter tp"] - found.seconds["reduce_scatter tp"] == pytest.approx(hidden)
+        assert usual.step_seconds - found.step_seconds == pytest.approx(hidden)
+
+
 def test_a_framework_that_copies_gradients_holds_four_more_bytes_per_parameter() -> None:
     parts = {"dp": 4, "zero": 0, "micro_batches": 2}
     plain = replace(framework("megatron-2021"), gradient_copy_bytes=0.0)
