@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -100,6 +101,7 @@ class Param:
         return tuple(local)
 
 
+@functools.cache
 def parse_placement(text: str) -> tuple[str, int, int]:
     """ "S(1/3)" -> ("S", 1, 3), "Rp" -> ("Rp", -1, 1). ValueError with the legal forms."""
     match = _FORM.fullmatch(text)
@@ -123,10 +125,13 @@ def shards(placements: Mapping[str, str], mesh: Mesh) -> list[tuple[str, int, in
 
 def runs(dim: int, spec: Param, mesh: Mesh) -> list[tuple[int, int, int]]:
     """(local start, global start, length) of the runs of global indices that this rank holds of a dim."""
-    index = torch.arange(spec.padded_shape[dim], device="cpu")
-    for axis, sharded, sections in shards(spec.placements, mesh):
-        if sharded == dim:
-            index = reshard.own_part(index, 0, sections, mesh.axis(axis))
+    size = spec.padded_shape[dim]
+    cuts = [(axis, sections) for axis, sharded, sections in shards(spec.placements, mesh) if sharded == dim]
+    if not cuts and not spec.padding:
+        return [(0, 0, size)] if size else []
+    index = torch.arange(size, device="cpu")
+    for axis, sections in cuts:
+        index = reshard.own_part(index, 0, sections, mesh.axis(axis))
     local = torch.arange(len(index), device="cpu")
     _, padded, count = parse_placement(spec.padded)
     if spec.padding and padded == dim:
