@@ -133,10 +133,11 @@ def test_rows_that_are_added_to_their_tokens_travel(pins: dict[str, Any]) -> Non
 def test_rows_travel_to_matrices_that_the_model_looks_up_for_each(pins: dict[str, Any]) -> None:
     example = ZOO["gpt_oss"].build()
     example.model.set_experts_implementation("batched_mm")
-    given = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "constraints": pins}
-    report = autopar.verify(example.model, IDEAL, **given)
+    given = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "optimizer": sgd_with_momentum}
+    program = autopar.compile(example.model, IDEAL, constraints=pins, **given)
+    report = verify_program(program, example.inputs)
     assert report.ok(1e-5), report
-    layer = autopar.compile(example.model, IDEAL, **given).source.split("\nclass ")[1]
+    layer = program.source.split("\nclass ")[1]
     assert [layer.count(f" {name}(") for name in ("Routes", "dispatch", "expert_linear", "combine")] == [1, 1, 2, 1]
 
 
