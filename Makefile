@@ -11,8 +11,8 @@ PINS := constraints.txt
 INSTALL = -m pip install --disable-pip-version-check --quiet --no-compile
 PIP := $(BIN)/python $(INSTALL) --constraint $(PINS) --editable
 PYTEST := $(BIN)/python -m pytest
-# Test files are dealt to two processes; the tests of a file share what it traces and plans.
-WORKERS ?= -n 2 --dist loadfile
+# Test files are dealt to two processes; the tests of a file share what it traces and plans. tests/conftest.py orders them.
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # Seconds for a whole test run; single tests have the shorter `timeout` of pyproject.toml.
 TEST_SECONDS ?= 1200
 TEST_ALL_SECONDS ?= 5000

@@ -123,20 +123,21 @@ def shards(placements: Mapping[str, str], mesh: Mesh) -> list[tuple[str, int, in
 
 def runs(dim: int, spec: Param, mesh: Mesh) -> list[tuple[int, int, int]]:
     """(local start, global start, length) of the runs of global indices that this rank holds of a dim."""
-    index = torch.arange(spec.padded_shape[dim], device="cpu")
-    for axis, sharded, sections in shards(spec.placements, mesh):
-        if sharded == dim:
-            index = reshard.own_part(index, 0, sections, mesh.axis(axis))
+    size, cuts = spec.padded_shape[dim], [each for each in shards(spec.placements, mesh) if each[1] == dim]
+    if not cuts and not spec.padding:
+        return [(0, 0, size)] if size else []
+    index = torch.arange(size, device="cpu")
+    for axis, _, sections in cuts:
+        index = reshard.own_part(index, 0, sections, mesh.axis(axis))
     local = torch.arange(len(index), device="cpu")
     _, padded, count = parse_placement(spec.padded)
     if spec.padding and padded == dim:
         own = spec.shape[dim] // count
         section, place = index // (own + spec.padding), index % (own + spec.padding)
         local, index = local[place < own], (section * own + place)[place < own]
-    is_apart = (index.diff() != 1) | (local.diff() != 1)
-    starts = [0, *(torch.nonzero(is_apart).flatten() + 1).tolist()] if len(index) else []
-    stops = [*starts[1:], len(index)] if starts else []
-    return [(int(local[lo]), int(index[lo]), hi - lo) for lo, hi in zip(starts, stops, strict=True)]
+    breaks = torch.nonzero((index.diff() != 1) | (local.diff() != 1)).flatten() + 1
+    bounds = [0, *breaks.tolist(), len(index)] if len(index) else []
+    return [(int(local[lo]), int(index[lo]), hi - lo) for lo, hi in itertools.pairwise(bounds)]
 
 
 def declared(root: type[Module]) -> Iterator[tuple[str, Param, tuple[str, ...]]]:

@@ -23,6 +23,7 @@ from autopar.planning.request import pricer_for
 from autopar.planning.search_space import build_search_space
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.simulate import meshes, run_ranks
+from autopar.verify import sgd_with_momentum, verify_program
 from codegen.runtime.experts import Routes, combine, dispatch, expert_linear
 from examples.zoo import ZOO
 from search.intra_op import solve
@@ -86,13 +87,18 @@ def batch(routing: str) -> dict[str, Tensor]:
     return {"tokens": tokens[0], "choices": choices, "labels": tokens[1]}
 
 
-def verified(routing: str, model: type[Routed] = Routed, **constraints: Any) -> Any:
+def check(model: type[Routed], pins: dict[str, Any], *routings: str) -> None:
+    """One program, under each routing."""
     torch.manual_seed(0)
-    return autopar.verify(model(), IDEAL, example_inputs=batch(routing), constraints=constraints)
+    given = {"example_inputs": batch("mixed"), "constraints": pins, "optimizer": sgd_with_momentum}
+    program = autopar.compile(model(), IDEAL, **given)
+    assert all(f"{axis}{pins[axis]}" in program.plan.mesh_text for axis in ("ep", "cp", "tp") if axis in pins)
+    for routing in routings:
+        report = verify_program(program, batch(routing))
+        assert report.ok(1e-5), f"{routing}: {report}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("routing", ["mixed", "skewed", "one expert has all"])
 @pytest.mark.parametrize(
     "pins",
     [
@@ -108,10 +114,8 @@ def verified(routing: str, model: type[Routed] = Routed, **constraints: Any) -> 
     ],
     ids=str,
 )
-def test_programs_train_as_one_process_does(routing: str, pins: dict[str, Any]) -> None:
-    report = verified(routing, **pins)
-    assert report.ok(1e-5), report
-    assert all(f"{axis}{pins[axis]}" in report.mesh for axis in ("ep", "cp", "tp") if axis in pins)
+def test_programs_train_as_one_process_does(pins: dict[str, Any]) -> None:
+    check(Routed, pins, "mixed", "skewed", "one expert has all")
 
 
 @pytest.mark.slow
@@ -119,9 +123,7 @@ def test_programs_train_as_one_process_does(routing: str, pins: dict[str, Any]) 
     "pins", [{"ep": 4}, {"ep": 2, "tp": 2}, {"ep": 2, "tp": 2, "etp": 1}, {"dp": 4, "ep": 2, "zero": 3}], ids=str
 )
 def test_rows_that_are_added_to_their_tokens_travel(pins: dict[str, Any]) -> None:
-    for routing in ("skewed", "one expert has all"):
-        report = verified(routing, AddedToTokens, **pins)
-        assert report.ok(1e-5), report
+    check(AddedToTokens, pins, "skewed", "one expert has all")
 
 
 @pytest.mark.slow
@@ -131,10 +133,11 @@ def test_rows_that_are_added_to_their_tokens_travel(pins: dict[str, Any]) -> Non
 def test_rows_travel_to_matrices_that_the_model_looks_up_for_each(pins: dict[str, Any]) -> None:
     example = ZOO["gpt_oss"].build()
     example.model.set_experts_implementation("batched_mm")
-    given = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "constraints": pins}
-    report = autopar.verify(example.model, IDEAL, **given)
+    given = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "optimizer": sgd_with_momentum}
+    program = autopar.compile(example.model, IDEAL, constraints=pins, **given)
+    report = verify_program(program, example.inputs)
     assert report.ok(1e-5), report
-    layer = autopar.compile(example.model, IDEAL, **given).source.split("\nclass ")[1]
+    layer = program.source.split("\nclass ")[1]
     assert [layer.count(f" {name}(") for name in ("Routes", "dispatch", "expert_linear", "combine")] == [1, 1, 2, 1]
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import autopar
 from autopar.plan import Plan
 from autopar.verify import verify_program
 from benchmarks.verify_pipelines import Case, cluster_of, compiled, run
+from tests import forked
 
 
 def slow(*values: Any) -> Any:
@@ -70,7 +69,7 @@ def test_a_written_plan_may_have_unlike_pipeline_ranks_on_equal_devices() -> Non
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_saved_program_of_unlike_pipeline_ranks_trains_and_resumes_under_torchrun(tmp_path: Path) -> None:
+def test_a_saved_program_of_unlike_pipeline_ranks_trains_and_resumes(tmp_path: Path) -> None:
     """Its own main.py, without autopar on the path: the losses of one process, with the optimiser compiled in."""
     case = on("gpt2", (2, 1), {"tp": 1, "zero": 1, "schedule": "1f1b"})
     program, inputs = compiled(case, case.cluster)
@@ -109,11 +108,8 @@ def eager_losses(
 
 def trained(folder: Path, cwd: Path, steps: int, checkpoint: str) -> list[float]:
     """The losses that the program prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", str(folder / "main.py")]
     options = ["--steps", str(steps), "--data", str(cwd / "text"), "--checkpoint", str(cwd / checkpoint)]
     environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *options], cwd=cwd, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
+    done = forked.run([str(folder / "main.py"), *options], ranks=3, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return [float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", done.stdout)]

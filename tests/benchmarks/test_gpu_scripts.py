@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import torch
 from benchmarks.gpu import kernels, train
 from benchmarks.gpu.cases.case import BOTH, FORWARD, Case
 from benchmarks.gpu.isolated import NO_TIME, Outcome
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,9 +21,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", ["kernels", "train", "profile"])
 def test_runs_by_its_path_from_anywhere(name, tmp_path):
     script = ROOT / "benchmarks" / "gpu" / f"{name}.py"
-    result = subprocess.run(
-        [sys.executable, script, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=900
-    )
+    result = forked.run([str(script), "--help"], cwd=tmp_path)
     assert result.returncode == 0 and "--seconds" in result.stdout, result.stderr[-2000:]
 
 

@@ -13,6 +13,7 @@ import yaml
 import autopar
 from codegen.launching import NodeGroup, Nodes, pytorch_job, single_node, slurm_script, usage
 from examples.models import EXAMPLES
+from tests import forked
 
 TWO = Nodes((NodeGroup(2, 8, device="h100-sxm"),))
 UNLIKE = Nodes((NodeGroup(1, 2, device="a100-80g"), NodeGroup(2, 1, device="l4")))
@@ -41,8 +42,7 @@ def test_the_folder_says_how_it_is_started(folder: Path) -> None:
     assert f"    {line} main.py --steps 10\n" in (folder / "main.py").read_text()
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     environment.pop("WORLD_SIZE", None)
-    command = [sys.executable, str(folder / "main.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = forked.run([str(folder / "main.py")], env=environment)
     assert done.returncode == 1 and "this program is for 4 processes, 1 run" in done.stderr
     assert f"{line} {folder / 'main.py'}" in done.stderr
 

@@ -23,6 +23,7 @@ from codegen.runtime import checkpoint_files as files
 from codegen.runtime import options
 from codegen.runtime.checkpoint_folder import latest
 from examples.models import EXAMPLES
+from tests import forked
 
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")},
@@ -57,10 +58,7 @@ def command(folder: Path, *words: str, ranks: int = 1) -> list[str]:
 
 
 def run(folder: Path, *words: str, ranks: int = 1, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(folder, *words, ranks=ranks), cwd=cwd or folder.parent, env=ENVIRONMENT,
-        capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
+    return forked.run([str(folder / "main.py"), *words], ranks=ranks, cwd=cwd or folder.parent, env=ENVIRONMENT)
 
 
 def steps(output: str) -> list[tuple[int, str]]:

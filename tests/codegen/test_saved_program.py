@@ -14,6 +14,7 @@ import torch
 
 import autopar
 from examples.models import EXAMPLES
+from tests import forked
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
 
@@ -40,9 +41,8 @@ def test_imports_torch_only(folder):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_trains_and_resumes_under_torchrun(folder, tmp_path):
-    straight = _losses(folder, tmp_path, steps=4, checkpoint="a")
-    first = _losses(folder, tmp_path, steps=2, checkpoint="b")
-    rest = _losses(folder, tmp_path, steps=2, checkpoint="b")
+    straight = _losses(_torchrun(folder, tmp_path, *_words(tmp_path, 4, "a")))
+    first, rest = (_losses(_forked(folder, tmp_path, *_words(tmp_path, 2, "b"))) for _ in range(2))
     assert len(straight) == 4
     assert first + rest == straight
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]
@@ -56,11 +56,10 @@ def test_one_process_needs_no_launcher(tmp_path):
     folder = compiled.save(tmp_path / "alone")
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(40)))
-    command = [sys.executable, str(folder / "main.py"), "--steps", "2", "--data", str(text)]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=True).stdout
-    losses = re.findall(r"loss (\S+)", output)
-    assert len(losses) == 2
+    done = forked.run([str(folder / "main.py"), "--steps", "2", "--data", str(text)], env=environment)
+    losses = re.findall(r"loss (\S+)", done.stdout)
+    assert done.returncode == 0 and len(losses) == 2, done.stderr[-2000:]
     with torch.no_grad():
         assert float(losses[0]) == pytest.approx(_first_loss(example, text.read_bytes()), abs=1e-4)
 
@@ -78,24 +77,31 @@ def _first_loss(example, data):
 def test_wrong_number_of_processes_is_said(folder, tmp_path):
     """As one of two processes that torchrun starts."""
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": ""}
-    output = subprocess.run(
-        [sys.executable, str(folder / "main.py"), "--steps", "1"], cwd=tmp_path, env=os.environ | environment,
-        capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
+    output = forked.run([str(folder / "main.py"), "--steps", "1"], cwd=tmp_path, env=os.environ | environment)
     assert output.returncode != 0
     assert "for 4 processes, 2 run" in output.stderr
 
 
-def _losses(folder, cwd, steps, checkpoint):
-    output = _torchrun(folder, cwd, 4, "--steps", str(steps), "--checkpoint", str(cwd / checkpoint))
-    assert output.returncode == 0, output.stderr[-2000:]
-    return re.findall(r"step \d+ loss ([\d.]+)", output.stdout)
+def _words(cwd, steps, checkpoint):
+    return "--steps", str(steps), "--checkpoint", str(cwd / checkpoint)
 
 
-def _torchrun(folder, cwd, ranks, *arguments):
-    """In an empty working directory and an isolated environment, so that nothing of the checkout is importable."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), str(folder / "main.py")]
+def _losses(done):
+    assert done.returncode == 0, done.stderr[-2000:]
+    return re.findall(r"step \d+ loss ([\d.]+)", done.stdout)
+
+
+def _isolated():
+    """An environment, so that nothing of the checkout is importable from an empty working directory."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+
+
+def _torchrun(folder, cwd, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(folder / "main.py")]
     return subprocess.run(
-        [*command, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=900, check=False
+        [*command, *arguments], cwd=cwd, env=_isolated(), capture_output=True, text=True, timeout=900, check=False
     )
+
+
+def _forked(folder, cwd, *arguments):
+    return forked.run([str(folder / "main.py"), *arguments], ranks=4, cwd=cwd, env=_isolated())

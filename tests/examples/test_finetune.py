@@ -12,16 +12,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests import forked
+
 HOME = Path(__file__).resolve().parents[2]
 STEPS = 20
 
 
-def lines_of(*command: str) -> list[str]:
+def lines_of(*command: str, is_launched: bool = False) -> list[str]:
     """What a script prints of its steps, once."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOME)}
-    found = subprocess.run(
-        [sys.executable, *command], cwd=HOME, env=environment, capture_output=True, text=True, timeout=300
-    )
+    if is_launched:
+        launch = ("-m", "torch.distributed.run", "--standalone", "--local-ranks-filter", "0", "--nproc-per-node", "4")
+        words = [sys.executable, *launch, *command]
+        found = subprocess.run(words, cwd=HOME, env=environment, capture_output=True, text=True, timeout=300)
+    else:
+        found = forked.run(command, cwd=HOME, env=environment)
     assert found.returncode == 0, found.stderr[-3000:]
     return list(dict.fromkeys(line for line in found.stdout.splitlines() if line.startswith("step")))
 
@@ -35,8 +40,9 @@ def test_losses_and_folder_are_those_of_one_process(tmp_path: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     given = (str(tmp_path / "model"), "--steps", str(STEPS), "--length", "32")
     plain = lines_of("-m", "examples.finetune.plain", *given, "--out", str(tmp_path / "plain"))
-    launch = ("-m", "torch.distributed.run", "--standalone", "--local-ranks-filter", "0", "--nproc-per-node", "4")
-    parallel = lines_of(*launch, "-m", "examples.finetune.parallel", *given, "--out", str(tmp_path / "parallel"))
+    parallel = lines_of(
+        "-m", "examples.finetune.parallel", *given, "--out", str(tmp_path / "parallel"), is_launched=True
+    )
     assert len(plain) == STEPS + STEPS // 10
     for ours, theirs in zip(parallel, plain, strict=True):
         assert ours.split()[:3] == theirs.split()[:3]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from typer.testing import CliRunner
 from autopar.cli import app
 from autopar.plan import Plan
 from autopar.training import checkpoints
+from tests import forked
 
 GPT2 = ("examples.models:gpt2", "--cluster", "4 cpu")
 
@@ -74,7 +73,7 @@ def test_plan_is_written_and_explained(tmp_path: Path) -> None:
     assert "GPT2Block x 2 (transformer.h.0 ... transformer.h.1)" in result.output
     assert (code / "model.py").exists() and (code / "weights.safetensors").exists()
 
-    alone = subprocess.run([sys.executable, str(code / "main.py")], capture_output=True, text=True, timeout=900)
+    alone = forked.run([str(code / "main.py")])
     assert alone.returncode == 1 and "Traceback" not in alone.stderr
     assert alone.stderr.startswith("this program is for 4 processes, 1 run: torchrun --nproc-per-node 4")
 
@@ -218,8 +217,7 @@ def test_train_from_a_configuration(tmp_path: Path, config: Path) -> None:
               "checkpoint_directory": str(tmp_path / "runs")}  # fmt: skip
     path.write_text(yaml.safe_dump(fields))
     # In a process of its own: the progress lines come from a rank, whose output this process cannot capture.
-    words = [sys.executable, "-m", "autopar", "train", str(path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=900)
+    done = forked.run(["-m", "autopar", "train", str(path)])
     assert done.returncode == 0, done.stderr
     losses = [float(x) for x in re.findall(r"step \d+/12 +loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 12 and losses[-1] < losses[0] - 1.0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ from autopar.frontend.inputs import name_inputs
 from autopar.frontend.trace import trace
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig
+from tests import forked
 from tests.autopar.interpret import assert_equals_eager
 
 ROWS = 8
@@ -138,8 +137,7 @@ def test_a_saved_program_takes_containers(tmp_path: Path) -> None:
     own = f"def batches(start, data):\n    while True:\n        yield torch.load({str(given)!r})\n\n\n"
     main.write_text(text[:begin] + own + text[end:])
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(main), "--steps", "1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = forked.run([str(main), "--steps", "1"], ranks=2, env=environment)
     assert done.returncode == 0, done.stderr
     eager = model()
     loss = nested_loss(eager(*batch_at(0)[:2]), batch_at(0)[2])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +25,7 @@ from autopar.verify import _compare, _rotated
 from codegen.runtime.optimizer_probe import Needs
 from codegen.runtime.optimizer_trial import OptimizerTrial
 from codegen.runtime.optimizers import OptimizerError, parameters_of, read_parameters, whole_optimizer
+from tests import forked
 from tests.autopar.optimizer_factories import (
     COUPLED,
     HONOURED,
@@ -92,10 +91,8 @@ def saved(factory, folder, **constraints):
 def run_main(folder, *arguments, ranks=1):
     """Its main.py, which finds the factories of this project."""
     root = Path(__file__).resolve().parents[3]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(folder / "main.py"), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder.parent, env=environment, capture_output=True, text=True, check=False)
+    return forked.run([str(folder / "main.py"), *arguments], ranks=ranks, cwd=folder.parent, env=environment)
 
 
 def plain_losses(factory, steps):

@@ -30,30 +30,21 @@ def run_python(arguments: list[str], interpret: bool, cache: Path) -> subprocess
 
 
 @pytest.mark.parametrize(
-    ("files", "interpret", "marked"),
+    ("files", "interpret"),
     [
-        pytest.param("rms_norm layer_norm rotary gelu dropout_add", True, "not slow", marks=pytest.mark.slow),
-        ("swiglu cross_entropy", True, ""),
-        pytest.param("tiles", True, "not slow", marks=pytest.mark.slow),
-        pytest.param("tiles", True, "slow", marks=pytest.mark.slow),
-        pytest.param("linear_cross_entropy", True, "", marks=pytest.mark.slow),
-        pytest.param("grouped_linear", True, "", marks=pytest.mark.slow),
-        pytest.param("adamw", True, "", marks=pytest.mark.slow),
-        pytest.param("fp8", True, "", marks=pytest.mark.slow),
-        pytest.param("quantize", True, "", marks=pytest.mark.slow),
-        pytest.param("rms_norm layer_norm", True, "slow", marks=pytest.mark.slow),
-        pytest.param("rotary gelu", True, "slow", marks=pytest.mark.slow),
-        pytest.param("update", True, "not slow", marks=pytest.mark.slow),
-        pytest.param("update", True, "slow", marks=pytest.mark.slow),
-        pytest.param("programs", True, "", marks=pytest.mark.slow),
-        pytest.param("", False, "not slow", marks=pytest.mark.slow),
-        pytest.param("", False, "slow", marks=pytest.mark.slow),
+        ("swiglu cross_entropy", True),
+        pytest.param("rms_norm layer_norm rotary gelu dropout_add", True, marks=pytest.mark.slow),
+        pytest.param("tiles", True, marks=pytest.mark.slow),
+        pytest.param("linear_cross_entropy grouped_linear", True, marks=pytest.mark.slow),
+        pytest.param("adamw fp8 quantize", True, marks=pytest.mark.slow),
+        pytest.param("update programs", True, marks=pytest.mark.slow),
+        pytest.param("", False, marks=pytest.mark.slow),
     ],
 )
-def test_in_its_own_process(files: str, interpret: bool, marked: str, tmp_path: Path) -> None:
+def test_in_its_own_process(files: str, interpret: bool, tmp_path: Path) -> None:
     options = ["-q", "-x", "--import-mode=importlib", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=short"]
     paths = [HERE / f"interpreted_{name}.py" for name in files.split()] or [HERE / "compiled_for_hopper.py"]
-    result = run_python(["-m", "pytest", *options, "-m", marked, *map(str, paths)], interpret, tmp_path)
+    result = run_python(["-m", "pytest", *options, *map(str, paths)], interpret, tmp_path)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     # A file whose tests were all skipped or not collected must not count as checked.
     assert " passed" in result.stdout and "skipped" not in result.stdout, result.stdout[-2000:]

@@ -6,6 +6,8 @@ embeddings and an integer mask past all others to the last one; a stage in the m
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -222,3 +224,27 @@ class EagerTraining:
         self.optimizer.step()
         self.num_steps += 1
         return loss.detach(), gradients
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """What one step of `EagerTraining` gives; evaluated: its batch's loss without dropout, before the step."""
+
+    evaluated: Tensor
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    grad_norm: Tensor
+
+
+@cache
+def eager_steps(
+    kind: str, max_grad_norm: float | None, is_tied: bool, rows: int, num_steps: int
+) -> tuple[list[EagerStep], dict[str, Tensor]]:
+    """The first steps, and the state after them; for each process once, whatever is compared with them."""
+    eager, steps = EagerTraining(kind, max_grad_norm, is_tied), []
+    for index in range(num_steps):
+        batch = whole_batch(rows, seed=index)
+        with torch.no_grad():
+            evaluated = eager_loss(eager.state, batch, -1)
+        steps.append(EagerStep(evaluated, *eager.step(batch), eager.grad_norm))
+    return steps, {name: value.detach() for name, value in eager.state.items()}

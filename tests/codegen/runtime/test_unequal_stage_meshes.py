@@ -114,11 +114,13 @@ def six_ranks(folder: str) -> None:
         "three": ("zero-bubble", 3, {"meshes": meshes((1, 2), (2, 1), (1, 2)), "first_ranks": (2, 4, 0)}),
         "v": ("zero-bubble-v", 2, {"meshes": meshes((1, 2), (4, 1)), "first_ranks": (4, 0)}),
     }
-    for name, (schedule, count, options) in layouts.items():
+    for index, (name, (schedule, count, options)) in enumerate(layouts.items()):
         for zero in (0, 1, 2, 3):
             cut = {"table": "S(1)", "boundary": "S(1)"} if zero % 2 else {}
-            check_training(rank, schedule, count, 4, "adamw", 0.05, zero=zero, **cut, **options)
-            check_training(rank, schedule, count, 2, "sgd", None, zero=zero, recompute="full", **cut, **options)
+            if (zero + index) % 2:
+                check_training(rank, schedule, count, 2, "sgd", None, zero=zero, recompute="full", **cut, **options)
+            else:
+                check_training(rank, schedule, count, 4, "adamw", 0.05, zero=zero, **cut, **options)
         low = {"dtype": "float32", "tolerance": 0.1, "precision": "bf16", "offload_optimizer": "host"}
         check_training(rank, schedule, count, 4, "sgd", zero=2, **low, **options)
         step = make((schedule, count, {**options, "zero": 1, "table": "S(1)"}))
