@@ -119,7 +119,7 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         factory = SameOptimizer(before, self.step_module)
         self.learner = build_learner(self.step_module, self.config, factory, plain(example))
         check_rows(self.learner, rows_of_steps(loader, 1))
-        self.values = ModelValues(self.learner, module)
+        self.values = ModelValues(self.learner, self.step_module)
         self.optimizers = [LoopOptimizer(self.learner, self.values, self._pending)]
         for each in self.lr_scheduler_configs:
             moved_schedule(each.scheduler, before, self.optimizers[0])
