@@ -43,7 +43,10 @@ SILENT = (
 )
 """Hooks of a LightningModule, and those of callbacks, that would find no gradients in the module."""
 
-CHANGING = (callbacks.GradientAccumulationScheduler, callbacks.BaseFinetuning, callbacks.ModelPruning)
+CHANGING = (
+    *(callbacks.GradientAccumulationScheduler, callbacks.BaseFinetuning, callbacks.ModelPruning),
+    *(callbacks.LearningRateFinder, callbacks.BatchSizeFinder),
+)
 """Callbacks of Lightning's that do what a program, which is made once, does not follow."""
 
 STATE_ENDING = ".autopar"
@@ -345,9 +348,12 @@ def check_fit(trainer: Any, module: LightningModule) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, CHANGING):
             raise ConstraintError(
-                "a callback that changes what is trained, or how, in the middle of training",
+                "a callback changes what is trained, or how, after the program is made",
                 values=type(callback).__name__,
-                alternatives=["requires_grad=False before fit", "groups of the optimiser with schedules of their own"],
+                alternatives=[
+                    "requires_grad=False before fit, or groups of the optimiser with schedules of their own",
+                    "a learning rate or batch size that one process found",
+                ],
             )
     for name in SILENT:
         if getattr(type(module), name, None) is not getattr(LightningModule, name, None):

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     BaseFinetuning,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelCheckpoint,
 )
 
@@ -207,6 +208,7 @@ class ByHand(Classifier):
         (Classifier, {"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
         (Classifier, {"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
         (Classifier, {"callbacks": [Thawing()]}, "Thawing"),
+        (Classifier, {"callbacks": [LearningRateFinder()]}, "LearningRateFinder"),
         (Classifier, {"precision": "bf16-mixed"}, "its own precision"),
         (Classifier, {"precision": "64-true"}, "its own precision"),
         (Classifier, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clipped by their norm"),
