@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -33,46 +33,8 @@ if TYPE_CHECKING:
     from .host_optimizer import HostOptimizer
     from .loss_scale import LossScale, LossScaling
     from .offload import Offload
+    from .step_protocols import FirstCheck, Trial
     from .whole_updates import WholeUpdates
-
-
-class Trial(Protocol):
-    """What is found out about an optimiser that is not known (`optimizer_trial.OptimizerTrial`)."""
-
-    def wholes(
-        self,
-        factory: Factory,
-        parameters: Sequence[GlobalParameter],
-        parts: Sequence[Part],
-        mesh: Mesh,
-        *,
-        is_staged: bool,
-        is_offloaded: bool,
-    ) -> WholeUpdates | None:
-        """What one rank each updates whole; None if nothing. Raises OptimizerError where ranks cannot update alike."""
-        ...
-
-    def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
-        """Why checkpoints would be without a part of the optimiser's state; "" if they would not."""
-        ...
-
-
-class FirstCheck(Protocol):
-    """What looks at a step's first batch and its loss; nothing of it is in a saved program."""
-
-    def given(
-        self, part: Mapping[str, Tensor], whole: Mapping[str, Any], again: Callable[[], Mapping[str, Tensor]]
-    ) -> None:
-        """`local_batch` made this rank's part of a whole batch, as `again` does once more."""
-        ...
-
-    def passed(self, part: Mapping[str, Tensor]) -> None:
-        """A part was evaluated."""
-        ...
-
-    def __call__(self, part: Mapping[str, Tensor]) -> Callable[[float], None] | None:
-        """The first step begins; what is to be given its loss. Collective, as what it returns is."""
-        ...
 
 
 class Step:
