@@ -68,6 +68,8 @@ def run_ranks(
     ranks = range(num_ranks) if beside is None else [beside.rank]
     programs = [given for given in args if isinstance(given, GeneratedProgram)] if is_forked else []
     with temporary_folder() as folder, ending_on_sigterm(), share_packages(programs, folder):
+        meeting: Callable[[float], Any]
+        local: tuple[int, int] | None
         if beside is None:
             meeting, local = partial(_file_store, str(folder / "store"), num_ranks), None
         else:
