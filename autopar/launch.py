@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,13 @@ from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError
 from autopar.files.scratch import temporary_folder
 from autopar.program import GeneratedProgram
+from autopar.running.beside import Beside
 from autopar.running.build import build_step, share_packages
 from autopar.running.supervise import STOPPED_SECONDS, collect, end, ending_on_sigterm, exit_on
 from autopar.running.supervise import RankError as RankError
 from autopar.running.surroundings import check_starting
 from autopar.settings.backend import patience_seconds
-from codegen.runtime.processes import after_the_first, end_with_parent, join
+from codegen.runtime.processes import LOST, after_the_first, end_with_parent, join
 
 TIMEOUT_SECONDS = 600.0
 GROUP_SECONDS = 120.0
@@ -49,9 +51,11 @@ def run_ranks(
     timeout_seconds: float = TIMEOUT_SECONDS,
     group_seconds: float = GROUP_SECONDS,
     stopped_seconds: float = STOPPED_SECONDS,
+    beside: Beside | None = None,
 ) -> list[Any]:
     """Call `function(*args)` in num_ranks processes joined by a process group; results by rank.
 
+    beside: torchrun's ranks, each of which makes this call and starts its own rank alone.
     Raises AutoparError as a rank raised it, RankError for anything else, also for a rank that dies without a word, is
     stopped for stopped_seconds, or does not answer in time, all in timeout_seconds and within a collective in
     group_seconds. No process is left behind, even if this one is killed.
@@ -61,24 +65,57 @@ def run_ranks(
     receivers: list[Connection] = []
     are_done = False
     is_forked = context.get_start_method() == "fork"
+    ranks = range(num_ranks) if beside is None else [beside.rank]
     programs = [given for given in args if isinstance(given, GeneratedProgram)] if is_forked else []
     with temporary_folder() as folder, ending_on_sigterm(), share_packages(programs, folder):
+        meeting: Callable[[float], Any]
+        local: tuple[int, int] | None
+        if beside is None:
+            meeting, local = partial(_file_store, str(folder / "store"), num_ranks), None
+        else:
+            meeting, local = beside.next_run(), (beside.local_rank, beside.local_size)
         try:
-            for rank in range(num_ranks):
+            for rank in ranks:
                 receiver, sender = context.Pipe(duplex=False)
-                common = (num_ranks, str(folder / "store"), group_seconds, os.getpid(), sender, function, args)
+                place = (rank, num_ranks, *(local or (rank, num_ranks)))
+                given = (place, meeting, group_seconds, os.getpid(), sender, function, args)
                 # Not a daemon: a rank may have processes of its own, such as a DataLoader's workers.
-                process = context.Process(target=_rank_main, args=(rank, *common), daemon=False)
+                process = context.Process(target=_rank_main, name=f"rank {rank}", args=given, daemon=False)
                 process.start()
                 # Before the next one is forked: only its own rank holds a pipe open, so that its death closes it.
                 sender.close()
                 processes.append(process)
                 receivers.append(receiver)
-            found = collect(processes, receivers, timeout_seconds, stopped_seconds)
+            if beside is None:
+                found = collect(processes, receivers, timeout_seconds, stopped_seconds)
+            else:
+                found = _collect_beside(beside, processes, receivers, timeout_seconds, stopped_seconds)
             are_done = True
             return found
         finally:
             end(processes, are_done)
+
+
+def _file_store(path: str, num_ranks: int, seconds: float) -> Any:
+    store: Any = dist.FileStore(path, num_ranks)  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=seconds))
+    return store
+
+
+def _collect_beside(
+    beside: Beside, processes: Sequence[Any], receivers: Sequence[Connection], timeout: float, stopped: float
+) -> list[Any]:
+    """What the processes of all of torchrun's ranks answer. Raises on every rank alike."""
+    try:
+        outcome = ("ok", collect(processes, receivers, timeout, stopped)[0])
+    except (AutoparError, RankError) as error:
+        outcome = ("error", error)
+    outcomes = beside.exchange(outcome)
+    errors = [value for kind, value in outcomes if kind == "error"]
+    if errors:  # of what went wrong, rather than of who lost or waited for whom it went wrong for
+        lost = (*LOST, "timed out")
+        raise min(errors, key=lambda each: any(word in str(each).lower() for word in lost))
+    return [value for _, value in outcomes]
 
 
 def meet(timeout_seconds: float) -> None:
@@ -100,9 +137,8 @@ def group_seconds(compiled: GeneratedProgram, wanted: float | None = None) -> fl
 
 
 def _rank_main(
-    rank: int,
-    num_ranks: int,
-    store: str,
+    place: tuple[int, int, int, int],
+    meeting: Callable[[float], Any],
     group_seconds: float,
     parent: int,
     sender: Connection,
@@ -116,14 +152,14 @@ def _rank_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     exit_on(signal.SIGTERM)
     torch.set_num_threads(1)
+    rank, num_ranks, local_rank, local_size = place
     try:
-        backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks else "gloo"
+        backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= local_size else "gloo"
         if backend == "nccl":
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(local_rank)
         timeout = timedelta(seconds=group_seconds)
-        dist.init_process_group(
-            backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timeout
-        )
+        store = meeting(group_seconds)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
         with after_the_first():
             value = function(*args)
             dist.barrier()

@@ -6,17 +6,20 @@ cannot win; here they are planned too, best bound first, until no other can be a
 run in processes of its own, so that one that fails or runs out of memory ends alone; plans take turns, in rounds, so
 that what else the machine does is spread over all of them. What is measured is wall time, the median of all steps after
 the first ones of every round.
+
+Under torchrun, over several nodes, each rank plans along and starts one process of its own for every run.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from autopar.cluster import as_cluster
@@ -29,8 +32,10 @@ from autopar.frontend.inputs import NamedBatch, name_inputs
 from autopar.launch import TIMEOUT_SECONDS, RankError, group_seconds, run_ranks
 from autopar.plan import Plan
 from autopar.planning.planner import search_plans
+from autopar.profiling.machine import available_cores
 from autopar.profiling.trials import add_trials, profile_of, trials_path
 from autopar.report.plan_words import full_words
+from autopar.running.beside import Beside
 from autopar.running.launched import under_launcher
 from autopar.running.surroundings import check_starting
 from autopar.settings.compile_options import CompileOptions, TrialOptions, with_options
@@ -46,6 +51,8 @@ from autopar.trial_report import (
 )
 from cost_models.mixed import AnyCluster
 
+MOST_PER_CORE = 4
+"""Ranks that may share a core."""
 WARM_STEPS = 2
 """First steps of every round that are not counted: torch allocates and makes the optimiser's state in them."""
 
@@ -89,17 +96,12 @@ def trial(model: nn.Module, cluster_spec: AnyCluster | str, options: TrialOption
 
 def first_program(model: nn.Module, cluster_spec: AnyCluster | str, options: TrialOptions) -> CompiledProgram:
     """The program of the plan that is chosen by prediction. Raises ConstraintError where no trial can be made."""
-    if under_launcher():
-        raise ConstraintError(
-            "a trial starts its ranks itself, on one machine",
-            values="a process group or the variables of torchrun",
-            alternatives="autopar trial without torchrun; `autopar simulate` and `autopar explain` for larger clusters",
-        )
     check_starting("trial")
+    beside = Beside() if under_launcher() else None
     if options.plan is not None:
         raise PlanError("a trial chooses among plans", values="a given plan", alternatives="constraints, to pin a part")
     cluster = as_cluster(cluster_spec)
-    _require_here(cluster)
+    _require_here(cluster, beside)
     return compile_with(model, cluster, compile_options(options))
 
 
@@ -109,34 +111,79 @@ def compile_options(options: TrialOptions, **changed: Any) -> CompileOptions:
     return CompileOptions(**{**options.common, **more, **changed})
 
 
-def _require_here(cluster: AnyCluster) -> None:
-    """Raises ConstraintError for a cluster of several nodes, or of GPUs that this machine lacks."""
+def _require_here(cluster: AnyCluster, beside: Beside | None) -> None:
+    """Raises ConstraintError for a cluster of other nodes or ranks than there are, of GPUs that this machine lacks, or
+    of more ranks than its cores could run in turns."""
     first, num_nodes = cluster.groups[0], sum(group.num_nodes for group in cluster.groups)
-    found = torch.cuda.device_count()
-    if num_nodes > 1 or (not is_cpu(first) and found < cluster.num_devices) or (is_cpu(first) and found):
+    num_ranks, num_here = (
+        (cluster.num_devices, cluster.num_devices) if beside is None else (beside.size, beside.local_size)
+    )
+    found, cores = torch.cuda.device_count(), available_cores()
+    has_ranks = (cluster.num_devices, num_nodes) == (num_ranks, num_ranks // num_here)
+    if not has_ranks or (not is_cpu(first) and found < num_here) or (is_cpu(first) and found):
+        here = {"GPUs of this machine": found}
         raise ConstraintError(
-            "a trial runs on the machine that it is for",
-            values={"cluster": str(cluster), "GPUs of this machine": found},
-            alternatives='--cluster detect, or one of this machine alone, such as "4 cpu" on one without GPUs',
+            "a trial runs on the machines that it is for",
+            values={"cluster": str(cluster), **here, **({} if beside is None else {"ranks": num_ranks})},
+            alternatives=[
+                '--cluster detect, or one of this machine alone, such as "4 cpu" on one without GPUs',
+                f"over several nodes torchrun, with a rank per device: torchrun --nnodes {num_nodes} "
+                f"--nproc-per-node {cluster.num_devices // num_nodes} ... -m autopar trial",
+            ],
+        )
+    if is_cpu(first) and num_here > MOST_PER_CORE * cores:
+        raise ConstraintError(
+            "so many ranks would take turns on this machine's cores, and no step would take what it takes elsewhere",
+            values={"ranks": num_here, "cores": f"{cores:g}"},
+            alternatives=[f"at most {MOST_PER_CORE * cores:.0f} ranks", "`autopar simulate` for larger clusters"],
         )
 
 
+def shared_cores(cluster: AnyCluster) -> str:
+    """What is to be said of ranks that share the cores of a machine, in a sentence; "" where each has its own."""
+    num_here = cluster.num_devices // sum(group.num_nodes for group in cluster.groups)
+    cores = available_cores()
+    if not is_cpu(cluster.groups[0]) or num_here <= cores:
+        return ""
+    return f"{num_here} ranks share {cores:g} cores: what is measured includes their waiting for one another's turns"
+
+
 def try_program(compiled: CompiledProgram, options: TrialOptions) -> TrialResult:
-    """Plans the other layouts of a program that was planned, and tries all."""
+    """Plans the other layouts of a program that was planned, and tries all. Under torchrun every rank calls this, and
+    rank 0 writes the records."""
     assert compiled.request is not None
     path, job = trials_path(options.profile), job_of(compiled.request)
     require_writable(path)
     candidates = [_Candidate(compiled, pins_of(compiled.plan))]
-    for plan, pins in other_plans(compiled, options.plans - 1):
+    for plan, pins in _agreed(lambda: list(other_plans(compiled, options.plans - 1))):
         given = compile_options(options, plan=plan, global_batch_size=None)
         candidates.append(_Candidate(compile_with(compiled.model, compiled.cluster, given), pins))
+    beside = _left_group() if under_launcher() else None
     batch = name_inputs(compiled.model, options.example_inputs, compiled.loss_fn)
     for _ in range(options.rounds):
         for candidate in candidates:
-            _run_round(candidate, batch, options.steps)
+            _run_round(candidate, batch, options.steps, beside)
     report = report_of(candidates, earlier(path, job), str(path))
-    add_trials(path, records_of(report, job))
+    report = replace(report, note=shared_cores(compiled.cluster))
+    if beside is None or beside.rank == 0:
+        add_trials(path, records_of(report, job))
     return TrialResult(report, candidates[report.chosen].program)
+
+
+def _agreed(find: Callable[[], Any]) -> Any:
+    """What rank 0 of a group finds, or this process where there is none."""
+    if not dist.is_initialized():
+        return find()
+    found = [find() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _left_group() -> Beside:
+    """This rank among torchrun's, after the group in which they planned, which processes must not inherit."""
+    dist.barrier()
+    dist.destroy_process_group()
+    return Beside()
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------
@@ -170,7 +217,7 @@ def other_plans(compiled: CompiledProgram, count: int) -> Iterator[tuple[Plan, M
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-def _run_round(candidate: _Candidate, batch: NamedBatch, steps: int) -> None:
+def _run_round(candidate: _Candidate, batch: NamedBatch, steps: int, beside: Beside | None = None) -> None:
     """Some steps of a plan, unless it failed before."""
     if candidate.problem:
         return
@@ -178,7 +225,7 @@ def _run_round(candidate: _Candidate, batch: NamedBatch, steps: int) -> None:
     patience = group_seconds(program)
     task, limit = (program, batch, steps), max(TIMEOUT_SECONDS, patience)
     try:
-        by_rank = run_ranks(step_times, task, program.plan.num_ranks, limit, patience)
+        by_rank = run_ranks(step_times, task, program.plan.num_ranks, limit, patience, beside=beside)
     except (AutoparError, RankError, MemoryError) as error:
         lines = str(error).splitlines()
         candidate.problem = " ".join(dict.fromkeys([lines[0], lines[-1].strip()])) if lines else type(error).__name__
@@ -188,7 +235,7 @@ def _run_round(candidate: _Candidate, batch: NamedBatch, steps: int) -> None:
 
 def step_times(compiled: CompiledProgram, batch: Mapping[str, Any], steps: int) -> list[float]:
     """On every rank: seconds by the clock of each of so many steps, after WARM_STEPS."""
-    step = compiled.build()
+    step = compiled.build(first_step_check=False)
     local = step.local_batch(batch)
     found = []
     for _ in range(WARM_STEPS + steps):

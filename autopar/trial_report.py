@@ -53,7 +53,8 @@ class TriedPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
     """plans: by predicted time, so that the first is the one chosen by prediction. chosen: the number of the fastest.
-    is_clear: whether that was faster than the predicted one in every round. records: the file that has it now."""
+    is_clear: whether that was faster than the predicted one in every round. records: the file that has it now. note:
+    what bears on all figures, in a sentence."""
 
     model: str
     cluster: str
@@ -61,6 +62,7 @@ class TrialReport:
     chosen: int
     is_clear: bool
     records: str
+    note: str = ""
 
     @property
     def words(self) -> str:

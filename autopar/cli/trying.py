@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -21,12 +22,14 @@ from autopar.cli.options import (
     require_outputs,
 )
 from autopar.cli.output import print_json, working
+from autopar.errors import ConstraintError
 from autopar.files.outputs import write_output
 from autopar.profiling.trials import profile_of
 from autopar.report.json_facts import record_json
 from autopar.report.tables import table_of
+from autopar.running.launched import is_first, under_launcher
 from autopar.settings.compile_options import TrialOptions
-from autopar.trial import first_program, try_program
+from autopar.trial import first_program, shared_cores, try_program
 from autopar.trial_report import TrialReport, TriedPlan
 from autopar.units import seconds_text
 
@@ -49,6 +52,12 @@ def trial(
 ) -> None:
     """Run the best plans for a few steps on this machine, keep the fastest, and note what was measured."""
     require_outputs(code, [out], force)
+    if under_launcher() and cluster == "detect":
+        raise ConstraintError(
+            "ranks of torchrun cannot measure their cluster at once",
+            values="--cluster detect",
+            alternatives=['--cluster "2x8 h100-sxm", as it is', "--cluster mine.toml, which autopar profile wrote"],
+        )
     spec = read_cluster(cluster, flags.processes)
     job = read_job(model, spec.num_devices, flags, meta=False)
     options = TrialOptions(
@@ -60,10 +69,14 @@ def trial(
         profile=profile_of(cluster),
         **flags.plan_options(backend=backend, fp8=fp8),
     )
+    if is_first() and (note := shared_cores(spec)):
+        print(f"note: {note}", file=sys.stderr)
     with working(f"planning for {spec}"):
         compiled = first_program(job.model, spec, options)
     with working("measuring"):
         found = try_program(compiled, options)
+    if not is_first():
+        return
     _print(found.report, as_json)
     if out:
         print(f"plan written to {write_output(out, found.plan.to_yaml(), force)}")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from autopar.compile import compile_with
 from autopar.errors import ConstraintError
 from autopar.frontend.inputs import name_inputs
+from autopar.running.random_states import kept_random_states
 from autopar.settings.compile_options import CompileOptions
 from autopar.training.config import TrainerConfig
 from autopar.training.feeding import joined
@@ -27,11 +25,12 @@ NamedFactory = Callable[[Iterable[tuple[str, Tensor]]], torch.optim.Optimizer]
 
 
 def config_of(cluster: Any, seed: int, options: Mapping[str, Any]) -> TrainerConfig:
-    """What a program is planned and built for. options: the fields of PlanOptions, and loss_scale.
+    """What a program is planned and built for. options: the fields of PlanOptions, loss_scale, and
+    first_step_check.
 
     Raises ConstraintError for others, among them what the loop says itself.
     """
-    known = {*TrainerConfig(cluster="1 cpu").common, "loss_scale"}
+    known = {*TrainerConfig(cluster="1 cpu").common, "loss_scale", "first_step_check"}
     unknown = [name for name in options if name not in known]
     if unknown:
         raise ConstraintError(
@@ -111,18 +110,6 @@ def _is_iterable(loader: Any) -> bool:
 def plain(batch: Any) -> Any:
     """A batch as name_inputs takes it: mappings of other kinds as dicts."""
     return dict(batch) if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, list) else batch
-
-
-@contextlib.contextmanager
-def kept_random_states() -> Iterator[None]:
-    """Leaves the random states of Python, numpy and torch as they were."""
-    before, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(before)
-            np.random.set_state(of_numpy)
 
 
 class SameOptimizer:

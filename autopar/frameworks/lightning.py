@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, callbacks
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from autopar.errors import CheckpointError, ConstraintError
@@ -42,6 +43,12 @@ SILENT = (
 )
 """Hooks of a LightningModule, and those of callbacks, that would find no gradients in the module."""
 
+CHANGING = (
+    *(callbacks.GradientAccumulationScheduler, callbacks.BaseFinetuning, callbacks.ModelPruning),
+    *(callbacks.LearningRateFinder, callbacks.BatchSizeFinder),
+)
+"""Callbacks of Lightning's that do what a program, which is made once, does not follow."""
+
 STATE_ENDING = ".autopar"
 """What the folder beside a checkpoint has after the checkpoint's name: the program's state, in parts of the ranks."""
 
@@ -64,6 +71,7 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
         super().__init__(device, precision_plugin=_Clipping())
         self.global_rank, self.local_rank = int(os.environ.get("RANK", "0")), local
+        rank_zero_only.rank = self.global_rank  # loggers ask it who writes
         self.learner: RankLearner | None = None
         self.values: ModelValues | None = None
         self._pending, self._restored = PendingLoss(), ""
@@ -119,12 +127,16 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         factory = SameOptimizer(before, self.step_module)
         self.learner = build_learner(self.step_module, self.config, factory, plain(example))
         check_rows(self.learner, rows_of_steps(loader, 1))
-        self.values = ModelValues(self.learner, module)
-        self.optimizers = [LoopOptimizer(self.learner, self.values, self._pending)]
+        self.values = ModelValues(self.learner, self.step_module)
+        # Of the name that LearningRateMonitor logs.
+        kind: Any = type(type(self.learner.optimizer).__name__, (LoopOptimizer,), {})
+        self.optimizers = [kind(self.learner, self.values, self._pending)]
         for each in self.lr_scheduler_configs:
             moved_schedule(each.scheduler, before, self.optimizers[0])
         if isinstance(self.precision_plugin, _Clipping):
             self.precision_plugin.learner = self.learner
+        others = [each for each in trainer.callbacks if not isinstance(each, _Values)]
+        trainer.callbacks = [_Values(self.values, others), *others]
 
     def training_step(self, *given: Any, **named: Any) -> Tensor:
         """The loss of a whole batch, whose gradients wait for their update; it is logged as `training_step` says."""
@@ -200,6 +212,25 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             )
         self.learner.load(folder)
         self.values.note()
+
+
+class _Values(Callback):  # type: ignore[misc]
+    """Brings the module's values up to date where an epoch or training ends, before other callbacks and the module's
+    own hooks look at them; after every step where a callback averages them."""
+
+    def __init__(self, values: ModelValues, others: list[Callback]) -> None:
+        averaging = getattr(callbacks, "WeightAveraging", ())
+        self._values, self._is_averaged = values, any(isinstance(each, averaging) for each in others)
+
+    def on_train_batch_end(self, *given: Any) -> None:
+        if self._is_averaged:
+            self._values.take()
+
+    def on_train_epoch_end(self, *given: Any) -> None:
+        self._values.take()
+
+    def on_train_end(self, *given: Any) -> None:
+        self._values.take()
 
 
 class _Clipping(Precision):  # type: ignore[misc]
@@ -288,6 +319,8 @@ class _Hidden:
 
 def check_fit(trainer: Any, module: LightningModule) -> None:
     """Raises ConstraintError for what Lightning would do to gradients that a program has in parts."""
+    # What was asked for: a strategy that brings its own way to compute overrules it in silence.
+    precision = trainer._accelerator_connector._precision_flag
     for is_asked, reason, values, instead in (
         (not module.automatic_optimization, "optimisation is the strategy's", "automatic_optimization=False", "True"),
         (
@@ -304,14 +337,24 @@ def check_fit(trainer: Any, module: LightningModule) -> None:
         ),
         (trainer.num_devices > 1, "torchrun starts the ranks", f"devices={trainer.num_devices}", "devices=1"),
         (
-            not isinstance(trainer.strategy.precision_plugin, _Clipping),
+            precision != "32-true" or not isinstance(trainer.strategy.precision_plugin, _Clipping),
             "the program has its own precision",
-            type(trainer.strategy.precision_plugin).__name__,
+            f"precision={precision!r}, {type(trainer.strategy.precision_plugin).__name__}",
             'AutoparStrategy(..., precision="bf16")',
         ),
     ):
         if is_asked:
             raise ConstraintError(reason, values=values, alternatives=instead)
+    for callback in trainer.callbacks:
+        if isinstance(callback, CHANGING):
+            raise ConstraintError(
+                "a callback changes what is trained, or how, after the program is made",
+                values=type(callback).__name__,
+                alternatives=[
+                    "requires_grad=False before fit, or groups of the optimiser with schedules of their own",
+                    "a learning rate or batch size that one process found",
+                ],
+            )
     for name in SILENT:
         if getattr(type(module), name, None) is not getattr(LightningModule, name, None):
             raise _hook(type(module).__name__, name)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from autopar.errors import TraceError
 from autopar.frontend.composites import definition
@@ -96,18 +97,19 @@ def is_view(node: Node, metas: Mapping[Ref, TensorMeta]) -> bool:
 
 
 def import_program(
-    program: torch.export.ExportedProgram, module: nn.Module, names: Iterable[str], model: nn.Module
+    program: torch.export.ExportedProgram, module: nn.Module, batch: Mapping[str, Any], model: nn.Module
 ) -> FlatGraph:
     """Convert the exported graph of `module`, a loss_module.LossModule of a copy of `model`.
 
-    names: of the batch, in its order. Raises TraceError for what a graph would hold otherwise than forward means it.
+    batch: by name, in the order in which it was exported. Raises TraceError for what a graph would hold otherwise than
+    forward means it.
     """
-    return _Importer(program, module, names, model).run()
+    return _Importer(program, module, batch, model).run()
 
 
 class _Importer:
     def __init__(
-        self, program: torch.export.ExportedProgram, module: nn.Module, names: Iterable[str], model: nn.Module
+        self, program: torch.export.ExportedProgram, module: nn.Module, batch: Mapping[str, Any], model: nn.Module
     ) -> None:
         self.model = model
         self.program = program
@@ -117,7 +119,8 @@ class _Importer:
         )
         self.values: dict[torch.fx.Node, Any] = {}
         self.names = set(self.flat.parameters)
-        self.batch = iter(names)
+        # The graph has an input for every item of a list of plain data, none for an empty one.
+        self.batch = iter([name for name, value in batch.items() for _ in tree_leaves(value)])
         self.roots: dict[Ref, Ref] = {}  # a view -> the tensor whose memory it shows
 
     def run(self) -> FlatGraph:

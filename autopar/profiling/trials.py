@@ -48,11 +48,6 @@ class TrialRecord:
     torch: str
     autopar: str
 
-    @property
-    def ratio(self) -> float:
-        """Measured over predicted seconds."""
-        return self.measured_seconds / self.predicted_seconds
-
 
 _TYPES: dict[str, type] = {"str": str, "float": float, "int": int, "bool": bool}
 

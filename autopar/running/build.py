@@ -20,16 +20,15 @@ from autopar.costs.rates import is_cpu
 from autopar.costs.updates import DefaultAdamW
 from autopar.errors import ConstraintError, PlanError, WorldSizeError
 from autopar.files.scratch import lasting_folder
-from autopar.frontend.inputs import NamedBatch, name_inputs
 from autopar.plan import Plan
 from autopar.profiling.machine import cache_folder
 from autopar.program import GeneratedProgram
-from autopar.running.first_step import check_first_step
+from autopar.running.first_step import FirstStepCheck
 from autopar.running.folder import TUNING_FILE, write_folder
 from autopar.running.launched import join_launched
 from autopar.running.surroundings import check_training
 from autopar.running.weights import Init, ValueSource
-from autopar.settings.arguments import check_numbers
+from autopar.settings.arguments import check_numbers, yes_no_or_none
 from autopar.settings.loss_scale import loss_scale_of
 from codegen.runtime.loss_scale import LossScale
 from codegen.runtime.optimizer_trial import OptimizerTrial
@@ -50,7 +49,7 @@ def build_step(
     seed: int = 0,
     init: Init | None = None,
     also: Sequence[GeneratedProgram] = (),
-    first_batch: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    first_step_check: bool | None = None,
 ) -> Any:
     """This rank's `step`: call it with this rank's batch. Needs as many ranks as the plan has, under torchrun or in a
     process group that the caller started.
@@ -59,12 +58,15 @@ def build_step(
     with equal results on every rank. non_finite, loss_scale: as in TrainerConfig. The step starts from the model's
     values; what is done to the model later (frozen layers, loaded values) does not reach it. also: programs of the same
     model and plan for batches of other shapes, `compile(..., example_inputs=other, plan=compiled.plan)`, which the step
-    then takes too, with the same parameters and optimiser. first_batch: a whole batch, equal on every rank, of which
-    the program's loss is compared with the model's own before the step is returned (first_step.py).
+    then takes too, with the same parameters and optimiser. first_step_check: whether the step's first call compares
+    its loss with the model's own on one process, and raises TrainingError on every rank before an update where they
+    differ (first_step.py): None where that fits one rank and is quick, True whatever it costs, False never. It takes a
+    batch of `step.local_batch`, and values as they were when the step was built.
     Raises WorldSizeError, ModelError for a model that is not as it was compiled (but for its values), and for meta
-    values without init, TrainingError where the losses of first_batch differ.
+    values without init.
     """
     check_numbers({"seed": seed, "max_grad_norm": max_grad_norm})
+    yes_no_or_none("first_step_check", first_step_check)
     join_launched()
     scale = loss_scale_of(loss_scale, compiled.plan.precision)
     _check_world_size(compiled.plan)
@@ -93,20 +95,9 @@ def build_step(
                 alternatives="compile(..., plan=program.plan) for the other shapes",
             )
         take_also(step, other, init)
-    if first_batch is not None:
-        _check_batch(compiled, step, name_inputs(compiled.model, first_batch, compiled.loss_fn))
+    if first_step_check is not False:
+        step.first_check = FirstStepCheck(compiled, step, first_step_check)
     return step
-
-
-def _check_batch(compiled: GeneratedProgram, step: Any, batch: NamedBatch) -> None:
-    """Raises ConstraintError for a program whose loss can only be compared in its first step, as a Trainer does."""
-    if reason := compiled.program.any.no_evaluation:
-        raise ConstraintError(
-            "a program without an evaluation mode cannot be checked before its first step",
-            values=reason,
-            alternatives=["no first_batch", "a Trainer, which compares the loss that it trains with"],
-        )
-    check_first_step(compiled, step, batch, lambda: float(step.evaluate(step.local_batch(batch))), wanted=True)
 
 
 def take_also(step: Any, other: GeneratedProgram, init: Init | None = None) -> None:

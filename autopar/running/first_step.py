@@ -1,22 +1,23 @@
-"""The check before a program's first step: its loss of the first batch beside the model's own, on rank 0 alone.
+"""The check in a program's first step: its loss beside the model's own of the same batch, computed on rank 0 alone.
 
-Both are computed forward only, in evaluation mode. Of a program without an evaluation mode the loss that its first step
-trains with is compared, with the dropout masks that the program draws (codegen/runtime/reference.py). Training stays as
-it is: the model is copied, the copy is gone before the first step, and random states are put back.
+The model's own is of one forward, in training, with the dropout masks that the program draws
+(codegen/runtime/reference.py). Training stays as it is: the model is copied, the copy is gone before the program's
+forward begins, random states are put back, and where the losses differ it ends before the first update.
 
 It is made unasked where the model's values are in memory, a copy of it with all activations of the whole batch fits
 beside the program, by the plan's own figures, and its forward is short. Losses may differ by UNIT, in half precision by
 the rounding of one number, or by what fp8 is said to do. Beyond that the model itself is asked: where its loss is as
-far from the one in the next wider precision (times FLOORS, as in `verify`), the difference is its own rounding.
+far from the one in the next wider precision, or from its own under other random numbers (times FLOORS, as in `verify`),
+the difference is its own.
 """
 
 from __future__ import annotations
 
+import cmath
 import contextlib
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,14 +26,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import ConstraintError, TrainingError
-from autopar.frontend.inputs import NamedBatch
+from autopar.frontend.admission import traits_of
+from autopar.frontend.inputs import NamedBatch, name_inputs
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
 from autopar.frontend.skeleton import detached_copy, in_training
 from autopar.program import GeneratedProgram
+from autopar.running.random_states import kept_random_states, seed_all
 from autopar.settings.fp8 import tolerance
 from autopar.units import bytes_text
 from autopar.verify_report import FLOORS
+from codegen.runtime.batch import digest_of
 from codegen.runtime.precision import compute_dtype
 from codegen.runtime.reference import SameDropout
 
@@ -43,50 +47,104 @@ STILL = torch.finfo(torch.float32).eps
 LONGEST_SECONDS = 60.0
 """Other ranks wait while rank 0 computes alone: no longer than this, unless the check is asked for."""
 
+MOST_WAITING = 16
+"""Whole batches that are kept until the first step: those of a loop that prepares some ahead."""
+CHANGED = "the model or the step was given other values, or the model was changed, since the step was built"
+
 _log = logging.getLogger("autopar")
 
 AfterStep = Callable[[float], None]
 """Is given the first step's loss on every rank. Raises TrainingError on all where it is wrong. Collective."""
 
 
-def check_first_step(
-    compiled: GeneratedProgram,
-    step: Any,
-    batch: NamedBatch,
-    evaluate: Callable[[], float],
-    *,
-    wanted: bool | None = None,
-    seed: int = 0,
-) -> AfterStep | None:
-    """Compares the losses of a whole batch, equal on every rank, before the first step. Collective.
+class FirstStepCheck:
+    """Compares the loss of a step's first batch with the model's own; `Step.first_check`.
 
-    evaluate: the program's loss in evaluation mode. wanted: None for where it costs little, True for anyhow, False for
-    never. seed: of the program's dropout. Returns what the first step's loss is to be given to, where only that can be
-    compared.
-    Raises TrainingError on every rank where the losses differ, ConstraintError where the check is wanted and cannot be
-    made.
+    wanted: None for where it costs little, True for anyhow.
     """
-    if wanted is False:
-        return None
-    trains = bool(compiled.program.any.no_evaluation)
-    own, reason = None, ""
-    if step.mesh.everyone.rank == 0:
-        reason = why_not(compiled, is_wanted=wanted is True)
-        if not reason:
-            own = _Model(compiled, batch, step.mesh.device, (seed, int(step.rng.step)) if trains else None)
+
+    def __init__(self, compiled: GeneratedProgram, step: Any, wanted: bool | None) -> None:
+        self._compiled, self._step, self._is_wanted = compiled, step, bool(wanted)
+        self._reason = why_not(compiled, self._is_wanted)
+        self._values = [] if self._reason else self._values_now()
+        self._given: list[tuple[Mapping[str, Tensor], Mapping[str, Any], Callable[[], Mapping[str, Tensor]]]] = []
+
+    def given(
+        self, part: Mapping[str, Tensor], whole: Mapping[str, Any], again: Callable[[], Mapping[str, Tensor]]
+    ) -> None:
+        """A rank's part of a whole batch was made, which `again` makes once more."""
+        if not self._reason and len(self._given) < MOST_WAITING:
+            self._given.append((part, whole, again))
+
+    def passed(self, part: Mapping[str, Tensor]) -> None:
+        """A part was used for something else than a step."""
+        self._given = [each for each in self._given if each[0] is not part]
+
+    def __call__(self, part: Mapping[str, Tensor]) -> AfterStep | None:
+        """The first step is about to begin with this part of its batch. Collective.
+
+        Raises ConstraintError on every rank where the check is wanted and cannot be made.
+        """
+        whole, reason = self._whole(part)
+        self._given = []
+        tensors = (value for value in whole.values() if isinstance(value, Tensor))
+        found = _of_all((reason, digest_of(tensors) if self._step.mesh.everyone.size > 1 else ""))
+        reason = next((each for each, _ in found if each), "")
+        if not reason and len({digest for _, digest in found}) > 1:
+            reason = "ranks were given parts of different batches"
+        own = None
+        if self._step.mesh.everyone.rank == 0 and not reason:
+            own = _Model(self._compiled, whole, self._step.mesh.device, self._step.rng.seed, int(self._step.rng.step))
             reason = own.compute()
-    reason = _of_rank_0(reason)
-    if not reason:
-        if trains:
+        reason = _of_rank_0(reason)
+        if not reason:
             return partial(_compare, own)
-        _compare(own, evaluate())
+        if self._is_wanted and reason != CHANGED:
+            raise ConstraintError(
+                "the first step cannot be checked",
+                values=reason,
+                alternatives=["first_step_check=None, or False", "batches of step.local_batch"],
+            )
+        _log.info("the first step is not checked: %s", reason)
         return None
-    if wanted:
-        raise ConstraintError(
-            "the first step cannot be checked", values=reason, alternatives="first_step_check=None, or False"
-        )
-    _log.info("the first step is not checked: %s", reason)
-    return None
+
+    def _whole(self, part: Mapping[str, Tensor]) -> tuple[NamedBatch, str]:
+        """The whole batch of which this rank was given a part, or why there is no check, as far as this rank knows."""
+        nothing = NamedBatch({}, {})
+        if self._reason:
+            return nothing, self._reason
+        values = self._values_now()
+        if len(values) != len(self._values) or not all(map(_is_close, self._values, values)):
+            return nothing, CHANGED
+        given = next((each for each in self._given if each[0] is part), None)
+        if given is None and self._step.mesh.everyone.size > 1:
+            return nothing, "the batch is not as step.local_batch made it"
+        if given is not None:
+            now = given[2]()
+            if part.keys() != now.keys() or not all(torch.equal(value, now[name]) for name, value in part.items()):
+                return nothing, "the batch was changed after step.local_batch"
+        return name_inputs(self._compiled.model, dict(part) if given is None else given[1], self._compiled.loss_fn), ""
+
+    def _values_now(self) -> list[Any]:
+        """What tells whether values changed: a sum of each of the step's own, and of the model's on rank 0."""
+        stored = [entry.stored for _, entry in self._step.entries() if entry.stored is not None]
+        stored += [value for part in self._step.parts for _, _, value in part.model.buffer_slots()]
+        if self._step.mesh.everyone.rank > 0:
+            return [_sum(value) for value in stored]
+        model = self._compiled.model
+        return [traits_of(model), *map(_sum, (*stored, *model.parameters(), *model.buffers()))]
+
+
+def _sum(value: Tensor) -> complex:
+    wide = torch.complex128 if value.is_complex() else torch.float64
+    return complex(value.detach().sum(dtype=wide).item())
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    """Whether two things that tell of values are the same, but for the order of a sum on another device."""
+    if isinstance(one, complex) and cmath.isfinite(one):
+        return cmath.isclose(one, other, rel_tol=1e-6, abs_tol=1e-6)
+    return bool(one == other) or repr(one) == repr(other)
 
 
 def why_not(compiled: GeneratedProgram, is_wanted: bool = False) -> str:
@@ -98,8 +156,6 @@ def why_not(compiled: GeneratedProgram, is_wanted: bool = False) -> str:
         return "the plan rounds parameters on the wire, and the model does not"
     if is_wanted:
         return ""
-    if compiled.backend == "inductor":
-        return "evaluation would be compiled for it"
     seconds = plan.prediction.step_seconds * plan.num_ranks / 3
     if seconds > LONGEST_SECONDS:
         return f"the other ranks would wait for some {seconds:.0f} s"
@@ -127,20 +183,19 @@ def free_bytes(compiled: GeneratedProgram) -> float:
     return max(memory - compiled.plan.prediction.peak_bytes, 0.0)
 
 
-@dataclass
 class _Model:
-    """The user's model on this rank. draws: seed and step of the dropout masks of training; None: evaluation."""
+    """The user's model on this rank. seed, step: of its dropout masks."""
 
-    compiled: GeneratedProgram
-    batch: NamedBatch
-    device: torch.device
-    draws: tuple[int, int] | None
-    loss: float = math.nan
+    def __init__(
+        self, compiled: GeneratedProgram, batch: NamedBatch, device: torch.device, seed: int, step: int
+    ) -> None:
+        self.compiled, self.batch, self.device, self.draws = compiled, batch, device, (seed, step)
+        self.loss = math.nan
 
     def compute(self) -> str:
         """Finds the loss; why there is none."""
         try:
-            self.loss = self._loss(is_wider=False)
+            self.loss = self._loss()
         except Exception as error:  # whatever a forward raises: the other ranks wait for an answer
             return f"the model's own forward failed: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         return ""
@@ -152,14 +207,12 @@ class _Model:
         difference, allowed = abs(found - self.loss), self._allowed()
         if difference <= max(allowed * max(abs(found), abs(self.loss)), STILL):
             return None
-        rounding = math.nan
-        with contextlib.suppress(RuntimeError):  # a model that names dtypes has no wider form
-            rounding = abs(self._loss(is_wider=True) - self.loss)
-        if difference <= FLOORS * rounding:
-            return None
-        mode = "evaluation" if self.draws is None else "training"
+        for other in ({"is_wider": True}, {"is_redrawn": True}):
+            with contextlib.suppress(Exception):  # a model that names dtypes has no wider form
+                if difference <= FLOORS * abs(self._loss(**other) - self.loss):
+                    return None
         return TrainingError(
-            f"the program's loss of the first batch ({mode} mode) is not the model's own",
+            "the program's loss of the first batch is not the model's own",
             values={
                 f"the program on rank {rank}": f"{found:.9g}",
                 "the model on one process": f"{self.loss:.9g}",
@@ -168,7 +221,7 @@ class _Model:
             alternatives=[
                 "`autopar verify` of the same plan, which names what differs; please report it",
                 "one model, with equal values on every rank",
-                "first_step_check=False, for a forward that gives another loss each time",
+                "first_step_check=False, for a forward that depends on more than its batch",
             ],
         )
 
@@ -178,36 +231,29 @@ class _Model:
         return max(UNIT, 0.0 if low is None else torch.finfo(low).eps, tolerance(self.compiled.program))
 
     @torch.no_grad()
-    def _loss(self, is_wider: bool) -> float:
-        """The loss in the program's precision, or in the next wider one, of a copy of the model."""
+    def _loss(self, is_wider: bool = False, is_redrawn: bool = False) -> float:
+        """The loss of a copy of the model in the program's precision, in the next wider one, or with other draws of
+        what draws random numbers of its own."""
         low = compute_dtype(self.compiled.plan.precision)
         wide = torch.float64 if is_wider and low is None else None
         module = LossModule(self.compiled.model, self.compiled.loss_fn, self.batch)
         module = detached_copy(module).to(self.device, wide)
-        if self.draws is None:
-            module.model.eval()
-        else:
-            in_training(module.model)
+        in_training(module.model)
 
         def here(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             return value.to(self.device, wide if value.is_floating_point() else None)
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
-            if self.draws is not None:
-                stack.enter_context(SameDropout(*self.draws))
+        with kept_random_states(self.device), SameDropout(*self.draws):
+            if is_redrawn:
+                seed_all(torch.initial_seed() + 1)
             return float(loss_in(None if is_wider else low, module, self.batch.map(here)))
 
 
 def _compare(own: _Model | None, loss: float) -> None:
     """Every rank's loss is judged, as parameters that all have may be wrong on one. own: of rank 0."""
-    losses = [loss]
-    if _are_several():
-        losses = [math.nan] * dist.get_world_size()
-        dist.all_gather_object(losses, loss)
-    error = None
+    losses, error = _of_all(loss), None
     if own is not None:
         error = next((found for rank, each in enumerate(losses) if (found := own.error_of(each, rank))), None)
         if error is None:
@@ -219,6 +265,15 @@ def _compare(own: _Model | None, loss: float) -> None:
 
 def _are_several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _of_all(value: Any) -> list[Any]:
+    """What each rank has, on every rank."""
+    found = [value]
+    if _are_several():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+    return found
 
 
 def _of_rank_0(value: Any) -> Any:

@@ -33,8 +33,9 @@ class RankError(RuntimeError):
 def collect(
     processes: Sequence[Any], receivers: Sequence[Connection], timeout_seconds: float, stopped_seconds: float
 ) -> list[Any]:
-    """What every rank answers, by rank; an answer is ("ok", value) or ("error", an AutoparError or a traceback).
+    """What every process answers, in order; an answer is ("ok", value) or ("error", an AutoparError or a traceback).
 
+    processes: of ranks, named so ("rank 3").
     Raises an AutoparError as a rank raised it, RankError for anything else.
     """
     found: dict[int, Any] = {}
@@ -48,7 +49,7 @@ def collect(
             code = processes[rank].exitcode  # asked first: what it sent before it ended is there now
             answer = _answer(receivers[rank])
             if answer is None and code is not None:
-                raise RankError(f"rank {rank} {_end_of(code)}")
+                raise RankError(f"{processes[rank].name} {_end_of(code)}")
             if answer is None:
                 continue
             outcome, value = answer
@@ -56,8 +57,8 @@ def collect(
                 _raise(processes, receivers, rank, value, found)
             found[rank] = value
         if time.monotonic() > deadline:
-            missing = [rank for rank in range(len(processes)) if rank not in found]
-            raise RankError(f"ranks {missing} gave no answer in {timeout_seconds:.0f} s")
+            missing = ", ".join(each.name for rank, each in enumerate(processes) if rank not in found)
+            raise RankError(f"no answer in {timeout_seconds:.0f} s from {missing}")
     return [found[rank] for rank in range(len(processes))]
 
 
@@ -77,11 +78,11 @@ def _raise(
     if isinstance(value, AutoparError):
         raise value
     time.sleep(0.5)  # a rank that died breaks the others' connections: name it first
-    causes = [f"rank {r} {_end_of(p.exitcode)}; " for r, p in enumerate(processes) if p.exitcode not in (None, 0)]
+    causes = [f"{p.name} {_end_of(p.exitcode)}; " for p in processes if p.exitcode not in (None, 0)]
     if not causes and "imed out" in str(value):
         silent = _silent(processes, receivers, {rank, *found})
-        causes = [f"rank {r} (process {processes[r].pid}) stands still; " for r in silent]
-    raise RankError(f"{''.join(causes)}rank {rank}: {value}")
+        causes = [f"{processes[r].name} (process {processes[r].pid}) stands still; " for r in silent]
+    raise RankError(f"{''.join(causes)}{processes[rank].name}: {value}")
 
 
 def _end_of(code: int) -> str:
@@ -123,8 +124,8 @@ class _Stops:
             self.looks[rank] = self.looks[rank] + 1 if is_stopped else 0
             if self.looks[rank] * _LOOK_SECONDS > self.seconds:
                 raise RankError(
-                    f"rank {rank} (process {process.pid}) has been stopped for {self.seconds:.0f} s, by SIGSTOP or a "
-                    "debugger"
+                    f"{process.name} (process {process.pid}) has been stopped for {self.seconds:.0f} s, by SIGSTOP or "
+                    "a debugger"
                 )
 
 

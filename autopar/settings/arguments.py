@@ -29,6 +29,12 @@ def word(name: str, value: Any, legal: tuple[str, ...]) -> str:
     return value
 
 
+def yes_no_or_none(name: str, value: Any) -> None:
+    """Raises ConstraintError for what is neither true nor false nor None."""
+    if value is not None and not isinstance(value, bool):
+        raise ConstraintError(f"{name} is true, false or null", values=shown(value), alternatives="null")
+
+
 def check_module(model: Any) -> None:
     """Raises ModelError for what is no torch module."""
     if not isinstance(model, nn.Module):

@@ -15,7 +15,7 @@ from autopar.cluster import ClusterSpec
 from autopar.errors import ClusterError, ConstraintError
 from autopar.files.text_files import near, parse_yaml, read_mapping, shown
 from autopar.plan import Plan
-from autopar.settings.arguments import check_numbers, whole, word
+from autopar.settings.arguments import check_numbers, whole, word, yes_no_or_none
 from autopar.settings.compile_options import PlanOptions
 from autopar.settings.loss_scale import loss_scale_of
 from autopar.training.sections import (
@@ -72,8 +72,8 @@ class TrainerConfig(PlanOptions):
     collective_seconds: how long ranks wait for one another before the run ends with an error, which is how a rank that
     hangs is noticed: longer than any rank takes for what the others wait for, such as to load a batch. By default 120
     where this process starts the ranks, and torch's own (1800, of NCCL 600) where a launcher does.
-    first_step_check: compare the program's loss of the first batch with the model's own on one rank, before training
-    begins (running/first_step.py): None where that fits and is quick, True whatever it costs, False never. A run that
+    first_step_check: compare the program's loss of the first batch with the model's own on one rank, before the first
+    update (running/first_step.py): None where that fits and is quick, True whatever it costs, False never. A run that
     goes on from a checkpoint is not checked.
     measure_memory: follow tensors through the first two steps of a run on CPU (a few times slower) to find the peak.
     """
@@ -114,10 +114,7 @@ class TrainerConfig(PlanOptions):
         for name in ("auto_parallel", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConstraintError(f"{name} is true or false", values=repr(getattr(self, name)))
-        if self.first_step_check is not None and not isinstance(self.first_step_check, bool):
-            raise ConstraintError(
-                "first_step_check is true, false or null", values=shown(self.first_step_check), alternatives="null"
-            )
+        yes_no_or_none("first_step_check", self.first_step_check)
         word("non_finite", self.non_finite, get_args(NonFinite))
         loss_scale_of(self.loss_scale, self.precision)
         for name in ("plan", "checkpoint_directory"):

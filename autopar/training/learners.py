@@ -21,7 +21,6 @@ from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
 from autopar.frontend.skeleton import in_training
 from autopar.running.build import take_also
-from autopar.running.first_step import AfterStep, check_first_step
 from autopar.running.state import check_checkpoint, load_checkpoint, save_checkpoint
 from autopar.settings.loss_scale import loss_scale_of
 from autopar.training import checkpoints
@@ -46,12 +45,12 @@ class RankLearner:
     def __init__(self, program: CompiledProgram, config: TrainerConfig) -> None:
         self.program, self.config = program, config
         self._num_shapes = 1
-        self._after_first: AfterStep | None = None
         self.step = program.build(
             max_grad_norm=config.max_grad_norm,
             non_finite=config.non_finite,
             loss_scale=config.loss_scale,
             seed=config.seed,
+            first_step_check=config.first_step_check,
         )
         self.batch_error = importlib.import_module(f"{type(self.step).__module__.rpartition('.')[0]}.batch").BatchError
 
@@ -80,27 +79,8 @@ class RankLearner:
     def loss_scale(self) -> float | None:
         return None if self.step.loss_scaling is None else float(self.step.loss_scaling.value)
 
-    def check_first(self, batch: Batch) -> None:
-        """Compares the loss of the first batch with the model's own, unless the run goes on from a checkpoint. Raises
-        TrainingError, as the first step then may."""
-        if self.num_steps:
-            return
-        named = name_inputs(self.program.model, batch, self.program.loss_fn)
-        self._after_first = check_first_step(
-            self.program,
-            self.step,
-            named,
-            lambda: self.evaluate(batch),
-            wanted=self.config.first_step_check,
-            seed=self.config.seed,
-        )
-
     def __call__(self, batch: Batch) -> float:
-        loss = float(self._of(batch, self.step))
-        if self._after_first is not None:
-            self._after_first(loss)
-            self._after_first = None
-        return loss
+        return float(self._of(batch, self.step))
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """The gradients of a whole global batch, without an update; the global mean loss (0-dim)."""
@@ -176,9 +156,6 @@ class PlainLearner:
         self.optimizer = call(self.factory, [(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
         self.settings = settings_of(self.optimizer)
 
-    def check_first(self, batch: Batch) -> None:
-        """There is nothing to compare the model with."""
-
     def __call__(self, batch: Batch) -> float:
         named = name_inputs(self.model, batch, self.loss_fn)
         self.model.zero_grad()  # also what the optimiser leaves out
@@ -215,6 +192,8 @@ class PlainLearner:
     def _evaluated(self, batch: Batch, with_logits: bool) -> Any:
         named = name_inputs(self.model, batch, self.loss_fn)
         modes = [(module, module.training) for module in self.model.modules()]
+        # A counter that forward increments counts steps, as in a program, whose evaluations leave all state as it is.
+        kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         self.model.eval()
         try:
             both = LossModule(self.model, self.loss_fn, named, with_logits=with_logits)
@@ -222,6 +201,8 @@ class PlainLearner:
         finally:
             for module, is_training in modes:
                 module.training = is_training
+            for buffer, before in kept:
+                buffer.copy_(before)
 
     def check(self) -> None:
         checkpoints.require_resumable(self.model, self.factory)

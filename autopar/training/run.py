@@ -79,7 +79,6 @@ class Run:
             for done in () if is_over else range(self.first + 1, config.steps + 1):
                 batch = next(source)
                 if done == self.first + 1:
-                    learner.check_first(batch)
                     self._look_at(batch, stack)
                 self._step(batch, done)
                 profiler.step()

@@ -165,7 +165,7 @@ class BatchCheck:
         """A whole global batch came in; remembers its hash where ranks will compare it. Raises BatchError."""
         check_batch(batch, self.inputs, self.count, self.unused, self.fixed)
         tensors = (batch[name] for name in sorted(self.inputs))
-        self._whole = _digest(tensors) if self._is_due(step) else None
+        self._whole = digest_of(tensors) if self._is_due(step) else None
 
     def local(self, batch: Mapping[str, Tensor], step: int) -> None:
         """This rank's part of a batch is about to be used. Collective where hashes are due; raises BatchError then on
@@ -177,7 +177,7 @@ class BatchCheck:
             )
         error = self._local_error(batch)
         if self._is_due(step):
-            hashes = {} if error else {(n, self._place(n)): _digest([batch[n]]) for n in self.own}
+            hashes = {} if error else {(n, self._place(n)): digest_of([batch[n]]) for n in self.own}
             self._agree(error, hashes | ({(_WHOLE, ()): self._whole} if self._whole and not error else {}))
         elif error:
             raise BatchError(error)
@@ -223,7 +223,7 @@ class _Local:
         self.shape, self.dtype = shape, dtype
 
 
-def _digest(tensors: Iterable[Tensor]) -> str:
+def digest_of(tensors: Iterable[Tensor]) -> str:
     """A digest of the values of tensors, bit by bit."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:

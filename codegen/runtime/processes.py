@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import sys
@@ -20,10 +21,11 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 
+_groups = itertools.count()
 _PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_TO_BE_SEEN = 5.0
-_LOST = ("connection closed", "connection reset", "broken pipe", "remote process exited")
+LOST = ("connection closed", "connection reset", "broken pipe", "remote process exited")
 """What gloo and NCCL say where another rank is gone."""
 
 
@@ -32,7 +34,8 @@ def join(backend: str, collective_seconds: float | None = None) -> None:
 
     collective_seconds: how long ranks wait for one another; torch's default (1800, of NCCL 600) if None.
     torchrun keeps one store for all its attempts (--max-restarts), in which a new attempt would meet the keys of the
-    one before it and wait for ranks that are gone: every attempt gets a prefix of its own.
+    one before it and wait for ranks that are gone: every attempt gets a prefix of its own, and so does every group of
+    an attempt, one after the other.
     Raises ValueError for port 0: torchrun hands it on as it is, while its own store listens elsewhere.
     """
     if os.environ.get("MASTER_PORT") == "0":
@@ -48,7 +51,11 @@ def join(backend: str, collective_seconds: float | None = None) -> None:
             address, port, size, is_master=False, timeout=timeout or default_pg_timeout
         )
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        more |= {"store": PrefixStore(f"autopar/attempt_{attempt}", agent), "rank": rank, "world_size": size}
+        more |= {
+            "store": PrefixStore(f"autopar/attempt_{attempt}/{next(_groups)}", agent),
+            "rank": rank,
+            "world_size": size,
+        }
     dist.init_process_group(backend, **more)
 
 
@@ -76,7 +83,7 @@ def after_the_first() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if any(word in str(error).lower() for word in _LOST):
+        if any(word in str(error).lower() for word in LOST):
             time.sleep(_SECONDS_TO_BE_SEEN)
         raise
 

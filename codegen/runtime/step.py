@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -33,28 +33,8 @@ if TYPE_CHECKING:
     from .host_optimizer import HostOptimizer
     from .loss_scale import LossScale, LossScaling
     from .offload import Offload
+    from .step_protocols import FirstCheck, Trial
     from .whole_updates import WholeUpdates
-
-
-class Trial(Protocol):
-    """What is found out about an optimiser that is not known (`optimizer_trial.OptimizerTrial`)."""
-
-    def wholes(
-        self,
-        factory: Factory,
-        parameters: Sequence[GlobalParameter],
-        parts: Sequence[Part],
-        mesh: Mesh,
-        *,
-        is_staged: bool,
-        is_offloaded: bool,
-    ) -> WholeUpdates | None:
-        """What one rank each updates whole; None if nothing. Raises OptimizerError where ranks cannot update alike."""
-        ...
-
-    def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
-        """Why checkpoints would be without a part of the optimiser's state; "" if they would not."""
-        ...
 
 
 class Step:
@@ -130,6 +110,7 @@ class Step:
         if compiled is not None:
             compiled.attach(models)
         self._others: list[Step] = []
+        self.first_check: FirstCheck | None = None
         if shared is not None:
             self.optimizer: torch.optim.Optimizer = shared.optimizer
             return
@@ -156,7 +137,11 @@ class Step:
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises AttributeError for what the step was made with: a new optimiser, say, would be ignored."""
-        if name in self.__dict__ and not name.startswith("_") and name not in ("num_samples", "grad_norm"):
+        if (
+            name in self.__dict__
+            and not name.startswith("_")
+            and name not in ("num_samples", "grad_norm", "first_check")
+        ):
             raise AttributeError(f"step.{name} is what the step was made with, and cannot be set: build another step")
         super().__setattr__(name, value)
 
@@ -247,6 +232,8 @@ class Step:
         self._by_hand.before_forward()
         taking = self._taking(local_batch, is_local=True)
         taking._batch.local(local_batch, self.rng.step)
+        check, self.first_check = self.first_check, None
+        compare = None if check is None else check(local_batch)
         for memory in (taking.offload, None if self.host_optimizer is None else self.host_optimizer.host):
             if memory is not None:
                 memory.traffic.reset()
@@ -261,6 +248,8 @@ class Step:
         self._num_rows = taking.num_micro_batches * self.rng.micro_batch_rows
         self.guard.after_backward(loss)
         self._by_hand.after_backward()
+        if compare is not None:
+            compare(float(loss))
         return loss
 
     def update(self) -> None:
@@ -302,6 +291,8 @@ class Step:
         taking = self._taking(local_batch, is_local=True)
         require_evaluation(taking._executor, logits)
         taking._batch.local(local_batch, self.rng.step)
+        if self.first_check is not None:
+            self.first_check.passed(local_batch)
         with evaluating(taking._executor, self.rng), taking._running(is_training=False):
             if logits:
                 return evaluate_with_logits(taking._executor, local_batch, self.mesh)
@@ -320,10 +311,16 @@ class Step:
 
         Tensors may lie in containers, as forward of the original model takes them (`flat_batch`).
         """
-        batch = flat_batch(batch)
-        taking = self._taking(batch, is_local=False)
-        taking._batch.whole(batch, self.rng.step)
-        return {name: value for part in taking.parts for name, value in part.local_batch(batch).items()}
+        flat = flat_batch(batch)
+        taking = self._taking(flat, is_local=False)
+        taking._batch.whole(flat, self.rng.step)
+        local = taking._part_of(flat)
+        if self.first_check is not None:
+            self.first_check.given(local, batch, lambda: taking._part_of(flat_batch(batch)))
+        return local
+
+    def _part_of(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value for part in self.parts for name, value in part.local_batch(flat).items()}
 
     # State ------------------------------------------------------------------------------------------------------------
 

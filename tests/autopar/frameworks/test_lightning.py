@@ -15,7 +15,13 @@ from torch import Tensor, nn
 pytest.importorskip("lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    BaseFinetuning,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 
 from autopar.errors import AutoparError  # noqa: E402
 from autopar.frameworks.lightning import AutoparStrategy  # noqa: E402
@@ -115,6 +121,55 @@ def test_figures_weights_and_resumption_are_those_of_one_process(tmp_path: Path)
             np.testing.assert_allclose(mine["weights"][name], value, rtol=1e-3, atol=1e-4)
 
 
+def looked_at(folder: Path, strategy: Any) -> list[Any]:
+    """What a run without validations leaves: the mean of the values of all steps, the last ones, and those of a
+    checkpoint that was loaded after it."""
+    torch.manual_seed(3)
+    module, seen = Classifier(), Seen()
+    averaged = EMAWeightAveraging(decay=0.5, use_buffers=False)
+    checkpoints = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=strategy,
+        max_steps=4,
+        limit_val_batches=0,
+        callbacks=[seen, averaged, checkpoints],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, loader(32, True), loader(16, False))
+    after = [float(value.detach().sum()) for value in module.parameters()]
+    mine = torch.load(folder / "step=2.ckpt", weights_only=True)["current_model_state"]["layers.0.weight"]
+    trainer.limit_val_batches = 1.0
+    found = trainer.validate(module, loader(16, False), ckpt_path=str(folder / "step=2.ckpt"), verbose=False)
+    return [*after, *seen.sums, float(mine.sum()), *found[0].values(), type(trainer.optimizers[0]).__name__ == "AdamW"]
+
+
+class Seen(Callback):
+    """The values at the end of an epoch and of training."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.sums.append(float(next(module.parameters()).detach().sum()))
+
+    on_train_end = on_train_epoch_end
+
+
+def test_values_are_the_trained_ones_wherever_callbacks_look(tmp_path: Path) -> None:
+    theirs = looked_at(tmp_path / "one", "auto")
+    assert looked_at(tmp_path / "program", AutoparStrategy("1 cpu")) == pytest.approx(theirs, rel=1e-4)
+
+
+class Thawing(BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.layers[0])
+
+
 class LogsMore(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("norm", batch[0].norm())
@@ -151,6 +206,11 @@ class ByHand(Classifier):
         (ClipsItself, {}, "configure_gradient_clipping"),
         (ByHand, {}, "automatic_optimization"),
         (Classifier, {"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
+        (Classifier, {"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
+        (Classifier, {"callbacks": [Thawing()]}, "Thawing"),
+        (Classifier, {"callbacks": [LearningRateFinder()]}, "LearningRateFinder"),
+        (Classifier, {"precision": "bf16-mixed"}, "its own precision"),
+        (Classifier, {"precision": "64-true"}, "its own precision"),
         (Classifier, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "clipped by their norm"),
     ],
 )

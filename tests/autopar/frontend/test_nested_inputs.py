@@ -108,6 +108,28 @@ def test_two_inputs_of_one_name_are_refused() -> None:
         name_inputs(model(), {"batch": [torch.ones(2)], "batch_0": torch.ones(2)})
 
 
+class Named(nn.Module):
+    """Takes plain data, too: text of each row, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, texts: list[str], factors: list[float], x: Tensor, nothing: list[int]) -> Tensor:
+        return (self.linear(x) * factors[1]).square().mean()
+
+
+def test_lists_of_plain_data_are_what_a_program_is_made_for() -> None:
+    texts, factors = [f"row {number}" for number in range(ROWS)], [1.0, 2.0]
+    batch = {"texts": texts, "factors": factors, "x": torch.randn(ROWS, 4), "nothing": []}
+    net = Named()
+    step = autopar.compile(net, "1 cpu", example_inputs=batch).build(first_step_check=True)
+    assert float(step(step.local_batch(batch))) == pytest.approx(float(net(**batch).detach()))
+    with pytest.raises(ValueError, match="made for factors"):
+        step(step.local_batch({**batch, "factors": [1.0, 3.0]}))
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_program_trains_on_containers_as_one_process_does() -> None:

@@ -1,13 +1,17 @@
-"""The check before the first step: it finds wrong programs, leaves training as it is, and costs nothing elsewhere."""
+"""The check in the first step: it finds wrong programs, leaves training as it is, and refuses no right one."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,9 +21,10 @@ from autopar import Trainer, TrainerConfig
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError, TrainingError
 from autopar.frontend.inputs import name_inputs
-from autopar.running import first_step
-from autopar.running.first_step import _Model, check_first_step, why_not
-from autopar.training import learners
+from autopar.launch import run_ranks
+from autopar.running import build, first_step
+from autopar.running.first_step import _Model, why_not
+from codegen.runtime.reference import SameDropout
 
 ROWS = 8
 
@@ -35,14 +40,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (self.last(self.dropout(self.norm(self.first(x)).relu())) - y).square().mean()
-
-
-class TwoFaced(Net):
-    """Its evaluation is another computation, which its program lacks."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = super().forward(x, y)
-        return loss if self.training else loss.sqrt()
 
 
 class Cancelling(nn.Module):
@@ -74,77 +71,132 @@ def trainer(model: nn.Module, constraints: dict[str, Any], **config: Any) -> Tra
     return Trainer(model, TrainerConfig(**settings), [batch()])
 
 
-def check(program: CompiledProgram, step: Any, inputs: dict[str, Tensor] | None = None, **options: Any) -> Any:
-    named = name_inputs(program.model, inputs or batch(), program.loss_fn)
-    return check_first_step(program, step, named, lambda: float(step.evaluate(step.local_batch(named))), **options)
+def first_loss(step: Any, inputs: dict[str, Tensor] | None = None) -> float:
+    return float(step(step.local_batch(inputs or batch())))
+
+
+class WrongBias:
+    """Where values come from, with a mistake."""
+
+    def __init__(self, model: nn.Module, *given: Any) -> None:
+        self.model = model
+
+    def __call__(self, name: str) -> Tensor:
+        return self.model.state_dict()[name] + (0.5 if name == "last.bias" else 0.0)
 
 
 # One rank -------------------------------------------------------------------------------------------------------------
 
 
+def _draws(*_: Any) -> None:
+    torch.rand(1), random.random(), np.random.rand()
+
+
 NORMS = [("fp32", nn.BatchNorm1d), ("bf16", nn.LayerNorm)]
-"""Precisions with norms that torch evaluates in them on a CPU."""
+"""Precisions with norms that torch computes in them on a CPU."""
 
 
 @pytest.mark.parametrize(("precision", "norm"), NORMS)
-def test_a_step_is_built_where_its_loss_is_the_models(
+def test_the_first_loss_is_compared_with_the_models(
     precision: str, norm: type[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Net(norm=norm)
     program = compiled(model, precision=precision)
-    states = torch.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
+    states = {name: value.clone() for name, value in model.state_dict().items()}
+    model.register_forward_pre_hook(_draws)  # where the copy is run
+    step = program.build(seed=5)
+    drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index]
     with caplog.at_level(logging.INFO, "autopar"):
-        step = program.build(first_batch=batch())
-    assert torch.equal(torch.get_rng_state(), states[0]) and model.training
-    assert all(torch.equal(value, states[1][name]) for name, value in model.state_dict().items())
-    found = re.search(r"loss (\S+), of the model itself (\S+)", caplog.text)
-    assert found is not None
-    with torch.no_grad():
-        expected = float(Net(norm=norm).eval()(**batch()))
-    assert float(found[1]) == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 0.01)
-    assert float(found[2]) == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 0.01)
-    assert step.rng.step == 0 and not step.num_samples
-    model.register_forward_pre_hook(lambda *_: torch.rand(1) and None)  # draws where the copy is run
-    assert check(program, step, wanted=True) is None and torch.equal(torch.get_rng_state(), states[0])
+        losses = [first_loss(step), first_loss(step)]
+    assert torch.equal(torch.get_rng_state(), drawn[0]) and random.getstate() == drawn[1]
+    assert (np.random.get_state()[1] == drawn[2]).all()  # type: ignore[index]
+    assert all(torch.equal(value, states[name]) for name, value in model.state_dict().items())
+    found = re.findall(r"loss (\S+), of the model itself (\S+)", caplog.text)
+    with SameDropout(5, 0):
+        expected = float(Net(norm=norm)(**batch()).detach())
+    close = 1e-5 if precision == "fp32" else 0.01
+    assert len(found) == 1 and [float(each) for each in found[0]] == pytest.approx([expected] * 2, rel=close)
+    without = program.build(seed=5, first_step_check=False)
+    assert losses == [first_loss(without), first_loss(without)]
 
 
 @pytest.mark.parametrize(("precision", "norm"), NORMS)
-def test_a_step_with_a_wrong_parameter_is_refused(precision: str, norm: type[nn.Module]) -> None:
+def test_a_step_with_a_wrong_parameter_is_refused_before_the_update(
+    precision: str, norm: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = compiled(Net(norm=norm), precision=precision)
+    monkeypatch.setattr(build, "ValueSource", WrongBias)
     step = program.build()
-    with torch.no_grad():
-        step.load(lambda name: program.model.state_dict()[name] + (0.5 if name == "last.bias" else 0.0))
-    right = float(Net(norm=norm).eval()(**batch()).detach())
+    before = step.full_state_dict()["last.weight"]
     with pytest.raises(TrainingError, match="is not the model's own") as caught:
-        check(program, step)
+        first_loss(step)
+    assert torch.equal(step.full_state_dict()["last.weight"], before) and step.rng.step == 0
     assert "autopar verify" in str(caught.value) and "first_step_check=False" in str(caught.value)
     values = caught.value.values
     assert isinstance(values, dict)
-    wrong = float(step.evaluate(step.local_batch(batch())))
-    assert float(values["the program on rank 0"]) == pytest.approx(wrong)
+    with SameDropout(0, 0):
+        right = float(Net(norm=norm)(**batch()).detach())
     assert float(values["the model on one process"]) == pytest.approx(right, rel=0.01)
-    assert check(program, step, wanted=False) is None
+    wrong = first_loss(program.build(first_step_check=False))
+    assert float(values["the program on rank 0"]) == pytest.approx(wrong)
 
 
-def test_a_program_without_evaluation_is_checked_by_its_first_loss() -> None:
-    program = compiled(TwoFaced())
-    with pytest.raises(ConstraintError, match="without an evaluation mode"):
-        program.build(first_batch=batch())
-    step = program.build(seed=5)
-    after = check(program, step, seed=5)
-    loss = float(step(step.local_batch(batch())))
-    after(loss)  # with dropout
-    with pytest.raises(TrainingError, match="training mode"):
-        after(loss * 1.001)
-    with pytest.raises(TrainingError):
-        check(program, program.build(seed=5), seed=6)(loss)  # other masks
+def _loads_step(model: Net, step: Any) -> None:
+    step.load(Net(seed=4).state_dict())
 
 
-def test_rounding_of_the_models_own_is_no_error() -> None:
+def _loads_model(model: Net, step: Any) -> None:
+    model.load_state_dict(Net(seed=4).state_dict())
+
+
+def _writes_buffer(model: Net, step: Any) -> None:
+    with torch.no_grad():
+        step.model.norm.running_mean.add_(1.0)
+
+
+def _freezes_norm(model: Net, step: Any) -> None:
+    model.norm.eval()
+
+
+@pytest.mark.parametrize("change", [_loads_step, _loads_model, _writes_buffer, _freezes_norm])
+@pytest.mark.parametrize("wanted", [None, True])
+def test_what_was_changed_since_is_no_error(
+    change: Callable[[Net, Any], None], wanted: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Net()
+    step = compiled(model).build(first_step_check=wanted)
+    change(model, step)
+    with caplog.at_level(logging.INFO, "autopar"):
+        first_loss(step)
+    assert first_step.CHANGED in caplog.text
+
+
+def test_batches_that_wait_and_those_that_are_evaluated_are_not_the_first(caplog: pytest.LogCaptureFixture) -> None:
+    step = compiled(Net()).build(first_step_check=True)
+    others = [{name: value + number for name, value in batch().items()} for number in range(1, 40)]
+    for each in others[:20]:
+        step.evaluate(step.local_batch(each))
+    waiting = [step.local_batch(each) for each in others]
+    with caplog.at_level(logging.INFO, "autopar"):
+        step(waiting[0])
+    assert "of the model itself" in caplog.text
+    assert step.first_check is None  # and with it all batches
+
+
+def test_a_batch_of_other_values_than_it_was_made_of_is_not_compared() -> None:
+    step = compiled(Net()).build(first_step_check=True)
+    whole = batch()
+    part = step.local_batch(whole)
+    whole["x"] = whole["x"] + 1  # a loader that reuses its memory
+    with pytest.raises(ConstraintError, match="was changed after"):
+        step(part)
+
+
+def test_rounding_and_random_numbers_of_the_models_own_are_no_error() -> None:
     inputs = {"x": torch.randn(64, 4)}
     program = compiled(Cancelling(), inputs)
-    program.build(first_batch=inputs)
-    own = _Model(program, name_inputs(program.model, inputs, None), torch.device("cpu"), None)
+    first_loss(program.build(first_step_check=True), inputs)
+    own = _Model(program, name_inputs(program.model, inputs, None), torch.device("cpu"), 0, 0)
     assert own.compute() == ""
     rounding = abs(own._loss(is_wider=True) - own.loss)
     assert 3.9 * rounding > first_step.UNIT * abs(own.loss)  # more than fp32 explains without asking the model
@@ -153,6 +205,9 @@ def test_rounding_of_the_models_own_is_no_error() -> None:
     assert own.error_of(float("nan")) is not None
     own.loss = float("nan")
     assert own.error_of(float("inf")) is None and own.error_of(1.0) is not None
+    own.compute()
+    program.model.register_forward_hook(lambda module, given, output: output + 1.0 + random.random())
+    assert own.error_of(own.loss + 0.5) is None
 
 
 def test_where_it_does_not_fit_or_takes_long_it_is_left_out(
@@ -172,34 +227,34 @@ def test_where_it_does_not_fit_or_takes_long_it_is_left_out(
         cluster = program.cluster.with_memory(memory)
         assert (why_not(replace(program, request=None, cluster=cluster)) == "") == fits
         assert why_not(replace(program, request=limited), is_wanted=True) == ""
-    slow = program.program.map(lambda each: replace(each, backend="inductor"))
-    assert "evaluation would be compiled" in why_not(replace(program, program=slow))
     monkeypatch.setattr(first_step, "LONGEST_SECONDS", 0.0)
     assert "would wait" in why_not(program)
     step = program.build()
     with caplog.at_level(logging.INFO, "autopar"):
-        assert check(program, step) is None
+        first_loss(step)
     assert "the first step is not checked: the other ranks would wait" in caplog.text
 
 
 def test_a_model_on_meta_is_left_out_and_refused_where_it_is_asked_for() -> None:
     program = compiled(Net().to("meta"))
-    step = program.build(init=lambda name, shape, dtype: torch.ones(shape, dtype=dtype))
-    assert check(program, step) is None
-    with pytest.raises(ConstraintError, match="cannot be checked"):
-        check(program, step, wanted=True)
+    for wanted in (None, True):
+        step = program.build(init=lambda name, shape, dtype: torch.ones(shape, dtype=dtype), first_step_check=wanted)
+        with pytest.raises(ConstraintError, match="cannot be checked") if wanted else contextlib.nullcontext():
+            first_loss(step)
 
 
 def test_a_forward_that_fails_alone_does_not_stop_training(caplog: pytest.LogCaptureFixture) -> None:
     program = compiled(Net())
     step = program.build()
-    program.model.first = nn.Linear(3, 8)
+    program.model.register_forward_pre_hook(lambda *_: torch.zeros(2) @ torch.zeros(3))
     with caplog.at_level(logging.INFO, "autopar"):
-        assert check(program, step) is None
+        first_loss(step)
     assert "own forward failed: RuntimeError" in caplog.text
 
 
 def test_the_setting_is_true_false_or_null() -> None:
+    with pytest.raises(ConstraintError, match="first_step_check"):
+        compiled(Net()).build(first_step_check="maybe")  # type: ignore[arg-type]
     with pytest.raises(ConstraintError, match="first_step_check"):
         TrainerConfig(first_step_check="maybe")  # type: ignore[arg-type]
     assert TrainerConfig.from_mapping({"first_step_check": False}).dump()["first_step_check"] is False
@@ -221,20 +276,49 @@ def test_training_is_bit_for_bit_what_it_is_without() -> None:
     assert all(torch.equal(value, other[name]) for name, value in after.items())
 
 
-def _corrupting_rank_1(program: CompiledProgram, step: Any, *rest: Any, **options: Any) -> Any:
-    if torch.distributed.get_rank() == 1:
-        with torch.no_grad():
-            step.parts[0].model.get_parameter("first.weight").flatten()[0] += 1.0
-    return check_first_step(program, step, *rest, **options)
+class WrongOnRank1(WrongBias):
+    def __call__(self, name: str) -> Tensor:
+        right = self.model.state_dict()[name]
+        return super().__call__(name) if torch.distributed.get_rank() == 1 else right
 
 
 @pytest.mark.distributed
 def test_one_wrong_number_of_one_rank_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank holds all parameters and computes the whole loss, so that only rank 1 shows it."""
-    monkeypatch.setattr(learners, "check_first_step", _corrupting_rank_1)
+    monkeypatch.setattr(build, "ValueSource", WrongOnRank1)
     with pytest.raises(TrainingError, match="the program on rank 1"):
         trainer(Net(), {"tp": 2}).fit()
     trainer(Net(), {"tp": 2}, first_step_check=False, steps=1).fit()
+
+
+def own_loop(program: CompiledProgram) -> list[str]:
+    """What becomes of the first step with batches of several kinds, on each rank."""
+    found = []
+    rank = torch.distributed.get_rank()
+    other = {name: value + rank for name, value in batch().items()}
+    for part in (
+        lambda step: step.local_batch(batch()),
+        lambda step: program.local_batch(batch()),
+        lambda step: program.local_batch(other),  # each reads its own rows, which is as good
+        lambda step: dict(step.local_batch(batch())) if rank else step.local_batch(batch()),
+        lambda step: {**step.local_batch(batch()), "unknown": torch.zeros(2)} if rank else step.local_batch(batch()),
+    ):
+        step = program.build(first_step_check=True)
+        try:
+            float(step(part(step)))
+            found.append("")
+        except (ConstraintError, ValueError) as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.distributed
+def test_all_ranks_of_a_loop_of_ones_own_find_the_same() -> None:
+    program = autopar.compile(Net(), "2 cpu", example_inputs=batch(), constraints={"dp": 2})
+    one, other = run_ranks(own_loop, (program,), 2)
+    assert one[:4] == other[:4] and one[0] == ""
+    assert all("not as step.local_batch made it" in each for each in one[1:4])
+    assert "rank 1: the batch has unknown" in one[4] and "the batch has unknown" in other[4]
 
 
 @pytest.mark.distributed

@@ -193,3 +193,21 @@ def told(_: int) -> tuple[dict[str, float], str]:
 def test_metrics_are_those_of_rank_0_on_all() -> None:
     first, second = run_ranks(told, (0,), 2)
     assert first == ({"rank": 0.0}, "ZeroDivisionError") and second == ({"rank": 0.0}, "TrainingError")
+
+
+class Counting(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, auto_parallel=True, cluster="1 cpu")])
+def test_what_forward_counts_is_steps_and_no_evaluations(config: TrainerConfig) -> None:
+    model = Counting()
+    given = batches(4)
+    Trainer(model, config, given, F.cross_entropy, eval_batches=given[:1], metrics=accuracy).fit()
+    assert float(model.count) == config.steps

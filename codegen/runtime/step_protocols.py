@@ -1,0 +1,52 @@
+"""What a step may be given by whoever makes it. For its annotations alone: no saved program has this file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .mesh import Mesh
+from .optimizers import Factory, GlobalParameter
+from .part import Part
+from .whole_updates import WholeUpdates
+
+
+class Trial(Protocol):
+    """What is found out about an optimiser that is not known (`optimizer_trial.OptimizerTrial`)."""
+
+    def wholes(
+        self,
+        factory: Factory,
+        parameters: Sequence[GlobalParameter],
+        parts: Sequence[Part],
+        mesh: Mesh,
+        *,
+        is_staged: bool,
+        is_offloaded: bool,
+    ) -> WholeUpdates | None:
+        """What one rank each updates whole; None if nothing. Raises OptimizerError where ranks cannot update alike."""
+        ...
+
+    def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
+        """Why checkpoints would be without a part of the optimiser's state; "" if they would not."""
+        ...
+
+
+class FirstCheck(Protocol):
+    """Looks at a step's first batch and its loss."""
+
+    def given(
+        self, part: Mapping[str, Tensor], whole: Mapping[str, Any], again: Callable[[], Mapping[str, Tensor]]
+    ) -> None:
+        """`local_batch` made this rank's part of a whole batch, as `again` does once more."""
+        ...
+
+    def passed(self, part: Mapping[str, Tensor]) -> None:
+        """A part was evaluated."""
+        ...
+
+    def __call__(self, part: Mapping[str, Tensor]) -> Callable[[float], None] | None:
+        """The first step begins; what is to be given its loss. Collective, as what it returns is."""
+        ...
