@@ -30,7 +30,7 @@ KINDS = {
     "layers": "layers, each in its stage",
     "modes": "layers that recompute, or are held by the host, as the plan says",
     "stages": "stages on their pipeline ranks and meshes",
-    "switches": "numbers of the step: rows, micro-batches, precision, where state lives, what is rounded",
+    "switches": "rows, micro-batches, precision, offload and compression of the stages",
     "files": "files that are emitted of this program",
 }
 

@@ -52,7 +52,7 @@ def prove_miniature(compiled: CompiledProgram, given: Miniature | None = None) -
         subject="miniature",
         counts={
             "miniatures trained": len(trained),
-            "of": len(cuts),
+            "miniatures that the mesh needs": len(cuts),
             "steps each": STEPS if trained else 0,
             "processes of the largest": max(cut.num_ranks for cut in cuts),
             "calls": sum(t.calls for t in trained),
