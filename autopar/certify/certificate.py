@@ -23,14 +23,19 @@ TITLES = {
     "reshards": "Reshards as emitted, forward and backward",
     "edges": "The typed program, edge by edge",
     "schedule": "The schedule, action by action",
+    "decisions": "The program, decision by decision",
+    "messages": "Messages between stages, part by part",
     "miniature": "Miniatures trained on processes, against one process",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What was found of one plan. plan_sha256: of the text of its file. cpu_seconds: of this process and its ranks,
-    without planning. versions: of what computed."""
+    """What was found of one plan.
+
+    plan_sha256: of the text of its file. versions: of what computed. cpu_seconds: of this process and its ranks,
+    without planning. planning_seconds: of CPU too, of imports and planning before it; None where that is not known.
+    """
 
     model: str
     cluster: str
@@ -40,10 +45,16 @@ class Certificate:
     versions: dict[str, str]
     findings: tuple[Findings, ...]
     cpu_seconds: float
+    planning_seconds: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """In a word: "FAILED" where anything is wrong, "incomplete" where parts of the plan were not run, "passed"."""
+        return "FAILED" if not self.ok else "incomplete" if self.gaps else "passed"
 
     @property
     def ok(self) -> bool:
-        """Whether nothing that was checked is wrong. What was not proven is in `not_proven`."""
+        """Whether nothing that was checked is wrong. Whether all was checked is in `verdict`."""
         return all(each.ok for each in self.findings)
 
     @property
@@ -51,11 +62,20 @@ class Certificate:
         return tuple(text for each in self.findings for text in each.failures)
 
     @property
+    def gaps(self) -> tuple[str, ...]:
+        """What of this plan a certificate shows, and this one does not."""
+        return tuple(text for each in self.findings for text in each.gaps)
+
+    @property
     def not_proven(self) -> tuple[str, ...]:
-        return tuple(text for each in self.findings for text in each.not_proven)
+        """The gaps, and what no certificate shows."""
+        return (*self.gaps, *(text for each in self.findings for text in each.not_proven))
 
     def part(self, subject: str) -> Findings:
-        """The findings about "operators", "reshards", "edges", "schedule" or "miniature". Raises KeyError."""
+        """The findings about "operators", "reshards", "decisions", "edges", "messages", "schedule" or "miniature".
+
+        Raises KeyError.
+        """
         for each in self.findings:
             if each.subject == subject:
                 return each
@@ -64,7 +84,7 @@ class Certificate:
     def to_yaml(self) -> str:
         """The certificate's file."""
         data: dict[str, Any] = {
-            "certificate": "passed" if self.ok else "FAILED",
+            "certificate": self.verdict,
             "model": self.model,
             "cluster": self.cluster,
             "mesh": self.mesh,
@@ -72,6 +92,7 @@ class Certificate:
             "plan_sha256": self.plan_sha256,
             "versions": dict(self.versions),
             "cpu_seconds": round(self.cpu_seconds, 1),
+            **({} if self.planning_seconds is None else {"planning_cpu_seconds": round(self.planning_seconds, 1)}),
             "proven": {each.subject: _proven(each) for each in self.findings if each.counts},
             "failures": list(self.failures),
             "not_proven": list(self.not_proven),
@@ -85,17 +106,19 @@ class Certificate:
 
     def panels(self) -> Iterator[RenderableType]:
         """Tables of what was proven, and of what failed or was not."""
-        word = "passed" if self.ok else "FAILED"
-        table = short_table(f"Certificate of {self.model} on {self.mesh}: {word}", "", "")
+        table = short_table(f"Certificate of {self.model} on {self.mesh}: {self.verdict}", "", "")
         table.add_row("cluster", f"{self.cluster} ({self.num_ranks} ranks)")
         table.add_row("plan", f"sha256 {self.plan_sha256[:16]}")
         table.add_row("computed by", ", ".join(f"{name} {version}" for name, version in self.versions.items()))
-        table.add_row("in", f"{self.cpu_seconds:.1f} CPU-seconds")
+        before = "" if self.planning_seconds is None else f", after {self.planning_seconds:.1f} of imports and planning"
+        table.add_row("in", f"{self.cpu_seconds:.1f} CPU-seconds{before}")
         yield table
         for each in self.findings:
             if each.counts:
                 yield _table(each)
-        for title, texts in (("What failed", self.failures), ("What was not proven", self.not_proven)):
+        others = self.not_proven[len(self.gaps) :]
+        titles = ("What failed", "What of this plan was not run", "What was not proven")
+        for title, texts in zip(titles, (self.failures, self.gaps, others), strict=True):
             if texts:
                 rows = short_table(title, "")
                 for text in texts:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.certify.findings import Findings
 from autopar.certify.reshards import bodies
@@ -33,6 +34,7 @@ from codegen.program import (
     LayerLoop,
     PipelineProgram,
     Program,
+    Raw,
     Reshard,
     Statement,
     TensorType,
@@ -58,10 +60,11 @@ def check_edges(program: Program | PipelineProgram, best: Candidate) -> Findings
         found.program(each, where)
     if isinstance(program, PipelineProgram):
         found.boundaries(program)
-    kinds = ("reads", "calls", "reshards", "layers", "stages", "gradients")
+    kinds = ("reads", "calls", "axes", "reshards", "layers", "stages", "gradients")
     names = {
         "reads": "values read as they were made",
         "calls": "inputs and results of calls that lie as their option says",
+        "axes": "calls that communicate, over the axes of their option",
         "reshards": "reshards that are one step between their neighbours' placements",
         "layers": "values that enter or leave a run of layers",
         "stages": "tensors that cross between stages",
@@ -151,6 +154,7 @@ class _Edges:
         """Inputs and results of a call, or of the calls that it stands for, lie as the plan's options say."""
         for each in call.original:
             operator, option = self._operator_of(each, scope)
+            self.axes_of(each, option, mesh, scope, at)
             if operator is None or option is None:
                 self.unmatched[each.target] += len(reads(each))
                 continue
@@ -173,6 +177,24 @@ class _Edges:
                         f"{variable.name} as {' or '.join(map(_pairs_text, pairs))}, the program has it as "
                         f"{_places(variable.type)}"
                     )
+
+    def axes_of(self, call: Call, option: Option | None, mesh: Mesh, scope: str, at: str) -> None:
+        """A call communicates over those axes alone on which the option has it do so, and experts' rows over all of
+        these."""
+        named = set(_axes_in((call.args, tuple(value for _, value in call.kwargs)), mesh.axes))
+        if call.target.endswith("Routes"):
+            options = (other for (owner, _), other in self.best.assignment.operators.items() if owner == scope)
+            routed = [axes for other in options if (axes := _lowered(other, mesh, {"routed"}))]
+            is_right = named in routed if routed else not named
+            wanted = " or ".join(sorted({"x".join(sorted(axes)) for axes in routed})) or "no axis"
+        elif option is not None and named:
+            own = _lowered(option, mesh, None)
+            is_right, wanted = named <= own, "x".join(sorted(own)) or "no axis"
+        else:
+            return
+        self.counts["axes"] += 1
+        if not is_right:
+            self.failures.append(f"{at}: goes over {'x'.join(sorted(named)) or 'no axis'}, its option over {wanted}")
 
     def _operator_of(self, call: Call, scope: str) -> tuple[Operator | None, Option | None]:
         """The graph's call that a statement is of: what made its results."""
@@ -208,6 +230,21 @@ def _wanted(operator: Operator, option: Option) -> Iterator[tuple[Ref, set[Place
     for index, places in enumerate(option.outputs):
         found.setdefault(Ref(operator.node.name, index), set()).add(places)
     yield from found.items()
+
+
+def _axes_in(value: Any, axes: tuple[str, ...]) -> Iterator[str]:
+    """The mesh's axes of several ranks that a call's arguments name."""
+    if isinstance(value, Raw):
+        yield from value.joint or ((value.text,) if value.text in axes else ())
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _axes_in(item, axes)
+
+
+def _lowered(option: Option, mesh: Mesh, names: set[str] | None) -> set[str]:
+    """Axes on which an option has the call do something of its own: any, or one of these."""
+    pairs = zip(mesh.axes, option.axes, strict=False)
+    return {axis for axis, each in pairs if each.lowering and (names is None or each.lowering in names)}
 
 
 def _text(statement: Statement) -> str:

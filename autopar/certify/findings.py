@@ -12,7 +12,8 @@ class Findings:
 
     subject: what was checked, such as "operators". counts: how many of what, by words. largest_error: of all runs, as a
     share of the whole tensor's largest element; None where nothing was computed. worst: where it was. failures: what is
-    wrong, each naming its place. not_proven: what could not be checked, with the reason.
+    wrong, each naming its place. gaps: what of this plan the part is there to show and did not, with the reason.
+    not_proven: what it shows of no plan.
     """
 
     subject: str
@@ -20,6 +21,7 @@ class Findings:
     largest_error: float | None = None
     worst: str = ""
     failures: tuple[str, ...] = ()
+    gaps: tuple[str, ...] = ()
     not_proven: tuple[str, ...] = ()
     seconds: float = 0.0
 

@@ -30,7 +30,7 @@ class _Tally:
 
     proven: dict[object, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    not_proven: list[tuple[str, str]] = field(default_factory=list)
+    gaps: list[tuple[str, str]] = field(default_factory=list)
     runs: int = 0
     worst: str = ""
     error: float = 0.0
@@ -52,7 +52,7 @@ def prove_operators(best: Candidate) -> Findings:
         largest_error=tally.error if tally.runs else None,
         worst=tally.worst,
         failures=tuple(tally.failures),
-        not_proven=grouped(tally.not_proven),
+        gaps=grouped(tally.gaps),
     )
 
 
@@ -73,7 +73,7 @@ def _prove(tally: _Tally, operator: Operator, option: Option, best: Candidate, n
             elif outcome.error >= tally.error:
                 tally.error, tally.worst = outcome.error, place
     except CannotShrink as error:
-        tally.not_proven.append((place, str(error)))
+        tally.gaps.append((place, str(error)))
 
 
 def _small_calls(

@@ -72,7 +72,7 @@ def prove_reshards(program: Program | PipelineProgram) -> Findings:
     """Runs every distinct way of the program."""
     proven: dict[object, float] = {}
     failures: list[str] = []
-    not_proven: list[tuple[str, str]] = []
+    gaps: list[tuple[str, str]] = []
     worst, num_ways, collectives = "", 0, set[str]()
     for way in (way for each in program.programs for way in ways_of(each)):
         num_ways += 1
@@ -80,7 +80,7 @@ def prove_reshards(program: Program | PipelineProgram) -> Findings:
         for ranks in RANKS:
             small = small_way(way, ranks)
             if small is None:
-                not_proven.append((str(way), "its dims have no small sizes that divide as they do"))
+                gaps.append((str(way), "its dims have no small sizes that divide as they do"))
             elif small.key not in proven:
                 error, fault = run_way(small)
                 proven[small.key] = error
@@ -96,7 +96,7 @@ def prove_reshards(program: Program | PipelineProgram) -> Findings:
         largest_error=max(proven.values(), default=None),
         worst=worst,
         failures=tuple(failures),
-        not_proven=grouped(not_proven),
+        gaps=grouped(gaps),
     )
 
 

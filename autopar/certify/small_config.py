@@ -1,7 +1,7 @@
 """A configuration of transformers as one of a miniature: the same class and layer classes, few of everything.
 
 What is kept is what plans depend on: grouped heads stay grouped, a vocabulary, heads or experts that needed padding
-still need it, experts stay experts, and of every kind of layer there are enough.
+still need it, experts stay experts, and the layers are the model's first ones.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import nn
 
-HEAD_DIM, FEATURES, VOCABULARY, EXPERTS, SEQUENCE = 8, 32, 64, 4, 16
+HEAD_DIM, FEATURES, VOCABULARY, EXPERTS, SEQUENCE, WINDOW = 8, 32, 64, 4, 16, 6
 
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers")
+_LAYER_NUMBERS = ("moe_layers", "mlp_only_layers")
 _FEATURES = (
     "intermediate_size",
     "ffn_dim",
@@ -39,8 +40,11 @@ def has_config(model: nn.Module) -> bool:
 
 
 def small_model(model: nn.Module, layers: int, padded: Mapping[str, bool]) -> nn.Module:
-    """A model of the same class. layers: of each kind, at least. padded: whether "vocabulary", "heads" and "experts"
-    have padding in the plan. Raises whatever the class raises for a configuration that it cannot have."""
+    """A model of the same class, in which what is frozen is frozen.
+
+    layers: the first so many of the model's. padded: whether "vocabulary", "heads" and "experts" have padding in the
+    plan. Raises whatever the class raises for a configuration that it cannot have.
+    """
     config: Any = model.config
     made = type(config)(**small_fields(config, layers, padded))
     # What no constructor takes but classes look at, such as which attention is called.
@@ -51,6 +55,9 @@ def small_model(model: nn.Module, layers: int, padded: Mapping[str, bool]) -> nn
         made.use_cache = False
     made.dtype = None
     built: nn.Module = type(model)(made)
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for name, parameter in built.named_parameters():
+        parameter.requires_grad_(trained.get(name, True))
     return built
 
 
@@ -76,10 +83,10 @@ def small_fields(config: Any, layers: int, padded: Mapping[str, bool]) -> dict[s
     fields |= {name: value for name, value in values.items() if isinstance(fields.get(name), int)}
     most = {
         "num_experts_per_tok": 2,
-        "first_k_dense_replace": 2,
-        "n_group": 2,
+        "n_group": 1 if padded.get("experts") else 2,
         "topk_group": 1,
-        "sliding_window": 6,
+        "sliding_window": WINDOW,
+        "attention_chunk_size": WINDOW,
         "n_shared_experts": 1,
     }
     fields |= {n: min(v, fields[n]) for n, v in most.items() if isinstance(fields.get(n), int)}
@@ -98,13 +105,14 @@ def _key_heads(fields: Mapping[str, Any], heads: int) -> int:
 
 
 def _layers(fields: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """How many layers there are, and of which kinds, where a list says so: its beginning, until each kind is there."""
-    kinds = fields.get("layer_types")
-    first = fields.get("first_k_dense_replace")
-    count = layers + (first if isinstance(first, int) else 0)
-    found: dict[str, Any] = {}
-    if isinstance(kinds, list) and kinds:
-        while set(kinds[:count]) < set(kinds) and count < len(kinds):
-            count += 1
-        found["layer_types"] = (kinds * count)[:count]
-    return found | {name: count for name in _LAYERS if isinstance(fields.get(name), int)}
+    """How many layers there are, and what lists say of them: of each layer, or which of them."""
+    whole = next((fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), 0)
+    found: dict[str, Any] = {name: layers for name in _LAYERS if isinstance(fields.get(name), int)}
+    for name, value in fields.items():
+        if name in _LAYER_NUMBERS and isinstance(value, list):
+            found[name] = [number for number in value if number < layers]
+        elif isinstance(value, list) and len(value) == whole:
+            found[name] = (value * layers)[:layers]
+    if isinstance(first := fields.get("first_k_dense_replace"), int):
+        found["first_k_dense_replace"] = min(first, layers - 1)
+    return found

@@ -1,4 +1,4 @@
-"""A plan's decisions as those of a miniature: each call's option, placements and ZeRO stages, by the same names.
+"""A plan's decisions as those of a miniature: each call's option, placements and ZeRO stages.
 
 An option is the factors that each axis shards, whose names do not depend on sizes; section counts do, and the
 miniature's own are taken. What has no counterpart is derived as for a plan that a person wrote (`assignment.expand`).
@@ -6,9 +6,11 @@ miniature's own are taken. What has no counterpart is derived as for a plan that
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from autopar.certify.counterparts import Key, counterparts
 from autopar.ir.chain import chain
 from autopar.ir.graph import Ref, layer_names
 from autopar.ir.mesh import zero_axes
@@ -24,42 +26,128 @@ from autopar.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class SmallPlan:
-    """A plan of the miniature. kept: how many of its calls have the large plan's option, of `calls`."""
+    """A plan of the miniature.
+
+    kept: how many of its calls have the large plan's option. own: what it decides otherwise than the large plan, by
+    name. lacks: operators of the large plan's calls that have no counterpart in it, and how many.
+    """
 
     plan: Plan
     kept: int
-    calls: int
+    own: tuple[str, ...]
+    lacks: Mapping[str, int]
 
 
 def small_plan(large: Candidate, small: Candidate) -> SmallPlan:
     """The miniature's own plan (degrees, stages, schedule) with the decisions of the large one."""
-    mesh, axes = small.plan.mesh, large.plan.mesh.axes
-    numbers = [axes.index(axis) if axis in axes else -1 for axis in mesh.axes]
-    options = {key: options_of(operator, mesh) for key, operator in small.operators.items()}
-    offers = Offers(small.graph, options, mesh)
-    found: dict[str, ScopePlan] = {}
-    kept = 0
-    for scope in scopes_of(small.graph):
-        calls: dict[str, tuple[str, ...]] = {}
+    translation = _Translation(large, small)
+    scopes = {scope.name: translation.scope(scope) for scope in scopes_of(small.graph)}
+    pipeline = replace(small.plan.pipeline, stages=_stages(large, small))
+    return SmallPlan(
+        plan=replace(small.plan, scopes=scopes, pipeline=pipeline),
+        kept=translation.kept,
+        own=tuple(translation.own),
+        lacks=translation.lacks,
+    )
+
+
+@dataclass
+class _Translation:
+    """What is found scope by scope. numbers: of each axis of the miniature, that of the plan's same axis."""
+
+    large: Candidate
+    small: Candidate
+    kept: int = 0
+    own: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        mesh, axes = self.small.plan.mesh, self.large.plan.mesh.axes
+        self.numbers = [axes.index(axis) for axis in mesh.axes]
+        self.options = {key: options_of(operator, mesh) for key, operator in self.small.operators.items()}
+        self.offers = Offers(self.small.graph, self.options, mesh)
+        self.same: dict[Key, Key] = counterparts(self.large.graph, self.small.graph)
+        without = self.large.operators.keys() - set(self.same.values())
+        self.lacks = Counter(self.large.operators[key].node.op for key in sorted(without))
+
+    def scope(self, scope: Scope) -> ScopePlan:
+        base = self.small.plan.scopes[scope.name]
+        return ScopePlan(
+            parameters=self.parameters(base, scope),
+            inputs=self.inputs(base, scope),
+            calls=self.calls(scope),
+            tensors=self.tensors(scope),
+        )
+
+    def calls(self, scope: Scope) -> dict[str, tuple[str, ...]]:
+        found = {}
         for node in scope.nodes:
             key = scope.name, node.name
-            own = large.assignment.operators.get(key)
-            if own is None or large.operators[key].node.op != node.op or -1 in numbers:
+            other = self.same.get(key)
+            own = None if other is None else self.large.assignment.operators.get(other)
+            index = None if own is None else _same_option(self.options[key], own, self.numbers)
+            if index is None:
+                self.own.append(f"{_text(scope)}{node.name}")
+            else:
+                found[node.name] = labels_of(self.options[key], index)
+                self.kept += 1
+        return found
+
+    def parameters(self, base: ScopePlan, scope: Scope) -> Mapping[str, Stored]:
+        found = dict(base.parameters)
+        for name in found:
+            own, ref = self.large.assignment.parameters.get((scope.name, name)), Ref(name)
+            offered = self.offers.parameter(scope, ref, scope.metas[ref])
+            places = None if own is None else _nearest(offered, own.placements, self.numbers)
+            if own is None or places is None:
+                self.own.append(f"{_text(scope)}{name}")
                 continue
-            index = _same_option(options[key], own, numbers)
-            if index is not None:
-                calls[node.name] = labels_of(options[key], index)
-                kept += 1
-        base = small.plan.scopes[scope.name]
-        found[scope.name] = ScopePlan(
-            parameters=_parameters(base, scope, large, offers, numbers),
-            inputs=_inputs(base, scope, large, offers, numbers, small),
-            calls=calls,
-            tensors=_tensors(scope, large, offers, numbers, options),
-        )
-    plan = replace(small.plan, scopes=found)
-    plan = replace(plan, pipeline=replace(plan.pipeline, stages=_stages(large, small)))
-    return SmallPlan(plan, kept, sum(len(scope.nodes) for scope in scopes_of(small.graph)))
+            is_sharded = bool(zero_axes(self.offers.mesh.axes, places))
+            found[name] = Stored(places, own.zero if is_sharded else 0)
+        return found
+
+    def inputs(self, base: ScopePlan, scope: Scope) -> Mapping[str, Placements]:
+        batch = {each.name: each.batch_dim for each in self.small.graph.inputs}
+        found, others = dict(base.inputs), self.names_of_inputs(scope)
+        for name in found:
+            own, ref = self.large.assignment.tensors.get((scope.name, Ref(others.get(name, name)))), Ref(name)
+            offered = (
+                self.offers.tensor(scope, ref)
+                if scope.name
+                else self.offers.batch_input(name, scope.metas[ref], batch.get(name))
+            )
+            places = None if own is None else _nearest(offered, own, self.numbers)
+            if places is None:
+                self.own.append(f"{_text(scope)}{name}")
+            else:
+                found[name] = places
+        return found
+
+    def names_of_inputs(self, scope: Scope) -> dict[str, str]:
+        """What enters a layer -> its name in the plan's layer, by its position: what makes it may be another call."""
+        other = next((each for each in scopes_of(self.large.graph) if each.name == scope.name), scope)
+        pairs = zip(scope.layer.inputs, other.layer.inputs, strict=False) if scope.layer and other.layer else ()
+        return {one: two for (one, meta), (two, large) in pairs if len(meta.shape) == len(large.shape)}
+
+    def tensors(self, scope: Scope) -> Mapping[str, Placements]:
+        """Tensors that several calls use, where the large plan keeps them."""
+        found: dict[str, Placements] = {}
+        for node in scope.nodes:
+            owner, name = self.same.get((scope.name, node.name), ("", ""))
+            for index in range(len(node.outputs)):
+                own, ref = self.large.assignment.tensors.get((owner, Ref(name, index))), Ref(node.name, index)
+                if own is None or len(self.offers.uses[scope.name].get(ref, ())) < 2:
+                    continue
+                produced = tuple(option.outputs[index] for option in self.options[scope.name, node.name])
+                places = _nearest(self.offers.tensor(scope, ref, produced), own, self.numbers)
+                if places is None:
+                    self.own.append(f"{_text(scope)}{ref_name(ref)}")
+                else:
+                    found[ref_name(ref)] = places
+        return found
+
+
+def _text(scope: Scope) -> str:
+    return f"{scope.name}." if scope.name else ""
 
 
 def _same_option(options: tuple[Option, ...], own: Option, numbers: list[int]) -> int | None:
@@ -98,81 +186,39 @@ def _nearest(offered: Iterable[Placements], own: Placements, numbers: list[int])
     return max(found, key=lambda each: each[0])[1] if found else None
 
 
-def _parameters(
-    base: ScopePlan, scope: Scope, large: Candidate, offers: Offers, numbers: list[int]
-) -> Mapping[str, Stored]:
-    found = dict(base.parameters)
-    for name in found:
-        own = large.assignment.parameters.get((scope.name, name))
-        if own is None or -1 in numbers:
-            continue
-        ref = Ref(name)
-        places = _nearest(offers.parameter(scope, ref, scope.metas[ref]), own.placements, numbers)
-        if places is not None:
-            is_sharded = bool(zero_axes(offers.mesh.axes, places))
-            found[name] = Stored(places, own.zero if is_sharded else 0)
-    return found
-
-
-def _inputs(
-    base: ScopePlan, scope: Scope, large: Candidate, offers: Offers, numbers: list[int], small: Candidate
-) -> Mapping[str, Placements]:
-    batch = {each.name: each.batch_dim for each in small.graph.inputs}
-    found = dict(base.inputs)
-    for name in found:
-        own = large.assignment.tensors.get((scope.name, Ref(name)))
-        if own is None or -1 in numbers:
-            continue
-        meta = scope.metas[Ref(name)]
-        offered = offers.tensor(scope, Ref(name)) if scope.name else offers.batch_input(name, meta, batch.get(name))
-        found[name] = _nearest(offered, own, numbers) or found[name]
-    return found
-
-
-def _tensors(
-    scope: Scope,
-    large: Candidate,
-    offers: Offers,
-    numbers: list[int],
-    options: Mapping[tuple[str, str], tuple[Option, ...]],
-) -> Mapping[str, Placements]:
-    """Tensors that several calls use, where the large plan keeps them."""
-    found: dict[str, Placements] = {}
-    for node in scope.nodes:
-        for index in range(len(node.outputs)):
-            ref = Ref(node.name, index)
-            own = large.assignment.tensors.get((scope.name, ref))
-            if own is None or -1 in numbers or len(offers.uses[scope.name].get(ref, ())) < 2:
-                continue
-            produced = tuple(option.outputs[index] for option in options[scope.name, node.name])
-            places = _nearest(offers.tensor(scope, ref, produced), own, numbers)
-            if places is not None:
-                found[ref_name(ref)] = places
-    return found
+def modes_of(large: Candidate) -> dict[str, tuple[str, ...]]:
+    """How layers of each class recompute in the plan; "none" where it does not say."""
+    units, found = chain(large.graph), dict[str, list[str]]()
+    stages = large.plan.pipeline.stages or (StagePlan(0, len(units)),)
+    for stage in stages:
+        for name in layer_names(large.graph) & set(units[stage.first : stage.last]):
+            found.setdefault(name, []).extend(mode for mode, _ in stage.recompute.get(name, (("none", 1),)))
+    return {name: tuple(dict.fromkeys(modes)) for name, modes in found.items()}
 
 
 def _stages(large: Candidate, small: Candidate) -> tuple[StagePlan, ...]:
     """The miniature's stages, whose layers recompute in all the modes of the large plan's, in turn."""
-    modes: dict[str, list[str]] = {}
-    for stage in large.plan.pipeline.stages:
-        for name, runs in stage.recompute.items():
-            modes.setdefault(name, []).extend(mode for mode, _ in runs)
-    counted: dict[str, int] = {}
+    modes, units = modes_of(large), chain(small.graph)
+    if not any(stage.recompute for stage in large.plan.pipeline.stages):
+        return tuple(replace(stage, recompute={}) for stage in small.plan.pipeline.stages)
+    counted: Counter[str] = Counter()
     stages = []
-    for stage in small.plan.pipeline.stages:
-        recompute = {}
-        for name, runs in stage.recompute.items() if stage.recompute else _layers_of(small, stage):
-            wanted = list(dict.fromkeys(modes.get(name, [])))
-            count = sum(number for _, number in runs)
-            if wanted:
-                first = counted.get(name, 0)
-                recompute[name] = tuple((wanted[(first + i) % len(wanted)], 1) for i in range(count))
-                counted[name] = first + count
+    for stage in small.plan.pipeline.stages or (StagePlan(0, len(units)),):
+        own, recompute = units[stage.first : stage.last], {}
+        for name in dict.fromkeys(unit for unit in own if unit in modes):
+            wanted, first, count = modes[name], counted[name], own.count(name)
+            recompute[name] = tuple((wanted[(first + i) % len(wanted)], 1) for i in range(count))
+            counted[name] += count
         stages.append(replace(stage, recompute=recompute))
     return tuple(stages)
 
 
-def _layers_of(small: Candidate, stage: StagePlan) -> list[tuple[str, tuple[tuple[str, int], ...]]]:
-    units = chain(small.graph)[stage.first : stage.last]
-    names = [name for name in dict.fromkeys(units) if name in layer_names(small.graph)]
-    return [(name, (("none", units.count(name)),)) for name in names]
+def modes_left(large: Candidate, small: Plan) -> tuple[str, ...]:
+    """Ways to recompute that the plan has for a layer class, and the miniature does not."""
+    of_small = {
+        (name, mode) for stage in small.pipeline.stages for name, runs in stage.recompute.items() for mode, _ in runs
+    }
+    if not any(stage.recompute for stage in large.plan.pipeline.stages):
+        return ()
+    every = {(name, mode) for name, modes in modes_of(large).items() for mode in modes}
+    return tuple(f"{name} {mode}" for name, mode in sorted(every - of_small))

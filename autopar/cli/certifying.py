@@ -9,7 +9,8 @@ import typer
 
 from autopar.certify import certify_program
 from autopar.certify.certificate import FILE
-from autopar.certify.miniature import Miniature
+from autopar.certify.certify import cpu_seconds
+from autopar.certify.small_job import Miniature
 from autopar.cli.options import (
     Flags,
     Force,
@@ -21,6 +22,7 @@ from autopar.cli.options import (
     program_of_source,
     require_outputs,
 )
+from autopar.errors import ModelError
 from autopar.files.outputs import write_output
 from autopar.integrations.job import load_job
 
@@ -51,8 +53,9 @@ def certify(
     plan_file = str(folder / "plan.yaml") if folder is not None and out is not None else None
     file = str(folder / FILE) if folder is not None else None
     require_outputs(None, [plan_file, file], force)
+    given = _miniature(miniature)  # before the work of planning
     compiled = program_of_source(source, model, cluster, flags)
-    found = certify_program(compiled, train=train, miniature=_miniature(miniature))
+    found = certify_program(compiled, train=train, miniature=given, planning_seconds=cpu_seconds())
     for panel in found.panels():
         console().print(panel)
     if plan_file is not None:
@@ -64,7 +67,11 @@ def certify(
 
 
 def _miniature(name: str | None) -> Miniature | None:
+    """What a factory makes, of MINIATURE_ROWS rows, or of its own where it takes no number. Raises ModelError."""
     if name is None:
         return None
-    job = load_job(name, num_devices=1, batch=MINIATURE_ROWS, seq=None, options={}, meta=False)
+    try:
+        job = load_job(name, num_devices=1, batch=MINIATURE_ROWS, seq=None, options={}, meta=False)
+    except ModelError:
+        job = load_job(name, num_devices=1, batch=None, seq=None, options={}, meta=False)
     return job.model, job.inputs, job.loss_fn

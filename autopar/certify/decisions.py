@@ -1,0 +1,188 @@
+"""The program against the plan, decision by decision: what is stored, cut, repeated and kept, as the plan has it.
+
+The program was lowered from the plan; here each fact is worked out again from the plan and the traced model alone, so
+that a pass that lost one is found: a layer that no stage runs, a parameter whose gradient nobody sums, a stage on other
+ranks than its schedule says, a batch that is divided into other micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.certify.findings import Findings
+from autopar.compiled import CompiledProgram
+from autopar.ir.chain import chain
+from autopar.ir.graph import LayerRun, Ref, layer_names
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan_data import StagePlan
+from autopar.lowering.assembly import files_of
+from autopar.lowering.scope_lowering import placement_pairs
+from autopar.options.assignment import Candidate
+from autopar.plan import Plan
+from codegen.program import LayerLoop, PipelineProgram, Program, Spec
+
+KINDS = {
+    "parameters": "parameters and buffers stored as the plan says, with its ZeRO stage",
+    "inputs": "tensors of the batch, cut as the plan says",
+    "layers": "layers, each in its stage",
+    "modes": "layers that recompute, or are held by the host, as the plan says",
+    "stages": "stages on their pipeline ranks and meshes",
+    "switches": "rows, micro-batches, precision, offload and compression of the stages",
+    "files": "files that are emitted of this program",
+}
+
+
+def check_decisions(compiled: CompiledProgram) -> Findings:
+    """Compares the program with the plan's decisions."""
+    found, program = _Decisions(compiled.best), compiled.program
+    stages = found.plan.pipeline.stages or (StagePlan(0, len(chain(found.best.graph))),)
+    found.same("stages", "the number of stages", len(program.programs), len(stages))
+    if isinstance(program, PipelineProgram):
+        found.pipeline(program)
+    for number, (each, stage) in enumerate(zip(program.programs, stages, strict=False)):
+        where = f"stage {number}, " if len(stages) > 1 else ""
+        found.switches(each, where)
+        found.stage(each, stage, where)
+    found.all_layers(program)
+    found.all_parameters(program)
+    found.files(compiled)
+    return Findings(
+        subject="decisions",
+        counts={text: found.counts[kind] for kind, text in KINDS.items() if found.counts[kind]},
+        failures=tuple(found.failures),
+    )
+
+
+@dataclass
+class _Decisions:
+    best: Candidate
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def plan(self) -> Plan:
+        return self.best.plan
+
+    def same(self, kind: str, what: str, own: Any, wanted: Any, count: int = 1) -> None:
+        """Notes whether the program has what the plan says. count: of how many things that is."""
+        self.counts[kind] += count
+        if own != wanted:
+            self.failures.append(f"{what}: the program has {own}, the plan says {wanted}")
+
+    def pipeline(self, program: PipelineProgram) -> None:
+        pipeline = self.plan.pipeline
+        ranks = tuple(stage.pipeline_rank for stage in program.stages)
+        wanted = pipeline_ranks(pipeline.schedule, len(program.stages), pipeline.num_pipeline_ranks)
+        self.same("stages", "pipeline ranks of stages", ranks, wanted, len(ranks))
+        self.same("stages", "schedule", program.schedule_name, pipeline.schedule)
+        earlier: Counter[str] = Counter()
+        for number, stage in enumerate(program.stages):
+            first = {name: earlier[name] for name in stage.first_layer}
+            self.same("layers", f"stage {number}, layers before it", dict(stage.first_layer), first, 0)
+            earlier.update({name: len(stage.program.paths(name)) for name in stage.program.layer_names})
+            mesh = self.plan.stage_meshes[stage.pipeline_rank].mesh
+            own = Mesh(stage.program.axes, stage.program.axis_sizes)
+            self.same("stages", f"stage {number}, mesh", str(own.compact), str(mesh.compact))
+
+    def switches(self, program: Program, where: str) -> None:
+        plan = self.plan
+        offload = plan.pipeline.offload
+        wanted = {
+            "global_batch_size": plan.global_batch_size,
+            "num_micro_batches": plan.num_micro_batches,
+            "precision": plan.precision,
+            "offload_optimizer": offload if offload.startswith("nvme:") else "host" if offload else "",
+            "offload_parameters": offload == "parameters",
+            "compression": plan.compression.names,
+        }
+        for name, value in wanted.items():
+            self.same("switches", f"{where}{name}", getattr(program, name), value)
+
+    def stage(self, program: Program, stage: StagePlan, where: str) -> None:
+        """What one stage stores, takes of the batch, and runs."""
+        mesh = Mesh(program.axes, program.axis_sizes)
+        classes = [(cls, "" if cls is program.root else cls.name) for cls in (*program.layers, program.root)]
+        for cls, scope in classes:
+            for name, spec in {**cls.parameters, **cls.buffers}.items():
+                self.parameter(spec, scope, name, mesh, f"{where}{cls.name}.{name}")
+        batch = {each.name: each.batch_dim for each in self.best.graph.inputs}
+        for name, spec in program.inputs.items():
+            places = self.best.assignment.tensors.get(("", Ref(name)))
+            if places is not None:
+                self.same("inputs", f"{where}{name}", spec.placements, placement_pairs(places, mesh))
+            dim = batch.get(name)
+            if dim is not None:
+                whole = spec.shape[dim] * self.plan.num_micro_batches
+                self.same("inputs", f"{where}rows of {name}", whole, self.plan.global_batch_size, 0)
+        units = chain(self.best.graph)[stage.first : stage.last]
+        for name in layer_names(self.best.graph):
+            count = units.count(name)
+            looped = sum(s.count for s in program.root.body if isinstance(s, LayerLoop) and s.layer == name)
+            self.same("layers", f"{where}layers {name} that are run", looped, count, 0)
+            self.same("layers", f"{where}layers {name} that are stored", len(program.paths(name)), count, count)
+            self.modes(program, stage, name, count, f"{where}recomputation of {name}")
+
+    def modes(self, program: Program, stage: StagePlan, name: str, count: int, what: str) -> None:
+        """How each layer of a class recomputes, and whether the host holds what it keeps."""
+        modes, homes = (_each(runs, name, count) for runs in (program.recompute, program.offload))
+        own = [(mode or "none", home) for mode, home in zip(modes, homes, strict=False)]
+        planned = [mode or "none" for mode in _each(stage.recompute, name, count)]
+        wanted = [("none", "host") if mode == "offload" else (mode, "") for mode in planned]
+        self.same("modes", what, own, wanted, sum(mode != "none" for mode in planned))
+
+    def parameter(self, spec: Spec, scope: str, name: str, mesh: Mesh, what: str) -> None:
+        stored = self.best.assignment.parameters.get((scope, name))
+        if stored is not None:
+            wanted = placement_pairs(stored.placements, mesh), stored.zero
+            self.same("parameters", what, (spec.placements, spec.zero), wanted)
+
+    def all_layers(self, program: Program | PipelineProgram) -> None:
+        """Every layer of the model is in one stage, in order."""
+        for name in sorted(layer_names(self.best.graph)):
+            paths = tuple(path for each in program.programs for path in each.paths(name))
+            wanted = tuple(
+                path
+                for piece in self.best.graph.body
+                if isinstance(piece, LayerRun) and piece.layer.name == name
+                for path in piece.instances
+            )
+            self.same("layers", f"paths of layers {name}", paths, wanted, 0)
+
+    def all_parameters(self, program: Program | PipelineProgram) -> None:
+        """Every trained parameter is in one stage, or tied."""
+        tied = {name for name, _ in program.tied} if isinstance(program, PipelineProgram) else set[str]()
+        held = Counter(name for each in program.programs for name in _parameters(each))
+        for parameter in self.best.graph.parameters:
+            if parameter.meta.requires_grad and not parameter.is_buffer:
+                count = held[parameter.name]
+                if count < 1 or (count > 1) != (parameter.name in tied):
+                    self.failures.append(f"{parameter.name}: {count} stages hold it, tied are {sorted(tied) or 'none'}")
+
+    def files(self, compiled: CompiledProgram) -> None:
+        files = files_of(compiled.program)
+        self.counts["files"] += len(files)
+        others = sorted(n for n in files.keys() | compiled.files.keys() if files.get(n) != compiled.files.get(n))
+        if others:
+            self.failures.append(f"files that say something else than the program: {', '.join(others)}")
+
+
+def pipeline_ranks(schedule: str, num_stages: int, num_pipeline_ranks: int) -> tuple[int, ...]:
+    """Where stages run: in turn, or in the shape of a V."""
+    turn = tuple(stage % num_pipeline_ranks for stage in range(num_stages))
+    return (*turn[:num_pipeline_ranks], *reversed(turn[num_pipeline_ranks:])) if schedule.endswith("-v") else turn
+
+
+def _parameters(program: Program) -> Iterator[str]:
+    """Full names of what a stage's classes store."""
+    yield from program.root.parameters
+    for layer in program.layers:
+        yield from (f"{path}.{name}" for path in program.paths(layer.name) for name in layer.parameters)
+
+
+def _each(runs: Mapping[str, Sequence[tuple[str, int]]], name: str, count: int) -> Iterator[str]:
+    """Runs of equal modes as one mode per layer, "" for what is left out."""
+    for mode, number in runs.get(name, (("", count),)):
+        yield from [mode] * number
