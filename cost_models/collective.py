@@ -223,7 +223,7 @@ def _path(kind: Kind, layout: Layout, group: Group, per_node: int, intra: Link, 
 
 
 def _rail_contention(layout: Layout, per_node: int, inter: Link) -> float:
-    """contention_per_doubling of a group that uses so many of its nodes' rails; of all where a node has one interface."""
+    """contention_per_doubling of a group on some of its nodes' rails; all of it where a node has one interface."""
     return inter.contention_per_doubling * (1.0 if inter.shared_by_node else layout.ranks_per_node / per_node)
 
 

@@ -174,8 +174,8 @@ def test_gradients_that_zero_cuts_may_hide_nothing() -> None:
 
 
 def test_async_linears_hide_the_sum_of_half_their_products() -> None:
-    """Of the reduce_scatters one in two is of inputs' gradients: on fast links they hide, on slow ones a quarter of what
-    the products of backward take does."""
+    """Of the reduce_scatters one in two is of inputs' gradients: on fast links they hide, on slow ones as much of them
+    as a quarter of backward's products takes."""
     parts = {"dp": 1, "tp": 4, "zero": 0, "micro_batches": 2, "sp": True}
     plain = replace(framework("megatron-2023"), async_linears=False)
     for cluster in ("1x4 h100-sxm", "4x1 h100-sxm nvlink4 ethernet-10g"):
