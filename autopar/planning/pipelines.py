@@ -8,6 +8,7 @@ prediction says.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator
 
@@ -64,12 +65,23 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
             yield tightened(self.costs, candidate), candidate, Bound.TIGHT
 
     def solve(self, candidate: ParallelConfig, cutoff: float) -> tuple[float, Found] | None:
-        """The best cut and its seconds by the closed form."""
+        """The best cut and its seconds by the closed form.
+
+        With a cutoff nothing leaner is tried than what the closed form lets fit (memory_fit.py), so that what was found
+        without one is no answer then.
+        """
+        known, key = self.costs.known.solutions, (self.costs.limits, candidate, cutoff == math.inf)
+        found, tried = known.get(key, (None, -math.inf))
+        if found is None and tried < cutoff:
+            found = self._solved(candidate, cutoff)
+            known[key] = found, cutoff
+        return (found.objective, found) if found is not None and found.objective < cutoff else None
+
+    def _solved(self, candidate: ParallelConfig, cutoff: float) -> Found | None:
         try:
-            found = StageProblem.of(self.costs, candidate).solve(cutoff)
+            return StageProblem.of(self.costs, candidate).solve(cutoff)
         except (PipelineInfeasibleError, NothingBelowCutoffError):
             return None
-        return found.objective, found
 
     def layout(self, candidate: ParallelConfig) -> Hashable:
         """Its pipeline ranks and stage meshes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError, InfeasibleError
@@ -25,6 +25,7 @@ from autopar.planning.best_first import Searched
 from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import refined
 from autopar.planning.config_costs import Solved
+from autopar.planning.known_costs import KnownCosts
 from autopar.planning.one_stage import OneStageSearch, meshes
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
 from autopar.planning.predict import predicted
@@ -58,13 +59,15 @@ TIE = 1e-9
 class SearchResult:
     """candidates: feasible plans, fastest first. skipped: (lower bound in seconds, parallel config) that could not win.
 
-    infeasible: what did not fit, in words. is_given: nothing was searched, the plan was given.
+    infeasible: what did not fit, in words. is_given: nothing was searched, the plan was given. solved: the layers that
+    the search solved, with what it found of their costs; further questions about the request begin with them.
     """
 
     candidates: tuple[Candidate, ...]
     skipped: tuple[tuple[float, str], ...]
     infeasible: tuple[str, ...]
     is_given: bool = False
+    solved: Solved | None = field(default=None, repr=False, compare=False)
 
     @property
     def best(self) -> Candidate:
@@ -93,12 +96,14 @@ def search_plans(
         uneven = unlike.run().best if unlike is not None else None
         if uneven is None:
             raise
-        return SearchResult((candidate_of(uneven, request),), (), ())
+        assert unlike is not None
+        return SearchResult((candidate_of(uneven, request),), (), (), solved=unlike.solved)
     _refuse_undivided(search)
     pipelines = search.run()
     chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
-    found = list(itertools.islice(_fitting(pipelines.found, request), MOST_CANDIDATES))
-    found += itertools.islice(_fitting(chunked, request), MOST_CHUNKED)
+    known = search.costs.known
+    found = list(itertools.islice(_fitting(pipelines.found, request, known), MOST_CANDIDATES))
+    found += itertools.islice(_fitting(chunked, request, known), MOST_CHUNKED)
     fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
     exact = _one_stage(request, found, exact_devices)
     failures = exact.failures if exact is not None else []
@@ -122,13 +127,13 @@ def search_plans(
     skipped = {whole_mesh_text(each.pp, each.stage_meshes[0].mesh): bound for bound, each in pipelines.skipped}
     skipped |= {str(mesh): bound for bound, mesh in one.skipped}
     missing = tuple(sorted((bound, name) for name, bound in skipped.items() if name not in names))
-    return SearchResult(tuple(found), missing, tuple(failure.where for failure in failures))
+    return SearchResult(tuple(found), missing, tuple(failure.where for failure in failures), solved=search.solved)
 
 
-def _fitting(solved: Iterable[Found], request: Request) -> Iterator[Candidate]:
+def _fitting(solved: Iterable[Found], request: Request, known: KnownCosts) -> Iterator[Candidate]:
     """The plans of solved configs, but for those that need more on the graph of their micro-batch than on the one that
     they were priced on."""
-    candidates = (candidate_of(each, request) for each in solved)
+    candidates = (candidate_of(each, request, known) for each in solved)
     return (c for c in candidates if c.plan.prediction.peak_bytes <= request.capacity_bytes())
 
 
@@ -145,7 +150,7 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
         )
     found = search.run().best
     if found is not None:
-        return SearchResult((candidate_of(found, request),), (), ())
+        return SearchResult((candidate_of(found, request, search.costs.known),), (), (), solved=search.solved)
     error = nothing_fits(request, [], [search])
     if error.needed_bytes is not None:
         raise error
