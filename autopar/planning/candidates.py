@@ -40,7 +40,7 @@ def _candidate(found: Found, request: Request, known: KnownCosts) -> Candidate:
     are_alike = request.mixed is None and len(set(stage_meshes)) == 1
     pipeline = replace(found.pipeline, stage_meshes=() if are_alike else stage_meshes)
     count, rows = config.num_micro_batches, request.global_batch_size // config.num_micro_batches
-    graph, operators = known.operators(rows)
+    graph, operators = known.operators(request, rows)
     key = mesh, config.stage_meshes, config.rows, count, config.zero, config.multiplier
     if key not in known.decided:
         assignment = replace(found.solved_layer, mesh=mesh).assignment(config.zero, rows)

@@ -25,7 +25,7 @@ Limits = tuple[str | None, tuple[float, ...]]
 
 @dataclass
 class KnownCosts:
-    """Of all requests that are `request` but for constraints on which no price depends.
+    """Of all requests that are `request` but for their batch and constraints on which no price depends.
 
     stored, parameters, synchronised, chains: as `ConfigCosts` finds them. bounds: with memory free, by config; tight:
     with memory, by limits and config. solutions: by limits, config and whether there was a cutoff. cuts: by config and
@@ -44,18 +44,27 @@ class KnownCosts:
     decided: dict[Hashable, tuple[Assignment, Mapping[str, Any]]] = field(default_factory=dict)
     unit_costs: dict[Hashable, dict[str, LayerCost]] = field(default_factory=dict)
     candidates: dict[Hashable, list[Any]] = field(default_factory=dict)
-    _operators: dict[int, tuple[Graph, dict[tuple[str, str], Operator]]] = field(default_factory=dict)
+    _operators: dict[tuple[int, int], tuple[Graph, dict[tuple[str, str], Operator]]] = field(default_factory=dict)
 
-    def operators(self, rows: int) -> tuple[Graph, dict[tuple[str, str], Operator]]:
-        """The graph of so many rows of a micro-batch and its calls."""
-        if rows not in self._operators:
-            self._operators[rows] = operators_at(self.request, rows)
-        return self._operators[rows]
+    def operators(self, request: Request, rows: int) -> tuple[Graph, dict[tuple[str, str], Operator]]:
+        """The graph of so many rows of a micro-batch of the request's batch and its calls."""
+        key = request.global_batch_size, rows
+        if key not in self._operators:
+            self._operators[key] = operators_at(request, rows)
+        return self._operators[key]
 
     def serves(self, request: Request) -> bool:
         """Whether all of it holds for the request."""
         defers = [defers_weights(each.constraints.schedule or "") for each in (request, self.request)]
-        return defers[0] == defers[1] and replace(request, constraints=self.request.constraints) == self.request
+        own = self.request
+        return defers[0] == defers[1] and replace(of_batch(request, own), constraints=own.constraints) == own
+
+
+def of_batch(request: Request, other: Request) -> Request:
+    """The request with another one's batch, if both are about the same model; all configs say their rows."""
+    source = request.trace.source
+    trace = other.trace if source is not None and source == other.trace.source else request.trace
+    return replace(request, trace=trace, unpadded=other.unpadded, global_batch_size=other.global_batch_size)
 
 
 def known_costs(found: list[KnownCosts], request: Request) -> KnownCosts:

@@ -26,6 +26,7 @@ from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import refined
 from autopar.planning.config_costs import Solved
 from autopar.planning.known_costs import KnownCosts
+from autopar.planning.layer_pool import LayerPool
 from autopar.planning.one_stage import OneStageSearch, meshes
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
 from autopar.planning.predict import predicted
@@ -74,9 +75,25 @@ class SearchResult:
         return self.candidates[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A request with the plan that was chosen for it, and the search that found it."""
+
+    request: Request
+    best: Candidate
+    result: SearchResult
+
+
+def is_only_polished(request: Request) -> bool:
+    """Whether `search_plans` does the same with no devices that are few enough for the exact search."""
+    devices = request.whole.num_devices
+    is_equal = devices > UNEQUAL_DEVICES or (devices > ONE_STAGE_DEVICES and math.log2(devices).is_integer())
+    return request.mixed is not None or is_equal
+
+
 @uncollected()
 def search_plans(
-    request: Request, shared: Solved | None = None, exact_devices: int = ONE_STAGE_DEVICES
+    request: Request, shared: Solved | LayerPool | None = None, exact_devices: int = ONE_STAGE_DEVICES
 ) -> SearchResult:
     """The best plan of each parallel config that can still win, fastest first.
 
@@ -89,7 +106,7 @@ def search_plans(
     if request.mixed is not None:
         return _search_mixed(UnequalSearch(request, shared if isinstance(shared, SharedAssignments) else None))
     try:
-        search = EqualSearch(request, shared if isinstance(shared, SolvedLayers) else None)
+        search = EqualSearch(request, shared if isinstance(shared, (SolvedLayers, LayerPool)) else None)
     except ConstraintError:
         # No equal stage meshes make the cluster's number of devices.
         unlike = _unequal(request) if exact_devices else None
@@ -128,6 +145,22 @@ def search_plans(
     skipped |= {str(mesh): bound for bound, mesh in one.skipped}
     missing = tuple(sorted((bound, name) for name, bound in skipped.items() if name not in names))
     return SearchResult(tuple(found), missing, tuple(failure.where for failure in failures), solved=search.solved)
+
+
+def fits_plainly(request: Request, pool: LayerPool) -> bool:
+    """Whether a pipeline fits, by the first that is found, and `search_plans` has no other reason to refuse. Where
+    there is none, that is to be asked."""
+    if request.mixed is not None or request.needs.whole or request.unpadded is not None:
+        return False
+    try:
+        search = EqualSearch(request, pool)
+        _refuse_undivided(search)
+        if all(mesh.num_data_ranks == 1 for mesh in meshes(request)):
+            return False
+    except ConstraintError:
+        return False
+    search.most_solved = 0
+    return any(True for _ in _fitting(search.run().found, request, search.costs.known))
 
 
 def _fitting(solved: Iterable[Found], request: Request, known: KnownCosts) -> Iterator[Candidate]:

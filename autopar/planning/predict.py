@@ -21,7 +21,6 @@ from autopar.options.assignment import Assignment, Candidate, on_axes
 from autopar.options.strategies import Operator
 from autopar.planning.request import Request, pricer_for
 
-
 Known = tuple[dict[Hashable, dict[str, LayerCost]], Hashable]
 """Costs of units that were found already, and the key of a candidate's, beside its stage meshes."""
 
