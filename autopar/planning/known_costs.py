@@ -28,7 +28,7 @@ class KnownCosts:
     """Of all requests that are `request` but for their batch and constraints on which no price depends.
 
     stored, parameters, synchronised, chains: as `ConfigCosts` finds them. bounds: with memory free, by config; tight:
-    with memory, by limits and config. solutions: by limits, config and whether there was a cutoff. cuts: by config and
+    with memory, by limits and config. solutions: by limits and config, with their cutoff. cuts: by config and
     recompute mode. decided, unit_costs, candidates: what plans are made of (candidates.py).
     """
 

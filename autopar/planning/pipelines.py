@@ -68,15 +68,15 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
     def solve(self, candidate: ParallelConfig, cutoff: float) -> tuple[float, Found] | None:
         """The best cut and its seconds by the closed form.
 
-        With a cutoff nothing leaner is tried than what the closed form lets fit (memory_fit.py), so that what was found
-        without one is no answer then.
+        What was found under one cutoff is no answer under another: of cuts whose closed forms are as good the solver may
+        take another one, which the simulation tells from the first. That there is nothing below one is.
         """
-        known, key = self.costs.known.solutions, (self.costs.limits, candidate, cutoff == math.inf)
+        known, key = self.costs.known.solutions, (self.costs.limits, candidate)
         found, tried = known.get(key, (None, -math.inf))
-        if found is None and tried < cutoff:
+        if tried < cutoff or (found is not None and tried != cutoff):
             found = self._solved(candidate, cutoff)
             known[key] = found, cutoff
-        return (found.objective, found) if found is not None and found.objective < cutoff else None
+        return None if found is None else (found.objective, found)
 
     def _solved(self, candidate: ParallelConfig, cutoff: float) -> Found | None:
         try:
