@@ -13,7 +13,6 @@ from functools import cached_property
 
 from autopar.costs.layer_costs import MODES
 from autopar.errors import ConstraintError
-from autopar.planning.bounds import stored_bound
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import EqualSearch
 from autopar.planning.stage_points import modes_of, point
@@ -69,12 +68,7 @@ def chunks_of(search: EqualSearch) -> Iterator[tuple[str, int]]:
 
 
 def _best_mode(search: EqualSearch, config: ParallelConfig) -> Found | None:
-    """The config under the first recompute mode that fits, if what stays from step to step does."""
-    (stage_mesh,) = config.stage_meshes
-    if search.solved_layers.of(config, stage_mesh) is None:
-        return None
-    if stored_bound(search.costs, config) / config.pp > search.costs.usable_bytes[0]:
-        return None
+    """The config under the first recompute mode that fits."""
     for cut in cuts_by_mode(search, config):
         if cut.peak_bytes <= search.costs.usable_bytes[0]:
             return replace(cut.found, objective=cut.step_seconds)
