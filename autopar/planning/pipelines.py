@@ -68,8 +68,8 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
     def solve(self, candidate: ParallelConfig, cutoff: float) -> tuple[float, Found] | None:
         """The best cut and its seconds by the closed form.
 
-        What was found under one cutoff is no answer under another: of cuts that are as good the solver may take another,
-        which the simulation tells from the first. That there is nothing below one is.
+        What was found under one cutoff is no answer under another: of cuts that are as good the solver may take another
+        one, which the simulation tells from the first. That there is nothing below one is.
         """
         known, key = self.costs.known.solutions, (self.costs.limits, candidate)
         found, tried = known.get(key, (None, -math.inf))
