@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from autopar.frontend.expert_padding import with_whole_shares
 from autopar.frontend.head_padding import with_whole_heads
 from autopar.frontend.inputs import common_batch, name_inputs
 from autopar.frontend.padding import padded
+from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
 from autopar.ir.graph import Graph, LayerRun
@@ -36,7 +37,8 @@ from autopar.options.accumulating_trace import AccumulatingTrace
 from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.given import check_agreement, reprice
-from autopar.planning.planner import SearchResult, search_plans
+from autopar.planning.layer_pool import LayerPool
+from autopar.planning.planner import Planned, SearchResult, search_plans
 from autopar.planning.request import Request, pricer_for
 from autopar.running.batch import with_inputs_of
 from autopar.running.launched import join_launched
@@ -51,6 +53,7 @@ from codegen.async_tp import has_async_tp
 from codegen.fp8 import count_calls
 from codegen.logits import without_logits
 from codegen.once_per_node import Neighbours
+from codegen.runtime.optimizer_probe import Needs
 from codegen.runtime.optimizers import parameters_of
 from cost_models.mixed import AnyCluster, MixedCluster
 
@@ -130,14 +133,45 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
     )
 
 
-def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions) -> Request:
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """What of a request follows from the model, its example batch, its loss and its optimiser alone.
+
+    no_logits, no_evaluation: why it cannot evaluate, with and without logits.
+    """
+
+    needs: Needs
+    no_logits: str
+    no_evaluation: str
+    trace: BatchedTrace
+
+
+def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
+    """The model traced, for all requests with the options but for the batch's rows and the constraints."""
+    loss_fn, dtype = options.loss_fn, options.dtype
+    check_model(model, dtype)  # before the optimiser is tried on its parameters
+    needs = examine(options.optimizer or adamw, model)
+    batch = name_inputs(model, options.example_inputs, loss_fn)
+    check_norms(model)
+    cuts = find_cuts(model, batch, loss_fn, dtype)
+    no_logits = why_no_evaluation(model, batch, loss_fn, cuts, with_logits=True)
+    no_evaluation = no_logits and why_no_evaluation(model, batch, loss_fn, cuts)
+
+    def trace_at(micro_rows: int) -> Graph:
+        return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
+
+    return Traced(needs, no_logits, no_evaluation, BatchedTrace(trace_at))
+
+
+def request_of(
+    model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions, traced_model: Traced | None = None
+) -> Request:
     """What `compile` plans for: the traced model and all that bears on a plan, but for a given plan."""
     check_module(model)
-    loss_fn, dtype, optimizer = options.loss_fn, options.dtype, options.optimizer or adamw
+    loss_fn, optimizer = options.loss_fn, options.optimizer or adamw
     check_autocast()
-    check_model(model, dtype)  # before the optimiser is tried on its parameters
+    check_model(model, options.dtype)
     check_loss(model, loss_fn)
-    needs = examine(optimizer, model)
     compression = Compression.parse(options.compression)
     cluster = as_cluster(cluster_spec)
     if options.fp8:
@@ -147,20 +181,20 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     rows = options.global_batch_size or common_batch(tensors)
     whole("rows of the batch", rows, 1, TraceError)
-    check_norms(model)
-    cuts = find_cuts(model, batch, loss_fn, dtype)
-    no_logits = why_no_evaluation(model, batch, loss_fn, cuts, with_logits=True)
-    no_evaluation = no_logits and why_no_evaluation(model, batch, loss_fn, cuts)
+    known = traced_model or traced_of(model, options)
+    needs = known.needs
 
     limits, given = Constraints.parse(options.constraints), options.given_plan
     rows_of_tables, experts, heads = paddings_of(limits, given, lambda: keeps_zeros(optimizer, model, needs, limits))
 
     @functools.cache
     def trace_at(micro_rows: int) -> Graph:
-        graph = trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
+        # Graphs of a model that is asked about once are traced at their sizes; else two sizes give all others.
+        graph = known.trace(micro_rows) if traced_model is not None else known.trace.traced(micro_rows)
         return with_whole_shares(padded(graph, rows_of_tables), experts)
 
-    traced = AccumulatingTrace(lambda micro_rows: with_whole_heads(trace_at(micro_rows), heads), rows)
+    source = known, rows_of_tables, experts
+    traced = AccumulatingTrace(lambda micro_rows: with_whole_heads(trace_at(micro_rows), heads), rows, (*source, heads))
     has_choice = given is None and traced(rows).heads_padded_to > 1
     limits.check(traced(rows))
     check_micro_batches(traced, limits)
@@ -180,10 +214,10 @@ def request_of(model: nn.Module, cluster_spec: AnyCluster | str, options: Compil
         kernels=fused,
         fp8=bool(options.fp8),
         needs=needs,
-        no_evaluation=no_evaluation,
-        gives_logits=not no_logits,
+        no_evaluation=known.no_evaluation,
+        gives_logits=not known.no_logits,
         backend=options.backend,
-        unpadded=AccumulatingTrace(trace_at, rows) if has_choice else None,
+        unpadded=AccumulatingTrace(trace_at, rows, source) if has_choice else None,
     )
 
 
@@ -227,13 +261,13 @@ def advised_search(request: Request) -> SearchResult:
         raise advised(request, error) from None
 
 
-def padded_search(request: Request) -> SearchResult:
+def padded_search(request: Request, pool: LayerPool | None = None) -> SearchResult:
     """search_plans, with heads of padding or without, as is faster."""
     found: list[SearchResult] = []
     failures: list[InfeasibleError | ConstraintError] = []
     for each in (request, *([replace(request, trace=request.unpadded)] if request.unpadded is not None else [])):
         try:
-            found.append(search_plans(each))
+            found.append(search_plans(each, pool))
         except (InfeasibleError, ConstraintError) as error:
             failures.append(error)
     if not found:
@@ -241,14 +275,23 @@ def padded_search(request: Request) -> SearchResult:
     return min(found, key=lambda result: result.best.plan.prediction.step_seconds)
 
 
-def planned_alone(model: nn.Module, cluster: AnyCluster, options: CompileOptions) -> tuple[Request, Candidate]:
-    """The plan that `compile` would choose and what it is for, without its program, nor advice where nothing fits."""
+def planned_alone(
+    model: nn.Module,
+    cluster: AnyCluster,
+    options: CompileOptions,
+    search: Callable[[Request], SearchResult] = advised_search,
+    traced_model: Traced | None = None,
+) -> Planned:
+    """The plan that `compile` would choose, without its program. search: `padded_search` where no advice is wanted."""
     check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
-    request = request_of(model, cluster, options)
-    best = padded_search(request).best
-    request = request.of(best.graph)
+    request = request_of(model, cluster, options, traced_model)
+    result = search(request)
+    request = request.of(result.best.graph)
+    best = replace(result.best, plan=replace(result.best.plan, basis=request.basis))
     check_plan(best.plan, request.needs, best.graph)
-    return request, best
+    if best.plan.compression and not best.plan.compresses:
+        warnings.warn(NOTHING_COMPRESSED, stacklevel=4)
+    return Planned(request, best, result)
 
 
 def planned_together(request: Request, plan: Callable[[], SearchResult]) -> SearchResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class GeneratedProgram:
     needs: Needs = Needs()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "request": None}
+        return {**self.__dict__, "request": None, "result": replace(self.result, solved=None)}
 
     @property
     def plan(self) -> Plan:

@@ -13,10 +13,13 @@ from rich.text import Text
 
 from autopar.cli.options import Flags, Json, Model, console, read_cluster, read_job
 from autopar.cli.output import print_json, working
-from autopar.compile import planned_alone
+from autopar.cluster import ClusterSpec
+from autopar.compile import Traced, padded_search, planned_alone, request_of, traced_of
 from autopar.errors import AutoparError, ConstraintError, ModelError
 from autopar.explain.fitting import Answer, Fits, Fitted, OnCluster, Question, fits, fitted_of
 from autopar.integrations.job import Job, parse_settings
+from autopar.planning.layer_pool import LayerPool
+from autopar.planning.planner import fits_plainly
 from autopar.report.json_facts import record_json
 from autopar.report.tables import table_of
 from autopar.settings.compile_options import CompileOptions
@@ -67,6 +70,8 @@ class _Planner:
         self.model, self.flags, self.num_devices = model, flags, num_devices
         self.options = flags.plan_options()
         self.job_at = functools.lru_cache(maxsize=2)(self._job_at)
+        self.traced_at = functools.lru_cache(maxsize=2)(self._traced_at)
+        self.pool = LayerPool()
         self.job: Job = self.job_at(flags.seq)
 
     def _job_at(self, seq_len: int | None) -> Job:
@@ -91,6 +96,18 @@ class _Planner:
         return found if isinstance(found, int) else None
 
     def __call__(self, question: Question) -> Fitted:
+        job, asked = self._asked(question)
+        search = functools.partial(padded_search, pool=self.pool)
+        planned = planned_alone(job.model, question.cluster, asked, search, self.traced_at(question.seq_len))
+        return fitted_of(planned.request, planned.best, _seq_len(job))
+
+    def does_fit(self, question: Question) -> bool:
+        """Whether it is found out without looking for the best plan that one fits."""
+        job, asked = self._asked(question)
+        request = request_of(job.model, question.cluster, asked, self.traced_at(question.seq_len))
+        return fits_plainly(request, self.pool)
+
+    def _asked(self, question: Question) -> tuple[Job, CompileOptions]:
         length = question.seq_len or self.flags.seq
         job = self.job if question.seq_len is None else self.job_at(length)
         options = dict(self.options)
@@ -100,9 +117,11 @@ class _Planner:
             if given.get("micro_batches", 1) != 1:
                 raise ConstraintError("the number of micro-batches is pinned")
             options["constraints"] = {**given, "micro_batches": 1}
-        asked = CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, **options)
-        request, best = planned_alone(job.model, question.cluster, asked)
-        return fitted_of(request, best, _seq_len(job))
+        return job, CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, **options)
+
+    def _traced_at(self, seq_len: int | None) -> Traced:
+        job, asked = self._asked(Question(ClusterSpec.parse("1 cpu"), seq_len=seq_len))
+        return traced_of(job.model, asked)
 
 
 def _seq_len(job: Job) -> int | None:

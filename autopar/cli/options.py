@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autopar.cli.output import words_to, working
-from autopar.compile import compile_with
+from autopar.compile import compile_with, planned_alone
 from autopar.compiled import CompiledProgram
 from autopar.costs.updates import OptimizerFactory
 from autopar.errors import AutoparError, ModelError, OutputError, PlanError
@@ -32,6 +32,7 @@ from autopar.integrations.job import Job, constraints_of, load_job, parse_settin
 from autopar.ir.plan_data import Basis
 from autopar.launch import RankError
 from autopar.plan import Plan
+from autopar.planning.planner import Planned
 from autopar.report.tables import WIDTH
 from autopar.settings.compile_options import CompileOptions
 from autopar.training.loop import resolve_cluster
@@ -249,6 +250,16 @@ def compile_job(
     asked = CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, optimizer=optimizer, **options)
     with working(f"planning for {cluster}"):
         return compile_with(job.model, cluster, asked)
+
+
+def plan_of_model(source: str, cluster: str | None, flags: Flags) -> Planned:
+    """The plan that is chosen for a model, without its program."""
+    options = flags.plan_options()
+    spec = read_cluster(cluster or "detect", flags.processes)
+    job = read_job(source, spec.num_devices, flags, meta=True)
+    asked = CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, **options)
+    with working(f"planning for {spec}"):
+        return planned_alone(job.model, spec, asked)
 
 
 def program_of_source(source: str, model: str | None, cluster: str | None, flags: Flags) -> CompiledProgram:

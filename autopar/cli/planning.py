@@ -30,6 +30,7 @@ from autopar.cli.options import (
     compile_job,
     console,
     is_plan_file,
+    plan_of_model,
     program_of_source,
     read_cluster,
     read_job,
@@ -46,6 +47,7 @@ from autopar.files.outputs import write_output
 from autopar.integrations.job import parse_settings
 from autopar.page.run_log import read_log
 from autopar.plan import Plan
+from autopar.planning.planner import Planned
 from autopar.profiling.trials import profile_of
 from autopar.report import report_panels
 from autopar.report.facts import facts_of
@@ -185,15 +187,20 @@ def explain(
 ) -> None:
     """Why this plan: what binds it, what other decisions would cost, and what more of everything would buy."""
     require_outputs(None, [timeline], force)
-    compiled = program_of_source(source, model, cluster, flags)
+    found_by: CompiledProgram | Planned
+    if is_plan_file(source) or timeline is not None:
+        found_by = compiled = program_of_source(source, model, cluster, flags)
+    else:  # the program is not needed
+        compiled, found_by = None, plan_of_model(source, cluster, flags)
     with working("planning again, to see what binds") as tell:
-        found = ask(compiled, seconds=seconds, tell=tell)
+        found = ask(found_by, seconds=seconds, tell=tell)
     if as_json:
         print_json(record_json("explanation", found))
     else:
         for panel in explanation_panels(found):
             console().print(panel)
-    _write_timeline(compiled, timeline, force)
+    if compiled is not None:
+        _write_timeline(compiled, timeline, force)
 
 
 def compare(

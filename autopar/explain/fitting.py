@@ -174,6 +174,17 @@ class _Asking:
                 self.known[question] = error
         return self.known[question]
 
+    def refusal(self, question: Question) -> AutoparError | None:
+        """Why the question has no plan, or None where it has one, which need not be the best."""
+        if question not in self.known:
+            try:
+                if getattr(self.planner, "does_fit", lambda _: False)(question):
+                    return None
+            except AutoparError as error:
+                self.known[question] = error
+        found = self.ask(question)
+        return found if isinstance(found, AutoparError) else None
+
     def first(self, question: Question) -> tuple[Answer, int | None]:
         """The job as asked. Raises what is wrong with it other than memory."""
         found = self.ask(question)
@@ -212,7 +223,8 @@ class _Asking:
         )
 
     def _last(self, asked: Sequence[Question], numbers: Sequence[int], start: int, first: Answer, end: str) -> Answer:
-        """The last question that fits of a list that gets harder. start: where the search begins."""
+        """The last question that fits of a list that gets harder. start: where the search begins. Only that one is
+        planned for its best plan."""
         low, best = -1, first.found
         high, width = len(asked), 1
         at, error = start, None
@@ -220,12 +232,12 @@ class _Asking:
             low, at = start, start + 1
         while low + 1 < high:
             if self.is_over:
-                return Answer(best, numbers[high] if high < len(asked) else None, "the time was up: more may fit")
-            found = self.ask(asked[at])
-            if isinstance(found, Fitted):
-                low, best = at, found
+                break
+            refused = self.refusal(asked[at])
+            if refused is None:
+                low, best = at, None
             else:
-                high, error = at, found
+                high, error = at, refused
             width *= 2
             if high == len(asked):
                 at = min(low + width, high - 1)
@@ -234,6 +246,11 @@ class _Asking:
             else:
                 at = (low + high) // 2
         words = end if high == len(asked) else _refusal(error)
+        if low + 1 < high:
+            words = "the time was up: more may fit"
+        if low >= 0 and best is None:
+            found = self.ask(asked[low])
+            best = found if isinstance(found, Fitted) else None
         return Answer(best, numbers[high] if high < len(asked) else None, words)
 
     def fewest(self, base: Question, first: Answer) -> Answer:

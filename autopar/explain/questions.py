@@ -17,7 +17,7 @@ from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.config_costs import Solved
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
-from autopar.planning.planner import search_plans
+from autopar.planning.planner import Planned, is_only_polished, search_plans
 from autopar.planning.predict import predicted
 from autopar.planning.request import Request
 from autopar.program import GeneratedProgram
@@ -31,9 +31,9 @@ the time."""
 
 
 def explain(
-    source: GeneratedProgram | Request, *, seconds: float = 60.0, tell: Callable[[str], None] = lambda _: None
+    source: GeneratedProgram | Planned | Request, *, seconds: float = 60.0, tell: Callable[[str], None] = lambda _: None
 ) -> Explanation:
-    """Why the plan of a compiled program, or the one that would be chosen for a request.
+    """Why the plan of a compiled program, or the one that was or would be chosen for a request.
 
     seconds: after which no further question is asked; what is left is named in `not_tried`. A question that has begun
     is answered. tell: gets each question, with its number, when it begins.
@@ -44,11 +44,16 @@ def explain(
     request = source if isinstance(source, Request) else source.request
     assert request is not None
     limit = time.monotonic() + seconds
-    solved_layers = (EqualSearch if request.mixed is None else UnequalSearch)(request).solved
-    searched = search_plans(
-        request, solved_layers, POLISH_ONLY
-    ).best  # again for a program that was searched: it fills the solved layers
-    explained = source.best if isinstance(source, GeneratedProgram) else searched
+    result = None if isinstance(source, Request) else source.result
+    if result is not None and result.solved is not None and is_only_polished(request):
+        solved_layers, searched = result.solved, result.best
+    else:
+        solved_layers = result.solved if result is not None else None
+        if solved_layers is None:
+            solved_layers = (EqualSearch if request.mixed is None else UnequalSearch)(request).solved
+        # What was solved for the plan is known; only the search of many meshes for one stage is left out.
+        searched = search_plans(request, solved_layers, POLISH_ONLY).best
+    explained = searched if isinstance(source, Request) else source.best
     questions = _Questions(request=request, solved_layers=solved_layers, searched=searched, limit=limit, tell=tell)
     return questions.answer(explained)
 

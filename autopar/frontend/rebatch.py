@@ -9,7 +9,7 @@ mean's divisor B*S), which B*B or B*S - 1 are not: two sizes would not tell what
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from autopar.ir.graph import Graph, Node, base_name
@@ -38,6 +38,8 @@ class BatchedTrace:
     for a price, not for a program.
     """
 
+    source: Hashable = None
+
     def __init__(self, trace: Callable[[int], Graph]) -> None:
         self._trace = trace
         self._known: dict[int, Graph] = {}
@@ -49,6 +51,10 @@ class BatchedTrace:
         if rows not in self._known:
             self._known[rows] = self._make(rows)
         return self._known[rows]
+
+    def traced(self, rows: int) -> Graph:
+        """The graph of a batch that is traced, whatever is known of others."""
+        return self._trace(rows)
 
     def whole_batch_reason(self, count: int) -> str | None:
         """Why the batch cannot be cut into `count` micro-batches; None where it can, or where nobody has looked."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 
 import torch
@@ -17,10 +17,14 @@ from autopar.rules.execute import call_op
 
 
 class AccumulatingTrace(BatchedTrace):
-    """A trace whose graphs of fewer rows than the batch know how micro-batches of them make it (`accumulation`)."""
+    """A trace whose graphs of fewer rows than the batch know how micro-batches of them make it (`accumulation`).
 
-    def __init__(self, trace: Callable[[int], Graph], global_batch_size: int) -> None:
+    source: equal for traces that give the same graphs, but for that.
+    """
+
+    def __init__(self, trace: Callable[[int], Graph], global_batch_size: int, source: Hashable = None) -> None:
         super().__init__(trace)
+        self.source = source
         self._batch_size = global_batch_size
         self._proven: dict[int, Graph | str] = {}
 

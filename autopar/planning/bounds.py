@@ -36,7 +36,12 @@ from autopar.planning.stage_points import HOLDING, stretched
 
 def bound(costs: ConfigCosts, config: ParallelConfig, recompute_seconds: float = 0.0) -> float:
     """With memory and transfers free. recompute_seconds: of all layers per micro-batch, that any plan has."""
-    return _bound(costs, config, [costs.seconds(config, own) for own in config.stage_meshes], recompute_seconds)
+    if recompute_seconds:
+        return _bound(costs, config, [costs.seconds(config, own) for own in config.stage_meshes], recompute_seconds)
+    known = costs.known.bounds
+    if config not in known:
+        known[config] = _bound(costs, config, [costs.seconds(config, own) for own in config.stage_meshes], 0.0)
+    return known[config]
 
 
 def bound_without_parameters(costs: ConfigCosts, config: ParallelConfig) -> float:
@@ -55,6 +60,13 @@ def bound_of_many_rows(costs: ConfigCosts, config: ParallelConfig, many: SolvedL
 
 def tightened(costs: ConfigCosts, config: ParallelConfig) -> float:
     """`bound` with the recomputation and the transfers that any cut has; inf where the memory is too small."""
+    key = costs.limits, config
+    if key not in costs.known.tight:
+        costs.known.tight[key] = _tightened(costs, config)
+    return costs.known.tight[key]
+
+
+def _tightened(costs: ConfigCosts, config: ParallelConfig) -> float:
     recompute_seconds = recompute_bound(costs, config)
     if recompute_seconds == math.inf:
         return math.inf

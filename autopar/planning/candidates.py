@@ -8,15 +8,28 @@ from autopar.ir.stage_mesh import StageMesh, envelope
 from autopar.options.assignment import Candidate, compress
 from autopar.options.carried import suits
 from autopar.plan import Plan
+from autopar.planning.known_costs import KnownCosts
 from autopar.planning.predict import predicted
-from autopar.planning.request import Request, operators_at
+from autopar.planning.request import Request
 from autopar.planning.solved_layers import solved_anew, stored_parameters
 from autopar.planning.stage_problem import Found
 
 
-def candidate_of(found: Found, request: Request) -> Candidate:
+def candidate_of(found: Found, request: Request, known: KnownCosts | None = None) -> Candidate:
     """The plan of a solved config on the graph of its micro-batch, with the prediction of its simulation. Stage meshes
-    that turn out to be alike are not written out."""
+    that turn out to be alike are not written out. known: what was made of such plans before."""
+    known = known or KnownCosts(request)
+    capacities = tuple(map(request.capacity_bytes, range(len(request.whole.groups))))
+    made = known.candidates.setdefault((found.config, capacities), [])
+    for pipeline, candidate in made:
+        if pipeline == found.pipeline:
+            return candidate  # type: ignore[no-any-return]
+    candidate = _candidate(found, request, known)
+    made.append((found.pipeline, candidate))
+    return candidate
+
+
+def _candidate(found: Found, request: Request, known: KnownCosts) -> Candidate:
     config, meshes = found.config, {each.mesh for each in found.pipeline.stage_meshes}
     mesh = (
         found.pipeline.stage_meshes[0].mesh
@@ -27,12 +40,16 @@ def candidate_of(found: Found, request: Request) -> Candidate:
     are_alike = request.mixed is None and len(set(stage_meshes)) == 1
     pipeline = replace(found.pipeline, stage_meshes=() if are_alike else stage_meshes)
     count, rows = config.num_micro_batches, request.global_batch_size // config.num_micro_batches
-    graph, operators = operators_at(request, rows)
-    assignment = replace(found.solved_layer, mesh=mesh).assignment(config.zero, rows)
-    if not suits(assignment, graph, operators, mesh):  # a model that is another one with few rows
-        assignment = solved_anew(request, graph, operators, mesh, config.multiplier)
-        assignment = replace(assignment, parameters=stored_parameters(assignment, mesh.axes, mesh.axes, config.zero))
-    scopes = compress(graph, operators, mesh, assignment)
+    graph, operators = known.operators(request, rows)
+    key = mesh, config.stage_meshes, config.rows, count, config.zero, config.multiplier
+    if key not in known.decided:
+        assignment = replace(found.solved_layer, mesh=mesh).assignment(config.zero, rows)
+        if not suits(assignment, graph, operators, mesh):  # a model that is another one with few rows
+            assignment = solved_anew(request, graph, operators, mesh, config.multiplier)
+            stored = stored_parameters(assignment, mesh.axes, mesh.axes, config.zero)
+            assignment = replace(assignment, parameters=stored)
+        known.decided[key] = assignment, compress(graph, operators, mesh, assignment)
+    assignment, scopes = known.decided[key]
     plan = Plan(
         model=graph.name,
         cluster=str(request.whole),
@@ -48,6 +65,5 @@ def candidate_of(found: Found, request: Request) -> Candidate:
         experts_padded_to=graph.experts_padded_to,
         heads_padded_to=graph.heads_padded_to,
     )
-    return predicted(
-        request, Candidate(plan=plan, graph=graph, operators=operators, assignment=assignment, solution=None)
-    )
+    candidate = Candidate(plan=plan, graph=graph, operators=operators, assignment=assignment, solution=None)
+    return predicted(request, candidate, (known.unit_costs, (key, config.offload)))

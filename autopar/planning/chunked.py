@@ -8,10 +8,10 @@ the result is simulated.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autopar.costs.layer_costs import MODES
-from autopar.costs.pipeline_costs import PipelineCosts
 from autopar.errors import ConstraintError
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import EqualSearch
@@ -69,28 +69,50 @@ def chunks_of(search: EqualSearch) -> Iterator[tuple[str, int]]:
 
 def _best_mode(search: EqualSearch, config: ParallelConfig) -> Found | None:
     """The config under the first recompute mode that fits."""
-    for found, costs in cuts_by_mode(search, config):
-        if costs.peak_bytes <= search.costs.usable_bytes[0]:
-            return replace(found, objective=costs.simulated().prediction.step_seconds)
+    for cut in cuts_by_mode(search, config):
+        if cut.peak_bytes <= search.costs.usable_bytes[0]:
+            return replace(cut.found, objective=cut.step_seconds)
     return None
 
 
-def cuts_by_mode(search: EqualSearch, config: ParallelConfig) -> Iterator[tuple[Found, PipelineCosts]]:
-    """The even cut, and what it costs, under every recompute mode, the one that keeps most first."""
+@dataclass
+class EvenCut:
+    """A config cut evenly under one recompute mode. peak_bytes: of the fullest rank."""
+
+    problem: StageProblem
+    found: Found
+    peak_bytes: float
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """As simulated."""
+        return self.problem.assembled(self.found.pipeline).simulated().prediction.step_seconds
+
+
+def cuts_by_mode(search: EqualSearch, config: ParallelConfig) -> Iterator[EvenCut]:
+    """The even cut under every recompute mode, the one that keeps most first."""
     costs, (stage_mesh,) = search.costs, config.stage_meshes
     is_long_enough = config.pp * config.chunks <= len(costs.units) and config.num_micro_batches > 1
     if not is_long_enough or search.solved_layers.of(config, stage_mesh) is None:
         return
-    problem, pinned = StageProblem.of(costs, config), search.request.constraints.recompute
+    known, pinned = costs.known.cuts, search.request.constraints.recompute
     for mode in MODES:
         if pinned == mode or (pinned is None and (mode != "offload" or not costs.is_on_cpu)):
-            solution = _even_cut(problem, mode)
-            if solution is not None:
-                found = problem.found(solution)
-                yield found, problem.assembled(found.pipeline)
+            if (config, mode) not in known:
+                known[config, mode] = _even_cut(StageProblem.of(costs, config), mode)
+            if known[config, mode] is not None:
+                yield known[config, mode]
 
 
-def _even_cut(problem: StageProblem, mode: str) -> PipelineSolution | None:
+def _even_cut(problem: StageProblem, mode: str) -> EvenCut | None:
+    solution = _evenly(problem, mode)
+    if solution is None:
+        return None
+    found = problem.found(solution)
+    return EvenCut(problem, found, problem.assembled(found.pipeline).peak_bytes)
+
+
+def _evenly(problem: StageProblem, mode: str) -> PipelineSolution | None:
     """Stages of which the longest is as short as can be."""
     config, ((stage_mesh, here),) = problem.config, problem.chains.items()
     name, num_stages, points = str(stage_mesh), config.pp * config.chunks, {}

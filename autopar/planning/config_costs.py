@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from operator import add
 
 from autopar.costs.cost_table import combined
@@ -17,6 +17,7 @@ from autopar.costs.stored_costs import StoredCost, StoredParameters, stored_cost
 from autopar.ir.chain import chain, homes_of
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.scopes import scopes_of
+from autopar.planning.known_costs import Limits, known_costs
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, pricer_for, usable_bytes
 from autopar.planning.shared_assignments import SharedAssignments
@@ -51,9 +52,8 @@ class ConfigCosts:
         self.groups = [request.of_group(number) for number in range(len(request.whole.groups))]
         self.usable_bytes = [usable_bytes(group) for group in self.groups]
         self.is_on_cpu = is_cpu(request.whole.groups[0])
-        self._stored: dict[Hashable, dict[str, StoredCost]] = {}
-        self._stored_parameters: dict[Hashable, StoredParameters] = {}
-        self._synchronised: dict[Hashable, tuple[list[float], list[float]]] = {}
+        self.known = known_costs(solved.known_costs, request)
+        self.limits: Limits = request.constraints.recompute, tuple(self.usable_bytes)
         self._none = [0.0] * len(self.counts)
 
     def solved_layer(self, config: ParallelConfig, stage_mesh: StageMesh) -> SolvedLayer:
@@ -66,11 +66,11 @@ class ConfigCosts:
         """On a stage mesh."""
         solved_layer = self.solved_layer(config, stage_mesh)
         key = stage_mesh, solved_layer.storage, config.zero, config.offload
-        if key not in self._synchronised:
+        if key not in self.known.synchronised:
             stored = self.stored(config, stage_mesh)
             own = [stored.get(name, StoredCost()) for name in self.counts]
-            self._synchronised[key] = [exposed(s.per_micro) for s in own], [exposed(s.per_step) for s in own]
-        per_micro, per_step = self._synchronised[key]
+            self.known.synchronised[key] = [exposed(s.per_micro) for s in own], [exposed(s.per_step) for s in own]
+        per_micro, per_step = self.known.synchronised[key]
         busy = self.busy(solved_layer, config)
         return ClassSeconds(list(map(add, busy.micro, per_micro)), busy.weight, per_step)
 
@@ -100,18 +100,18 @@ class ConfigCosts:
         # A first pass gathers parameters once more.
         kind = config.num_micro_batches > 1, self._has_first_pass(config)
         key = stage_mesh, solved_layer.storage, config.zero, config.offload, kind
-        if key not in self._stored:
+        if key not in self.known.stored:
             parameters = self._parameters(solved_layer, config.zero)
-            self._stored[key] = stored_costs(self.graph, self._pricer(config, stage_mesh), parameters)
-        return self._stored[key]
+            self.known.stored[key] = stored_costs(self.graph, self._pricer(config, stage_mesh), parameters)
+        return self.known.stored[key]
 
     def _parameters(self, solved_layer: SolvedLayer, zero: int) -> StoredParameters:
         """The parameters as a solved layer stores them, on meshes of its axes."""
         key = solved_layer.storage, solved_layer.mesh.axes, zero
-        if key not in self._stored_parameters:
+        if key not in self.known.parameters:
             found = StoredParameters.of(solved_layer.parameters(zero), self.homes, self.scopes)
-            self._stored_parameters[key] = found
-        return self._stored_parameters[key]
+            self.known.parameters[key] = found
+        return self.known.parameters[key]
 
     def stored_bytes(self, config: ParallelConfig, stage_mesh: StageMesh) -> dict[str, float]:
         """Of every unit, what stays from step to step."""
@@ -119,6 +119,12 @@ class ConfigCosts:
 
     def chain_costs(self, config: ParallelConfig, stage_mesh: StageMesh) -> ChainCosts:
         """Every unit on a stage mesh, with its parameters and what crosses the boundary before it."""
+        key = stage_mesh, replace(config, pipeline_ranks=(), schedule="", chunks=1)
+        if key not in self.known.chains:
+            self.known.chains[key] = self._chain_costs(config, stage_mesh)
+        return self.known.chains[key]
+
+    def _chain_costs(self, config: ParallelConfig, stage_mesh: StageMesh) -> ChainCosts:
         solved_layer = self.solved_layer(config, stage_mesh)
         pricer = self._pricer(config, stage_mesh)
         return ChainCosts(

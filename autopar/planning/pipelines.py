@@ -8,6 +8,7 @@ prediction says.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator
 
@@ -16,6 +17,7 @@ from autopar.planning.best_first import BestFirst, Bound
 from autopar.planning.bounds import bound, bound_of_many_rows, bound_without_parameters, tightened
 from autopar.planning.config_costs import ConfigCosts, Solved
 from autopar.planning.equal_configs import equal_configs
+from autopar.planning.layer_pool import LayerPool
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request
 from autopar.planning.shared_assignments import SharedAssignments
@@ -64,12 +66,23 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
             yield tightened(self.costs, candidate), candidate, Bound.TIGHT
 
     def solve(self, candidate: ParallelConfig, cutoff: float) -> tuple[float, Found] | None:
-        """The best cut and its seconds by the closed form."""
+        """The best cut and its seconds by the closed form.
+
+        What was found under one cutoff is no answer under another: of cuts that are as good the solver may take another
+        one, which the simulation tells from the first. That there is nothing below one is.
+        """
+        known, key = self.costs.known.solutions, (self.costs.limits, candidate)
+        found, tried = known.get(key, (None, -math.inf))
+        if tried < cutoff or (found is not None and tried != cutoff):
+            found = self._solved(candidate, cutoff)
+            known[key] = found, cutoff
+        return None if found is None else (found.objective, found)
+
+    def _solved(self, candidate: ParallelConfig, cutoff: float) -> Found | None:
         try:
-            found = StageProblem.of(self.costs, candidate).solve(cutoff)
+            return StageProblem.of(self.costs, candidate).solve(cutoff)
         except (PipelineInfeasibleError, NothingBelowCutoffError):
             return None
-        return found.objective, found
 
     def layout(self, candidate: ParallelConfig) -> Hashable:
         """Its pipeline ranks and stage meshes."""
@@ -90,14 +103,14 @@ class EqualSearch(PipelineSearch):
     solved: layers of another request that differs only in what they do not depend on (see solved_layers.py).
     """
 
-    def __init__(self, request: Request, solved: SolvedLayers | None = None) -> None:
+    def __init__(self, request: Request, solved: SolvedLayers | LayerPool | None = None) -> None:
         num_units = len(chain(request.trace(request.global_batch_size)))
         self.unscheduled = tuple(equal_configs(request, num_units))
         # Without the first, ttp: that grids are tried beside the rest makes no plan of the rest less exact.
         kinds = {(*c.sharing[1:], c.rows_on(c.stage_meshes[0])) for c in self.unscheduled}
-        self.solved_layers = solved or SolvedLayers(
-            request, None if len(kinds) <= EXACT_SOLVED_LAYERS else TYPICAL_ROWS
-        )
+        if not isinstance(solved, SolvedLayers):
+            solved = (solved or LayerPool()).of(request, None if len(kinds) <= EXACT_SOLVED_LAYERS else TYPICAL_ROWS)
+        self.solved_layers = solved
         super().__init__(request, self.solved_layers)
         self._many: dict[tuple[int, ...], tuple[int, SolvedLayer | None]] = {}
         self._alike: dict[Hashable, list[ParallelConfig]] = {}

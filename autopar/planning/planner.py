@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError, InfeasibleError
@@ -25,6 +25,8 @@ from autopar.planning.best_first import Searched
 from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import refined
 from autopar.planning.config_costs import Solved
+from autopar.planning.known_costs import KnownCosts
+from autopar.planning.layer_pool import LayerPool
 from autopar.planning.one_stage import OneStageSearch, meshes
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
 from autopar.planning.predict import predicted
@@ -58,22 +60,40 @@ TIE = 1e-9
 class SearchResult:
     """candidates: feasible plans, fastest first. skipped: (lower bound in seconds, parallel config) that could not win.
 
-    infeasible: what did not fit, in words. is_given: nothing was searched, the plan was given.
+    infeasible: what did not fit, in words. is_given: nothing was searched, the plan was given. solved: the layers that
+    the search solved, with what it found of their costs; further questions about the request begin with them.
     """
 
     candidates: tuple[Candidate, ...]
     skipped: tuple[tuple[float, str], ...]
     infeasible: tuple[str, ...]
     is_given: bool = False
+    solved: Solved | None = field(default=None, repr=False, compare=False)
 
     @property
     def best(self) -> Candidate:
         return self.candidates[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A request with the plan that was chosen for it, and the search that found it."""
+
+    request: Request
+    best: Candidate
+    result: SearchResult
+
+
+def is_only_polished(request: Request) -> bool:
+    """Whether `search_plans` does the same with no devices that are few enough for the exact search."""
+    devices = request.whole.num_devices
+    is_equal = devices > UNEQUAL_DEVICES or (devices > ONE_STAGE_DEVICES and math.log2(devices).is_integer())
+    return request.mixed is not None or is_equal
+
+
 @uncollected()
 def search_plans(
-    request: Request, shared: Solved | None = None, exact_devices: int = ONE_STAGE_DEVICES
+    request: Request, shared: Solved | LayerPool | None = None, exact_devices: int = ONE_STAGE_DEVICES
 ) -> SearchResult:
     """The best plan of each parallel config that can still win, fastest first.
 
@@ -86,19 +106,21 @@ def search_plans(
     if request.mixed is not None:
         return _search_mixed(UnequalSearch(request, shared if isinstance(shared, SharedAssignments) else None))
     try:
-        search = EqualSearch(request, shared if isinstance(shared, SolvedLayers) else None)
+        search = EqualSearch(request, shared if isinstance(shared, (SolvedLayers, LayerPool)) else None)
     except ConstraintError:
         # No equal stage meshes make the cluster's number of devices.
         unlike = _unequal(request) if exact_devices else None
         uneven = unlike.run().best if unlike is not None else None
         if uneven is None:
             raise
-        return SearchResult((candidate_of(uneven, request),), (), ())
+        assert unlike is not None
+        return SearchResult((candidate_of(uneven, request),), (), (), solved=unlike.solved)
     _refuse_undivided(search)
     pipelines = search.run()
     chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
-    found = list(itertools.islice(_fitting(pipelines.found, request), MOST_CANDIDATES))
-    found += itertools.islice(_fitting(chunked, request), MOST_CHUNKED)
+    known = search.costs.known
+    found = list(itertools.islice(_fitting(pipelines.found, request, known), MOST_CANDIDATES))
+    found += itertools.islice(_fitting(chunked, request, known), MOST_CHUNKED)
     fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
     exact = _one_stage(request, found, exact_devices)
     failures = exact.failures if exact is not None else []
@@ -122,13 +144,29 @@ def search_plans(
     skipped = {whole_mesh_text(each.pp, each.stage_meshes[0].mesh): bound for bound, each in pipelines.skipped}
     skipped |= {str(mesh): bound for bound, mesh in one.skipped}
     missing = tuple(sorted((bound, name) for name, bound in skipped.items() if name not in names))
-    return SearchResult(tuple(found), missing, tuple(failure.where for failure in failures))
+    return SearchResult(tuple(found), missing, tuple(failure.where for failure in failures), solved=search.solved)
 
 
-def _fitting(solved: Iterable[Found], request: Request) -> Iterator[Candidate]:
+def fits_plainly(request: Request, pool: LayerPool) -> bool:
+    """Whether a pipeline fits, by the first that is found, and `search_plans` has no other reason to refuse. Where
+    there is none, that is to be asked."""
+    if request.mixed is not None or request.needs.whole or request.unpadded is not None:
+        return False
+    try:
+        search = EqualSearch(request, pool)
+        _refuse_undivided(search)
+        if all(mesh.num_data_ranks == 1 for mesh in meshes(request)):
+            return False
+    except ConstraintError:
+        return False
+    search.most_solved = 0
+    return any(True for _ in _fitting(search.run().found, request, search.costs.known))
+
+
+def _fitting(solved: Iterable[Found], request: Request, known: KnownCosts) -> Iterator[Candidate]:
     """The plans of solved configs, but for those that need more on the graph of their micro-batch than on the one that
     they were priced on."""
-    candidates = (candidate_of(each, request) for each in solved)
+    candidates = (candidate_of(each, request, known) for each in solved)
     return (c for c in candidates if c.plan.prediction.peak_bytes <= request.capacity_bytes())
 
 
@@ -145,7 +183,7 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
         )
     found = search.run().best
     if found is not None:
-        return SearchResult((candidate_of(found, request),), (), ())
+        return SearchResult((candidate_of(found, request, search.costs.known),), (), (), solved=search.solved)
     error = nothing_fits(request, [], [search])
     if error.needed_bytes is not None:
         raise error

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from autopar.costs.cost_table import unit_costs
+from autopar.costs.layer_costs import LayerCost
 from autopar.costs.pipeline_costs import ChainCosts, PipelineCosts, pipeline_costs
 from autopar.costs.price import Pricer
 from autopar.costs.stage_boundaries import boundary_bytes
@@ -20,10 +21,13 @@ from autopar.options.assignment import Assignment, Candidate, on_axes
 from autopar.options.strategies import Operator
 from autopar.planning.request import Request, pricer_for
 
+Known = tuple[dict[Hashable, dict[str, LayerCost]], Hashable]
+"""Costs of units that were found already, and the key of a candidate's, beside its stage meshes."""
 
-def predicted(request: Request, candidate: Candidate) -> Candidate:
+
+def predicted(request: Request, candidate: Candidate, known: Known | None = None) -> Candidate:
     """The candidate with a fresh prediction of its plan."""
-    prediction = simulate_plan(request, candidate).prediction
+    prediction = simulate_plan(request, candidate, known).prediction
     return replace(candidate, plan=replace(candidate.plan, prediction=prediction))
 
 
@@ -31,17 +35,21 @@ def one_stage_costs(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, assignment: Assignment
 ) -> PipelineCosts:
     """A plan that is one stage and keeps everything. pricer: on the plan's mesh."""
-    return pipeline_costs([_chain_costs(graph, operators, pricer, assignment)], Pipeline(), pricer.cluster)
+    costs = unit_costs(graph, operators, pricer, assignment)
+    return pipeline_costs([_chain_costs(graph, pricer, assignment, costs)], Pipeline(), pricer.cluster)
 
 
-def simulate_plan(request: Request, candidate: Candidate) -> Simulated:
+def simulate_plan(request: Request, candidate: Candidate, known: Known | None = None) -> Simulated:
     """The plan's timeline and what it predicts; a plan without stages is one stage. Every stage is priced on the mesh
     of its pipeline rank."""
     plan, graph, operators = candidate.plan, candidate.graph, candidate.operators
     chains: dict[StageMesh, ChainCosts] = {}
+    found, key = known or ({}, None)
     for stage_mesh in dict.fromkeys(plan.stage_meshes):
         pricer, assignment = priced_decisions(request, candidate, stage_mesh)
-        chains[stage_mesh] = _chain_costs(graph, operators, pricer, assignment, stage_mesh.group)
+        if (key, stage_mesh) not in found:
+            found[key, stage_mesh] = unit_costs(graph, operators, pricer, assignment)
+        chains[stage_mesh] = _chain_costs(graph, pricer, assignment, found[key, stage_mesh], stage_mesh.group)
     capacities = [float(request.capacity_bytes(stage_mesh.group)) for stage_mesh in plan.stage_meshes]
     return pipeline_costs(
         [chains[stage_mesh] for stage_mesh in plan.stage_meshes], plan.pipeline, request.whole
@@ -58,14 +66,14 @@ def priced_decisions(request: Request, candidate: Candidate, stage_mesh: StageMe
 
 
 def _chain_costs(
-    graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, assignment: Assignment, group: int = 0
+    graph: Graph, pricer: Pricer, assignment: Assignment, costs: Mapping[str, LayerCost], group: int = 0
 ) -> ChainCosts:
     """Every unit of the chain under decisions on the pricer's mesh, in a group of nodes."""
     return ChainCosts(
         graph=graph,
         pricer=pricer,
         parameters=assignment.parameters,
-        costs=unit_costs(graph, operators, pricer, assignment),
+        costs=costs,
         boundary_bytes=boundary_bytes(graph, pricer.mesh, assignment),
         group=group,
     )

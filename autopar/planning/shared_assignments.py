@@ -13,6 +13,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.assignment import Assignment, on_axes
 from autopar.options.carried import carried
+from autopar.planning.known_costs import KnownCosts
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, pricer_for
 from autopar.planning.solved_layers import MULTIPLIERS, CallCosts, Key, SolvedLayer, SolvedLayers, named_mesh
@@ -27,13 +28,15 @@ class SharedAssignments:
     """Assignments by tensor-parallel degree, rows of a micro-batch, and multiplier (see solved_layers.py), made on
     demand.
 
-    solved_layers: by number of the group of nodes that they are made for.
+    solved_layers: by number of the group of nodes that they are made for. known_costs: what searches found that share
+    these assignments.
     """
 
     request: Request
     solved_layers: dict[int, SolvedLayers] = field(default_factory=dict)
     _made: dict[tuple[StageMesh, int, int, float], SolvedLayer | None] = field(default_factory=dict)
     _call_costs: dict[tuple[int, Mesh, int, int, float], CallCosts] = field(default_factory=dict)
+    known_costs: list[KnownCosts] = field(default_factory=list)
 
     def of(self, config: ParallelConfig, stage_mesh: StageMesh) -> SolvedLayer | None:
         """A config's solved layer on one of its stage meshes; None where the constraints leave nothing.

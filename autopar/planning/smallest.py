@@ -126,10 +126,9 @@ def _smallest_chunked(search: EqualSearch) -> tuple[float, Found] | None:
         if least is not None and stored >= least[0]:
             break
         for schedule, chunks in chunks_of(search):
-            for found, costs in cuts_by_mode(search, config.under(schedule, chunks)):
-                num_bytes = costs.peak_bytes
-                if least is None or num_bytes < least[0]:
-                    least = num_bytes, found
+            for cut in cuts_by_mode(search, config.under(schedule, chunks)):
+                if least is None or cut.peak_bytes < least[0]:
+                    least = cut.peak_bytes, cut.found
     return least
 
 

@@ -28,6 +28,7 @@ from autopar.ir.stage_mesh import StageMesh
 from autopar.options.assignment import Assignment, axis_sources, on_axes
 from autopar.options.carried import carried, covers
 from autopar.options.strategies import Operator, num_experts, operators_of
+from autopar.planning.known_costs import KnownCosts
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, decode, divisors, pricer_for
 from autopar.planning.search_space import SearchSpace, build_search_space
@@ -153,7 +154,8 @@ class Key(NamedTuple):
 class SolvedLayers:
     """Solves layers on demand. Large requests, and grids of tensor parallelism (see GRID_ROWS), reuse the assignments
     made for `typical_rows` at other numbers of rows, those made with a data axis where there is none, and, where
-    all ranks of a group of `ep` may have experts, those for the fewest of them."""
+    all ranks of a group of `ep` may have experts, those for the fewest of them. known_costs: what searches found that
+    share these layers."""
 
     request: Request
     typical_rows: int | None = None
@@ -167,6 +169,8 @@ class SolvedLayers:
     _fastest: dict[Key, Solution] = field(default_factory=dict)
     _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
     _known: Known = field(default_factory=dict)
+    _made: list[Assignment] = field(default_factory=list)
+    known_costs: list[KnownCosts] = field(default_factory=list)
 
     def solved_layer(self, mesh: Mesh, rows: int, multiplier: float) -> SolvedLayer | None:
         """The solved layer of a mesh whose tp ranks share `rows` rows of a micro-batch; None where the constraints
@@ -255,8 +259,12 @@ class SolvedLayers:
         return self._stored_as[solved_key, axes]
 
     def _number_of(self, assignment: Assignment) -> int:
-        """A number of the assignment, as it was made."""
-        return next(n for n, each in enumerate(self._assignments.values()) if each is assignment)
+        """A number of the assignment, as it was made: the same wherever the programs of its decisions are known."""
+        for number, each in enumerate(self._made):
+            if each is assignment:
+                return number
+        self._made.append(assignment)
+        return len(self._made) - 1
 
     def _covers(self, assignment: Assignment, rows: int) -> bool:
         """Whether the graph of so many rows has the calls that the assignment decides on."""
@@ -267,7 +275,15 @@ class SolvedLayers:
 
     def priced_for(self, request: Request) -> SolvedLayers:
         """The same assignments for another cluster: only what they cost is found anew."""
-        return SolvedLayers(request, self.typical_rows, dict(self._assignments), _operators=dict(self._operators))
+        return SolvedLayers(
+            request,
+            self.typical_rows,
+            dict(self._assignments),
+            _operators=self._operators,
+            _covered=self._covered,
+            _known=self._known,
+            _made=self._made,
+        )
 
     def operators(self, rows: int) -> dict[tuple[str, str], Operator]:
         """The calls of the graph at `rows` rows over all ranks."""

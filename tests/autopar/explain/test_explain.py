@@ -5,21 +5,26 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
+from collections import Counter
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 
 from autopar.compile import advised_search
-from autopar.errors import InfeasibleError
+from autopar.errors import AutoparError, InfeasibleError
 from autopar.explain import Explanation, compare, explain, render_comparison, render_explanation
 from autopar.explain.conditions import conditions, faster_link
 from autopar.explain.decisions import is_made, other_decisions, pins_of, without
 from autopar.explain.rescue import advised, plan_for
 from autopar.ir.chain import chain
 from autopar.plan import Plan
-from autopar.planning.planner import SearchResult, search_plans
+from autopar.planning import pipelines, solved_layers
+from autopar.planning.planner import Planned, SearchResult, search_plans
 from autopar.planning.predict import one_stage_costs
 from autopar.planning.request import Request, pricer_for
+from autopar.planning.solved_layers import SolvedLayers
 from autopar.report.plan_words import recompute_modes
 from autopar.units import bytes_text
 from tests.autopar.requests import request_for
@@ -285,3 +290,47 @@ def test_rendered_comparison(two: tuple[Plan, Plan]) -> None:
     assert max(map(len, text.splitlines())) <= 110
     for part in ("one.yaml", "other.yaml", "Stages", "pp2", "pipeline bubble", "Peak of each pipeline rank"):
         assert part in text
+
+
+SIXTEEN = ("llama", "2x8 a100-80g")
+"""More devices than the exact search is made for, so that explanations ask for nothing but what was searched."""
+
+
+def test_what_was_solved_for_the_plan_is_not_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, result = request(*SIXTEEN), searched(*SIXTEEN)
+    counted = Counter[str]()
+
+    def counting(name: str, called: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            counted[name] += 1
+            return called(*args, **kwargs)
+
+        return count
+
+    monkeypatch.setattr(solved_layers, "solve", counting("layers", solved_layers.solve))
+    monkeypatch.setattr(pipelines.StageProblem, "solve", counting("stages", pipelines.StageProblem.solve))
+    found = explain(Planned(asked, result.best, result), seconds=0.0)
+    assert not counted and found.searched is found.plan is result.best.plan
+    assert explain(asked, seconds=0.0).plan == found.plan
+    assert counted["layers"] and counted["stages"]  # a request alone is searched, which the counters see
+    first = Counter(counted)
+    search_plans(asked, result.solved, 0)
+    assert counted == first
+
+
+@pytest.mark.slow
+def test_questions_that_share_their_costs_have_the_answers_of_questions_alone() -> None:
+    asked, result = request(*SIXTEEN), searched(*SIXTEEN)
+    assert isinstance(result.solved, SolvedLayers)
+    decisions = [d.constraints for d in other_decisions(asked, result.best.plan, len(chain(result.best.graph)))]
+    more = [c.request for c in conditions(asked) if c.has_same_prices]
+    for changed in (*(dataclasses.replace(asked, constraints=each) for each in decisions), *more):
+        together, alone = (_best(changed, s) for s in (result.solved, SolvedLayers(asked, result.solved.typical_rows)))
+        assert together == alone
+
+
+def _best(asked: Request, solved: SolvedLayers) -> Plan | str:
+    try:
+        return search_plans(asked, solved, 0).best.plan
+    except AutoparError as error:
+        return str(error)

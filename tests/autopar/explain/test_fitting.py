@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autopar.cluster import ClusterSpec
-from autopar.compile import planned_alone
+from autopar.compile import padded_search, planned_alone
 from autopar.errors import ClusterError, InfeasibleError, ModelError
 from autopar.explain.fitting import Fitted, Question, fits, fitted_of, halves, lengths
 from autopar.settings.compile_options import CompileOptions
@@ -106,7 +106,8 @@ class Planned:
             constraints=limits,
             global_batch_size=question.rows or 8,
         )
-        return fitted_of(*planned_alone(self.model, question.cluster, options), length)
+        planned = planned_alone(self.model, question.cluster, options, padded_search)
+        return fitted_of(planned.request, planned.best, length)
 
     def does(self, question: Question) -> bool:
         try:

@@ -1,0 +1,35 @@
+"""Solved layers that questions about one model share, however many rows, devices or micro-batches they ask about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from autopar.planning.known_costs import of_batch
+from autopar.planning.request import Request
+from autopar.planning.solved_layers import GRID_ROWS, SolvedLayers
+
+
+@dataclass
+class LayerPool:
+    """Solved layers by what they depend on, so that a search gives what it would give by itself."""
+
+    known: list[SolvedLayers] = field(default_factory=list)
+
+    def of(self, request: Request, typical_rows: int | None) -> SolvedLayers:
+        """Those for the request, new ones where there are none yet. typical_rows: see `SolvedLayers`."""
+        for each in self.known:
+            if each.typical_rows == typical_rows and _is_alike(request, each.request):
+                return each
+        self.known.append(SolvedLayers(request, typical_rows))
+        return self.known[-1]
+
+
+def _is_alike(request: Request, other: Request) -> bool:
+    """Whether layers are solved alike: their rows are asked for one by one, and memory is not looked at."""
+    limits = replace(
+        request.constraints,
+        micro_batches=other.constraints.micro_batches,
+        memory_bytes=other.constraints.memory_bytes,
+    )
+    rows = [min(GRID_ROWS, each.global_batch_size) for each in (request, other)]
+    return rows[0] == rows[1] and replace(of_batch(request, other), constraints=limits) == other

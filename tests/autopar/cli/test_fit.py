@@ -1,0 +1,70 @@
+"""`autopar fit`: what its questions share changes no answer, and what they share is made once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from autopar.cli import app, fitting
+from autopar.cli.options import Flags, read_cluster, read_job
+from autopar.compile import padded_search, planned_alone
+from autopar.explain import fitting as answers
+from autopar.explain.fitting import Fitted, Question, fits, fitted_of
+from autopar.report.json_facts import record_json
+from autopar.settings.compile_options import CompileOptions
+
+FIELDS = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 24,
+}  # fmt: skip
+CLUSTER, SEQ, BATCH = "2 l4", 16, 4
+
+
+def alone(model: str, question: Question) -> Fitted:
+    """The answer to one question by itself, as `autopar plan` would plan it."""
+    length, rows = question.seq_len or SEQ, question.rows or BATCH
+    job = read_job(model, question.cluster.num_devices, Flags(seq=length, batch=BATCH), meta=True)
+    limits = {"micro_batches": 1} if question.in_one else {}
+    inputs, loss = job.inputs, job.loss_fn
+    asked = CompileOptions(example_inputs=inputs, loss_fn=loss, constraints=limits, global_batch_size=rows)
+    planned = planned_alone(job.model, question.cluster, asked, padded_search)
+    return fitted_of(planned.request, planned.best, length)
+
+
+def test_fit_gives_the_answers_of_plans_made_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(FIELDS))
+    model, counted = f"hf:{config}", Counter[str]()
+    monkeypatch.setattr(answers, "MOST_TIMES", 2)
+
+    def count(name: str) -> None:
+        called = getattr(fitting, name)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            counted[name] += 1
+            return called(*args, **kwargs)
+
+        monkeypatch.setattr(fitting, name, counting)
+
+    count("traced_of")
+    count("planned_alone")
+    words = ("fit", model, "--cluster", CLUSTER, "--seq", str(SEQ), "--batch", str(BATCH), "--seconds", "600", "--json")
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 0, ran.output
+    made = json.loads(ran.stdout)
+    known = {}
+
+    def planner(question: Question) -> Fitted:
+        known[question] = alone(model, question)
+        return known[question]
+
+    wanted = fits(planner, [read_cluster(CLUSTER, None)], seq_len=SEQ, longest=24)
+    assert made == json.loads(json.dumps(record_json("fit", wanted)))
+    # One trace for each length, and the best plan of each answer alone: others need only be found to fit.
+    assert counted["traced_of"] == 2
+    assert counted["planned_alone"] == 5 < len(known)
