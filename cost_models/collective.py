@@ -6,7 +6,8 @@ factors as in ``doc/PERFORMANCE.md`` of nccl-tests). Every algorithm and protoco
 time is that of the lowest line. Notation:
 
     n ranks on N nodes, p = n / N ranks per node;  B bytes of the whole tensor (see `seconds`)
-    g      what others on the fabric cost: 1 + c log2 N p / d, c the link's contention_per_doubling, d devices per node
+    g      what others on the fabric cost: 1 + c log2 M p / d, c the link's contention_per_doubling, d devices per node,
+           M all nodes of the cluster
     i      intra-node rate of one rank: achievable, times the share of its links that lead to its group (`mesh`)
     w      inter-node rate of one device:  achievable / g, over devices_per_node if the node shares a link
     hi, he one hop inside and between nodes, of the Simple protocol on a ring; he is the link's latency times g
@@ -17,8 +18,9 @@ A protocol multiplies s0, hops and rates (`nccl.protocol`); links that NCCL does
 and e = 0. s0, hops and the rates of a link are first multiplied by its latency_factors and rate_factors for the kind.
 All groups of a mesh axis communicate at the same time, so a group owns p / d of its nodes' network interfaces: its ring
 leaves a node at p w. Interfaces of equal number in all nodes are one rail, with switches of its own: a group with one
-rank per node stays on its rail, and a group waits for the slowest of its p rails. So g grows with the share of the
-rails that a group uses (docs/published_runs.md, "Rails").
+rank per node stays on its rail, and a group waits for the slowest of its p rails. Groups that lie on other nodes meet
+on the same switches. So g grows with the nodes of the cluster, not of the group, and with the share of the rails that
+a group uses (docs/published_runs.md, "Rails").
 
 Ranks of a ring wait for one neighbour only, so noisy steps slow it by a factor that does not grow with n (K. Johansson,
 "Shape fluctuations and random matrices", 2000: last-passage times are linear in the number of steps); a fabric that all
@@ -139,7 +141,7 @@ Line = tuple[float, float]
 def _lines(kind: Kind, group: Group, num_nodes: int, per_node: int, intra: Link, inter: Link) -> tuple[Line, ...]:
     """The lines of every algorithm and protocol that is the fastest for some size, on num_nodes nodes of per_node
     devices (not a Cluster, whose device takes longer to look up than the rest)."""
-    path = _path(kind, _lay_out(group, num_nodes, per_node), group, per_node, intra, inter)
+    path = _path(kind, _lay_out(group, num_nodes, per_node), group, num_nodes, per_node, intra, inter)
     if kind == "all_reduce":
         return _lowest([*_rings(2, path), *_trees(path), *_switch(path)])
     if kind in ("all_gather", "reduce_scatter"):
@@ -201,10 +203,10 @@ class _Path:
             yield nccl.protocol(algorithm, name, intra), nccl.protocol(algorithm, name, inter)
 
 
-def _path(kind: Kind, layout: Layout, group: Group, per_node: int, intra: Link, inter: Link) -> _Path:
+def _path(kind: Kind, layout: Layout, group: Group, num_nodes: int, per_node: int, intra: Link, inter: Link) -> _Path:
     intra, inter = _for_kind(intra, kind), _for_kind(inter, kind)
     sharers = per_node if inter.shared_by_node else 1
-    contention = 1 + _rail_contention(layout, per_node, inter) * math.log2(layout.num_nodes)
+    contention = _contention(layout, num_nodes, per_node, inter)
     alone = layout.ranks_per_node == 1
     links = [inter] if alone else [intra] if layout.num_nodes == 1 else [intra, inter]
     by_nccl = all(nccl.drives(link) for link in links)
@@ -222,9 +224,10 @@ def _path(kind: Kind, layout: Layout, group: Group, per_node: int, intra: Link, 
     )
 
 
-def _rail_contention(layout: Layout, per_node: int, inter: Link) -> float:
-    """contention_per_doubling of a group on some of its nodes' rails; all of it where a node has one interface."""
-    return inter.contention_per_doubling * (1.0 if inter.shared_by_node else layout.ranks_per_node / per_node)
+def _contention(layout: Layout, num_nodes: int, per_node: int, inter: Link) -> float:
+    """g. A node with one interface has one rail, which all of its groups use."""
+    share = 1.0 if inter.shared_by_node else layout.ranks_per_node / per_node
+    return 1 + inter.contention_per_doubling * math.log2(num_nodes) * share
 
 
 def _for_kind(link: Link, kind: Kind) -> Link:
@@ -359,5 +362,4 @@ def _p2p_rate(group: Group, path: _Path, per_node: int) -> float:
     cross."""
     if path.layout.num_nodes == 1:
         return path.intra_rate
-    rate = path.inter.achievable_bytes_per_second / (1 + _rail_contention(path.layout, per_node, path.inter))
-    return rate / min(group.stride, per_node) if path.inter.shared_by_node else rate
+    return path.device_rate * per_node / min(group.stride, per_node) if path.inter.shared_by_node else path.device_rate

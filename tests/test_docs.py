@@ -120,6 +120,9 @@ class Page:
         elif block.language == "yaml":
             yaml.safe_load(block.text.replace("[...]", "[]"))
             self.counts["parsed only"] += 1
+        elif block.language == "diff":
+            assert is_added(block), f"{block.place}: no example has these lines"
+            self.counts["parsed only"] += 1
         elif block.language in SHELLS and commands(block):
             for command in commands(block):
                 self.take_command(block, command)
@@ -203,6 +206,12 @@ def test_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, request:
     print(f"{page}: {dict(taken.counts)}")
 
 
+def is_added(block: Block) -> bool:
+    """Whether one example has all lines that a diff adds."""
+    added = {line.removeprefix("+") for line in block.text.splitlines() if line.startswith("+")}
+    return any(added <= set(path.read_text(encoding="utf-8").splitlines()) for path in (HOME / "examples").glob("*.py"))
+
+
 def expected(block: Block, before: Block | None) -> Counter[str]:
     """What `test_page` makes of a block after another, without running it."""
     is_output = block.language == "text" and before is not None and before.language == "python" and not before.reason
@@ -210,7 +219,7 @@ def expected(block: Block, before: Block | None) -> Counter[str]:
         return Counter({"run": 1})
     if block.language == "python":
         return Counter({"parsed only" if block.reason else "run": 1})
-    if block.language == "yaml":
+    if block.language in ("yaml", "diff"):
         return Counter({"parsed only": 1})
     found: Counter[str] = Counter()
     for command in commands(block):
