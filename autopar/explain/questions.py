@@ -48,9 +48,8 @@ def explain(
     if result is not None and result.solved is not None and is_only_polished(request):
         solved_layers, searched = result.solved, result.best
     else:
-        solved_layers = result.solved if result is not None else None
-        if solved_layers is None:
-            solved_layers = (EqualSearch if request.mixed is None else UnequalSearch)(request).solved
+        before = result.solved if result is not None else None
+        solved_layers = before or (EqualSearch if request.mixed is None else UnequalSearch)(request).solved
         # What was solved for the plan is known; only the search of many meshes for one stage is left out.
         searched = search_plans(request, solved_layers, POLISH_ONLY).best
     explained = searched if isinstance(source, Request) else source.best

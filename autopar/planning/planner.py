@@ -131,9 +131,9 @@ def search_plans(
         if not found:
             raise
     found += one.found
-    known = [c.plan.prediction.step_seconds for c in found] + [each.objective for each in pipelines.found]
+    times = [c.plan.prediction.step_seconds for c in found] + [each.objective for each in pipelines.found]
     unlike = _unequal(request) if exact_devices else None
-    better = unlike.run(min(known, default=math.inf) * (1 - UNEQUAL_GAIN)).best if unlike is not None else None
+    better = unlike.run(min(times, default=math.inf) * (1 - UNEQUAL_GAIN)).best if unlike is not None else None
     found += [candidate_of(better, request)] if better is not None else []
     if not found:
         raise nothing_fits(request, failures, [search] if unlike is None else [search, unlike])
