@@ -36,6 +36,7 @@ def alone(model: str, question: Question) -> Fitted:
     return fitted_of(planned.request, planned.best, length)
 
 
+@pytest.mark.slow
 def test_fit_gives_the_answers_of_plans_made_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(FIELDS))
