@@ -195,7 +195,8 @@ def launch_program(
 def launch_main(main: Path, arguments: Sequence[str], num_ranks: int) -> None:
     """Run a script, such as a saved program's `main.py`, as torchrun would.
 
-    Raises RankError where a rank fails, with the last line that it wrote to stderr (all of which is seen as it comes).
+    Raises RankError where a rank fails, with the last line that it wrote to stderr (all of which is seen as it comes):
+    the first to end, or one that says what went wrong where that one only lost another.
     """
     with temporary_folder() as folder:
         logs = DefaultLogsSpecs(log_dir=str(folder), tee=Std.ERR)
@@ -203,11 +204,25 @@ def launch_main(main: Path, arguments: Sequence[str], num_ranks: int) -> None:
             elastic_launch(_elastic_config(num_ranks, 0, logs), sys.executable)(str(main), *arguments)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            written = sorted(folder.glob(f"**/{failure.local_rank}/stderr.log"))
-            lines = written[-1].read_text(errors="replace").strip().splitlines() if written else []
-            mark = f"[rank{rank}]: "  # torch's, on each line of an error, once there is a process group
-            said = ([line for line in lines if line.startswith(mark)] or lines or [_end_of(failure.exitcode)])[-1]
-            raise RankError(f"rank {rank} of {main}: {said.removeprefix(mark)}") from None
+            said = _last_words(folder, rank) or _end_of(failure.exitcode)
+            others = {other: _last_words(folder, other) for other in range(num_ranks) if other != rank}
+            if _is_of_another(said):
+                causes = (each for each in others.items() if "Error" in each[1] and not _is_of_another(each[1]))
+                rank, said = next(causes, (rank, said))
+            raise RankError(f"rank {rank} of {main}: {said}") from None
+
+
+def _last_words(folder: Path, rank: int) -> str:
+    """The last line of a rank's error, or of all that it wrote to stderr; "" where it wrote nothing."""
+    written = sorted(folder.glob(f"**/{rank}/stderr.log"))
+    lines = written[-1].read_text(errors="replace").strip().splitlines() if written else []
+    mark = f"[rank{rank}]: "  # torch's, on each line of an error, once there is a process group
+    return ([line for line in lines if line.startswith(mark)] or lines or [""])[-1].removeprefix(mark)
+
+
+def _is_of_another(said: str) -> bool:
+    """Whether an error tells of another rank that is gone."""
+    return any(word in said.lower() for word in LOST)
 
 
 def _end_of(code: int) -> str:

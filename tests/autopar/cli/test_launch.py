@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import autopar
+from autopar.launch import RankError, launch_main
 from examples.models import EXAMPLES
 
 SCRIPT = """
@@ -50,3 +51,25 @@ def test_a_script_runs_in_as_many_processes_as_the_plan_has_ranks(tmp_path: Path
     assert last == "error: rank 1 of script.py: RuntimeError: the disk of rank 1 is full"
     missing = launch("other.py")
     assert missing.returncode == 2 and "there is no such script" in missing.stderr
+
+
+LOSING = """
+import os, sys, time
+said = sys.argv[1]
+if os.environ["RANK"] == "1":
+    print("ValueError: there is no such sample", file=sys.stderr, flush=True)
+    open(said, "w").close()
+    time.sleep(60)
+while not os.path.exists(said):
+    time.sleep(0.01)
+time.sleep(1)
+sys.exit("RuntimeError: Connection closed by peer [127.0.0.1]:5017.")
+"""
+
+
+def test_the_rank_that_failed_is_named_where_another_ends_first(tmp_path: Path) -> None:
+    """Rank 0 is told that rank 1 is gone, and ends before it."""
+    script = tmp_path / "script.py"
+    script.write_text(LOSING)
+    with pytest.raises(RankError, match="rank 1 of .*: ValueError: there is no such sample"):
+        launch_main(script, [str(tmp_path / "said")], 2)
