@@ -80,7 +80,7 @@ def compile(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOp
 def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions) -> CompiledProgram:
     """`compile`, for callers that have the options as one value."""
     check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
-    join_launched()
+    join_launched(on_cpu=is_cpu(as_cluster(cluster_spec).groups[0]))
     given, backend = options.given_plan, options.backend
     request = request_of(model, cluster_spec, options)
     if given is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import sys
 import time
@@ -28,11 +29,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autopar.costs.rates import is_cpu
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, ConstraintError
 from autopar.files.scratch import temporary_folder
 from autopar.program import GeneratedProgram
 from autopar.running.beside import Beside
 from autopar.running.build import build_step, share_packages
+from autopar.running.launched import has_gpus
 from autopar.running.supervise import STOPPED_SECONDS, collect, end, ending_on_sigterm, exit_on
 from autopar.running.supervise import RankError as RankError
 from autopar.running.surroundings import check_starting
@@ -60,7 +62,7 @@ def run_ranks(
     stopped for stopped_seconds, or does not answer in time, all in timeout_seconds and within a collective in
     group_seconds. No process is left behind, even if this one is killed.
     """
-    context: Any = mp.get_context("fork" if not torch.cuda.is_available() and os.name == "posix" else "spawn")
+    context: Any = mp.get_context(_start_method())
     processes: list[Any] = []
     receivers: list[Connection] = []
     are_done = False
@@ -81,7 +83,7 @@ def run_ranks(
                 given = (place, meeting, group_seconds, os.getpid(), sender, function, args)
                 # Not a daemon: a rank may have processes of its own, such as a DataLoader's workers.
                 process = context.Process(target=_rank_main, name=f"rank {rank}", args=given, daemon=False)
-                process.start()
+                _start(process)
                 # Before the next one is forked: only its own rank holds a pipe open, so that its death closes it.
                 sender.close()
                 processes.append(process)
@@ -94,6 +96,26 @@ def run_ranks(
             return found
         finally:
             end(processes, are_done)
+
+
+def _start(process: Any) -> None:
+    """Raises ConstraintError where a process that is not forked cannot be sent what it works on."""
+    try:
+        process.start()
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConstraintError(
+            "processes of a machine with GPUs are sent what they work on, so it must be picklable",
+            values=f"{type(error).__name__}: {error}",
+            alternatives=[
+                "functions and classes of a module's own level, in place of lambdas and local ones",
+                "torchrun --nproc-per-node N script.py, whose processes each make their own",
+            ],
+        ) from error
+
+
+def _start_method() -> str:
+    """How ranks are started: CUDA, once asked for a device, does not work in a fork."""
+    return "fork" if not torch.cuda.is_available() and os.name == "posix" else "spawn"
 
 
 def _file_store(path: str, num_ranks: int, seconds: float) -> Any:
@@ -154,7 +176,8 @@ def _rank_main(
     torch.set_num_threads(1)
     rank, num_ranks, local_rank, local_size = place
     try:
-        backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= local_size else "gloo"
+        on_cpu = any(is_cpu(given.cluster.groups[0]) for given in args if isinstance(given, GeneratedProgram))
+        backend = "nccl" if not on_cpu and has_gpus(local_size) else "gloo"
         if backend == "nccl":
             torch.cuda.set_device(local_rank)
         timeout = timedelta(seconds=group_seconds)
@@ -232,7 +255,6 @@ def _end_of(code: int) -> str:
 def _elastic_config(count: int, max_restarts: int, logs: Any = None) -> Any:
     # A restarted attempt must not meet the keys of the one before it (pytorch's shared rendezvous store does).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    uses_fork = not torch.cuda.is_available() and os.name == "posix"
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -241,7 +263,7 @@ def _elastic_config(count: int, max_restarts: int, logs: Any = None) -> Any:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=max_restarts,
-        start_method="fork" if uses_fork else "spawn",
+        start_method=_start_method(),
         monitor_interval=0.1,
         logs_specs=logs,
     )

@@ -109,6 +109,6 @@ class Trainer:
         if not config.auto_parallel:
             return fit_plain(self.setup)
         if under_launcher():
-            with process_group(config.collective_seconds):
+            with process_group(config):
                 return fit_ranks(self.compile(), self.setup)
         return fit_locally(self.compile(), self.setup)

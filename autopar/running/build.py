@@ -67,7 +67,7 @@ def build_step(
     """
     check_numbers({"seed": seed, "max_grad_norm": max_grad_norm})
     yes_no_or_none("first_step_check", first_step_check)
-    join_launched()
+    join_launched(on_cpu=is_cpu(compiled.cluster.groups[0]))
     scale = loss_scale_of(loss_scale, compiled.plan.precision)
     _check_world_size(compiled.plan)
     check_training("build")

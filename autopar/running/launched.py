@@ -26,20 +26,26 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0" if not dist.is_initialized() else dist.get_rank() == 0
 
 
-def join_launched() -> None:
+def has_gpus(num_processes: int) -> bool:
+    """Whether this machine has a GPU for each of so many processes."""
+    return 0 < num_processes <= torch.cuda.device_count()
+
+
+def join_launched(on_cpu: bool = False) -> None:
     """Start the process group where a launcher made this process one rank of several and nobody has started it.
 
-    A rank gets the GPU of its local number and NCCL, or gloo where there are no GPUs. The group ends with the process.
+    A rank gets the GPU of its local number and NCCL, or gloo on_cpu, or where there are not as many GPUs. The group
+    ends with the process.
     """
     if dist.is_initialized() or not under_launcher() or int(os.environ["WORLD_SIZE"]) == 1:
         return
-    start_group()
+    start_group(on_cpu=on_cpu)
     atexit.register(_leave)
 
 
-def start_group(collective_seconds: float | None = None) -> None:
+def start_group(collective_seconds: float | None = None, on_cpu: bool = False) -> None:
     """Join the ranks of the launcher that started this process. collective_seconds: as `processes.join` takes it."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu = not on_cpu and has_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     join("nccl" if on_gpu else "gloo", collective_seconds)

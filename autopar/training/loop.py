@@ -26,6 +26,7 @@ from autopar.running.weights import read_values, set_values, write_values
 from autopar.settings.compile_options import CompileOptions
 from autopar.training import checkpoints
 from autopar.training.callbacks import note, noted
+from autopar.training.config import TrainerConfig
 from autopar.training.feeding import first_batch
 from autopar.training.learners import PlainLearner, RankLearner
 from autopar.training.loaders import rows_of_batches
@@ -40,12 +41,13 @@ from cost_models.mixed import AnyCluster
 
 
 @contextlib.contextmanager
-def process_group(collective_seconds: float | None) -> Iterator[None]:
+def process_group(config: TrainerConfig) -> Iterator[None]:
     """The default process group for as long as it takes; the caller's own if there is one, which waits as it does."""
     if dist.is_initialized():
         yield
         return
-    start_group(collective_seconds)
+    on_cpu = config.cluster != "detect" and is_cpu(as_cluster(config.cluster).groups[0])
+    start_group(config.collective_seconds, on_cpu)
     try:
         with after_the_first():
             yield

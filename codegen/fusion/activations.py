@@ -77,6 +77,10 @@ def _gated_fits(bound: Bindings) -> bool:
     return bound["gate"].type.is_alike(bound["up"].type)
 
 
+def _build_swiglu(bound: Bindings, last: Call) -> tuple[Call, ...]:
+    return (fused("kernels.swiglu", bound, ("gate", "up"), last),)
+
+
 def _build_geglu(bound: Bindings, last: Call) -> tuple[Call, ...]:
     return (fused("kernels.geglu", bound, ("gate", "up"), last, _approximate(bound)),)
 
@@ -92,7 +96,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         leaves=("gate", "up"),
         template=_mul(Op("aten.silu.default", (Leaf("gate"),)), Leaf("up")),
         fits=_gated_fits,
-        build=lambda bound, last: (fused("kernels.swiglu", bound, ("gate", "up"), last),),
+        build=_build_swiglu,
     ),
     Pattern(
         name="GeGLU",

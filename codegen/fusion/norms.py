@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from codegen.fusion.template import Bindings, Either, Is, Leaf, Op, Pattern, Result, Template, Value, fused, is_dtype
@@ -74,21 +75,17 @@ def _layer_norm_fits(bound: Bindings) -> bool:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-def _agrees(fits: Callable[[Bindings], bool]) -> Callable[[Bindings], bool]:
+def _agrees(fits: Callable[[Bindings], bool], bound: Bindings) -> bool:
     """`fits`, where the addition neither broadcasts nor promotes."""
-    return lambda bound: bound["x"].type.is_alike(bound["residual"].type) and fits(bound)
+    return bound["x"].type.is_alike(bound["residual"].type) and fits(bound)
 
 
-def _norm(target: str, names: tuple[str, ...]) -> Callable[[Bindings, Call], tuple[Call, ...]]:
+def _norm(target: str, names: tuple[str, ...], bound: Bindings, last: Call) -> tuple[Call, ...]:
     """A call on `names`; "bias" is None where there is none, and a sum is a second result."""
-
-    def build(bound: Bindings, last: Call) -> tuple[Call, ...]:
-        call = fused(target, bound, tuple(name for name in names if name in bound), last)
-        tensors = (bound[name].value if name in bound else None for name in names)
-        sums = bound["sum"].value.results if "sum" in bound else ()
-        return (replace(call, args=(*tensors, bound["eps"].value), results=(*last.results, *sums)),)
-
-    return build
+    call = fused(target, bound, tuple(name for name in names if name in bound), last)
+    tensors = (bound[name].value if name in bound else None for name in names)
+    sums = bound["sum"].value.results if "sum" in bound else ()
+    return (replace(call, args=(*tensors, bound["eps"].value), results=(*last.results, *sums)),)
 
 
 PATTERNS: Final[tuple[Pattern, ...]] = (
@@ -97,8 +94,8 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         target="kernels.add_rms_norm",
         leaves=("sum", "weight"),
         template=_rms_norm_template(SUM),
-        fits=_agrees(_rms_norm_fits),
-        build=_norm("kernels.add_rms_norm", ("x", "residual", "weight")),
+        fits=partial(_agrees, _rms_norm_fits),
+        build=partial(_norm, "kernels.add_rms_norm", ("x", "residual", "weight")),
         results=(Result("sum", ("x", "residual"), is_call=True),),
     ),
     Pattern(
@@ -106,8 +103,8 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         target="kernels.add_layer_norm",
         leaves=("sum", "weight", "bias"),
         template=_layer_norm_template(SUM),
-        fits=_agrees(_layer_norm_fits),
-        build=_norm("kernels.add_layer_norm", ("x", "residual", "weight", "bias")),
+        fits=partial(_agrees, _layer_norm_fits),
+        build=partial(_norm, "kernels.add_layer_norm", ("x", "residual", "weight", "bias")),
         results=(Result("sum", ("x", "residual"), is_call=True),),
     ),
     Pattern(
@@ -116,7 +113,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         leaves=("x", "weight"),
         template=_rms_norm_template(Leaf("x")),
         fits=_rms_norm_fits,
-        build=_norm("kernels.rms_norm", ("x", "weight")),
+        build=partial(_norm, "kernels.rms_norm", ("x", "weight")),
     ),
     Pattern(
         name="LayerNorm",
@@ -124,6 +121,6 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         leaves=("x", "weight", "bias"),
         template=_layer_norm_template(Leaf("x")),
         fits=_layer_norm_fits,
-        build=_norm("kernels.layer_norm", ("x", "weight", "bias")),
+        build=partial(_norm, "kernels.layer_norm", ("x", "weight", "bias")),
     ),
 )

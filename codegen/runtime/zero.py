@@ -11,6 +11,7 @@ order, with zeros.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -130,11 +131,11 @@ class ZeroUnits:
                 if unit == 0:
                     self._root_buckets.append(bucket)
         self._trainable = [bucket for bucket in self.buckets if bucket.key.requires_grad]
-        owners = self._hook_layers(model)
+        self._owners = self._hook_layers(model)
         for bucket in self._trainable:
             for index, entry in enumerate(bucket.entries):
                 leaf: Any = entry.used
-                leaf.register_post_accumulate_grad_hook(self._gradient_hook(bucket, index, owners.get(id(bucket))))
+                leaf.register_post_accumulate_grad_hook(_gradient_hook(self, bucket, index))
 
     def adopt(self, model: Module) -> None:
         """Put these parameters in the places of another program's model, which has the same ones: it then gathers, uses
@@ -258,18 +259,13 @@ class ZeroUnits:
 
     # Hooks ------------------------------------------------------------------------------------------------------------
 
-    def _gradient_hook(self, bucket: Bucket, index: int, unit: _Unit | None) -> Callable[[Tensor], None]:
-        def hook(leaf: Tensor) -> None:
-            # torch also tells of a gradient that was deferred, which there is none of yet.
-            if leaf.grad is None:
-                return
-            # In a split step the last to arrive may be another micro-batch's.
-            if bucket.count_gradient(index, self._accumulate) and not self._defers:
-                self._reduce(bucket)
-                if unit is not None:
-                    unit.bucket_done()
-
-        return hook
+    def _gradient_arrived(self, bucket: Bucket, index: int) -> None:
+        # In a split step the last to arrive may be another micro-batch's.
+        if bucket.count_gradient(index, self._accumulate) and not self._defers:
+            self._reduce(bucket)
+            unit = self._owners.get(id(bucket))
+            if unit is not None:
+                unit.bucket_done()
 
     def _pre_forward_hook(self, unit: _Unit) -> Callable[[nn.Module, Any], None]:
         def hook(_: nn.Module, __: Any) -> None:
@@ -308,6 +304,23 @@ class ZeroUnits:
             self._order[following].release()
         if unit.place > 0:
             self._order[unit.place - 1].start_gather()
+
+
+def _gradient_hook(zero: ZeroUnits, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+    """What a leaf calls when its gradient is there.
+
+    It holds what it tells of it weakly: torch keeps a leaf's hooks where Python's collector of cycles does not look, so
+    a hook that held the leaf's bucket would keep all buffers as long as the process lives.
+    """
+    its_zero, its_bucket = weakref.ref(zero), weakref.ref(bucket)
+
+    def hook(leaf: Tensor) -> None:
+        told, filled = its_zero(), its_bucket()
+        # torch also tells of a gradient that was deferred, which there is none of yet.
+        if leaf.grad is not None and told is not None and filled is not None:
+            told._gradient_arrived(filled, index)
+
+    return hook
 
 
 def _groups(model: Module, mesh: Mesh, tied: Collection[str]) -> Iterator[tuple[int, list[Slot]]]:
