@@ -4,15 +4,17 @@
     python -m benchmarks.gpu.ranks --smoke    # anywhere: tiny models on a CPU, whose memory is not measured
 
 One GPU runs one rank of a plan at a time, in a group of torch's "fake" backend: its collectives return at once and move
-nothing, so losses mean nothing, but every tensor has the size that it has beside the other ranks. What NCCL takes for
-itself is not in the figures. A row has the plan's prediction for this rank beside the most that was allocated, and
-reserved by the allocator, in a step after three others. Rows are appended to benchmarks/results/gpu_memory.csv.
+nothing, so losses mean nothing, but every tensor has the size that it has beside the other ranks. What NCCL and CUDA
+take for themselves is not in the figures, so `ratio` is of the prediction without its workspace. A row has the plan's
+prediction for this rank beside the most that was allocated, and reserved by the allocator, in a step after three
+others. Rows are appended to benchmarks/results/gpu_memory.csv.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -96,6 +98,8 @@ def measure(rank: Rank) -> dict[str, str]:
     """Plan, build and run one rank in this process, which must be in no group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    gc.collect()
+    torch.cuda.empty_cache()
     device = torch.device(rank.device)
     case = replace(rank.case, batch_size=rank.rows)
     batch = case.batch(torch.device("cpu"))
@@ -132,7 +136,7 @@ def measure(rank: Rank) -> dict[str, str]:
         "predicted_gib": f"{predicted / 2**30:.3f}",
         "allocated_gib": f"{allocated / 2**30:.3f}",
         "reserved_gib": f"{reserved / 2**30:.3f}",
-        "ratio": f"{predicted / allocated:.3f}" if allocated else "",
+        "ratio": f"{(predicted - parts.get('workspace', 0.0)) / allocated:.3f}" if allocated else "",
         "parts": "; ".join(f"{kind} {size / 2**30:.3f}" for kind, size in parts.items()),
     }
 

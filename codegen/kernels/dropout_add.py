@@ -2,11 +2,11 @@
 
 Formula, per element of global index i (paired words of the three-round Squares generator, Widynski,
 arXiv:2004.06278v1, section 3; constants by SplitMix64, Steele, Lea, Flood, OOPSLA 2014, figure 16), in 64-bit integers
-that wrap around, with >> arithmetic:
+that wrap around:
 
     multiplier = split_mix(key) | 1, start = split_mix(split_mix(key))
     c    = (i >> 1) * multiplier + start
-    m    = c * c + c, then twice:  m = (m >> 32) + (m << 32);  m = m * m + c
+    m    = c * c + c, then twice:  m rotated by 32 bits;  m = m * m + c
     word = the lower 32 bits of m for even i, the upper 32 for odd i, signed
     keep = word >= round(p * 2 ** 32) - 2 ** 31
 
@@ -42,6 +42,7 @@ TILES: Final = (
     Tile(1024, least=1024, per_warp=256),
     Tile(8192, least=2048),
 )
+_MASK_32: Final = (1 << 32) - 1
 _MASK_64: Final = (1 << 64) - 1
 
 
@@ -90,7 +91,7 @@ def dropout_add_reference(
     counter = (index >> 1) * multiplier + start
     mixed = counter * counter + counter
     for _ in range(2):
-        mixed = (mixed >> 32) + (mixed << 32)
+        mixed = ((mixed >> 32) & _MASK_32) + (mixed << 32)
         mixed = mixed * mixed + counter
     words = torch.where((index & 1).bool(), mixed >> 32, mixed).to(torch.int32)
     return torch.where(words >= _threshold(p), x, 0.0) * (1.0 / (1.0 - p)) + residual
@@ -142,7 +143,8 @@ def dropout_add(
 def _squares(counter: tl.tensor) -> tl.tensor:
     mixed = counter * counter + counter
     for _ in tl.static_range(2):
-        mixed = (mixed >> 32) + (mixed << 32)
+        # Without the mask the shift is an arithmetic one, of which ptxas (CUDA 13.0) makes a rotation all the same.
+        mixed = ((mixed >> 32) & 0xFFFFFFFF) + (mixed << 32)
         mixed = mixed * mixed + counter
     return mixed
 

@@ -6,9 +6,9 @@ on recomputation or on the number of micro-batches, and no random state is saved
 The generator is the three-round Squares counter-based generator (Widynski, "Squares: A Fast Counter-Based RNG",
 arXiv:2004.06278v1, section 3), with these differences:
 
-- A round of the paper is x <- x * x + z, then a rotation by 32 bits. Tensors have no unsigned shift, so the rotation is
-  (x >> 32) + (x << 32) with the arithmetic shift: the upper half is one less where the lower one is negative, which is
-  still a bijection, and costs two operations instead of three. All rounds add the same y = index * multiplier + offset.
+- A round of the paper is x <- x * x + z, then a rotation by 32 bits; all rounds add the same y = index * multiplier +
+  offset. Tensors have no unsigned shift, so the rotation is ((x >> 32) & (2 ** 32 - 1)) + (x << 32). (Without the mask
+  it would be a bijection, too, but CUDA 13.0's ptxas makes a rotation of it: masks on an H200 were others than here.)
 - multiplier (odd) and offset are 64 bits each, made from the key by SplitMix64 (Steele, Lea, Flood, "Fast Splittable
   Pseudorandom Number Generators", OOPSLA 2014, figure 16): two keys differ in their counter step, not only its start.
 - Each 64-bit result serves two elements, 2i the lower and 2i + 1 the upper 32 bits, which halves the cost. The test
@@ -27,7 +27,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .layout import Layout
 
-_MASK_64 = (1 << 64) - 1
+_MASK_32, _MASK_64 = (1 << 32) - 1, (1 << 64) - 1
 
 # Temporaries are three int64 tensors of this many pairs of elements. On CPU they should stay in a core's L2 cache; on a
 # GPU 2**22 (96 MiB) amortise the launches while bounding the memory that a mask costs beside itself.
@@ -71,7 +71,7 @@ def _squares_(y: Tensor, x: Tensor, spare: Tensor) -> Tensor:
     torch.addcmul(y, y, y, out=x)
     for _ in range(2):
         torch.bitwise_right_shift(x, 32, out=spare)
-        spare.add_(x, alpha=1 << 32)
+        spare.bitwise_and_(_MASK_32).add_(x, alpha=1 << 32)
         torch.addcmul(y, spare, spare, out=x)
     return x
 

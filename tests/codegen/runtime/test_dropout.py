@@ -32,9 +32,7 @@ def word(key: int, index: int) -> int:
     y = ((index >> 1) * multiplier + split_mix(split_mix(key))) & M
     x = (y * y + y) & M
     for _ in range(2):
-        upper = x >> 32
-        sign_extended = upper | (0xFFFFFFFF00000000 if upper >> 31 else 0)
-        x = (sign_extended + (x << 32)) & M
+        x = ((x >> 32) | (x << 32)) & M
         x = (x * x + y) & M
     return x >> 32 if index & 1 else x & 0xFFFFFFFF
 
