@@ -23,7 +23,12 @@ SKIPPED = (
     ("export-kd-cfg", "a teacher beside the model, whose sizes the arguments do not give"),
     ("model-provider", "a model of several parts, of which the arguments describe one"),
     ("experimental-attention-variant", "attention of a kind that is not described"),
+    ("moe-latent-size", "experts in a narrower space"),
+    ("perform-rl-step", "reinforcement learning"),
 )
+UNLIKE = ("grpo", "flextron", "multimodal", "llava", "distill")
+"""Words in the names of cases that train something else than one model from its loss."""
+
 GPT2_WORDS, BERT_WORDS, NEMOTRON_WORDS, LLAMA_WORDS = 50257, 28996, 256000, 32000
 """Vocabularies that cases name by their tokenizer's file."""
 
@@ -79,6 +84,8 @@ def model_of(row: Row) -> Model:
     for key, why in SKIPPED:
         if key in args:
             raise SkippedError(why)
+    if found := [word for word in UNLIKE if word in str(row["model"])]:
+        raise SkippedError(f"{found[0]} is not described")
     hidden, heads = int(args["hidden-size"]), int(args["num-attention-heads"])
     gated = _flag(args, "swiglu")
     ffn = _number(args, "ffn-hidden-size", int(hidden * 8 / 3) // 64 * 64 if gated else 4 * hidden)
@@ -176,8 +183,6 @@ def setup_of(row: Row, model: Model) -> Setup:
         raise SkippedError("neither bf16 nor fp16")
     ep, etp = row["ep"], _number(args, "expert-tensor-parallel-size", tp)
     dp, batch = _replicas(row, ep * etp), _number(args, "micro-batch-size", 1)
-    # Cases over cp ranks, released models and those with extra predictions have none; args leaves dropout out.
-    rate = 0.0 if cp > 1 or is_release(args) or model.extra_predictions else 0.1
     return Setup(
         chunks=blocks_of(row, model),
         micro_batch=batch,
@@ -193,8 +198,8 @@ def setup_of(row: Row, model: Model) -> Setup:
         implementation="local" if is_local(args) else "te",
         attention=_attention(row, generation),
         fused_softmax=not _flag(args, "no-masked-softmax-fusion"),
-        hidden_dropout=rate,
-        attention_dropout=rate,
+        hidden_dropout=_dropout(row),
+        attention_dropout=_dropout(row),
         sequence_parallel=_flag(args, "sequence-parallel") and tp > 1,
         distributed_optimizer=bool(row["distributed_optimizer"]),
         optimizer="muon" if "muon" in str(args.get("optimizer", "")) else "adam",
@@ -209,8 +214,8 @@ def setup_of(row: Row, model: Model) -> Setup:
         deferred_wgrads=_number(args, "wgrad-deferral-limit", 0),
         fused_loss=_flag(args, "cross-entropy-loss-fusion"),
         overlapped_tp=_flag(args, "tp-comm-overlap"),
-        # Cases with experts or Mamba set the same workspace in their environment.
-        deterministic=_flag(args, "deterministic-mode") or bool(model.experts or model.mamba),
+        # Cases with Mamba, or experts and cp, set the same workspace in their environment.
+        deterministic=_flag(args, "deterministic-mode") or bool(model.mamba or (model.experts and cp > 1)),
         dense_mask="no_create_attention_mask" not in name,
         dispatcher=str(args.get("moe-token-dispatcher-type", "allgather")),
         grouped_experts=_flag(args, "moe-grouped-gemm"),
@@ -218,6 +223,14 @@ def setup_of(row: Row, model: Model) -> Setup:
         offload=OFFLOADED if "fine_grained_offloading" in name else (),
         generation=generation,
     )
+
+
+def _dropout(row: Row) -> float:
+    """`args` leaves it out. None have released models, those that route as DeepSeek does, and cases over cp ranks that
+    are neither deterministic nor hybrid."""
+    args = row["args"]
+    is_cut = row["cp"] > 1 and not _flag(args, "deterministic-mode") and kind_of(row) != "hybrid"
+    return 0.0 if is_cut or is_release(args) or "moe-router-score-function" in args else 0.1
 
 
 def _host_share(args: Args) -> float:

@@ -392,7 +392,7 @@ def test_what_does_not_fit_is_refused_only_where_asked_with_what_fits() -> None:
     assert not predicted(**tight | {"memory": limit}).fits
     low, high = whole.memory_interval
     assert low < whole.peak_bytes < high and whole.fit == "yes"
-    assert predicted(**tight | {"memory": limit}).fit == "within the error"  # a byte too few
+    assert predicted(**tight | {"memory": limit}).fit == "within the error"
     with pytest.raises(InfeasibleError, match="does not fit") as caught:
         predictor("llama").predict("4 a100-80g", tight | {"memory": limit}, global_batch_size=BATCH, check=True)
     assert caught.value.needed_bytes == int(whole.peak_bytes)
