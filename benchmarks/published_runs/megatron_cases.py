@@ -146,7 +146,7 @@ def _attention(row: Row, generation: str) -> str:
     if backend in ("flash", "fused"):
         return backend
     # Chosen by Transformer Engine: that of the long-term image has no deterministic kernel without scores on A100, by
-    # 11 of its 20 rows; the others were recorded with a later one, which nothing in a row tells.
+    # ten of its 19 rows; the others were recorded with a later one, which nothing in a row tells.
     is_old = "lts" in str(row["source_ref"]) and generation == "ampere"
     return "unfused" if is_old and _flag(args, "deterministic-mode") else "fused"
 
