@@ -19,8 +19,8 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes by what they are for. kept, loss: what comes and goes, at the loss of the last micro-batch in flight.
-    gradient_copies are there between steps and not while these are."""
+    """Bytes by what they are for. kept, loss: what comes and goes, when a last stage reaches its loss and others
+    their first backward pass. gradient_copies are there between steps and not while these are."""
 
     parameters: float
     gradients: float
@@ -42,7 +42,7 @@ class RankMemory:
 
 
 def rank_memory(model: Model, setup: Setup) -> RankMemory:
-    """Of the last rank, by the parts above."""
+    """Of the rank of `setup`, by the parts above."""
     dense, experts = dense_parameters(model, setup), expert_parameters(model, setup)
     total = dense + experts
     is_half = setup.precision == "fp16" or setup.half_gradients  # fp32 sums are bf16's default (training/arguments.py)
@@ -133,27 +133,30 @@ def _boundaries(model: Model, setup: Setup) -> float:
 
 
 def _activations(model: Model, setup: Setup) -> tuple[float, float]:
-    """(bytes kept by layers, bytes of the loss), when the last virtual stage of a micro-batch reaches its loss.
+    """(bytes kept by layers, bytes of the loss or else of a layer's backward), when most forward passes are kept.
 
     Logits are 16 bits and copied to fp32, in which the softmax is kept (core/tensor_parallel/cross_entropy.py); the
     compiled loss does not write in place. Earlier losses of extra predictions keep their softmax, and deferred
     gradients of the table of words the gradients of their logits.
     """
     chunks = [sum(kept_bytes(model, setup, block) for block in chunk) for chunk in setup.chunks]
-    kept = sum(chunks[:-1]) * setup.waiting + chunks[-1]
+    kept = sum(chunks[index] for index in setup.in_flight)
     last = setup.blocks[-1]
     between = between_bytes(model, setup, last)
     if setup.offload:  # of two layers everything is on the device: one computes, one comes back
         stays = replace(setup, offload=())
         kept += sum(kept_bytes(model, stays, block) - kept_bytes(model, setup, block) for block in setup.blocks[-4:])
+    mask = setup.micro_batch * last.queries * last.keys if setup.dense_mask else 0
+    backward = mask + _layer_backward(model, setup)
+    if setup.is_first and setup.hidden_dropout:
+        kept += between / HALF * (1 if setup.is_last else len(setup.in_flight))
+    if not setup.is_last:
+        return kept, backward
     head = 3 * between * setup.split if model.family == "bert" else 0.0  # a matrix, gelu and a norm before the logits
     logits = setup.micro_batch * last.queries * model.padded_vocab(setup.tp) / setup.tp
     bytes_each = HALF + (8 if setup.fused_loss else 4) + 4 * model.extra_predictions + HALF * setup.deferred_wgrads
-    mask = setup.micro_batch * last.queries * last.keys if setup.dense_mask else 0
-    embedding = between / HALF if setup.pp == 1 and setup.hidden_dropout else 0
     deferred = setup.deferred_wgrads * (between + table_parameters(model, setup) * HALF / 2)
-    at_loss = logits * bytes_each + deferred
-    return kept + 2 * between + embedding + head, mask + max(at_loss, _layer_backward(model, setup))
+    return kept + 2 * between + head, max(mask + logits * bytes_each + deferred, backward)
 
 
 def _layer_backward(model: Model, setup: Setup) -> float:

@@ -81,24 +81,23 @@ COUNTS: Mapping[str, Callable[[Model, Setup], int]] = MappingProxyType(
 
 
 def dense_parameters(model: Model, setup: Setup) -> int:
-    """Everything that data parallelism replicates, with the table of words on the last stage."""
-    rows = model.padded_vocab(setup.tp) // setup.tp
-    total = sum(COUNTS[block.kind](model, setup) for block in setup.stored_blocks) + norm_parameters(model)
-    is_first = setup.pp == 1
-    if is_first:
-        total += rows * model.hidden + model.positions * model.hidden
-    elif model.extra_predictions:  # they look up words where the loss is
-        total += rows * model.hidden
-    if not (is_first and model.tied) and not (model.extra_predictions and model.tied):
-        total += rows * model.hidden
-    return total + _heads(model, setup, rows)
+    """Everything that data parallelism replicates: the table of words where words are looked up and at the loss."""
+    total = sum(COUNTS[block.kind](model, setup) for block in setup.stored_blocks)
+    table = table_parameters(model, setup)
+    looks_up = setup.is_first or (setup.is_last and model.extra_predictions > 0)
+    total += table * looks_up
+    if setup.is_first:
+        total += model.positions * model.hidden + (2 * model.hidden if model.family == "bert" else 0)
+    if setup.is_last:
+        total += norm_parameters(model) + _heads(model, setup)
+        total += 0 if looks_up and model.tied else table
+    return total
 
 
-def _heads(model: Model, setup: Setup, rows: int) -> int:
-    hidden = model.hidden
-    if model.family == "bert":  # lm_head, its bias per word, and the binary head with its pooler; two types of tokens
-        types = 2 * hidden if setup.pp == 1 else 0
-        return hidden * hidden + 3 * hidden + rows + hidden * hidden + hidden + 2 * hidden + 2 + types
+def _heads(model: Model, setup: Setup) -> int:
+    hidden, rows = model.hidden, model.padded_vocab(setup.tp) // setup.tp
+    if model.family == "bert":  # lm_head, its bias per word, and the binary head with its pooler
+        return hidden * hidden + 3 * hidden + rows + hidden * hidden + hidden + 2 * hidden + 2
     if model.family == "t5":  # the encoder's own last norm, and a bias per word
         return norm_parameters(model) + rows
     return 0

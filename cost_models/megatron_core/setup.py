@@ -90,28 +90,30 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One rank of the last pipeline stage.
+    """One rank of a pipeline stage, by default of the last one.
 
-    chunks: its blocks by virtual stage. dp: replicas of a whole model, context-parallel ranks not counted.
-    micro_batches: of a step and replica. group: micro-batches that an interleaved schedule runs through a virtual
-    stage before the next (0: pp). implementation: "te" or "local", Megatron-Core's own layers. fused_softmax: unfused
-    attention has scale, mask and softmax as one kernel. fused_wgrad: weight gradients are added to the sums by the
-    matmuls that make them. fused_loss: the loss is a compiled function. overlapped_tp: tensor-parallel products are cut
-    up behind their communication. deferred_wgrads: micro-batches whose gradient of the table of words is left for the
-    end. whole_parameters: a distributed optimiser gives whole parameters to ranks. optimizer_instances: groups of
-    replicas that each have all of a distributed optimiser. optimizer_bytes: per parameter, of its own copy and both
-    moments. host_optimizer: the share of these that is on the host. half_gradients: they are summed in 16 bits.
-    shared_blocks: how many of the last blocks compute with parameters of blocks before them. dense_mask: batches bring
-    a mask of [rows, 1, positions, positions]. recompute: names of modules, or "full" for whole layers. offload: names
-    of modules whose activations wait on the host. generation: of the GPU, which decides about scratch memory.
+    chunks: its blocks by virtual stage. stage: which of the pp ranks of a pipeline it is, -1 for the last. dp:
+    replicas of a whole model, context-parallel ranks not counted. micro_batches: of a step and replica. group: micro-
+    batches that an interleaved schedule runs through a virtual stage before the next (0: pp). implementation: "te" or
+    "local", Megatron-Core's own layers. fused_softmax: unfused attention has scale, mask and softmax as one kernel.
+    fused_wgrad: weight gradients are added to the sums by the matmuls that make them. fused_loss: the loss is a
+    compiled function. overlapped_tp: tensor-parallel products are cut up behind their communication. deferred_wgrads:
+    micro-batches whose gradient of the table of words is left for the end. whole_parameters: a distributed optimiser
+    gives whole parameters to ranks. optimizer_instances: groups of replicas that each have all of a distributed
+    optimiser. optimizer_bytes: per parameter, of its own copy and both moments. host_optimizer: the share of these
+    that is on the host. half_gradients: they are summed in 16 bits. shared_blocks: how many of the last blocks
+    compute with parameters of blocks before them. dense_mask: batches bring a mask of [rows, 1, positions,
+    positions]. recompute: names of modules, or "full" for whole layers. offload: names of modules whose activations
+    wait on the host. generation: of the GPU, which decides about scratch memory.
 
-    Raises ValueError for words that are not known.
+    Raises ValueError for words that are not known, a stage that there is not, and a rank without blocks.
     """
 
     chunks: tuple[tuple[Block, ...], ...]
     micro_batch: int
     tp: int = 1
     pp: int = 1
+    stage: int = -1
     cp: int = 1
     ep: int = 1
     etp: int = 1
@@ -151,6 +153,10 @@ class Setup:
         for key, legal in words:
             if getattr(self, key) not in legal:
                 raise ValueError(f"{key} must be one of {', '.join(legal)}, got {getattr(self, key)!r}")
+        if not -1 <= self.stage < self.pp:
+            raise ValueError(f"stage must be below pp, got {self.stage} of {self.pp}")
+        if not self.blocks:
+            raise ValueError("a rank must have a block")
         for names, known in ((self.recompute, (*MODULES, "full")), (self.offload, OFFLOADS)):
             if unknown := [name for name in names if name not in known]:
                 raise ValueError(f"modules must be of {', '.join(known)}, got {', '.join(unknown)}")
@@ -171,10 +177,26 @@ class Setup:
         return self.tp if self.sequence_parallel else 1
 
     @property
-    def waiting(self) -> int:
-        """Forward passes of each earlier virtual stage that wait when the last one reaches its loss.
+    def is_first(self) -> bool:
+        """Whether the rank looks up words."""
+        return self.pp == 1 or self.stage == 0
 
-        The last stage keeps one micro-batch under 1F1B; interleaved, a group of them has passed each earlier virtual
-        stage (D. Narayanan et al., SC 2021, section 2.2; warm-up in core/pipeline_parallel/schedules.py).
+    @property
+    def is_last(self) -> bool:
+        """Whether the rank has the loss."""
+        return self.stage in (-1, self.pp - 1)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Of which virtual stages forward passes are kept when the first backward pass starts, one number for each.
+
+        1F1B keeps as many as there are stages from this one on; interleaved, two for each later stage, and a group for
+        each virtual stage but the last (D. Narayanan et al., SC 2021, section 2.2; get_pp_rank_microbatches in
+        core/pipeline_parallel/schedules.py). Groups pass through one virtual stage after the other.
         """
-        return min(self.group or self.pp, self.micro_batches)
+        virtual, later = len(self.chunks), self.pp - 1 - self.stage % self.pp
+        if virtual == 1:
+            return (0,) * min(later + 1, self.micro_batches)
+        group = min(self.group or self.pp, self.micro_batches)
+        number = min(2 * later + (virtual - 1) * group + 1, virtual * self.micro_batches)
+        return tuple(index // group % virtual for index in range(number))

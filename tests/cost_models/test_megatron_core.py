@@ -65,6 +65,24 @@ def test_an_interleaved_stage_keeps_a_group_for_each_earlier_virtual_stage() -> 
     assert found.peak == pytest.approx(4622615552, rel=5e-3)
 
 
+def test_stages_hold_the_whole_model_and_the_table_of_words_twice() -> None:
+    stages = [replace(ONE, chunks=(LAYER * 3,), pp=4, stage=stage) for stage in range(4)]
+    whole = dense_parameters(SMALL, ONE)
+    assert sum(dense_parameters(SMALL, stage) for stage in stages) == whole + SMALL.padded_vocab(1) * 512
+    untied = replace(SMALL, tied=False)
+    assert sum(dense_parameters(untied, stage) for stage in stages) == dense_parameters(untied, ONE)
+
+
+def test_earlier_stages_keep_more_micro_batches() -> None:
+    plain = [replace(ONE, chunks=(LAYER,), pp=4, stage=stage, micro_batches=8) for stage in range(4)]
+    assert [len(setup.in_flight) for setup in plain] == [4, 3, 2, 1]
+    kept = [rank_memory(SMALL, setup).kept for setup in plain]
+    assert kept == sorted(kept, reverse=True)
+    chunked = [replace(setup, chunks=(LAYER, LAYER)) for setup in plain]  # warm-up: two a later stage, and a group
+    assert [len(setup.in_flight) for setup in chunked] == [11, 9, 7, 5]
+    assert chunked[0].in_flight == (0,) * 4 + (1,) * 4 + (0,) * 3
+
+
 def test_each_way_to_save_memory_saves_what_it_is_about() -> None:
     base = rank_memory(SMALL, ONE)
     scores = 12 * 5 * 4 * 8 * 1024**2  # five bytes per score: softmax, mask and product of the dropout
@@ -95,6 +113,10 @@ def test_words_that_are_not_known_are_refused() -> None:
         replace(ONE, recompute=("everything",))
     with pytest.raises(ValueError, match="a block must be one of"):
         Block("convolution", 1, 1)
+    with pytest.raises(ValueError, match="stage must be below pp"):
+        replace(ONE, stage=1)
+    with pytest.raises(ValueError, match="must have a block"):
+        replace(ONE, chunks=((),))
     with pytest.raises(ValueError, match="attention must be one of"):
         replace(ONE, attention="linear")
 
