@@ -18,7 +18,6 @@ from cost_models.megatron_core import LatentAttention, Mamba, Model, Setup, rank
 
 GENERATIONS = (("A100", "ampere"), ("H100", "hopper"), ("GB200", "blackwell"), ("GB300", "blackwell"))
 SKIPPED = (
-    ("use-megatron-fsdp", "Megatron-FSDP has buffers of its own"),
     ("use-torch-fsdp2", "torch's FSDP has buffers of its own"),
     ("export-kd-cfg", "a teacher beside the model, whose sizes the arguments do not give"),
     ("model-provider", "a model of several parts, of which the arguments describe one"),
@@ -202,6 +201,8 @@ def setup_of(row: Row, model: Model) -> Setup:
         attention_dropout=_dropout(row),
         sequence_parallel=_flag(args, "sequence-parallel") and tp > 1,
         distributed_optimizer=bool(row["distributed_optimizer"]),
+        # By the cases' --data-parallel-sharding-strategy optim_grads_params, which args leaves out.
+        sharded_parameters=_flag(args, "use-megatron-fsdp"),
         optimizer="muon" if "muon" in str(args.get("optimizer", "")) else "adam",
         optimizer_bytes=_state_bytes(args),
         host_optimizer=_host_share(args),

@@ -89,6 +89,8 @@ def _attention(model: Model, setup: Setup, block: Block) -> Pieces:
     qkv = own + 2 * model.kv_heads * model.head_features / setup.tp
     return {
         **_residual(model, setup, block),
+        # One tensor of BERT's layers is not cut: read off its cases of tp 1, 2 and 4, which one is not known.
+        "whole": rows * model.hidden * HALF * (1 - 1 / setup.tp) if model.family == "bert" else 0.0,
         "qkv": rows * qkv * HALF,
         "scores": _scores(model, setup, block, own),
         "context": rows * own * _linear_in(setup),

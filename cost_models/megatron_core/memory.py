@@ -44,11 +44,12 @@ class RankMemory:
 def rank_memory(model: Model, setup: Setup) -> RankMemory:
     """Of the rank of `setup`, by the parts above."""
     dense, experts = dense_parameters(model, setup), expert_parameters(model, setup)
-    total = dense + experts
     is_half = setup.precision == "fp16" or setup.half_gradients  # fp32 sums are bf16's default (training/arguments.py)
     own_dense, own_experts = _shares(model, setup, dense)
+    cut = dense * own_dense + experts * own_experts
+    total = cut if setup.sharded_parameters else dense + experts
     # Float16 optimizers copy gradients to fp32 (core/optimizer/optimizer.py), which for fp32 sums is no copy.
-    copies = 4 * (dense * own_dense + experts * own_experts) if is_half else 0.0
+    copies = 4 * cut if is_half else 0.0
     kept, loss = _activations(model, setup)
     return RankMemory(
         parameters=total * (HALF + _cached(setup)),
@@ -152,6 +153,11 @@ def _activations(model: Model, setup: Setup) -> tuple[float, float]:
         kept += between / HALF * (1 if setup.is_last else len(setup.in_flight))
     if not setup.is_last:
         return kept, backward
+    if setup.sharded_parameters:  # gathered: the table of words, and a layer that computes beside one that comes
+        layers = replace(setup, chunks=(setup.blocks[-4:],), pp=3, stage=1)
+        kept += HALF * (
+            table_parameters(model, setup) + dense_parameters(model, layers) + expert_parameters(model, layers)
+        )
     head = 3 * between * setup.split if model.family == "bert" else 0.0  # a matrix, gelu and a norm before the logits
     logits = setup.micro_batch * last.queries * model.padded_vocab(setup.tp) / setup.tp
     bytes_each = HALF + (8 if setup.fused_loss else 4) + 4 * model.extra_predictions + HALF * setup.deferred_wgrads

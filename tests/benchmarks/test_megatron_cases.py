@@ -61,7 +61,7 @@ def test_the_last_rank_has_the_layers_of_its_virtual_stages() -> None:
 @pytest.mark.parametrize(
     ("row", "args", "words"),
     [
-        ({}, {"use_megatron_fsdp": "true"}, "Megatron-FSDP"),
+        ({}, {"use_torch_fsdp2": "true"}, "torch's FSDP"),
         ({"gpu": "TPUv9"}, {}, "gpu TPUv9"),
         ({"tp": 3}, {}, "whole number of replicas"),
         ({"pp": 8}, {"num_layers": "12"}, "do not divide"),

@@ -54,6 +54,15 @@ def test_a_dense_rank_is_within_8_kib_of_what_stays_and_a_thousandth_of_the_peak
     assert found.peak == pytest.approx(peak, rel=1e-3)
 
 
+def test_megatron_fsdp_shards_eighteen_bytes_of_each_parameter() -> None:
+    # gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor_1node, GB200: 394,290,688 bytes between steps, 1,642,060,800 at the peak
+    setup = replace(ONE, tp=2, dp=2, sharded_parameters=True, attention="fused", generation="blackwell")
+    found = rank_memory(SMALL, setup)
+    assert found.allocated == pytest.approx(9 * dense_parameters(SMALL, setup) + 96 * MIB)
+    assert found.allocated == pytest.approx(394290688, rel=0.01)
+    assert found.peak == pytest.approx(1642060800, rel=0.01)
+
+
 def test_an_interleaved_stage_keeps_a_group_for_each_earlier_virtual_stage() -> None:
     # gpt3_mcore_te_tp1_pp4_vp1_tunable_overlap, H100: groups of five micro-batches, and 4,622,615,552 bytes at the peak
     setup = replace(
