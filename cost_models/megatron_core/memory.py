@@ -151,18 +151,23 @@ def _activations(model: Model, setup: Setup) -> tuple[float, float]:
     backward = mask + _layer_backward(model, setup)
     if setup.is_first and setup.hidden_dropout:
         kept += between / HALF * (1 if setup.is_last else len(setup.in_flight))
+    kept += _gathered(model, setup)
     if not setup.is_last:
         return kept, backward
-    if setup.sharded_parameters:  # gathered: the table of words, and a layer that computes beside one that comes
-        layers = replace(setup, chunks=(setup.blocks[-4:],), pp=3, stage=1)
-        kept += HALF * (
-            table_parameters(model, setup) + dense_parameters(model, layers) + expert_parameters(model, layers)
-        )
     head = 3 * between * setup.split if model.family == "bert" else 0.0  # a matrix, gelu and a norm before the logits
     logits = setup.micro_batch * last.queries * model.padded_vocab(setup.tp) / setup.tp
     bytes_each = HALF + (8 if setup.fused_loss else 4) + 4 * model.extra_predictions + HALF * setup.deferred_wgrads
     deferred = setup.deferred_wgrads * (between + table_parameters(model, setup) * HALF / 2)
     return kept + 2 * between + head, max(mask + logits * bytes_each + deferred, backward)
+
+
+def _gathered(model: Model, setup: Setup) -> float:
+    """Of sharded parameters the table of words, and a layer that computes beside one that is on its way."""
+    if not setup.sharded_parameters:
+        return 0.0
+    table = table_parameters(model, setup) if setup.is_first or setup.is_last else 0
+    layers = replace(setup, chunks=(setup.blocks[-4:],), pp=3, stage=1)
+    return HALF * (table + dense_parameters(model, layers) + expert_parameters(model, layers))
 
 
 def _layer_backward(model: Model, setup: Setup) -> float:
