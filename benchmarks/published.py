@@ -8,6 +8,10 @@ median and 90th-percentile absolute relative error of step time, signed bias, th
 measurement, and Kendall's tau of the ranking among rows that share model and GPUs. A row that lacks what a prediction
 needs is skipped and says so. What had to be assumed for rows that are used is printed, too.
 
+Rows with the arguments of one of Megatron-LM's own cases (`args`) come first: their step times say little, as models
+are tiny, and their memory, exact on the last rank, is held against the tensors that Megatron-Core keeps
+(cost_models/megatron_core). --source "functional-test" prints this alone.
+
 --leave-one-source-out: rates of kernels by architecture are fitted to the rows (rates.py) once with all sources, and
 once without each source, which is then predicted; sources weigh the same whatever their number of rows. Predictions
 have no such rates: they only show what kernels seem to take in training steps.
@@ -25,6 +29,8 @@ import transformers
 if not __package__:  # run as a file, which leaves the repository's root out of the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.published_runs.case_memory import predict_cases, show_cases
+from benchmarks.published_runs.megatron_cases import is_case
 from benchmarks.published_runs.predictions import predict_rows
 from benchmarks.published_runs.rates import fit_rates, left_out_seconds
 from benchmarks.published_runs.rows import read
@@ -41,7 +47,12 @@ def main() -> int:
     parser.add_argument("--csv", action="store_true")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    outcomes, skipped, predictions = predict_rows(read(options.rows, options.source))
+    rows = read(options.rows, options.source)
+    if cases := [row for row in rows if is_case(row)]:
+        show_cases(*predict_cases(cases))
+    if len(cases) == len(rows):
+        return 0
+    outcomes, skipped, predictions = predict_rows(row for row in rows if not is_case(row))
     show(outcomes, skipped)
     print(
         f"\n{len(predictions.predictors)} models traced in {predictions.trace_seconds:.0f} s, "

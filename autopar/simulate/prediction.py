@@ -15,6 +15,7 @@ from autopar.simulate.stages import HOST
 from autopar.simulate.timeline import StepEvent, events_of
 from autopar.simulate.trace_file import write_trace
 from autopar.simulate.what_if import changed
+from cost_models.certainty import Fit, spread
 from cost_models.frameworks import Framework
 from cost_models.hardware import Device, Link
 from cost_models.mixed import AnyCluster
@@ -49,6 +50,17 @@ class StrategyPrediction(Prediction):
     def fits(self) -> bool:
         """Whether the fullest rank has room."""
         return self.peak_bytes <= self.capacity_bytes
+
+    @property
+    def memory_interval(self) -> tuple[float, float]:
+        """Bytes of the fullest rank between which nine of ten published rows of this framework were measured, by how
+        far they are from their predictions (cost_models/certainty.py)."""
+        return spread(self.scenario.framework.name).interval(self.peak_bytes)
+
+    @property
+    def fit(self) -> Fit:
+        """`fits`, as "yes" or "no" where the whole interval says so, else "within the error"."""
+        return spread(self.scenario.framework.name).fits(self.peak_bytes, self.capacity_bytes)
 
     @property
     def timeline(self) -> tuple[StepEvent, ...]:

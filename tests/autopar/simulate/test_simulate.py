@@ -390,6 +390,9 @@ def test_what_does_not_fit_is_refused_only_where_asked_with_what_fits() -> None:
     assert whole.fits and whole.capacity_bytes == Cluster.parse("4 a100-80g").device.memory_bytes
     limit = int(whole.peak_bytes - 0.3 * (whole.peak_bytes - whole.num_bytes["workspace"]))
     assert not predicted(**tight | {"memory": limit}).fits
+    low, high = whole.memory_interval
+    assert low < whole.peak_bytes < high and whole.fit == "yes"
+    assert predicted(**tight | {"memory": limit}).fit == "within the error"
     with pytest.raises(InfeasibleError, match="does not fit") as caught:
         predictor("llama").predict("4 a100-80g", tight | {"memory": limit}, global_batch_size=BATCH, check=True)
     assert caught.value.needed_bytes == int(whole.peak_bytes)
