@@ -245,9 +245,10 @@ def cluster_of(device: torch.device) -> Any:
 SIDES: Mapping[str, Callable[[Case, torch.device], Side]] = {
     "hf": functools.partial(hugging_face, compiled=False, liger=False),
     "generated": functools.partial(generated, backend="eager"),
-    "hf liger": functools.partial(hugging_face, compiled=False, liger=True),
     "generated inductor": functools.partial(generated, backend="inductor"),
     "hf compile": functools.partial(hugging_face, compiled=True, liger=False),
+    # Last: Liger changes functions of transformers' own modules, for all models of its process.
+    "hf liger": functools.partial(hugging_face, compiled=False, liger=True),
     "hf liger compile": functools.partial(hugging_face, compiled=True, liger=True),
 }
 

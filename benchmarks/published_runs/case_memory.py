@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.published_runs.accuracy import percentile
-from benchmarks.published_runs.megatron_cases import case_of, is_case, kind_of, lacks_gpus
+from benchmarks.published_runs.megatron_cases import case_of, is_case, kind_of, lacks_gpus, on_gpus_of
 from benchmarks.published_runs.predictions import Skipped
 from benchmarks.published_runs.rows import Row, SkippedError
 from cost_models.certainty import spread
@@ -47,7 +47,9 @@ def predict_cases(rows: Iterable[Row]) -> tuple[list[CaseMemory], list[Skipped]]
         try:
             if not row.get("mem_allocated_gb"):
                 raise SkippedError("no memory was measured")
-            found.append(CaseMemory(row, rank_memory(*case_of(row))))
+            model, setup = case_of(row)
+            setup = on_gpus_of(row, model, setup) if lacks_gpus(row) else setup
+            found.append(CaseMemory(row, rank_memory(model, setup)))
         except SkippedError as error:
             skipped.append((row, str(error)))
     return found, skipped

@@ -262,18 +262,20 @@ def lacks_gpus(row: Row) -> bool:
 
 
 def case_of(row: Row) -> tuple[Model, Setup]:
-    """The model of a case and the setup of its last rank.
-
-    Where `lacks_gpus`, replicas are doubled until what stays allocated comes closest to the measured figure, which then
-    is no prediction any more; the peak is. Raises SkippedError for what is not described.
-    """
+    """The model of a case and the setup of its last rank, from what was asked for alone. Raises SkippedError for what
+    is not described."""
     try:
         model = model_of(row)
-        setup = setup_of(row, model)
+        return model, setup_of(row, model)
     except (KeyError, ValueError) as error:
         raise error if isinstance(error, SkippedError) else SkippedError(f"arguments: {error}") from None
-    measured = row.get("mem_allocated_gb")
-    if lacks_gpus(row) and measured:
-        others = [replace(setup, dp=setup.dp * 2**power) for power in range(8)]
-        setup = min(others, key=lambda other: abs(rank_memory(model, other).allocated / 2**30 - measured))
-    return model, setup
+
+
+def on_gpus_of(row: Row, model: Model, setup: Setup) -> Setup:
+    """The setup of a row that `lacks_gpus`, over as many more replicas as what stayed allocated comes closest to.
+
+    That figure then is no prediction any more; the peak is.
+    """
+    measured = row["mem_allocated_gb"]
+    others = [replace(setup, dp=setup.dp * 2**power) for power in range(8)]
+    return min(others, key=lambda other: abs(rank_memory(model, other).allocated / 2**30 - measured))

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks.gpu import kernels, train
+from benchmarks.gpu import kernels, ranks, train
 from benchmarks.gpu.cases.case import BOTH, FORWARD, Case
 from benchmarks.gpu.isolated import NO_TIME, Outcome
 from tests import forked
@@ -18,11 +19,22 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kernels", "train", "profile"])
+@pytest.mark.parametrize("name", ["kernels", "train", "profile", "ranks"])
 def test_runs_by_its_path_from_anywhere(name, tmp_path):
     script = ROOT / "benchmarks" / "gpu" / f"{name}.py"
     result = forked.run([str(script), "--help"], cwd=tmp_path)
     assert result.returncode == 0 and "--seconds" in result.stdout, result.stderr[-2000:]
+
+
+# Ranks ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_one_rank_runs_alone_in_a_group_that_moves_nothing():
+    case = replace(train.SMOKE[0], num_layers=1)
+    found = ranks.measure(ranks.Rank(case, {"dp": 2, "pp": 2, "zero": 1, "micro_batches": 2}, 4, 3, 8, "cpu"))
+    assert float(found["allocated_gib"]) == 0 and "parameters" in found["parts"]
+    assert not dist.is_initialized()
 
 
 # Kernels --------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks import published
 from benchmarks.published_runs.case_memory import predict_cases
-from benchmarks.published_runs.megatron_cases import case_of, kind_of
+from benchmarks.published_runs.megatron_cases import case_of, kind_of, on_gpus_of
+from cost_models.megatron_core import rank_memory
 
 ARGS = {
     "num-layers": "12", "hidden-size": "512", "num-attention-heads": "8", "micro-batch-size": "4",
@@ -82,8 +83,11 @@ def test_where_gpus_are_not_given_what_is_allocated_tells_their_number_and_is_no
     lacking = with_args({"gpus_total": None, "mem_allocated_gb": 0.9}, train_samples="1000", vocab_size="50257")
     (case,), _ = predict_cases([lacking])
     assert case.allocated_error is None and case.peak_error is not None
-    _, setup = case_of(lacking)
-    assert setup.dp == 8 * 2 ** (setup.dp.bit_length() - 4)  # a power of two that starts at a node
+    model, setup = case_of(lacking)
+    assert setup.dp == 8 // (lacking["tp"] * lacking["pp"] * lacking["cp"])  # a node; nothing measured is looked at
+    chosen = on_gpus_of(lacking, model, setup)
+    assert chosen.dp in [setup.dp * 2**power for power in range(8)]
+    assert rank_memory(model, chosen).peak == case.memory.peak
 
 
 def test_the_command_prints_families_skipped_rows_and_rows_that_are_far_off(
