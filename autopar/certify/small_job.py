@@ -38,7 +38,7 @@ from autopar.verify_report import VerifyReport
 from codegen.logits import without_logits
 from codegen.program import Call, PipelineProgram, Program
 
-STEPS, MOST_MICRO_BATCHES, MOST_LAYERS = 3, 4, 8
+STEPS, MOST_MICRO_BATCHES, MOST_LAYERS = 3, 4, 16
 Miniature = tuple[nn.Module, Mapping[str, Any] | tuple[Any, ...], Callable[..., torch.Tensor] | None]
 """A model, a batch of any number of rows, and its loss where it does not return one."""
 
@@ -191,7 +191,8 @@ def own_miniature(compiled: CompiledProgram, layers: int, rows: int) -> Miniatur
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = small_model(compiled.model, layers_needed(compiled.best, layers), padded)
+        num_tokens = None if plan.basis is None else plan.basis.seq_len
+        model = small_model(compiled.model, layers_needed(compiled.best, layers), padded, num_tokens)
     model.train()
     return model, random_batch(model, rows, SEQUENCE), None
 

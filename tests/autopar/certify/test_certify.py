@@ -342,6 +342,18 @@ def test_a_configuration_keeps_its_first_layers_kinds() -> None:
     assert DeepseekV3Config(**small_fields(deepseek, 2, {})).first_k_dense_replace == 1
 
 
+@pytest.mark.parametrize(("num_tokens", "found"), [(8192, 6), (4096, 16), (2048, 32)])
+def test_a_window_hides_keys_where_the_plans_does(num_tokens: int, found: int) -> None:
+    """transformers gives attention no mask where a row is shorter than the window, and one where it is as long."""
+    from transformers import Llama4TextConfig, MistralConfig
+
+    chunks = Llama4TextConfig(num_hidden_layers=2, attention_chunk_size=4096)
+    for config in (chunks, MistralConfig(sliding_window=4096)):
+        made = small_fields(config, 2, {}, num_tokens)
+        assert (made.get("sliding_window") or made.get("attention_chunk_size")) == found
+        assert found == 6 or found <= made["max_position_embeddings"]
+
+
 def test_there_are_layers_for_every_mode_of_recomputation() -> None:
     best = dense().best
     stages = best.plan.pipeline.stages
