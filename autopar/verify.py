@@ -153,6 +153,7 @@ class _Comparison:
     errors: dict[str, float] = field(default_factory=dict)
     floors: dict[str, float] = field(default_factory=dict)
     has_gradient: bool = False
+    together: float = 0.0
 
     def __post_init__(self) -> None:
         self.reference = Reference(self.compiled, self.max_grad_norm, self.seed)
@@ -180,7 +181,9 @@ class _Comparison:
             self.noise[name] = self.noise[name] | mask if name in self.noise else mask
         truth = self.exact.gradients()
         low = {} if self.low is None else self.low.gradients_of(batch, max(scale / ROOM, 1.0))
-        for name, gradient in self.reference.gradients().items():
+        references = self.reference.gradients()
+        self.together = max(self.together, error_together(gradients, references))
+        for name, gradient in references.items():
             found = gradients.get(name, torch.zeros_like(gradient))  # of what the loss does not depend on there is none
             self.errors[name] = max(self.errors.get(name, 0.0), relative_error(found, gradient))
             floor = relative_error(low.get(name, gradient), truth[name])
@@ -214,6 +217,7 @@ class _Comparison:
             round_off=tuple(sorted(self.round_off | counted)),
             losses=tuple(self.losses),
             mesh=self.compiled.plan.mesh_text,
+            together=self.together,
             tolerance=self._tolerance(),
             buffers=buffers,
             proves_nothing=self._proves_nothing({n: p for n, p in trained.items() if p.requires_grad}, initial),
@@ -269,6 +273,13 @@ def _buffer_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _size(error: float) -> float:
     """An error that can be compared: nan is infinitely wrong."""
     return error if math.isfinite(error) else math.inf
+
+
+def error_together(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """The relative error of all gradients as one vector."""
+    pairs = [(found.get(name, torch.zeros_like(own)), own) for name, own in expected.items()]
+    one, other = (torch.cat([pair[i].detach().double().cpu().reshape(-1) for pair in pairs]) for i in (0, 1))
+    return relative_error(one, other)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -41,15 +41,21 @@ def has_config(model: nn.Module) -> bool:
     return hasattr(getattr(model, "config", None), "to_dict")
 
 
-def small_model(model: nn.Module, layers: int, padded: Mapping[str, bool], num_tokens: int | None = None) -> nn.Module:
+def small_model(
+    model: nn.Module,
+    layers: int,
+    padded: Mapping[str, bool],
+    num_tokens: int | None = None,
+    is_wide: bool = False,
+) -> nn.Module:
     """A model of the same class, in which what is frozen is frozen.
 
     layers: the first so many of the model's. padded: whether "vocabulary", "heads" and "experts" have padding in the
-    plan. num_tokens: of a row of the plan's batch. Raises whatever the class raises for a configuration that it cannot
-    have.
+    plan. num_tokens: of a row of the plan's batch. is_wide: twice the width of others. Raises whatever the class raises
+    for a configuration that it cannot have.
     """
     config: Any = model.config
-    made = type(config)(**small_fields(config, layers, padded, num_tokens))
+    made = type(config)(**small_fields(config, layers, padded, num_tokens, is_wide))
     # What no constructor takes but classes look at, such as which attention is called.
     for name in ("_attn_implementation", "use_cache"):
         if hasattr(config, name):
@@ -64,23 +70,26 @@ def small_model(model: nn.Module, layers: int, padded: Mapping[str, bool], num_t
     return built
 
 
-def small_fields(config: Any, layers: int, padded: Mapping[str, bool], num_tokens: int | None = None) -> dict[str, Any]:
+def small_fields(
+    config: Any, layers: int, padded: Mapping[str, bool], num_tokens: int | None = None, is_wide: bool = False
+) -> dict[str, Any]:
     """The configuration's fields, small."""
     fields: dict[str, Any] = copy.deepcopy(config.to_dict())
     for name in ("dtype", "torch_dtype", "transformers_version", "architectures", "_name_or_path", "model_type"):
         fields.pop(name, None)
     heads = 3 if padded.get("heads") else 4
-    keys = _key_heads(fields, heads)
+    keys, times = _key_heads(fields, heads), 2 if is_wide else 1
+    head_dim = times * HEAD_DIM
     values: dict[str, int] = {
         **dict.fromkeys(_HEADS, heads),
         "num_key_value_heads": keys,
-        **dict.fromkeys(_WIDTHS, heads * HEAD_DIM),
-        **dict.fromkeys(_FEATURES, FEATURES),
-        **dict.fromkeys(_HEAD_DIMS, HEAD_DIM),
-        **dict.fromkeys(_RANKS, 2 * HEAD_DIM),
+        **dict.fromkeys(_WIDTHS, heads * head_dim),
+        **dict.fromkeys(_FEATURES, times * FEATURES),
+        **dict.fromkeys(_HEAD_DIMS, head_dim),
+        **dict.fromkeys(_RANKS, 2 * head_dim),
         **dict.fromkeys(_EXPERTS, 3 if padded.get("experts") else EXPERTS),
         **dict.fromkeys(_POSITIONS, 2 * SEQUENCE),
-        "qk_head_dim": 2 * HEAD_DIM,
+        "qk_head_dim": 2 * head_dim,
         "vocab_size": VOCABULARY - 1 if padded.get("vocabulary") else VOCABULARY,
     }
     fields |= {name: value for name, value in values.items() if isinstance(fields.get(name), int)}
