@@ -17,6 +17,7 @@ from autopar.certify.rounded import judged, train_rounded
 from autopar.certify.small_config import has_config
 from autopar.certify.small_job import STEPS, Miniature, Trained, roundings, targets_of, train_miniature
 from autopar.compiled import CompiledProgram
+from autopar.costs.updates import DefaultAdamW
 from autopar.errors import AutoparError, InternalError
 from autopar.launch import RankError
 from autopar.verify_report import VerifyReport
@@ -119,9 +120,8 @@ def _beyond(compiled: CompiledProgram, trained: list[Trained]) -> Iterator[str]:
         yield f"{compiled.plan.precision}: everything was computed in fp32 or fp64, so that errors mean something"
     if compiled.plan.pipeline.offload.startswith("nvme:") and trained:
         yield f"{compiled.plan.pipeline.offload}: miniatures kept the optimiser's state in a folder of this machine"
-    if not compiled.needs.problem:
-        name = compiled.needs.optimizer or "the optimiser"
-        yield f"{name}'s update, which is elementwise: miniatures are trained by SGD with momentum"
+    if compiled.program.any.has_fused_update and isinstance(compiled.optimizer, DefaultAdamW):
+        yield "AdamW's kernel, which updates all that a rank has at once: miniatures have torch's own AdamW"
 
 
 def _reason(target: str, is_in_miniature: bool = True) -> str:

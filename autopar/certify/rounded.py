@@ -14,7 +14,7 @@ from autopar.certify.findings import Findings
 from autopar.certify.small_job import Miniature, Trained, roundings, train_miniature
 from autopar.compiled import CompiledProgram
 from autopar.ir.mesh import ZERO_AXES
-from autopar.settings.fp8 import UNIT
+from autopar.settings.fp8 import EXACT, UNIT
 
 GRADIENTS = 4 * UNIT
 """What all gradients together may be off by, in norm. Two layers with products in fp8, gathers and sums in codes were
@@ -42,6 +42,8 @@ def judged(compiled: CompiledProgram, trained: Trained) -> Findings:
         failures.append(f"all gradients together are off by {report.together:.2g}")
     if not report.loss <= LOSS:
         failures.append(f"the loss is off by {report.loss:.2g}")
+    if not report.largest_parameter <= EXACT:
+        failures.append(f"an update by its own gradients is off by {report.largest_parameter:.2g}")
     found = f"{' and '.join(trained.rounds)} on {trained.text}"
     return Findings(
         subject="rounded",

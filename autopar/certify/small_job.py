@@ -17,6 +17,7 @@ from torch import nn
 
 from autopar.certify.cuts import Cut
 from autopar.certify.small_config import SEQUENCE, small_model
+from autopar.certify.small_optimizer import optimizer_of
 from autopar.certify.small_plan import SmallPlan, modes_left, modes_of, small_plan
 from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
@@ -33,7 +34,7 @@ from autopar.lowering.passes import passes
 from autopar.options.assignment import Candidate
 from autopar.running.batch import with_inputs_of
 from autopar.settings.compile_options import CompileOptions
-from autopar.verify import sgd_with_momentum, verify_program
+from autopar.verify import verify_program
 from autopar.verify_report import VerifyReport
 from codegen.fp8 import count_calls
 from codegen.logits import without_logits
@@ -78,12 +79,13 @@ def train_miniature(compiled: CompiledProgram, cut: Cut, given: Miniature | None
     rows = 2 * micro_batches * math.prod(cut.degrees.get(axis, 1) for axis in ("dp", "ddp", "ep"))
     stages = plan.pipeline.num_chunks * cut.degrees.get("pp", 1)
     model, inputs, loss_fn = given or own_miniature(compiled, max(2, stages), rows, is_wide=is_rounded)
+    optimizer, other = optimizer_of(compiled, model)
     with temporary_folder() as folder:
         limits = constraints_of(compiled, cut.degrees, str(folder))
         options = CompileOptions(
             example_inputs=inputs,
             loss_fn=loss_fn,
-            optimizer=compiled.optimizer if compiled.needs.problem else sgd_with_momentum,
+            optimizer=optimizer,
             global_batch_size=rows,
             constraints=limits | {"micro_batches": micro_batches},
             kernels="on" if compiled.program.any.kernels else "off",
@@ -93,8 +95,9 @@ def train_miniature(compiled: CompiledProgram, cut: Cut, given: Miniature | None
         base = compile_with(model, f"{math.prod(cut.degrees.values())} cpu", options)
         program, small, refused = _with_decisions(compiled, base, cut, options)
         program = _over_nodes(compiled, program, name_inputs(model, inputs, loss_fn))
-        report = verify_program(program, inputs, steps=STEPS)
+        report = verify_program(program, inputs, steps=STEPS, is_replayed=True)
     left = [refused] if refused else list(_left(compiled.best, program.best, small))
+    left += [other] if other else []
     return Trained(
         mesh=program.plan.mesh_text,
         schedule=program.plan.pipeline.schedule,

@@ -27,11 +27,13 @@ from autopar.certify.reshards import prove_reshards, ways_of
 from autopar.certify.schedules import check_schedule
 from autopar.certify.small_config import small_fields
 from autopar.certify.small_job import layers_needed, train_miniature
+from autopar.certify.small_optimizer import LEAST_RATE, MOST_RATE, optimizer_of
 from autopar.cli import app
 from autopar.compiled import CompiledProgram
 from autopar.rules import register_rule
 from autopar.rules.registry import default_registry
 from autopar.running import folder
+from autopar.verify import sgd_with_momentum
 from benchmarks.verify_pipelines import mixed_cluster
 from codegen.program import Call, PipelineProgram, Program, Raw, Reshard, Var
 from codegen.runtime import transfer
@@ -386,8 +388,9 @@ def test_unlike_pipeline_ranks_train_with_what_the_host_holds() -> None:
     [
         ("runtime/zero.py", "if self._is_last and bucket.others.size > 1:", "if False:"),
         ("runtime/executor.py", "loss_gradient(loss, len(batches), ", "loss_gradient(loss, len(batches) + 1, "),
+        ("runtime/update.py", "self.optimizer.step()", "self.optimizer.step(), self.optimizer.state.clear()"),
     ],
-    ids=["a gradient that is not summed", "a wrong accumulation factor"],
+    ids=["a gradient that is not summed", "a wrong accumulation factor", "moments that are lost"],
 )
 def test_a_defect_of_the_run_time_fails_the_miniature(
     monkeypatch: pytest.MonkeyPatch, file: str, right: str, wrong: str
@@ -397,7 +400,7 @@ def test_a_defect_of_the_run_time_fails_the_miniature(
         folder, "imported_modules", lambda sources: (m := modules(sources)) | {file: m[file].replace(right, wrong)}
     )
     found = prove_miniature(program)
-    assert any("miniature on dp2: loss is off" in text for text in found.failures), found
+    assert any("miniature on dp2: " in text and "tensors are off" in text for text in found.failures), found
 
 
 # --- certificates -----------------------------------------------------------------------------------------------------
@@ -447,6 +450,28 @@ def test_a_miniature_trains_with_the_plans_own_decisions(tmp_path: Path) -> None
     assert part.worst.startswith("pp2 x dp2 x tp2, 1f1b")
     assert yaml.safe_load(found.write(tmp_path).read_text())["proven"]["miniature"]["wrong"] == 0
     assert "Certificate of" in str(found)
+
+
+@pytest.mark.parametrize(("rate", "taken"), [(0.0, LEAST_RATE), (5.0, MOST_RATE), (torch.tensor(0.01), 0.01)])
+def test_miniatures_are_trained_by_the_plans_optimiser(rate: Any, taken: float) -> None:
+    """Of its class and groups, at a rate that shows; by another only where it does not take the small parameters."""
+
+    def grouped(named_parameters: Any) -> torch.optim.Optimizer:
+        few, many = [], []
+        for name, parameter in named_parameters:
+            (few if "norm" in name else many).append(parameter)
+        groups: list[dict[str, Any]] = [{"params": few, "weight_decay": 0.0}, {"params": many}]
+        return torch.optim.AdamW(groups, lr=rate, weight_decay=0.2)
+
+    model = EXAMPLES["llama"]().model
+    factory, reason = optimizer_of(replace(megatron(), optimizer=grouped), model)
+    made = factory(list(model.named_parameters()))
+    assert not reason and type(made) is torch.optim.AdamW
+    assert [group["weight_decay"] for group in made.param_groups] == [0.0, 0.2]
+    assert [float(group["lr"]) for group in made.param_groups] == pytest.approx([taken] * 2)
+    strange = [torch.nn.Parameter(torch.zeros(2))]
+    factory, reason = optimizer_of(replace(megatron(), optimizer=lambda _: torch.optim.Adam(strange)), model)
+    assert factory is sgd_with_momentum and "does not take the miniature's parameters" in reason
 
 
 @pytest.mark.slow
