@@ -78,13 +78,18 @@ def verify_program(
     steps: int = 3,
     max_grad_norm: float | None = None,
     seed: int = 0,
+    is_replayed: bool = False,
 ) -> VerifyReport:
-    """Verifies a program that is compiled already, as `verify` does."""
+    """Verifies a program that is compiled already, as `verify` does.
+
+    is_replayed: one process updates by the program's own gradients, after these were compared with its own. Errors of
+    parameters are then those of updates alone, and no round-off in a gradient is magnified by an update.
+    """
     check_verify(steps, max_grad_norm, seed)
     check_starting("verify")
     named = name_inputs(compiled.model, example_inputs, compiled.loss_fn)
     batches = [_rotated(named, compiled.plan.global_batch_size, shift) for shift in range(steps)]
-    args = (compiled, batches, max_grad_norm, seed)
+    args = (compiled, batches, max_grad_norm, seed, is_replayed)
     compiled.require_runnable()
     patience = group_seconds(compiled)
     reports = run_ranks(_compare, args, compiled.plan.num_ranks, max(TIMEOUT_SECONDS, patience), patience)
@@ -110,11 +115,15 @@ def _rotated(batch: NamedBatch, rows: int, shift: int) -> NamedBatch:
 
 
 def _compare(
-    compiled: CompiledProgram, batches: list[NamedBatch], max_grad_norm: float | None, seed: int
+    compiled: CompiledProgram,
+    batches: list[NamedBatch],
+    max_grad_norm: float | None,
+    seed: int,
+    is_replayed: bool = False,
 ) -> VerifyReport | None:
     """Runs the program on every rank; rank 0 also runs the references and returns the report, others None."""
     step = compiled.build(max_grad_norm=max_grad_norm, non_finite="ignore", seed=seed, first_step_check=False)
-    found = _Comparison(compiled, max_grad_norm, seed) if dist.get_rank() == 0 else None
+    found = _Comparison(compiled, max_grad_norm, seed, is_replayed) if dist.get_rank() == 0 else None
     for batch in batches:
         loss, gradients, scale = _one_step(step, compiled.local_batch(batch), found)
         if found is not None:
@@ -147,12 +156,14 @@ class _Comparison:
     compiled: CompiledProgram
     max_grad_norm: float | None
     seed: int
+    is_replayed: bool = False
     losses: list[tuple[float, float]] = field(default_factory=list)
     noise: dict[str, torch.Tensor] = field(default_factory=dict)
     round_off: set[str] = field(default_factory=set)
     errors: dict[str, float] = field(default_factory=dict)
     floors: dict[str, float] = field(default_factory=dict)
     has_gradient: bool = False
+    together: float = 0.0
 
     def __post_init__(self) -> None:
         self.reference = Reference(self.compiled, self.max_grad_norm, self.seed)
@@ -177,10 +188,13 @@ class _Comparison:
         self.losses.append((loss, self.reference.forward_backward(batch)))
         for name, (own_error, mask) in self.reference.round_off(batch).items():
             self.round_off |= {name} if own_error > ROUND_OFF else set()
+            mask = torch.zeros_like(mask) if self.is_replayed else mask
             self.noise[name] = self.noise[name] | mask if name in self.noise else mask
         truth = self.exact.gradients()
         low = {} if self.low is None else self.low.gradients_of(batch, max(scale / ROOM, 1.0))
-        for name, gradient in self.reference.gradients().items():
+        references = self.reference.gradients()
+        self.together = max(self.together, error_together(gradients, references))
+        for name, gradient in references.items():
             found = gradients.get(name, torch.zeros_like(gradient))  # of what the loss does not depend on there is none
             self.errors[name] = max(self.errors.get(name, 0.0), relative_error(found, gradient))
             floor = relative_error(low.get(name, gradient), truth[name])
@@ -188,6 +202,8 @@ class _Comparison:
             self.floors[name] = max(self.floors.get(name, 0.0), floor)
             self.has_gradient |= bool(gradient.any())
         for each in self.references:
+            if self.is_replayed:
+                each.take_gradients(gradients)
             each.update()
 
     def report(self, state: Mapping[str, torch.Tensor]) -> VerifyReport:
@@ -214,6 +230,7 @@ class _Comparison:
             round_off=tuple(sorted(self.round_off | counted)),
             losses=tuple(self.losses),
             mesh=self.compiled.plan.mesh_text,
+            together=self.together,
             tolerance=self._tolerance(),
             buffers=buffers,
             proves_nothing=self._proves_nothing({n: p for n, p in trained.items() if p.requires_grad}, initial),
@@ -269,6 +286,13 @@ def _buffer_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def _size(error: float) -> float:
     """An error that can be compared: nan is infinitely wrong."""
     return error if math.isfinite(error) else math.inf
+
+
+def error_together(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """The relative error of all gradients as one vector."""
+    pairs = [(found.get(name, torch.zeros_like(own)), own) for name, own in expected.items()]
+    one, other = (torch.cat([pair[i].detach().double().cpu().reshape(-1) for pair in pairs]) for i in (0, 1))
+    return relative_error(one, other)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

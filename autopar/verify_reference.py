@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -155,3 +155,9 @@ class Reference:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.step += 1
+
+    def take_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Others take the place of the own gradients; what has none is not updated."""
+        for name, parameter in self.model.named_parameters():
+            own = gradients.get(name) if parameter.requires_grad and parameter.grad is not None else None
+            parameter.grad = None if own is None else own.detach().to(parameter, copy=True)

@@ -21,7 +21,8 @@ class VerifyReport:
     reference's own error against the same training in fp64, of parameters and buffers. round_off: names left out by the
     rule. losses: (program, reference) of each step. tolerance: what may be expected of the program, after
     autopar/settings/fp8.py. proves_nothing: why equal numbers would say nothing, such as a
-    reference that did not train.
+    reference that did not train. together: the error of all gradients as one vector, which says more where numbers are
+    rounded on purpose: a small tensor may share a block of codes with large ones.
     """
 
     loss: float
@@ -35,6 +36,7 @@ class VerifyReport:
     tolerance: float = EXACT
     buffers: Mapping[str, float] = field(default_factory=dict)
     proves_nothing: tuple[str, ...] = ()
+    together: float = 0.0
 
     @property
     def largest_gradient(self) -> float:

@@ -7,16 +7,22 @@ axes need more processes than MOST_RANKS, several miniatures have some of the ax
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
 
 from autopar.certify.cuts import cuts_of
 from autopar.certify.findings import Findings, grouped
+from autopar.certify.rounded import judged, train_rounded
 from autopar.certify.small_config import has_config
-from autopar.certify.small_job import STEPS, Miniature, Trained, targets_of, train_miniature
+from autopar.certify.small_job import STEPS, Miniature, Trained, roundings, targets_of, train_miniature
 from autopar.compiled import CompiledProgram
+from autopar.costs.updates import DefaultAdamW
 from autopar.errors import AutoparError, InternalError
 from autopar.launch import RankError
 from autopar.verify_report import VerifyReport
+
+_Result = TypeVar("_Result")
 
 UNSHOWN = "training as a whole (ZeRO, sums of gradients over ranks, recomputation, messages between stages, updates)"
 
@@ -26,23 +32,21 @@ def prove_miniature(compiled: CompiledProgram, given: Miniature | None = None) -
     why_not = _why_none(compiled, given)
     if why_not:
         return Findings("miniature", gaps=(f"{UNSHOWN}: {why_not}",))
-    trained: list[Trained] = []
-    failures: list[str] = []
     cuts, left = cuts_of(compiled.plan)
+    failures: list[str] = []
     gaps = list(left)
-    for cut in cuts:
-        try:
-            found = train_miniature(compiled, cut, given)
-        except (InternalError, RankError) as error:  # the program was made wrong, or does not run
-            failures.append(f"miniature on {cut}: {error}")
-            continue
-        except (AutoparError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-            kind = "" if isinstance(error, AutoparError) else f"{type(error).__name__}: "
-            gaps.append(f"a miniature on {cut} was not trained: {kind}{(str(error).splitlines() or [''])[0]}")
-            continue
-        trained.append(found)
-        if not found.report.ok():
-            failures.append(f"miniature on {found.text}: {_fault(found.report)}")
+    every = [_tried(f"on {cut}", partial(train_miniature, compiled, cut, given), failures, gaps) for cut in cuts]
+    trained = [each for each in every if each is not None]
+    failures += [f"miniature on {each.text}: {_fault(each.report)}" for each in trained if not each.report.ok()]
+    wanted = roundings(compiled)
+    rounded, of_rounding = None, Findings("rounded")
+    if wanted:
+        train = partial(train_rounded, compiled, cuts, given)
+        rounded = _tried(f"with {' and '.join(wanted)}", train, failures, gaps)
+    if rounded is not None:
+        of_rounding = judged(compiled, rounded)
+        failures += of_rounding.failures
+        gaps += of_rounding.gaps
     gaps += grouped((f"the miniature on {t.mesh}", f"without the plan's {text}") for t in trained for text in t.left)
     if not trained and not failures:
         gaps.insert(0, f"{UNSHOWN}: no miniature was trained")
@@ -53,6 +57,7 @@ def prove_miniature(compiled: CompiledProgram, given: Miniature | None = None) -
         counts={
             "miniatures trained": len(trained),
             "miniatures that the mesh needs": len(cuts),
+            **({"miniatures that round as the plan does": int(rounded is not None)} if wanted else {}),
             "steps each": STEPS if trained else 0,
             "processes of the largest": max(cut.num_ranks for cut in cuts),
             "calls": sum(t.calls for t in trained),
@@ -63,8 +68,20 @@ def prove_miniature(compiled: CompiledProgram, given: Miniature | None = None) -
         worst="; ".join(t.text for t in trained),
         failures=tuple(failures),
         gaps=(*gaps, *_switches(compiled)),
-        not_proven=(*_beyond(compiled, trained),),
+        not_proven=(*of_rounding.not_proven, *_beyond(compiled, [*trained, *([rounded] if rounded else [])])),
     )
+
+
+def _tried(what: str, train: Callable[[], _Result], failures: list[str], gaps: list[str]) -> _Result | None:
+    """What a training returns; where it does not end, that is a failure of the program's or a gap."""
+    try:
+        return train()
+    except (InternalError, RankError) as error:  # the program was made wrong, or does not run
+        failures.append(f"miniature {what}: {error}")
+    except (AutoparError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        kind = "" if isinstance(error, AutoparError) else f"{type(error).__name__}: "
+        gaps.append(f"a miniature {what} was not trained: {kind}{(str(error).splitlines() or [''])[0]}")
+    return None
 
 
 def _why_none(compiled: CompiledProgram, given: Miniature | None) -> str:
@@ -78,16 +95,9 @@ def _why_none(compiled: CompiledProgram, given: Miniature | None) -> str:
 
 
 def _switches(compiled: CompiledProgram) -> Iterator[str]:
-    """What was asked for of the program that miniatures, which are to be exact and on a CPU, go without."""
-    plan, backend = compiled.plan, compiled.backend
-    if plan.compresses:
-        yield f"compression {plan.compression.names}: miniatures round nothing of what ZeRO sends"
-    if plan.fp8:
-        yield "fp8: miniatures multiply in fp32"
-    if backend != "eager":
-        yield f"backend {backend}: miniatures run layers eagerly"
-    if plan.pipeline.offload.startswith("nvme:"):
-        yield f"{plan.pipeline.offload}: miniatures keep the optimiser's state in a folder of this machine"
+    """What was asked for of the program that miniatures, which run on a CPU, go without."""
+    if compiled.backend != "eager":
+        yield f"backend {compiled.backend}: miniatures run layers eagerly"
 
 
 KERNELS = ("kernels.", "grouped.", "fp8.")
@@ -108,9 +118,10 @@ def _beyond(compiled: CompiledProgram, trained: list[Trained]) -> Iterator[str]:
         yield f"calls that the plan's model has and a miniature in fp32 has not: {names}; they were proven one by one"
     if compiled.plan.precision != "fp32":
         yield f"{compiled.plan.precision}: everything was computed in fp32 or fp64, so that errors mean something"
-    if not compiled.needs.problem:
-        name = compiled.needs.optimizer or "the optimiser"
-        yield f"{name}'s update, which is elementwise: miniatures are trained by SGD with momentum"
+    if compiled.plan.pipeline.offload.startswith("nvme:") and trained:
+        yield f"{compiled.plan.pipeline.offload}: miniatures kept the optimiser's state in a folder of this machine"
+    if compiled.program.any.has_fused_update and isinstance(compiled.optimizer, DefaultAdamW):
+        yield "AdamW's kernel, which updates all that a rank has at once: miniatures have torch's own AdamW"
 
 
 def _reason(target: str, is_in_miniature: bool = True) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 
 from autopar.certify.cuts import Cut
 from autopar.certify.small_config import SEQUENCE, small_model
+from autopar.certify.small_optimizer import optimizer_of
 from autopar.certify.small_plan import SmallPlan, modes_left, modes_of, small_plan
 from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
@@ -33,12 +34,13 @@ from autopar.lowering.passes import passes
 from autopar.options.assignment import Candidate
 from autopar.running.batch import with_inputs_of
 from autopar.settings.compile_options import CompileOptions
-from autopar.verify import sgd_with_momentum, verify_program
+from autopar.verify import verify_program
 from autopar.verify_report import VerifyReport
+from codegen.fp8 import count_calls
 from codegen.logits import without_logits
 from codegen.program import Call, PipelineProgram, Program
 
-STEPS, MOST_MICRO_BATCHES, MOST_LAYERS = 3, 4, 8
+STEPS, MOST_MICRO_BATCHES, MOST_LAYERS = 3, 4, 16
 Miniature = tuple[nn.Module, Mapping[str, Any] | tuple[Any, ...], Callable[..., torch.Tensor] | None]
 """A model, a batch of any number of rows, and its loss where it does not return one."""
 
@@ -48,7 +50,8 @@ class Trained:
     """One miniature: what it ran on and with, and the comparison.
 
     kept: calls that have the plan's option, of `calls`. left: what of the plan it does not have, in words. lacks:
-    operators of the plan's calls that it does not have. targets: functions that its program calls.
+    operators of the plan's calls that it does not have. targets: functions that its program calls. rounds: what it
+    rounds on purpose, in words.
     """
 
     mesh: str
@@ -59,34 +62,42 @@ class Trained:
     lacks: Mapping[str, int]
     targets: frozenset[str]
     report: VerifyReport
+    rounds: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
         return f"{self.mesh}{f', {self.schedule}' if self.schedule else ''}"
 
 
-def train_miniature(compiled: CompiledProgram, cut: Cut, given: Miniature | None) -> Trained:
-    """Trains one miniature for STEPS steps. Raises what the model's class, the search or a rank raises."""
+def train_miniature(compiled: CompiledProgram, cut: Cut, given: Miniature | None, is_rounded: bool = False) -> Trained:
+    """Trains one miniature for STEPS steps. Raises what the model's class, the search or a rank raises.
+
+    is_rounded: with the plan's fp8 and compression.
+    """
     plan = compiled.plan
     micro_batches = min(plan.num_micro_batches, MOST_MICRO_BATCHES)
     rows = 2 * micro_batches * math.prod(cut.degrees.get(axis, 1) for axis in ("dp", "ddp", "ep"))
     stages = plan.pipeline.num_chunks * cut.degrees.get("pp", 1)
-    model, inputs, loss_fn = given or own_miniature(compiled, max(2, stages), rows)
+    model, inputs, loss_fn = given or own_miniature(compiled, max(2, stages), rows, is_wide=is_rounded)
+    optimizer, other = optimizer_of(compiled, model)
     with temporary_folder() as folder:
         limits = constraints_of(compiled, cut.degrees, str(folder))
         options = CompileOptions(
             example_inputs=inputs,
             loss_fn=loss_fn,
-            optimizer=compiled.optimizer if compiled.needs.problem else sgd_with_momentum,
+            optimizer=optimizer,
             global_batch_size=rows,
             constraints=limits | {"micro_batches": micro_batches},
             kernels="on" if compiled.program.any.kernels else "off",
+            fp8=plan.fp8 and is_rounded,
+            compression=plan.compression.names if is_rounded else {},
         )
         base = compile_with(model, f"{math.prod(cut.degrees.values())} cpu", options)
         program, small, refused = _with_decisions(compiled, base, cut, options)
         program = _over_nodes(compiled, program, name_inputs(model, inputs, loss_fn))
-        report = verify_program(program, inputs, steps=STEPS)
+        report = verify_program(program, inputs, steps=STEPS, is_replayed=True)
     left = [refused] if refused else list(_left(compiled.best, program.best, small))
+    left += [other] if other else []
     return Trained(
         mesh=program.plan.mesh_text,
         schedule=program.plan.pipeline.schedule,
@@ -96,6 +107,7 @@ def train_miniature(compiled: CompiledProgram, cut: Cut, given: Miniature | None
         lacks=small.lacks,
         targets=targets_of(program.program),
         report=report,
+        rounds=roundings(program),
     )
 
 
@@ -128,7 +140,8 @@ def _over_nodes(compiled: CompiledProgram, small: CompiledProgram, inputs: Named
     def neighbours(_: int, __: int, axes: tuple[str, ...]) -> int:
         return math.prod(small.plan.mesh.size(axis) for axis in axes) // 2
 
-    lowered = program_of(small.best, passes(fused=small.program.any.kernels, neighbours=neighbours))
+    own = passes(fused=small.program.any.kernels, fp8=small.plan.fp8, neighbours=neighbours)
+    lowered = program_of(small.best, own)
     program = with_inputs_of(lowered.map(without_logits), inputs)
     return replace(small, program=program, files=files_of(program))
 
@@ -181,8 +194,17 @@ def constraints_of(compiled: CompiledProgram, degrees: Mapping[str, int], folder
     return found
 
 
-def own_miniature(compiled: CompiledProgram, layers: int, rows: int) -> Miniature:
-    """A small model of the same class with random weights, of `layers` layers at least, and a batch."""
+def roundings(compiled: CompiledProgram) -> tuple[str, ...]:
+    """What a program rounds on purpose, in words."""
+    plan, fp8 = compiled.plan, count_calls(compiled.program)
+    return (*(("fp8",) if fp8 else ()), *((f"compression {plan.compression}",) if plan.compresses else ()))
+
+
+def own_miniature(compiled: CompiledProgram, layers: int, rows: int, is_wide: bool = False) -> Miniature:
+    """A small model of the same class with random weights, of `layers` layers at least, and a batch.
+
+    is_wide: of twice the width, of which more weights' parts are wide enough for fp8.
+    """
     plan = compiled.plan
     padded = {
         "vocabulary": plan.padded_to > 1 and any(p.padding for p in compiled.best.graph.parameters),
@@ -191,7 +213,8 @@ def own_miniature(compiled: CompiledProgram, layers: int, rows: int) -> Miniatur
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = small_model(compiled.model, layers_needed(compiled.best, layers), padded)
+        num_tokens = None if plan.basis is None else plan.basis.seq_len
+        model = small_model(compiled.model, layers_needed(compiled.best, layers), padded, num_tokens, is_wide)
     model.train()
     return model, random_batch(model, rows, SEQUENCE), None
 

@@ -82,12 +82,13 @@ def first_step(loader: Any, num_joined: int) -> Any:
 
     Raises ConstraintError for a loader without batches, or one that cannot begin again.
     """
-    if iter(dataset := getattr(loader, "dataset", ())) is dataset if _is_iterable(loader) else False:
-        raise ConstraintError(
-            "the data must be able to start again: its first batch is planned with",
-            values=type(dataset).__name__,
-            alternatives="a dataset whose __iter__ makes a new iterator",
-        )
+    for each in parts_of(loader):
+        if iter(dataset := getattr(each, "dataset", ())) is dataset if _is_iterable(each) else False:
+            raise ConstraintError(
+                "the data must be able to start again: its first batch is planned with",
+                values=type(dataset).__name__,
+                alternatives="a dataset whose __iter__ makes a new iterator",
+            )
     with kept_random_states():
         found = []
         batches = iter(loader)
@@ -101,6 +102,11 @@ def first_step(loader: Any, num_joined: int) -> Any:
     if not found:
         raise ConstraintError("there are no batches", values=type(loader).__name__)
     return joined(found)
+
+
+def parts_of(loader: Any) -> list[Any]:
+    """The loaders that make one loader's batches together; itself, if it is one."""
+    return list(getattr(loader, "parts", [loader]))
 
 
 def _is_iterable(loader: Any) -> bool:

@@ -29,9 +29,11 @@ from autopar.frameworks.building import (
     config_of,
     first_step,
     moved_schedule,
+    parts_of,
     plain,
     rows_of_steps,
 )
+from autopar.frameworks.lightning_loaders import loader_of
 from autopar.frameworks.loops import LoopOptimizer, ModelValues, PendingLoss
 from autopar.running.launched import join_launched
 from autopar.training.learners import RankLearner
@@ -122,11 +124,13 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             )
         module, before = self.lightning_module, self.optimizers[0]
         self.step_module = TrainingStep(module)
-        loader = trainer.fit_loop._data_source.dataloader()
+        loader = loader_of(trainer.fit_loop._data_source.dataloader())
         example = self.batch_to_device(first_step(loader, 1), torch.device("cpu"))
         factory = SameOptimizer(before, self.step_module)
         self.learner = build_learner(self.step_module, self.config, factory, plain(example))
-        check_rows(self.learner, rows_of_steps(loader, 1))
+        parts = parts_of(loader)
+        if len({getattr(each, "batch_size", None) for each in parts}) == 1:  # rows of others are no rows of the plan's
+            check_rows(self.learner, (rows for each in parts for rows in rows_of_steps(each, 1)))
         self.values = ModelValues(self.learner, self.step_module)
         # Of the name that LearningRateMonitor logs.
         kind: Any = type(type(self.learner.optimizer).__name__, (LoopOptimizer,), {})

@@ -29,12 +29,16 @@ def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], ra
         check_batch(batch, wanted, num_micro_batches, any_stage.unused_inputs, any_stage.fixed_inputs)
     except BatchError as error:
         raise DataError(str(error)) from None
+    mesh, place, inputs = inputs_of(program, rank)
+    return {name: _part(batch[name], spec, num_micro_batches, mesh, place) for name, spec in inputs.items()}
+
+
+def inputs_of(program: Program | PipelineProgram, rank: int) -> tuple[Mesh, int, Mapping[str, Spec]]:
+    """The mesh that a rank is in, its number there, and what of the batch its stages read."""
     if isinstance(program, PipelineProgram):
-        pipeline_rank, rank = program.place(rank)
-        mesh, inputs = Mesh(*program.meshes[pipeline_rank]), program.inputs_of(pipeline_rank)
-    else:
-        mesh, inputs = Mesh(program.axes, program.axis_sizes), program.inputs
-    return {name: _part(batch[name], spec, num_micro_batches, mesh, rank) for name, spec in inputs.items()}
+        pipeline_rank, place = program.place(rank)
+        return Mesh(*program.meshes[pipeline_rank]), place, program.inputs_of(pipeline_rank)
+    return Mesh(program.axes, program.axis_sizes), rank, program.inputs
 
 
 def _part(whole: torch.Tensor, spec: Spec, num_micro: int, mesh: Mesh, rank: int) -> torch.Tensor:
@@ -64,7 +68,11 @@ def with_inputs_of(program: Program | PipelineProgram, batch: Mapping[str, Any])
 
 def cut(tensor: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
     """Rank's shard of one tensor."""
+    return shard(tensor, dict(spec.placements), mesh_of(mesh, rank))
+
+
+def mesh_of(mesh: Mesh, rank: int) -> RankMesh:
+    """The mesh as a rank sees it, without processes."""
     where = mesh.coordinate(rank)
     axes = tuple(Axis(name, size, where[name]) for name, size in zip(mesh.axes, mesh.sizes, strict=True))
-    here = RankMesh(axes, Axis("world", mesh.num_ranks, rank), torch.device("cpu"))
-    return shard(tensor, dict(spec.placements), here)
+    return RankMesh(axes, Axis("world", mesh.num_ranks, rank), torch.device("cpu"))

@@ -60,8 +60,8 @@ def build_step(
     model and plan for batches of other shapes, `compile(..., example_inputs=other, plan=compiled.plan)`, which the step
     then takes too, with the same parameters and optimiser. first_step_check: whether the step's first call compares
     its loss with the model's own on one process, and raises TrainingError on every rank before an update where they
-    differ (first_step.py): None where that fits one rank and is quick, True whatever it costs, False never. It takes a
-    batch of `step.local_batch`, and values as they were when the step was built.
+    differ (first_step.py): None where that fits one rank and is quick, True whatever it costs, False never. It takes
+    values as they were when the step was built; parts of a batch that `step.local_batch` did not make are put together.
     Raises WorldSizeError, ModelError for a model that is not as it was compiled (but for its values), and for meta
     values without init.
     """

@@ -4,6 +4,9 @@ The model's own is of one forward, in training, with the dropout masks that the 
 (codegen/runtime/reference.py). Training stays as it is: the model is copied, the copy is gone before the program's
 forward begins, random states are put back, and where the losses differ it ends before the first update.
 
+Batches of `step.local_batch` are known whole. Where a loop cuts them itself, rank 0 puts together what all
+ranks were given (whole_batch.py).
+
 It is made unasked where the model's values are in memory, a copy of it with all activations of the whole batch fits
 beside the program, by the plan's own figures, and its forward is short. Losses may differ by UNIT, in half precision by
 the rounding of one number, or by what fp8 is said to do. Beyond that the model itself is asked: where its loss is as
@@ -25,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import ConstraintError, TrainingError
+from autopar.errors import AutoparError, ConstraintError, TrainingError
 from autopar.frontend.admission import traits_of
 from autopar.frontend.inputs import NamedBatch, name_inputs
 from autopar.frontend.loss_module import LossModule
@@ -33,6 +36,7 @@ from autopar.frontend.low_precision import loss_in
 from autopar.frontend.skeleton import detached_copy, in_training
 from autopar.program import GeneratedProgram
 from autopar.running.random_states import kept_random_states, seed_all
+from autopar.running.whole_batch import own_share, put_together
 from autopar.settings.fp8 import tolerance
 from autopar.units import bytes_text
 from autopar.verify_report import FLOORS
@@ -87,13 +91,14 @@ class FirstStepCheck:
         """
         whole, reason = self._whole(part)
         self._given = []
-        tensors = (value for value in whole.values() if isinstance(value, Tensor))
-        found = _of_all((reason, digest_of(tensors) if self._step.mesh.everyone.size > 1 else ""))
-        reason = next((each for each, _ in found if each), "")
-        if not reason and len({digest for _, digest in found}) > 1:
+        found = _of_all((reason, None if whole is None else self._digest(whole)))
+        reason, digests = next((each for each, _ in found if each), ""), {digest for _, digest in found}
+        if not reason and None in digests:
+            whole, reason = self._put_together(part)
+        elif not reason and len(digests) > 1:
             reason = "ranks were given parts of different batches"
         own = None
-        if self._step.mesh.everyone.rank == 0 and not reason:
+        if self._step.mesh.everyone.rank == 0 and whole is not None and not reason:
             own = _Model(self._compiled, whole, self._step.mesh.device, self._step.rng.seed, int(self._step.rng.step))
             reason = own.compute()
         reason = _of_rank_0(reason)
@@ -108,8 +113,9 @@ class FirstStepCheck:
         _log.info("the first step is not checked: %s", reason)
         return None
 
-    def _whole(self, part: Mapping[str, Tensor]) -> tuple[NamedBatch, str]:
-        """The whole batch of which this rank was given a part, or why there is no check, as far as this rank knows."""
+    def _whole(self, part: Mapping[str, Tensor]) -> tuple[NamedBatch | None, str]:
+        """The whole batch of which this rank was given a part, None where it was made elsewhere than in
+        `step.local_batch`; or why there is no check, as far as this rank knows."""
         nothing = NamedBatch({}, {})
         if self._reason:
             return nothing, self._reason
@@ -118,12 +124,36 @@ class FirstStepCheck:
             return nothing, CHANGED
         given = next((each for each in self._given if each[0] is part), None)
         if given is None and self._step.mesh.everyone.size > 1:
-            return nothing, "the batch is not as step.local_batch made it"
+            return None, ""
         if given is not None:
             now = given[2]()
             if part.keys() != now.keys() or not all(torch.equal(value, now[name]) for name, value in part.items()):
                 return nothing, "the batch was changed after step.local_batch"
         return name_inputs(self._compiled.model, dict(part) if given is None else given[1], self._compiled.loss_fn), ""
+
+    def _digest(self, whole: NamedBatch) -> str:
+        """What tells whether ranks have one batch."""
+        if self._step.mesh.everyone.size == 1:
+            return ""
+        return digest_of(value for value in whole.values() if isinstance(value, Tensor))
+
+    def _put_together(self, part: Mapping[str, Tensor]) -> tuple[NamedBatch | None, str]:
+        """On rank 0 the whole batch of the parts that ranks were given, or why there is none. Collective."""
+        program, mesh, whole = self._compiled.program, self._step.mesh, None
+        reason, share = "", dict[str, Tensor]()
+        if program.any.unused_inputs:
+            # A model that lacks them might compute otherwise.
+            reason = f"step.local_batch did not make it, and no part has all of {', '.join(program.any.unused_inputs)}"
+        else:
+            share = own_share(program, part, mesh.everyone.rank)
+        shares = _on_rank_0(share)
+        if shares and not reason:
+            try:
+                together = {**program.any.fixed_inputs, **put_together(program, shares)}
+                whole = name_inputs(self._compiled.model, together, self._compiled.loss_fn)
+            except (AutoparError, ValueError) as error:
+                reason = f"the ranks' parts are not put together: {next(iter(str(error).splitlines()), '')}"
+        return whole, reason
 
     def _values_now(self) -> list[Any]:
         """What tells whether values changed: a sum of each of the step's own, and of the model's on rank 0."""
@@ -273,6 +303,13 @@ def _of_all(value: Any) -> list[Any]:
     if _are_several():
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, value)
+    return found
+
+
+def _on_rank_0(value: Any) -> list[Any]:
+    """What each rank has, on rank 0; nothing on others."""
+    found: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
+    dist.gather_object(value, found or None, dst=0)
     return found
 
 

@@ -291,34 +291,56 @@ def test_one_wrong_number_of_one_rank_is_found(monkeypatch: pytest.MonkeyPatch) 
     trainer(Net(), {"tp": 2}, first_step_check=False, steps=1).fit()
 
 
-def own_loop(program: CompiledProgram) -> list[str]:
+class Ignoring(Net):
+    """Takes something that its loss does not depend on."""
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor | None = None) -> Tensor:
+        return super().forward(x, y)
+
+
+def own_loop(program: CompiledProgram, ignoring: CompiledProgram | None) -> list[str]:
     """What becomes of the first step with batches of several kinds, on each rank."""
     found = []
     rank = torch.distributed.get_rank()
     other = {name: value + rank for name, value in batch().items()}
-    for part in (
-        lambda step: step.local_batch(batch()),
-        lambda step: program.local_batch(batch()),
-        lambda step: program.local_batch(other),  # each reads its own rows, which is as good
-        lambda step: dict(step.local_batch(batch())) if rank else step.local_batch(batch()),
-        lambda step: {**step.local_batch(batch()), "unknown": torch.zeros(2)} if rank else step.local_batch(batch()),
-    ):
-        step = program.build(first_step_check=True)
+    tried: list[tuple[CompiledProgram, Callable[[Any], dict[str, Tensor]]]] = [
+        (program, lambda step: step.local_batch(batch())),
+        (program, lambda step: program.local_batch(batch())),
+        (program, lambda step: program.local_batch(other)),  # each reads its own rows, which is as good
+        (program, lambda step: dict(step.local_batch(batch())) if rank else step.local_batch(batch())),
+    ]
+    if ignoring is not None:
+        unknown = {"unknown": torch.zeros(2)} if rank else {}
+        tried.append((program, lambda step: {**step.local_batch(batch()), **unknown}))
+        tried.append((ignoring, lambda step: program.local_batch(batch())))
+    for each, part in tried:
+        step = each.build(first_step_check=True)
         try:
             float(step(part(step)))
             found.append("")
-        except (ConstraintError, ValueError) as error:
+        except (ConstraintError, TrainingError, ValueError) as error:
             found.append(str(error))
     return found
 
 
 @pytest.mark.distributed
 def test_all_ranks_of_a_loop_of_ones_own_find_the_same() -> None:
-    program = autopar.compile(Net(), "2 cpu", example_inputs=batch(), constraints={"dp": 2})
-    one, other = run_ranks(own_loop, (program,), 2)
-    assert one[:4] == other[:4] and one[0] == ""
-    assert all("not as step.local_batch made it" in each for each in one[1:4])
+    program, with_more = (
+        autopar.compile(model, "2 cpu", example_inputs=inputs, constraints={"dp": 2})
+        for model, inputs in ((Net(), batch()), (Ignoring(), {**batch(), "z": torch.zeros(ROWS, 1)}))
+    )
+    one, other = run_ranks(own_loop, (program, with_more), 2)
+    assert one[:4] == other[:4] == [""] * 4, "parts of the loop's own are put together and compared"
     assert "rank 1: the batch has unknown" in one[4] and "the batch has unknown" in other[4]
+    assert one[5] == other[5] and "no part has all of z" in one[5]
+
+
+@pytest.mark.distributed
+def test_a_wrong_number_is_found_however_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "ValueSource", WrongOnRank1)
+    program = autopar.compile(Net(), "2 cpu", example_inputs=batch(), constraints={"dp": 2, "zero": 0})
+    one, other = run_ranks(own_loop, (program, None), 2)
+    assert one == other and len(one) == 4 and all("is not the model's own" in text for text in one)
 
 
 @pytest.mark.distributed

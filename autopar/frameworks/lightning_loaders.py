@@ -1,0 +1,45 @@
+"""The loaders of a LightningModule: one, or several that Lightning's CombinedLoader draws from in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch.utilities import CombinedLoader
+
+from autopar.errors import ConstraintError
+
+MODES = ("max_size_cycle", "min_size")
+"""Those in which every step has a batch of each loader."""
+
+
+class Together:
+    """Several loaders as one. A batch has one of each, in the dict or list in which the loaders are."""
+
+    def __init__(self, loaders: Any) -> None:
+        is_combined = isinstance(loaders, CombinedLoader)
+        mode = loaders._mode if is_combined else MODES[0]
+        iterables = loaders.iterables if is_combined else loaders
+        if mode not in MODES:
+            raise ConstraintError(
+                "every step has a batch of each loader, as a program is made once",
+                values=f"CombinedLoader(mode={mode!r})",
+                alternatives=[*(f"mode={each!r}" for each in MODES), "one loader of a concatenated dataset"],
+            )
+        self._combined = CombinedLoader(iterables, mode)  # another than the loop's, which begins at its own first batch
+        self.parts: list[Any] = list(self._combined.flattened)
+        if len(self.parts) < 2 and isinstance(iterables, list | tuple):
+            raise ConstraintError(
+                "a list of loaders has several",
+                values=f"{len(self.parts)} in a {type(iterables).__name__}",
+                alternatives="the loader itself, whose batches are training_step's",
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, _, _ in self._combined:
+            yield batch
+
+
+def loader_of(given: Any) -> Any:
+    """A loader whose batches are what training_step gets. Raises ConstraintError for several that cannot be one."""
+    return Together(given) if isinstance(given, CombinedLoader | dict | list | tuple) else given
