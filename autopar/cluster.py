@@ -79,3 +79,8 @@ def _bounded(cluster: AnyCluster) -> AnyCluster:
 def as_cluster(spec: AnyCluster | str) -> AnyCluster:
     """A cluster or its text. Raises ClusterError."""
     return spec if isinstance(spec, (Cluster, MixedCluster)) else ClusterSpec.parse(spec)
+
+
+def is_on_cpu(spec: AnyCluster | str) -> bool:
+    """Whether a cluster or its text, "detect" included, says that ranks are processes on a CPU. Raises ClusterError."""
+    return spec != "detect" and as_cluster(spec).groups[0].device.is_cpu

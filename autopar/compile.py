@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autopar.cluster import as_cluster
+from autopar.cluster import as_cluster, is_on_cpu
 from autopar.compiled import CompiledProgram
 from autopar.costs.emitted import mixtures_of
 from autopar.costs.rates import is_cpu
@@ -80,7 +80,7 @@ def compile(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOp
 def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions) -> CompiledProgram:
     """`compile`, for callers that have the options as one value."""
     check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
-    join_launched(on_cpu=is_cpu(as_cluster(cluster_spec).groups[0]))
+    join_launched(is_on_cpu(cluster_spec))
     given, backend = options.given_plan, options.backend
     request = request_of(model, cluster_spec, options)
     if given is not None:

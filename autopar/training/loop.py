@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.cluster import ClusterSpec, as_cluster
+from autopar.cluster import ClusterSpec, as_cluster, is_on_cpu
 from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
 from autopar.costs.rates import is_cpu
@@ -46,8 +46,7 @@ def process_group(config: TrainerConfig) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    on_cpu = config.cluster != "detect" and is_cpu(as_cluster(config.cluster).groups[0])
-    start_group(config.collective_seconds, on_cpu)
+    start_group(config.collective_seconds, is_on_cpu(config.cluster))
     try:
         with after_the_first():
             yield
