@@ -155,7 +155,8 @@ def search_plans(
 
 def fits_plainly(request: Request, pool: LayerPool, is_soon: bool = False) -> bool:
     """Whether a pipeline fits, and `search_plans` has no other reason to refuse. Where there is none, that is to be
-    asked. What needs least is tried first: it may fit other requests, too. is_soon: only what fitted others is tried.
+    asked. What needs least is tried first: it may fit other requests, too. is_soon: only what fitted others is tried,
+    and one config more.
     """
     if request.mixed is not None or request.needs.whole or request.unpadded is not None:
         return False
@@ -166,10 +167,14 @@ def fits_plainly(request: Request, pool: LayerPool, is_soon: bool = False) -> bo
             return False
     except ConstraintError:
         return False
-    for config in itertools.chain.from_iterable(_alike(search, each) for each in pool.fitting[:MOST_ALIKE]):
-        if _fits_under(search, config):
+    like_others = itertools.chain.from_iterable(_alike(search, each) for each in pool.fitting[:MOST_ALIKE])
+    tried = set[ParallelConfig]()
+    for config in itertools.chain(like_others, _lean(search)):
+        is_solved = search.solved_layers.of(config, config.stage_meshes[0]) is not None
+        if config not in tried and is_solved and _fits_under(search, config):
             pool.fitted(config)
             return True
+        tried.add(config)
     if is_soon:
         return False
     configs = [(bytes_bound(search.costs, each), each.key, each) for each in search.configs()]
@@ -190,9 +195,16 @@ def _alike(search: EqualSearch, known: ParallelConfig) -> Iterator[ParallelConfi
     """Two configs that are like another request's: with as many rows of a micro-batch, and with the fewest."""
     scheduled = (each for config in search.unscheduled for each in search.scheduled(config))
     found = [each for each in scheduled if kind_of(each) == kind_of(known)]
-    for config in sorted(found, key=lambda each: (each.rows != known.rows, each.rows))[:2]:
-        if search.solved_layers.of(config, config.stage_meshes[0]) is not None:
-            yield config
+    yield from sorted(found, key=lambda each: (each.rows != known.rows, each.rows))[:2]
+
+
+def _lean(search: EqualSearch) -> Iterator[ParallelConfig]:
+    """The config that looks as if it needed least: most is sharded or on the host, with the fewest rows."""
+    order = ("parameters", "optimizer", "")
+    for config in sorted(
+        search.unscheduled, key=lambda c: (-c.zero, order.index(c.offload), c.pp, c.rows, -c.multiplier, c.key)
+    )[:1]:
+        yield from itertools.islice(search.scheduled(config), 1)
 
 
 def _fitting(solved: Iterable[Found], request: Request, known: KnownCosts) -> Iterator[Candidate]:
