@@ -30,14 +30,22 @@ def spare_processes() -> int:
     return min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
 
 
-def answers(ask: Callable[[int], Answer], count: int, processes: int = 1) -> list[Answer]:
+def answers(
+    ask: Callable[[int], Answer], count: int, processes: int = 1, tell: Callable[[int], None] = lambda _: None
+) -> list[Answer]:
     """`ask(0)` to `ask(count - 1)`; whoever is free takes the next number.
 
     `ask` gives what can be pickled, and the same in every process. What a process that died leaves unanswered is asked
-    here, and so is what it could not answer, so that errors are raised as they are without other processes.
+    here, and so is what it could not answer, so that errors are raised as they are without other processes. tell: gets
+    every number that this process asks, before it does; in others threads that it may wait for are missing.
     """
+
+    def told(number: int) -> Answer:
+        tell(number)
+        return ask(number)
+
     if processes == 1:
-        return [ask(number) for number in range(count)]
+        return [told(number) for number in range(count)]
     source, sink = os.pipe()
     os.write(sink, b"".join(number.to_bytes(_NUMBER_BYTES) for number in range(count)))
     os.close(sink)  # so that whoever finds no number left knows that there is none
@@ -53,7 +61,7 @@ def answers(ask: Callable[[int], Answer], count: int, processes: int = 1) -> lis
             sender.close()
             others.append(process)
             receivers.append(receiver)
-        found |= {number: ask(number) for number in _numbers(source)}
+        found |= {number: told(number) for number in _numbers(source)}
         for each in receivers:
             with contextlib.suppress(EOFError, OSError):
                 found |= each.recv()
@@ -62,7 +70,7 @@ def answers(ask: Callable[[int], Answer], count: int, processes: int = 1) -> lis
         for process in others:
             process.kill()
             process.join()
-    return [found[number] if number in found else ask(number) for number in range(count)]
+    return [found[number] if number in found else told(number) for number in range(count)]
 
 
 def _numbers(source: int) -> Iterator[int]:

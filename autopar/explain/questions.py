@@ -94,12 +94,15 @@ class _Questions:
         def ask(number: int) -> _Answer:
             question = asked[number]
             if isinstance(question, Decision):
-                self.tell(f"question {number + 1} of {len(asked)}, {question.dimension} {question.value}")
                 return self.alternative(plan, question)
-            self.tell(f"question {number + 1} of {len(asked)}, {question.words}")
             return self.what_if(best, question)
 
-        answered = answers(ask, len(asked), processes)
+        def tell(number: int) -> None:
+            question = asked[number]
+            made = f"{question.dimension} {question.value}" if isinstance(question, Decision) else question.words
+            self.tell(f"question {number + 1} of {len(asked)}, {made}")
+
+        answered = answers(ask, len(asked), processes, tell)
         alternatives = [each.found for each in answered if isinstance(each.found, Alternative)]
         what_ifs = [each.found for each in answered if isinstance(each.found, WhatIf)]
         capacity = float(self.request.capacity_bytes(plan.fullest_group))

@@ -24,6 +24,15 @@ def test_every_number_is_answered_once_and_in_order() -> None:
     assert answers(squared, 0, 2) == []
 
 
+def test_only_this_process_tells() -> None:
+    told = list[tuple[int, int]]()
+    assert answers(squared, 300, 2, lambda number: told.append((os.getpid(), number)))[299] == 299 * 299
+    numbers = [number for _, number in told]
+    assert {pid for pid, _ in told} == {HERE} and numbers == sorted(set(numbers))
+    answers(squared, 3, tell=lambda number: told.append((0, number)))
+    assert told[len(numbers) :] == [(0, 0), (0, 1), (0, 2)]
+
+
 def test_what_a_process_that_dies_leaves_is_answered_here() -> None:
     def dying(number: int) -> int:
         if os.getpid() != HERE:
