@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from autopar.cluster import as_cluster, is_on_cpu
 from autopar.compiled import CompiledProgram
 from autopar.costs.emitted import mixtures_of
-from autopar.costs.rates import is_cpu
+from autopar.costs.rates import Training, is_cpu
 from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
 from autopar.explain.rescue import advised
@@ -137,13 +137,15 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
 class Traced:
     """What of a request follows from the model, its example batch, its loss and its optimiser alone.
 
-    no_logits, no_evaluation: why it cannot evaluate, with and without logits.
+    no_logits, no_evaluation: why it cannot evaluate, with and without logits. trainings: how the optimiser bears on
+    plans, by precision and whether they are for GPUs, found when it is asked for.
     """
 
     needs: Needs
     no_logits: str
     no_evaluation: str
     trace: BatchedTrace
+    trainings: dict[tuple[str, bool], Training] = field(default_factory=dict)
 
 
 def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
@@ -200,8 +202,10 @@ def request_of(
     check_micro_batches(traced, limits)
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
     limits = limited(limits, needs, traced(rows))
-    training = training_of(optimizer, options.precision, not is_cpu(first), parameters_of(model), needs)
-    training = replace(training, compression=compression)
+    key = options.precision, not is_cpu(first)
+    if key not in known.trainings:
+        known.trainings[key] = training_of(optimizer, *key, parameters_of(model), needs)
+    training = replace(known.trainings[key], compression=compression)
     fused = options.kernels == "on" or (options.kernels == "auto" and not is_cpu(first))
     return Request(
         trace=traced,

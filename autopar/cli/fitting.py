@@ -16,7 +16,7 @@ from autopar.cli.output import print_json, working
 from autopar.cluster import ClusterSpec
 from autopar.compile import Traced, padded_search, planned_alone, request_of, traced_of
 from autopar.errors import AutoparError, ConstraintError, ModelError
-from autopar.explain.fitting import Answer, Fits, Fitted, OnCluster, Question, fits, fitted_of
+from autopar.explain.fitting import Answer, Fits, Fitted, OnCluster, Planner, Question, fits, fitted_of
 from autopar.integrations.job import Job, parse_settings
 from autopar.planning.layer_pool import LayerPool
 from autopar.planning.planner import fits_plainly
@@ -24,6 +24,9 @@ from autopar.report.json_facts import record_json
 from autopar.report.tables import table_of
 from autopar.settings.compile_options import CompileOptions
 from autopar.units import bytes_text, count_text, seconds_text
+
+KEPT_LENGTHS = 8
+"""Sequence lengths at which models and their traces are kept, none of which has memory of its own."""
 
 
 def fit(
@@ -63,14 +66,14 @@ def fit(
         raise typer.Exit(1)
 
 
-class _Planner:
+class _Planner(Planner):
     """Plans questions about the model of a command line. The rows of the first cluster are those of all."""
 
     def __init__(self, model: str, flags: Flags, num_devices: int) -> None:
         self.model, self.flags, self.num_devices = model, flags, num_devices
         self.options = flags.plan_options()
-        self.job_at = functools.lru_cache(maxsize=2)(self._job_at)
-        self.traced_at = functools.lru_cache(maxsize=2)(self._traced_at)
+        self.job_at = functools.lru_cache(maxsize=KEPT_LENGTHS)(self._job_at)
+        self.traced_at = functools.lru_cache(maxsize=KEPT_LENGTHS)(self._traced_at)
         self.pool = LayerPool()
         self.job: Job = self.job_at(flags.seq)
 
@@ -101,11 +104,11 @@ class _Planner:
         planned = planned_alone(job.model, question.cluster, asked, search, self.traced_at(question.seq_len))
         return fitted_of(planned.request, planned.best, _seq_len(job))
 
-    def does_fit(self, question: Question) -> bool:
-        """Whether it is found out without looking for the best plan that one fits."""
+    def does_fit(self, question: Question, is_soon: bool = False) -> bool:
+        """See `Planner`."""
         job, asked = self._asked(question)
         request = request_of(job.model, question.cluster, asked, self.traced_at(question.seq_len))
-        return fits_plainly(request, self.pool)
+        return fits_plainly(request, self.pool, is_soon)
 
     def _asked(self, question: Question) -> tuple[Job, CompileOptions]:
         length = question.seq_len or self.flags.seq

@@ -41,6 +41,7 @@ from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
 from autopar.explain.compare import compare as compare_plans
 from autopar.explain.compare import comparison_panels
+from autopar.explain.processes import spare_processes
 from autopar.explain.questions import explain as ask
 from autopar.explain.render import explanation_panels
 from autopar.files.outputs import write_output
@@ -193,7 +194,7 @@ def explain(
     else:  # the program is not needed
         compiled, found_by = None, plan_of_model(source, cluster, flags)
     with working("planning again, to see what binds") as tell:
-        found = ask(found_by, seconds=seconds, tell=tell)
+        found = ask(found_by, seconds=seconds, tell=tell, processes=spare_processes())
     if as_json:
         print_json(record_json("explanation", found))
     else:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from autopar.errors import AutoparError, ClusterError, ConstraintError, InfeasibleError
 from autopar.options.assignment import Candidate
@@ -89,8 +90,16 @@ class Fits:
     cheapest: str | None
 
 
-Planner = Callable[[Question], Fitted]
-"""Plans a question; raises InfeasibleError where nothing fits and another AutoparError where it cannot be asked."""
+class Planner(Protocol):
+    """Plans questions."""
+
+    def __call__(self, question: Question) -> Fitted:
+        """The best plan. Raises InfeasibleError where nothing fits, another AutoparError where that cannot be asked."""
+
+    def does_fit(self, question: Question, is_soon: bool = False) -> bool:
+        """Whether it is found out, without looking for the best plan, that one fits; raises as a call does. is_soon: by
+        what fitted other questions alone."""
+        return False
 
 
 def fitted_of(request: Request, best: Candidate, seq_len: int | None) -> Fitted:
@@ -178,12 +187,21 @@ class _Asking:
         """Why the question has no plan, or None where it has one, which need not be the best."""
         if question not in self.known:
             try:
-                if getattr(self.planner, "does_fit", lambda _: False)(question):
+                if self.planner.does_fit(question):
                     return None
             except AutoparError as error:
                 self.known[question] = error
         found = self.ask(question)
         return found if isinstance(found, AutoparError) else None
+
+    def fits_soon(self, question: Question) -> bool:
+        """Whether the question is known to have a plan, or that is soon found out."""
+        if question in self.known:
+            return isinstance(self.known[question], Fitted)
+        try:
+            return not self.is_over and self.planner.does_fit(question, is_soon=True)
+        except AutoparError:
+            return False
 
     def first(self, question: Question) -> tuple[Answer, int | None]:
         """The job as asked. Raises what is wrong with it other than memory."""
@@ -224,20 +242,22 @@ class _Asking:
 
     def _last(self, asked: Sequence[Question], numbers: Sequence[int], start: int, first: Answer, end: str) -> Answer:
         """The last question that fits of a list that gets harder. start: where the search begins. Only that one is
-        planned for its best plan."""
+        planned for its best plan. What is soon found to fit is not asked otherwise."""
         low, best = -1, first.found
         high, width = len(asked), 1
         at, error = start, None
         if best is not None:
             low, at = start, start + 1
-        while low + 1 < high:
-            if self.is_over:
-                break
-            refused = self.refusal(asked[at])
-            if refused is None:
-                low, best = at, None
-            else:
-                high, error = at, refused
+        while low + 1 < high and not self.is_over:
+            soon = self._last_soon(asked, low, high) if low >= 0 else low
+            if soon > low:
+                low, best, at = soon, None, soon + 1
+            if at < high:
+                refused = self.refusal(asked[at])
+                if refused is None:
+                    low, best = at, None
+                else:
+                    high, error = at, refused
             width *= 2
             if high == len(asked):
                 at = min(low + width, high - 1)
@@ -253,6 +273,20 @@ class _Asking:
             best = found if isinstance(found, Fitted) else None
         return Answer(best, numbers[high] if high < len(asked) else None, words)
 
+    def _last_soon(self, asked: Sequence[Question], low: int, high: int) -> int:
+        """The last question before `high` that is soon found to fit, `low` if none is: the last of all, or in steps
+        that double as long as they fit, and then between the last two."""
+        if high == len(asked) and self.fits_soon(asked[-1]):
+            return high - 1
+        width = 1
+        while low + width < high and self.fits_soon(asked[low + width]):
+            low, width = low + width, 2 * width
+        high = min(low + width, high)
+        while low + 1 < high:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits_soon(asked[middle]) else (low, middle)
+        return low
+
     def fewest(self, base: Question, first: Answer) -> Answer:
         """Half the nodes as long as they fit, then half the devices of the node."""
         cluster = base.cluster
@@ -260,15 +294,17 @@ class _Asking:
             return Answer(words="unlike groups of nodes have no half")
         if first.found is None:
             return Answer(words="the job as asked does not fit")
-        best = first.found
+        fitting, refused, words = base, None, ""
         for smaller in halves(cluster):
-            if self.is_over:
-                return Answer(best, smaller.num_devices, "the time was up: fewer may do")
-            found = self.ask(replace(base, cluster=smaller))
-            if not isinstance(found, Fitted):
-                return Answer(best, smaller.num_devices, _refusal(found))
-            best = found
-        return Answer(best)
+            question = replace(base, cluster=smaller)
+            error = None if self.is_over else self.refusal(question)
+            if self.is_over or error is not None:
+                refused = smaller.num_devices
+                words = _refusal(error) or "the time was up: fewer may do"
+                break
+            fitting = question
+        best = first.found if fitting == base else self.ask(fitting)
+        return Answer(best if isinstance(best, Fitted) else None, refused, words)
 
 
 def lengths(given: int, most: int) -> list[int]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from autopar.costs.layer_costs import defers_weights
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.explain.conditions import Condition, conditions
 from autopar.explain.decisions import Decision, is_made, other_decisions, pin_text
 from autopar.explain.explanation import Alternative, Explanation, WhatIf
+from autopar.explain.processes import answers
 from autopar.explain.verdict import TIE, time_words, verdict_words
 from autopar.ir.chain import chain
 from autopar.options.assignment import Candidate
@@ -31,12 +33,18 @@ the time."""
 
 
 def explain(
-    source: GeneratedProgram | Planned | Request, *, seconds: float = 60.0, tell: Callable[[str], None] = lambda _: None
+    source: GeneratedProgram | Planned | Request,
+    *,
+    seconds: float = 60.0,
+    tell: Callable[[str], None] = lambda _: None,
+    processes: int = 1,
 ) -> Explanation:
     """Why the plan of a compiled program, or the one that was or would be chosen for a request.
 
     seconds: after which no further question is asked; what is left is named in `not_tried`. A question that has begun
-    is answered. tell: gets each question, with its number, when it begins.
+    is answered. tell: gets each question that this process asks, with its number, when it begins. processes: in so
+    many questions are answered, with the same answers; more than one are forked, which is safe where no other thread
+    holds what they need.
     Raises PlanError on a program without its request, and AutoparError where nothing can be planned.
     """
     if isinstance(source, GeneratedProgram) and source.request is None:
@@ -54,7 +62,15 @@ def explain(
         searched = search_plans(request, solved_layers, POLISH_ONLY).best
     explained = searched if isinstance(source, Request) else source.best
     questions = _Questions(request=request, solved_layers=solved_layers, searched=searched, limit=limit, tell=tell)
-    return questions.answer(explained)
+    return questions.answer(explained, processes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """To one question. found: None where there is nothing to tell. not_tried: the question where the time was up."""
+
+    found: Alternative | WhatIf | None = None
+    not_tried: str = ""
 
 
 @dataclass
@@ -67,22 +83,28 @@ class _Questions:
     searched: Candidate
     limit: float
     tell: Callable[[str], None]
-    not_tried: list[str] = field(default_factory=list)
+    _deferring: Solved | None = None
 
-    def answer(self, best: Candidate) -> Explanation:
+    def answer(self, best: Candidate, processes: int) -> Explanation:
         plan = best.plan
-        num_units = len(chain(best.graph))
-        asked, changed = list(other_decisions(self.request, plan, num_units)), list(conditions(self.request))
-        count = len(asked) + len(changed)
         # First what is solved already: other decisions have the prices of the plan, other conditions few of them.
-        alternatives: list[Alternative] = []
-        what_ifs: list[WhatIf] = []
-        for number, decision in enumerate(asked, 1):
-            self.tell(f"question {number} of {count}, {decision.dimension} {decision.value}")
-            alternatives += filter(None, [self.alternative(plan, decision)])
-        for number, condition in enumerate(changed, 1 + len(asked)):
-            self.tell(f"question {number} of {count}, {condition.words}")
-            what_ifs += filter(None, [self.what_if(best, condition)])
+        asked: list[Decision | Condition] = [*other_decisions(self.request, plan, len(chain(best.graph)))]
+        asked += conditions(self.request)
+
+        def ask(number: int) -> _Answer:
+            question = asked[number]
+            if isinstance(question, Decision):
+                return self.alternative(plan, question)
+            return self.what_if(best, question)
+
+        def tell(number: int) -> None:
+            question = asked[number]
+            made = f"{question.dimension} {question.value}" if isinstance(question, Decision) else question.words
+            self.tell(f"question {number + 1} of {len(asked)}, {made}")
+
+        answered = answers(ask, len(asked), processes, tell)
+        alternatives = [each.found for each in answered if isinstance(each.found, Alternative)]
+        what_ifs = [each.found for each in answered if isinstance(each.found, WhatIf)]
         capacity = float(self.request.capacity_bytes(plan.fullest_group))
         return Explanation(
             plan=plan,
@@ -92,10 +114,10 @@ class _Questions:
             time=tuple(time_words(plan)),
             what_ifs=tuple(what_ifs),
             alternatives=tuple(alternatives),
-            not_tried=tuple(self.not_tried),
+            not_tried=tuple(each.not_tried for each in answered if each.not_tried),
         )
 
-    def what_if(self, best: Candidate, condition: Condition) -> WhatIf | None:
+    def what_if(self, best: Candidate, condition: Condition) -> _Answer:
         """The explained plan, and the best one, under a changed condition."""
         same = _same_plan_seconds(best, condition)
         asked = WhatIf(
@@ -105,43 +127,46 @@ class _Questions:
             same_plan_seconds=same,
         )
         if time.monotonic() > self.limit:
-            self.not_tried.append(condition.words)
-            return None if same is None else replace(asked, problem="not planned anew")
+            found = None if same is None else replace(asked, problem="not planned anew")
+            return _Answer(found, condition.words)
         solved_layers = (
             self.solved_layers if condition.has_same_prices else self.solved_layers.priced_for(condition.request)
         )
         try:
             plan = search_plans(condition.request, solved_layers, POLISH_ONLY).best.plan
         except AutoparError as error:
-            return replace(asked, problem=error.constraint)
-        return replace(asked, seconds=plan.prediction.step_seconds, plan=full_words(plan))
+            return _Answer(replace(asked, problem=error.constraint))
+        return _Answer(replace(asked, seconds=plan.prediction.step_seconds, plan=full_words(plan)))
 
-    def alternative(self, plan: Plan, decision: Decision) -> Alternative | None:
-        """The best plan with one decision made differently; None where no plan has it."""
+    def alternative(self, plan: Plan, decision: Decision) -> _Answer:
+        """The best plan with one decision made differently; nothing where no plan has it."""
         name = decision.dimension
         value = decision.value or f"without {pin_text(self.request.constraints, name)}"
         if time.monotonic() > self.limit:
-            self.not_tried.append(f"{name} {value}")
-            return None
+            return _Answer(not_tried=f"{name} {value}")
         request = replace(self.request, constraints=decision.constraints)
+        nothing = Alternative(dimension=name, value=value, plan="", seconds=None, peak_bytes=None, why="")
         try:
-            found = search_plans(request, self.solved_layers, POLISH_ONLY).best.plan
+            found = search_plans(request, self._solved_for(request), POLISH_ONLY).best.plan
         except AutoparError as error:
-            return Alternative(
-                dimension=name, value=value, plan="", seconds=None, peak_bytes=None, why=self._refusal(error)
-            )
+            return _Answer(replace(nothing, why=self._refusal(error)))
         if not is_made(found, decision):
-            return None
+            return _Answer()
         prediction = found.prediction
-        words = full_words(found)
-        return Alternative(
-            dimension=name,
-            value=value,
-            plan=words,
-            seconds=prediction.step_seconds,
-            peak_bytes=prediction.peak_bytes,
-            why=_difference(found, plan),
-        )
+        seconds, peak_bytes = prediction.step_seconds, prediction.peak_bytes
+        why = _difference(found, plan)
+        return _Answer(replace(nothing, plan=full_words(found), seconds=seconds, peak_bytes=peak_bytes, why=why))
+
+    def _solved_for(self, request: Request) -> Solved:
+        """The layers for a request with another decision: without weight gradients that sums could run beside, they are
+        solved for other prices."""
+        schedule, own = request.constraints.schedule, self.request.constraints
+        if not request.overlaps or defers_weights(schedule or "") == defers_weights(own.schedule or ""):
+            return self.solved_layers
+        if self._deferring is None:
+            changed = replace(self.request, constraints=replace(own, schedule=schedule))
+            self._deferring = self.solved_layers.decided_for(changed)
+        return self._deferring
 
     def _refusal(self, error: AutoparError) -> str:
         capacity = min(map(self.request.capacity_bytes, range(len(self.request.whole.groups))))

@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.costs.layer_costs import MODES
+from autopar.costs.layer_costs import MODES, LayerCost, Mode
+from autopar.costs.stage_costs import ROUND_OFF, holding_states
 from autopar.errors import ConstraintError
+from autopar.planning.bounds import stored_bound
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import EqualSearch
 from autopar.planning.stage_points import modes_of, point
 from autopar.planning.stage_problem import Found, StageProblem
+from cost_models.schedule import placement
 from search.inter_op import solve_pipeline
 from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution, Submesh
 
@@ -69,19 +72,52 @@ def chunks_of(search: EqualSearch) -> Iterator[tuple[str, int]]:
 
 def _best_mode(search: EqualSearch, config: ParallelConfig) -> Found | None:
     """The config under the first recompute mode that fits."""
+    usable, (stage_mesh,) = search.costs.usable_bytes[0], config.stage_meshes
+    if search.solved_layers.of(config, stage_mesh) and stored_bound(search.costs, config) > usable * config.pp:
+        return None  # the mean of all ranks stores too much, however the chain is cut
     for cut in cuts_by_mode(search, config):
-        if cut.peak_bytes <= search.costs.usable_bytes[0]:
+        if cut.held_bytes <= usable and cut.peak_bytes <= usable:
             return replace(cut.found, objective=cut.step_seconds)
     return None
 
 
 @dataclass
 class EvenCut:
-    """A config cut evenly under one recompute mode. peak_bytes: of the fullest rank."""
+    """A config cut evenly under one recompute mode."""
 
     problem: StageProblem
     found: Found
-    peak_bytes: float
+    mode: str
+
+    @cached_property
+    def held_bytes(self) -> float:
+        """Of the fullest rank, what it stores and what micro-batches in flight keep: most of its peak, soon found."""
+        config, (here,), units = self.problem.config, self.problem.chains.values(), self.problem.costs.units
+        stages = [units[stage.first : stage.last] for stage in self.found.pipeline.stages]
+        modes = {name: _mode(cost, self.mode) for name, cost in here.costs.items()}
+        kept = {name: mode.kept_bytes for name, mode in modes.items()}
+        stored = [sum(sum(here.costs[name].fixed.values()) for name in own) for own in stages]
+        held = [sum(kept[name] for name in own) for own in stages]
+        deferred = [sum(modes[name].live.deferred for name in own) for own in stages]
+        # The micro-batch that runs: a forward ends with all of it, a backward begins with all but the last unit's.
+        begun = [size - kept[own[-1]] for size, own in zip(held, stages, strict=True)]
+        running = {"F": held, "B": begun, "I": begun, "W": [0.0] * len(stages)}
+        home = placement(config.schedule, config.pp, config.chunks)
+        states = holding_states(config.schedule, config.pp, config.num_micro_batches, config.chunks)
+        ranks = [
+            sum(size for size, at in zip(stored, home, strict=True) if at == rank)
+            + max(
+                running[kind][at] + sum(held[s] * n + deferred[s] * late for s, n, late in counts)
+                for kind, at, counts in own
+            )
+            for rank, own in enumerate(states)
+        ]
+        return max(ranks) * (1 - ROUND_OFF)
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """Of the fullest rank."""
+        return self.problem.assembled(self.found.pipeline).peak_bytes
 
     @cached_property
     def step_seconds(self) -> float:
@@ -106,10 +142,13 @@ def cuts_by_mode(search: EqualSearch, config: ParallelConfig) -> Iterator[EvenCu
 
 def _even_cut(problem: StageProblem, mode: str) -> EvenCut | None:
     solution = _evenly(problem, mode)
-    if solution is None:
-        return None
-    found = problem.found(solution)
-    return EvenCut(problem, found, problem.assembled(found.pipeline).peak_bytes)
+    return None if solution is None else EvenCut(problem, problem.found(solution), mode)
+
+
+def _mode(cost: LayerCost, label: str) -> Mode:
+    """The mode of a unit, that of keeping everything where it has no other."""
+    modes = modes_of(cost)
+    return modes.get(label, modes["none"])
 
 
 def _evenly(problem: StageProblem, mode: str) -> PipelineSolution | None:
@@ -117,9 +156,8 @@ def _evenly(problem: StageProblem, mode: str) -> PipelineSolution | None:
     config, ((stage_mesh, here),) = problem.config, problem.chains.items()
     name, num_stages, points = str(stage_mesh), config.pp * config.chunks, {}
     for unit, cost in here.costs.items():
-        modes = modes_of(cost)
-        label = mode if mode in modes else "none"
-        points[unit, name] = (point(cost, label, modes[label], "1f1b"),)
+        label = mode if mode in modes_of(cost) else "none"
+        points[unit, name] = (point(cost, label, _mode(cost, mode), "1f1b"),)
     even = PipelineProblem(
         units=problem.costs.units,
         submeshes=(Submesh(name, GROUP, 1, FREE_MEMORY),),

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 from autopar.planning.known_costs import of_batch
+from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request
 from autopar.planning.solved_layers import GRID_ROWS, SolvedLayers
 
 
 @dataclass
 class LayerPool:
-    """Solved layers by what they depend on, so that a search gives what it would give by itself."""
+    """Solved layers by what they depend on, so that a search gives what it would give by itself. fitting: configs under
+    which something fitted, the last one first, one of each kind."""
 
     known: list[SolvedLayers] = field(default_factory=list)
+    fitting: list[ParallelConfig] = field(default_factory=list)
 
     def of(self, request: Request, typical_rows: int | None) -> SolvedLayers:
         """Those for the request, new ones where there are none yet. typical_rows: see `SolvedLayers`."""
@@ -22,6 +26,22 @@ class LayerPool:
                 return each
         self.known.append(SolvedLayers(request, typical_rows))
         return self.known[-1]
+
+    def fitted(self, config: ParallelConfig) -> None:
+        """Something fits under a config."""
+        self.fitting = [config, *(each for each in self.fitting if kind_of(each) != kind_of(config))]
+
+
+def kind_of(config: ParallelConfig) -> Hashable:
+    """A config but for rows and micro-batches."""
+    return (
+        config.pipeline_ranks,
+        config.stage_meshes,
+        config.zero,
+        config.multiplier,
+        config.offload,
+        config.schedule,
+    )
 
 
 def _is_alike(request: Request, other: Request) -> bool:

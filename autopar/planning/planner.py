@@ -22,12 +22,14 @@ from autopar.options.assignment import Assignment, Candidate
 from autopar.options.strategies import Operator
 from autopar.plan import Plan
 from autopar.planning.best_first import Searched
+from autopar.planning.bounds import bytes_bound
 from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import refined
 from autopar.planning.config_costs import Solved
 from autopar.planning.known_costs import KnownCosts
-from autopar.planning.layer_pool import LayerPool
+from autopar.planning.layer_pool import LayerPool, kind_of
 from autopar.planning.one_stage import OneStageSearch, meshes
+from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
 from autopar.planning.predict import predicted
 from autopar.planning.request import Request, divisors
@@ -52,6 +54,8 @@ MOST_CANDIDATES = 4
 runners-up."""
 MOST_CHUNKED = 2
 """The same under schedules with several stages per pipeline rank."""
+MOST_ALIKE = 3
+"""Kinds of configs under which something fitted that are tried first where any plan will do."""
 TIE = 1e-9
 """Plans whose times differ by no more than this share are as fast; the one found by the exact search is preferred."""
 
@@ -120,6 +124,8 @@ def search_plans(
     chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
     known = search.costs.known
     found = list(itertools.islice(_fitting(pipelines.found, request, known), MOST_CANDIDATES))
+    if isinstance(shared, LayerPool) and found:
+        shared.fitted(pipelines.found[0].config)
     found += itertools.islice(_fitting(chunked, request, known), MOST_CHUNKED)
     fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
     exact = _one_stage(request, found, exact_devices)
@@ -147,9 +153,11 @@ def search_plans(
     return SearchResult(tuple(found), missing, tuple(failure.where for failure in failures), solved=search.solved)
 
 
-def fits_plainly(request: Request, pool: LayerPool) -> bool:
-    """Whether a pipeline fits, by the first that is found, and `search_plans` has no other reason to refuse. Where
-    there is none, that is to be asked."""
+def fits_plainly(request: Request, pool: LayerPool, is_soon: bool = False) -> bool:
+    """Whether a pipeline fits, and `search_plans` has no other reason to refuse. Where there is none, that is to be
+    asked. What needs least is tried first: it may fit other requests, too. is_soon: only what fitted others is tried,
+    and one config more.
+    """
     if request.mixed is not None or request.needs.whole or request.unpadded is not None:
         return False
     try:
@@ -159,8 +167,44 @@ def fits_plainly(request: Request, pool: LayerPool) -> bool:
             return False
     except ConstraintError:
         return False
-    search.most_solved = 0
-    return any(True for _ in _fitting(search.run().found, request, search.costs.known))
+    like_others = itertools.chain.from_iterable(_alike(search, each) for each in pool.fitting[:MOST_ALIKE])
+    tried = set[ParallelConfig]()
+    for config in itertools.chain(like_others, _lean(search)):
+        is_solved = search.solved_layers.of(config, config.stage_meshes[0]) is not None
+        if config not in tried and is_solved and _fits_under(search, config):
+            pool.fitted(config)
+            return True
+        tried.add(config)
+    if is_soon:
+        return False
+    configs = [(bytes_bound(search.costs, each), each.key, each) for each in search.configs()]
+    for least, _, config in sorted(configs, key=lambda each: each[:2]):
+        if least <= search.costs.usable_bytes[0] and _fits_under(search, config):
+            pool.fitted(config)
+            return True
+    return False
+
+
+def _fits_under(search: EqualSearch, config: ParallelConfig) -> bool:
+    """Whether a pipeline fits under a config."""
+    solved = search.solve(config, math.inf)
+    return solved is not None and any(True for _ in _fitting([solved[1]], search.request, search.costs.known))
+
+
+def _alike(search: EqualSearch, known: ParallelConfig) -> Iterator[ParallelConfig]:
+    """Two configs that are like another request's: with as many rows of a micro-batch, and with the fewest."""
+    scheduled = (each for config in search.unscheduled for each in search.scheduled(config))
+    found = [each for each in scheduled if kind_of(each) == kind_of(known)]
+    yield from sorted(found, key=lambda each: (each.rows != known.rows, each.rows))[:2]
+
+
+def _lean(search: EqualSearch) -> Iterator[ParallelConfig]:
+    """The config that looks as if it needed least: most is sharded or on the host, with the fewest rows."""
+    order = ("parameters", "optimizer", "")
+    for config in sorted(
+        search.unscheduled, key=lambda c: (-c.zero, order.index(c.offload), c.pp, c.rows, -c.multiplier, c.key)
+    )[:1]:
+        yield from itertools.islice(search.scheduled(config), 1)
 
 
 def _fitting(solved: Iterable[Found], request: Request, known: KnownCosts) -> Iterator[Candidate]:

@@ -101,6 +101,13 @@ class SharedAssignments:
             {n: solved_layers.priced_for(request.of_group(n)) for n, solved_layers in self.solved_layers.items()},
         )
 
+    def decided_for(self, request: Request) -> SharedAssignments:
+        """Assignments to be made for another request about the same model on the same devices."""
+        return SharedAssignments(
+            request,
+            {n: solved_layers.decided_for(request.of_group(n)) for n, solved_layers in self.solved_layers.items()},
+        )
+
     def _solved_layers(self, tp: int) -> SolvedLayers:
         number = self._main(tp)
         if number not in self.solved_layers:

@@ -285,6 +285,18 @@ class SolvedLayers:
             _made=self._made,
         )
 
+    def decided_for(self, request: Request) -> SolvedLayers:
+        """Layers to be solved for another request about the same model on the same devices: what it pays for is other
+        than what this one does. Its calls and the programs that were lowered are the same."""
+        return SolvedLayers(
+            request,
+            self.typical_rows,
+            _operators=self._operators,
+            _covered=self._covered,
+            _known=self._known,
+            _made=self._made,
+        )
+
     def operators(self, rows: int) -> dict[tuple[str, str], Operator]:
         """The calls of the graph at `rows` rows over all ranks."""
         if rows not in self._operators:

@@ -14,7 +14,7 @@ from autopar.cli import app, fitting
 from autopar.cli.options import Flags, read_cluster, read_job
 from autopar.compile import padded_search, planned_alone
 from autopar.explain import fitting as answers
-from autopar.explain.fitting import Fitted, Question, fits, fitted_of
+from autopar.explain.fitting import Fitted, Planner, Question, fits, fitted_of
 from autopar.report.json_facts import record_json
 from autopar.settings.compile_options import CompileOptions
 
@@ -60,11 +60,12 @@ def test_fit_gives_the_answers_of_plans_made_alone(tmp_path: Path, monkeypatch: 
     made = json.loads(ran.stdout)
     known = {}
 
-    def planner(question: Question) -> Fitted:
-        known[question] = alone(model, question)
-        return known[question]
+    class Alone(Planner):
+        def __call__(self, question: Question) -> Fitted:
+            known[question] = alone(model, question)
+            return known[question]
 
-    wanted = fits(planner, [read_cluster(CLUSTER, None)], seq_len=SEQ, longest=24)
+    wanted = fits(Alone(), [read_cluster(CLUSTER, None)], seq_len=SEQ, longest=24)
     assert made == json.loads(json.dumps(record_json("fit", wanted)))
     # One trace for each length, and the best plan of each answer alone: others need only be found to fit.
     assert counted["traced_of"] == 2

@@ -140,6 +140,17 @@ def test_alternatives_are_what_the_search_finds_with_the_pin() -> None:
 
 
 @pytest.mark.slow
+def test_schedules_that_defer_weight_gradients_have_layers_of_their_own() -> None:
+    """No sum runs beside weight gradients then, so other decisions may be best: those that the search makes."""
+    pinned = {"pp": 2, "tp": 2, "dp": 2}
+    found = explained("llama", "8 a100-80g", **pinned)
+    by_schedule = {a.value: a.seconds for a in found.alternatives if a.dimension == "schedule"}
+    for schedule in ("zero-bubble", "zero-bubble-v"):
+        alone = search_plans(request("llama", "8 a100-80g", **pinned, schedule=schedule), exact_devices=0).best.plan
+        assert by_schedule[schedule] == pytest.approx(alone.prediction.step_seconds, rel=1e-9)
+
+
+@pytest.mark.slow
 def test_an_alternative_that_does_not_fit_says_by_how_much() -> None:
     """ZeRO-0 under a budget below what it needs: the bytes named are those that it lacks."""
     budget = tight(0.85, "gpt2", **PINS)

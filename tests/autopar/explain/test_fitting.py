@@ -9,14 +9,14 @@ from torch import nn
 from autopar.cluster import ClusterSpec
 from autopar.compile import padded_search, planned_alone
 from autopar.errors import ClusterError, InfeasibleError, ModelError
-from autopar.explain.fitting import Fitted, Question, fits, fitted_of, halves, lengths
+from autopar.explain.fitting import Fitted, Planner, Question, fits, fitted_of, halves, lengths
 from autopar.settings.compile_options import CompileOptions
 from cost_models.machine import Cluster
 
 FOUR = Cluster.parse("4 l4")
 
 
-class MadeUp:
+class MadeUp(Planner):
     """A planner whose memory is `rows * tokens` over the devices. room: of one device."""
 
     def __init__(self, room: int, rows: int = 8, seq_len: int = 64) -> None:
@@ -79,18 +79,35 @@ def test_prices() -> None:
 
 
 def test_what_is_wrong_other_than_memory_is_raised() -> None:
-    def planner(question: Question) -> Fitted:
-        raise ModelError("no such model")
+    class Unknown(Planner):
+        def __call__(self, question: Question) -> Fitted:
+            raise ModelError("no such model")
 
     with pytest.raises(ModelError):
-        fits(planner, [FOUR])
+        fits(Unknown(), [FOUR])
+
+
+class Hinting(MadeUp):
+    """Finds out of some questions without a plan that they fit: soon below half the room, else below three quarters."""
+
+    def does_fit(self, question: Question, is_soon: bool = False) -> bool:
+        rows, tokens = question.rows or self.rows, question.seq_len or self.seq_len
+        return rows * tokens <= (0.5 if is_soon else 0.75) * self.room * question.cluster.num_devices
+
+
+@pytest.mark.parametrize("room", [1, 40, *range(128, 400, 13), 1000, 5000, 40000])
+def test_what_is_found_out_without_plans_changes_no_answer(room: int) -> None:
+    plain, hinting = MadeUp(room), Hinting(room)
+    wanted, found = (fits(each, [FOUR], seq_len=64, longest=1000) for each in (plain, hinting))
+    assert found == wanted
+    assert len(hinting.asked) == len(set(hinting.asked)) <= len(plain.asked)
 
 
 def test_halves() -> None:
     assert [str(c) for c in halves(Cluster.parse("2x4 l4"))] == ["4 l4", "2 l4", "1 l4"]
 
 
-class Planned:
+class Planned(Planner):
     """The real planner of a small model of rows [batch, tokens, 32]."""
 
     def __init__(self, memory: int, **pins: int) -> None:
