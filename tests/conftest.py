@@ -7,7 +7,7 @@ import gc
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before torch and numpy are imported, here and in the processes that tests start: many of them share few cores.
@@ -20,11 +20,13 @@ import pytest
 import torch
 
 from autopar.frontend.fakes import count_devices
+from tests.shared_traces import shared
 
 # Tests make fake tensors and compile before they fork ranks.
 count_devices()
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
+_FRONTEND = Path(__file__).parent / "autopar" / "frontend"
 
 # Equal examples on every run; HYPOTHESIS_PROFILE=explore looks further.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -58,6 +60,18 @@ def reproducible() -> None:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def equal_models_share_their_traces(request: pytest.FixtureRequest) -> Iterator[None]:
+    """But in tests/autopar/frontend, and where a test has replaced something (shared_traces.py); SHARED_TRACES=0 does
+    without."""
+    if _FRONTEND in request.path.parents or os.environ.get("SHARED_TRACES") == "0":
+        yield
+        return
+    patch = request.getfixturevalue("monkeypatch") if "monkeypatch" in request.fixturenames else None
+    with shared(lambda: bool(patch and patch._setattr)):
+        yield
 
 
 @pytest.fixture
