@@ -24,6 +24,7 @@ import autopar.compile  # noqa: F401 (its function has the same name, hence sys.
 from autopar.frontend.evaluation import why_no_evaluation
 from autopar.frontend.rebatch import LEAST_ROWS
 from autopar.frontend.trace import Cuts, find_cuts, trace
+from autopar.rules.registry import default_registry
 
 _MOST_KEPT = 400
 _LARGEST = 1 << 20
@@ -108,7 +109,8 @@ def _once(key: Hashable, make: Callable[[], Any]) -> Any:
 
 def _content(value: Any) -> bytes:
     """Equal for equal values; raises what `_find_cuts` catches for what it cannot tell."""
-    surroundings = torch.get_default_dtype(), str(torch.get_default_device()), torch.is_autocast_enabled("cpu")
+    rules = [(name, _number(id(rule), rule)) for name, rule in default_registry().additions.items()]
+    surroundings = torch.get_default_dtype(), str(torch.get_default_device()), torch.is_autocast_enabled("cpu"), rules
     written = io.BytesIO()
     _Writer(written).dump((surroundings, value))
     return hashlib.sha256(written.getvalue()).digest()
