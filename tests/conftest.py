@@ -7,7 +7,7 @@ import gc
 import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 # Before torch and numpy are imported, here and in the processes that tests start: many of them share few cores.
@@ -53,6 +53,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Equal models share their traces (shared_traces.py), but in tests/autopar/frontend and where a test has replaced
+    something; SHARED_TRACES=0 does without."""
+
+    def has_replaced() -> bool:
+        patch = getattr(item, "funcargs", {}).get("monkeypatch")
+        return bool(patch and patch._setattr)
+
+    if _FRONTEND in item.path.parents or os.environ.get("SHARED_TRACES") == "0":
+        return (yield)
+    with shared(has_replaced):
+        return (yield)
+
+
 @pytest.fixture(autouse=True)
 def reproducible() -> None:
     """Every test starts from the same random state, on one thread."""
@@ -60,18 +75,6 @@ def reproducible() -> None:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-
-
-@pytest.fixture(autouse=True)
-def equal_models_share_their_traces(request: pytest.FixtureRequest) -> Iterator[None]:
-    """But in tests/autopar/frontend, and where a test has replaced something (shared_traces.py); SHARED_TRACES=0 does
-    without."""
-    if _FRONTEND in request.path.parents or os.environ.get("SHARED_TRACES") == "0":
-        yield
-        return
-    patch = request.getfixturevalue("monkeypatch") if "monkeypatch" in request.fixturenames else None
-    with shared(lambda: bool(patch and patch._setattr)):
-        yield
 
 
 @pytest.fixture
