@@ -24,6 +24,9 @@ from tests.shared_traces import shared
 
 # Tests make fake tensors and compile before they fork ranks.
 count_devices()
+# `with torch.device` keeps the constructors of its first use; transformers replaces linspace while it loads a model.
+with torch.device("meta"):
+    torch.empty(0)
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 _FRONTEND = Path(__file__).parent / "autopar" / "frontend"
