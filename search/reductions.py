@@ -14,7 +14,7 @@ Two rules, applied until neither drops anything (the second for a few rounds onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -22,6 +22,9 @@ import numpy.typing as npt
 
 from search.core import Core, Mask
 from search.problem import Array
+
+Places = npt.NDArray[np.int64]
+"""Numbers of options, ascending."""
 
 MAX_DOMINANCE_ROUNDS = 3
 NUM_SAMPLED_PARTNERS = 4
@@ -84,56 +87,73 @@ def _drop_dominated(core: Core, neighbours: Sequence[Sequence[int]], open_: set[
     other can lose more: what is left of a variable was compared with the same partners.
     """
     masks: list[Mask] = [np.ones(size, dtype=np.bool_) for size in core.sizes]
+    kept: list[Places] = [_all_places(size) for size in core.sizes]
     changed: set[int] = set()
     for v, size in enumerate(core.sizes):
         if v not in open_:
             continue
         open_.discard(v)
         if size > 1:
-            masks[v] = _undominated(core, v, neighbours[v], masks)
+            masks[v] = _undominated(core, v, {w: kept[w] for w in neighbours[v]})
             if not masks[v].all():
+                kept[v] = np.flatnonzero(masks[v])
                 changed.add(v)
                 open_.update(neighbours[v])
     return core.keep(masks), changed
 
 
-def _undominated(core: Core, v: int, neighbours: Sequence[int], masks: Sequence[Mask]) -> Mask:
-    """Which options of ``v`` remain, judged with the neighbours' options in ``masks``."""
-    size = len(masks[v])
+def _undominated(core: Core, v: int, partners: Mapping[int, Places]) -> Mask:
+    """Which options of ``v`` remain, judged with the options of its neighbours that are left."""
+    size = core.sizes[v]
     keep: Mask = np.ones(size, dtype=np.bool_)
-    partners = {w: np.flatnonzero(masks[w]) for w in neighbours}
-    sampled = {w: kept[_places(len(kept))] for w, kept in partners.items()}
-    likely: Mask = ~np.eye(size, dtype=np.bool_)
+    # Over a few partners the maximum is a lower bound: it refutes most pairs cheaply.
+    likely = (_excess_of_all(core, v, {w: kept[_places(len(kept))] for w, kept in partners.items()}) <= 0) & _pairs(
+        size
+    )
     if core.usage is not None:
         likely &= core.usage[v][:, None] <= core.usage[v][None, :]
-    # Over a few partners the maximum is a lower bound: it refutes most pairs cheaply.
-    likely &= _excess_of_all(core, v, sampled) <= 0
+    if not likely.any():
+        return keep
     first, second = np.nonzero(likely)
-    proven = np.ones(first.shape, dtype=np.bool_)
     if any(len(kept) > NUM_SAMPLED_PARTNERS for kept in partners.values()):
         proven = _excess(core, v, first, second, partners) <= 0
-    for p, q in zip(first[proven].tolist(), second[proven].tolist(), strict=True):
+        first, second = first[proven], second[proven]
+    for p, q in zip(first.tolist(), second.tolist(), strict=True):
         if keep[p] and keep[q]:
             keep[q] = False
     return keep
 
 
 @lru_cache(maxsize=4096)
-def _places(count: int) -> npt.NDArray[np.int64]:
+def _pairs(size: int) -> Mask:
+    """[n, n] all pairs of different options."""
+    return ~np.eye(size, dtype=np.bool_)
+
+
+@lru_cache(maxsize=4096)
+def _all_places(size: int) -> Places:
+    return np.arange(size)
+
+
+@lru_cache(maxsize=4096)
+def _places(count: int) -> Places:
     """A few evenly spaced places among ``count`` partners."""
     return np.linspace(0, count - 1, num=min(NUM_SAMPLED_PARTNERS, count)).astype(np.int64)
 
 
-def _excess_of_all(core: Core, v: int, partners: dict[int, npt.NDArray[np.int64]]) -> Array:
+def _excess_of_all(core: Core, v: int, partners: Mapping[int, Places]) -> Array:
     """[n, n] the left side of the dominance rule for every pair (better, worse); NaN where it is undecided."""
     unary = core.costs.unaries[v]
     total: Array = unary[:, None] - unary[None, :]
     with np.errstate(invalid="ignore"):
         for w, kept in partners.items():
-            table = core.costs.table(v, w)[:, kept]
+            table = core.costs.table(v, w)
+            table = table if len(kept) == table.shape[1] else table[:, kept]
             gaps = table[:, None, :] - table[None, :, :]
             # A partner that ``worse`` may not have says nothing, whatever ``better`` costs with it.
-            gaps[:, np.isinf(table)] = -np.inf
+            barred = np.isinf(table)
+            if barred.any():
+                gaps[:, barred] = -np.inf
             total += gaps.max(axis=2)
     return total
 
@@ -141,9 +161,9 @@ def _excess_of_all(core: Core, v: int, partners: dict[int, npt.NDArray[np.int64]
 def _excess(
     core: Core,
     v: int,
-    better: npt.NDArray[np.int64],
-    worse: npt.NDArray[np.int64],
-    partners: dict[int, npt.NDArray[np.int64]],
+    better: Places,
+    worse: Places,
+    partners: Mapping[int, Places],
 ) -> Array:
     """The left side of the dominance rule for each pair (better[i], worse[i]); NaN where it is undecided."""
     unary = core.costs.unaries[v]

@@ -7,7 +7,7 @@ import gc
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 # Before torch and numpy are imported, here and in the processes that tests start: many of them share few cores.
@@ -20,11 +20,16 @@ import pytest
 import torch
 
 from autopar.frontend.fakes import count_devices
+from tests.shared_traces import shared
 
 # Tests make fake tensors and compile before they fork ranks.
 count_devices()
+# `with torch.device` keeps the constructors of its first use; transformers replaces linspace while it loads a model.
+with torch.device("meta"):
+    torch.empty(0)
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
+_FRONTEND = Path(__file__).parent / "autopar" / "frontend"
 
 # Equal examples on every run; HYPOTHESIS_PROFILE=explore looks further.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -49,6 +54,21 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: looking through it for garbage again and again takes a tenth of a run."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Equal models share their traces (shared_traces.py), but in tests/autopar/frontend and where a test has replaced
+    something; SHARED_TRACES=0 does without."""
+
+    def has_replaced() -> bool:
+        patch = getattr(item, "funcargs", {}).get("monkeypatch")
+        return bool(patch and patch._setattr)
+
+    if _FRONTEND in item.path.parents or os.environ.get("SHARED_TRACES") == "0":
+        return (yield)
+    with shared(has_replaced):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -56,6 +56,12 @@ def files(root: str) -> list[Path]:
 
 
 @cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All of a file's syntax tree, the module first."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@cache
 def modules() -> dict[str, Path]:
     """autopar's modules and packages by dotted name."""
     found = {}
@@ -74,7 +80,7 @@ def imports_in(path: Path) -> Iterator[Import]:
             inner = kind
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 inner = "late"
-            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            elif isinstance(child, ast.If) and kind == "top" and "TYPE_CHECKING" in ast.unparse(child.test):
                 inner = "types"
             if isinstance(child, ast.Import):
                 yield from (Import(file, alias.name, kind) for alias in child.names)
@@ -85,7 +91,7 @@ def imports_in(path: Path) -> Iterator[Import]:
             else:
                 yield from visit(child, inner)
 
-    yield from visit(ast.parse(path.read_text(encoding="utf-8")), "top")
+    yield from visit(nodes(path)[0], "top")
 
 
 @cache
@@ -123,7 +129,7 @@ def test_files_and_functions_are_short() -> None:
             text, name = path.read_text(encoding="utf-8"), str(path.relative_to(REPOSITORY))
             if len(text.splitlines()) > MOST_FILE_LINES:
                 long_files.add(name)
-            for node in ast.walk(ast.parse(text)):
+            for node in nodes(path):
                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                     assert node.end_lineno is not None
                     if node.end_lineno - node.lineno + 1 > MOST_FUNCTION_LINES:
@@ -138,7 +144,7 @@ def field_counts() -> dict[str, int]:
     counts: dict[str, int] = {}
     for root in ROOTS:
         for path in files(root):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in nodes(path):
                 if isinstance(node, ast.ClassDef):
                     marks = " ".join(map(ast.unparse, (*node.decorator_list, *node.bases)))
                     if "dataclass" in marks or "NamedTuple" in marks:
@@ -160,7 +166,7 @@ def test_many_fields_are_given_by_name(folder: str) -> None:
     found = [
         f"{path.relative_to(REPOSITORY)}:{node.lineno}"
         for path in files(folder)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and is_positional(node)
     ]
     assert not found

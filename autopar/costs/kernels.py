@@ -22,7 +22,7 @@ Layers of experts are priced as without kernels, in one launch instead of one pe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu, num_local_dim
@@ -93,10 +93,15 @@ class KernelPricer(Pricer):
     """
 
     fusions: Mapping[Key, Fusion] | None = None
+    _preferred: dict[int, tuple[Operator, Fusion | None]] = field(default_factory=dict, init=False, repr=False)
 
     def fusion(self, operator: Operator) -> Fusion | None:
         """The run that programs for this mesh and device make one call of."""
-        return next((fusion for fusion in operator.fusions if self._is_preferred(fusion)), None)
+        known = self._preferred.get(id(operator))
+        if known is None:  # the operator is kept, so that no other has its id
+            preferred = next((fusion for fusion in operator.fusions if self._is_preferred(fusion)), None)
+            known = self._preferred[id(operator)] = operator, preferred
+        return known[1]
 
     def _is_preferred(self, fusion: Fusion) -> bool:
         """Whether programs have it, and none of its calls in a run that they would rather have."""

@@ -186,6 +186,13 @@ class Accumulation:
     summed: tuple[tuple[str, Ref], ...] = ()
 
 
+class Known(dict[tuple[Any, ...], Any]):
+    """What was found out of a graph. It stays in its process: others find it again."""
+
+    def __reduce__(self) -> tuple[type[Known], tuple[()]]:
+        return Known, ()
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """The whole model up to its scalar loss. `body` is in execution order; parameters of layers are global names.
@@ -213,7 +220,7 @@ class Graph:
     vocabularies: Mapping[str, int] = field(default_factory=dict)
     logits: Ref | None = None
     logits_size: tuple[int, int] | None = None
-    known: dict[tuple[Any, ...], Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    known: Known = field(default_factory=Known, init=False, compare=False, repr=False)
 
     @property
     def has_first_pass(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.ir.graph import (
     ATTENTION,
@@ -71,7 +71,7 @@ class Operator:
     `cp` shards sequences in stripes. experts: of what makes a weight of experts, and of its product with rows that lie
     by expert, the factor that runs over these. by_expert: of other calls of what lies so, that factor. route: how the
     rows of a layer of experts, and of what is between two, come and go. beside_experts: whether it is in a scope with
-    such layers. runs: of the scope's calls, what one kernel may do.
+    such layers. runs: of the scope's calls, what one kernel may do. options: those of `options_of`, by mesh.
     """
 
     scope: str
@@ -90,6 +90,7 @@ class Operator:
     route: Route = Route()
     beside_experts: bool = False
     runs: Fusions | None = None
+    options: dict[Mesh, tuple[Option, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def multiplies_by_expert(self) -> bool:
@@ -102,6 +103,7 @@ class Operator:
         return self.runs.of(self.node.name) if self.runs is not None else ()
 
 
+@derived
 def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
     """Every call of the graph by (scope, node name), with its batch factor and section counts found."""
     scopes, rules = scopes_of(graph), rules_of(graph)
@@ -212,6 +214,12 @@ def rule_or_blank(node: Node, metas: Mapping[Ref, TensorMeta]) -> tuple[Rule, bo
 
 def options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
     """Every combination of one AxisOption per axis whose shards are all of equal size."""
+    if mesh not in operator.options:
+        operator.options[mesh] = _options_of(operator, mesh)
+    return operator.options[mesh]
+
+
+def _options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
     per_axis = [_axis_choices(operator, axis, size) for axis, size in zip(mesh.axes, mesh.sizes, strict=True)]
     shapes_in = [meta.shape for meta in operator.inputs]
     shapes_out = [meta.shape for meta in operator.node.outputs]

@@ -10,7 +10,7 @@ from autopar.planning.planner import search_plans
 from benchmarks.fuzz_requests import Shape, draw, request_of
 from benchmarks.plan_fuzz import examine, read_back
 
-SEEDS = [seed for seed in range(60) if seed not in (11, 32, 42)]  # these take minutes; benchmarks/plan_fuzz.py has them
+SEEDS = [*(seed for seed in range(20) if seed != 11), 28, 38]  # 11 takes minutes; benchmarks/plan_fuzz.py has all
 QUICK = (28, 38)
 
 LLAMA_8B = Shape("llama", 32, 4096, 32, 8, 128256, 4096)

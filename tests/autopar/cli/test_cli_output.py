@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from importlib import metadata
@@ -19,7 +18,9 @@ from typer.testing import CliRunner
 
 from autopar.cli import app, output
 from autopar.plan import Plan
+from tests import forked
 
+HOME = Path(__file__).resolve().parents[3]
 MODEL = ("examples.models:gpt2", "--cluster", "2 cpu", "--batch", "8")
 
 
@@ -139,10 +140,11 @@ def test_version() -> None:
     assert run("--version").stdout.startswith(f"autopar {metadata.version('autopar')} (torch ")
 
 
-def test_completion() -> None:
+def test_completion(tmp_path: Path) -> None:
     asked = {"_AUTOPAR_COMPLETE": "complete_bash", "COMP_WORDS": "autopar re", "COMP_CWORD": "1"}
-    command = [sys.executable, "-c", "import sys; sys.argv = ['autopar']; from autopar.cli import main; main()"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **asked}, check=False)
+    command = tmp_path / "autopar"
+    command.write_text("from autopar.cli import main\nmain()\n")
+    done = forked.run(["autopar"], cwd=tmp_path, env={**os.environ, **asked, "PYTHONPATH": str(HOME)})
     assert done.stdout.split() == ["report"]
 
 

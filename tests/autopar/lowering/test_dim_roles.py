@@ -100,7 +100,11 @@ def test_constants_are_the_sizes_of_the_configuration(name, mesh, more, wanted) 
     assert check_values(program) == set(wanted)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_gqa", "gpt2", "nanogpt", "bert", "vit", "transformer_encoder"])
+QUICK = ("llama_gqa", "gpt2")
+SLOW = ("llama", "nanogpt", "bert", "vit", "transformer_encoder")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_equal_numbers_prove_nothing(name) -> None:
     """Names stand at the same places whether all sizes differ or all are 16."""
     mesh = {"dp": 4, "zero": 0}
@@ -109,6 +113,8 @@ def test_equal_numbers_prove_nothing(name) -> None:
     assert one == other and any("HEAD_DIM" in sizes for sizes in one)
 
 
+# That two lengths never share a name is quick, below.
+@pytest.mark.slow
 def test_lengths_of_several_sequences_are_called_after_their_inputs() -> None:
     program = program_of("t5", DP2_TP2, {})
     values = defined(emit_model(program))

@@ -283,12 +283,12 @@ def test_the_kinds_of_the_table(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize("dropout", (0.0, 0.1))
-def test_the_example_models_may_be_cut_into_any_micro_batches(name: str, dropout: float) -> None:
+def test_the_example_models_may_be_cut_into_any_micro_batches(name: str) -> None:
+    """With dropout, which is all that they do without, and more."""
     try:
-        example = EXAMPLES[name](dropout=dropout)
+        example = EXAMPLES[name](dropout=0.1)
     except TypeError:
-        pytest.skip("has no dropout")
+        example = EXAMPLES[name]()
     graphs = traced(example.model, example.inputs, example.loss_fn)
     assert [graphs.whole_batch_reason(count) for count in (2, 4, 8)] == [None] * 3
 
@@ -401,7 +401,7 @@ AFTERWARDS: tuple[Callable[..., Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 120))])
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 40))])
 def test_random_losses_are_exact_or_refused(seed: int) -> None:
     is_exact(random_loss(seed), random.Random(seed).choice((2, 4, 8)), seed)
 

@@ -6,6 +6,7 @@ import html
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,14 @@ def compiled(name: str, cluster: str, constraints: dict[str, Any]) -> CompiledPr
     )
 
 
+@cache
+def case(name: str) -> CompiledProgram:
+    return compiled(*CASES[name])
+
+
 @pytest.fixture(scope="module", params=CASES)
 def program(request: pytest.FixtureRequest) -> CompiledProgram:
-    return compiled(*CASES[request.param])
+    return case(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +205,7 @@ def test_pareto_front_by_hand() -> None:
 @pytest.fixture(scope="module")
 def given() -> CompiledProgram:
     """A program of a plan that was given, beside which no leaner ones are looked for."""
-    program = compiled(*CASES["one stage"])
+    program = case("one stage")
     inputs = load_model("examples.models:llama", meta=True, **SIZES).inputs
     return autopar.compile(program.model, program.cluster, example_inputs=inputs, plan=program.plan)
 

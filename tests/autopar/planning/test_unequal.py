@@ -84,24 +84,22 @@ def test_pins_bear_on_what_is_tried() -> None:
     assert {t.num_micro_batches for t in free} == {1, 2, 4, 8} and {t.zero for t in free} == {0, 1, 2, 3}
 
 
+TIGHT, NOTHING_FITS, AMPLE = 0.7, 0.2, 1.0
+
+
 @pytest.mark.parametrize(
-    ("name", "cluster"),
+    ("name", "cluster", "share"),
     [
-        ("llama", TWO_AND_ONE),
-        slow("llama", "3 a100-80g"),
-        slow("gpt2", TWO_AND_ONE),
-        slow("gpt2", "4 a100-80g"),
-        slow("llama", UNLIKE),
-        slow("bert", "2 h100-sxm + 2x1 a100-80g + 1 v100-32g"),
-        slow("gpt2", "3 cpu + 1 cpu"),
-    ],
-)
-@pytest.mark.parametrize(
-    "share",
-    [
-        pytest.param(1.0, id="ample", marks=pytest.mark.slow),
-        pytest.param(0.7, id="tight"),
-        pytest.param(0.2, id="nothing fits", marks=pytest.mark.slow),
+        ("llama", TWO_AND_ONE, TIGHT),
+        slow("llama", TWO_AND_ONE, NOTHING_FITS),
+        slow("llama", "3 a100-80g", AMPLE),
+        slow("gpt2", TWO_AND_ONE, AMPLE),
+        slow("gpt2", "4 a100-80g", TIGHT),
+        slow("llama", UNLIKE, TIGHT),
+        slow("llama", UNLIKE, NOTHING_FITS),
+        slow("bert", "2 h100-sxm + 2x1 a100-80g + 1 v100-32g", AMPLE),
+        slow("bert", "2 h100-sxm + 2x1 a100-80g + 1 v100-32g", TIGHT),
+        slow("gpt2", "3 cpu + 1 cpu", TIGHT),
     ],
 )
 def test_the_best_of_all_configs_equals_brute_force(

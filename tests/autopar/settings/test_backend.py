@@ -155,8 +155,8 @@ def check(name: str, constraints: dict[str, Any], factory: dict[str, Any], **opt
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("case", "model"),
-    # llama under dp2 and in a pipeline is in the tests below.
-    [*((case, "gpt2") for case in CASES), ("dp2 zero3", "llama"), ("tp2", "llama")],
+    # gpt2 under ZeRO-3 and tp2, llama under dp2 and in a pipeline are in the tests below.
+    [("dp2", "gpt2"), ("pp2 1f1b", "gpt2"), ("dp2 zero3", "llama"), ("tp2", "llama")],
 )
 def test_compiled_programs_equal_the_single_process_model(model: str, case: str) -> None:
     constraints, options = CASES[case]
