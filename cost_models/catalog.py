@@ -44,8 +44,13 @@ def link(name: str) -> Link:
 
 
 def unknown(what: str, name: str) -> ValueError:
-    """The error for a name that is not in the catalogue, with the nearest known name and all known ones."""
-    close = difflib.get_close_matches(name, devices() if what == "device" else links(), n=1, cutoff=0.4)
+    """The error for a name that is not in the catalogue, with the nearest known name and all known ones.
+
+    The beginning of a name is nearer to it than any other: h200 is the h200-sxm, not the h20.
+    """
+    known = list(devices() if what == "device" else links())
+    longer = [item for item in known if name and item.startswith(name)]
+    close = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return ValueError(f"unknown {what} {name!r}.{hint} Devices: {', '.join(devices())}. Links: {', '.join(links())}.")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cost_models import catalog
+from cost_models import catalog, nccl
 from cost_models.catalog import Part
 from cost_models.hardware import DTYPE_FALLBACKS, Device, Link
 
@@ -43,6 +43,12 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.devices_per_node < 1:
             raise ValueError(f"a cluster needs nodes and devices, got {self.num_nodes}x{self.devices_per_node}")
+        joined = nccl.mesh_links(self.intra_node)
+        if joined and self.devices_per_node > len(joined):
+            raise ValueError(
+                f"{self.intra_node.name} joins {len(joined)} devices without a switch, "
+                f"and a node has {self.devices_per_node}: more nodes, or another link"
+            )
 
     @property
     def num_devices(self) -> int:

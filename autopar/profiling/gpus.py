@@ -15,9 +15,14 @@ GPU_NAMES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (r"(NVIDIA )?(Tesla )?V100-SXM\d(-.*)?", ("v100-16g", "v100-32g"), ""),
     (r"(NVIDIA )?A100-SXM4-\d+GB", ("a100-40g", "a100-80g"), ""),
     (r"(NVIDIA )?A100(-PCIE-\d+GB| \d+GB PCIe)", ("a100-40g", "a100-80g"), "pcie4"),
+    (r"(NVIDIA )?A800-SXM4-80GB", ("a800-80g",), ""),
     (r"(NVIDIA )?H100( SXM5)?( 80GB HBM3)?", ("h100-sxm",), ""),
+    (r"(NVIDIA )?H800", ("h800-sxm",), ""),
+    (r"(NVIDIA )?H20", ("h20",), ""),
     (r"(NVIDIA )?H200( SXM)?", ("h200-sxm",), ""),
     (r"(NVIDIA )?B200", ("b200",), ""),
+    (r"(NVIDIA )?B300( SXM6 AC)?", ("b300",), ""),
+    (r"(AMD )?Instinct MI300X( OAM)?", ("mi300x",), ""),
     (r"(NVIDIA )?(GeForce )?RTX 3090", ("rtx3090",), ""),
     (r"(NVIDIA )?(GeForce )?RTX 4090", ("rtx4090",), ""),
     (r"(NVIDIA )?L4", ("l4",), ""),
@@ -25,7 +30,8 @@ GPU_NAMES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (r"(NVIDIA )?L40S", ("l40s",), ""),
 )
 """What the driver calls a GPU (the whole name), the built-in devices of that name by memory, and the link inside a node
-if it is not the device's usual one. Slices (MIG), PCIe and NVL variants of other chips are other devices: no match."""
+if it is not the device's usual one. Slices (MIG), PCIe and NVL variants of other chips are other devices: no match.
+Nor are GB200 and GB300: what a launcher calls a node is a tray of their rack, and NVLink goes beyond it."""
 
 
 def detect_gpus(num_devices: int | None) -> Cluster:

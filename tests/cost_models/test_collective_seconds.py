@@ -128,8 +128,8 @@ def test_ll128_is_chosen_between_ll_and_simple() -> None:
         assert seconds("all_gather", num_bytes, Group(8, 1), A100) == pytest.approx(times[fastest], rel=1e-6)
 
 
-def test_every_built_in_link_but_gloos_is_known_to_nccl() -> None:
-    assert [name for name, link in links().items() if not nccl.drives(link)] == ["loopback"]
+def test_every_built_in_link_but_gloos_and_hccls_is_known_to_nccl() -> None:
+    assert [name for name, link in links().items() if not nccl.drives(link)] == ["hccs", "loopback"]
 
 
 def test_efa_has_the_simple_protocol_only() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models import catalog
+from cost_models import catalog, nccl
 from cost_models.machine import Cluster, Device, Link
 
 PACKAGE = Path(__file__).resolve().parents[2] / "cost_models"
@@ -21,16 +21,16 @@ PACKAGE = Path(__file__).resolve().parents[2] / "cost_models"
 device_names = st.sampled_from(sorted(catalog.devices()))
 link_names = st.sampled_from(sorted(catalog.links()))
 counts = st.integers(1, 4096)
-clusters = st.builds(
-    lambda device, nodes, per_node, intra, inter: Cluster(
-        catalog.device(device), nodes, per_node, catalog.link(intra), catalog.link(inter)
-    ),
-    device_names,
-    counts,
-    counts,
-    link_names,
-    link_names,
-)
+
+
+def cluster_of(device: str, nodes: int, per_node: int, intra: str, inter: str) -> Cluster:
+    """Without a switch a node has as many devices as its link joins, and no more."""
+    joined = nccl.mesh_links(catalog.link(intra))
+    most = len(joined) if joined else per_node
+    return Cluster(catalog.device(device), nodes, min(per_node, most), catalog.link(intra), catalog.link(inter))
+
+
+clusters = st.builds(cluster_of, device_names, counts, counts, link_names, link_names)
 positive = st.floats(1e-9, 1e18)
 custom_devices = st.builds(
     Device,
@@ -97,8 +97,11 @@ def test_usual_forms() -> None:
 
 def test_names_that_the_design_promises() -> None:
     devices = {"v100-16g", "v100-32g", "a100-40g", "a100-80g", "h100-sxm", "h200-sxm", "b200"}
+    devices |= {"a800-80g", "h800-sxm", "h20", "b300", "gb200", "gb300", "mi300x", "ascend-910b"}
     devices |= {"rtx3090", "rtx4090", "l4", "a10g", "l40s", "cpu"}
     links = {"nvlink2", "nvlink3", "nvlink4", "nvlink5", "pcie3", "pcie4", "pcie5", "loopback"}
+    links |= {"nvlink3-a800", "nvlink4-h800", "infinity-fabric", "hccs"}
+    links |= {"ib-800g", "efa-400g", "efa-v3-400g", "slingshot-200g"}
     links |= {"ethernet-10g", "ethernet-25g", "ethernet-100g"}
     links |= {f"{fabric}-{rate}g" for fabric in ("ib", "roce") for rate in (100, 200, 400)}
     assert devices == set(catalog.devices())
@@ -127,6 +130,8 @@ def test_unknown_names_are_refused_with_the_nearest_one() -> None:
         Cluster.parse("8 a100-80g nvlnk3")
     with pytest.raises(ValueError, match="needs nodes and devices"):
         Cluster.parse("0x8 cpu")
+    with pytest.raises(ValueError, match=r"infinity-fabric joins 8 devices without a switch, and a node has 16"):
+        Cluster.parse("16 mi300x")
 
 
 def test_a_changed_device_does_not_print_as_the_built_in_one() -> None:

@@ -9,19 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models import catalog, mixed
+from cost_models import catalog, mixed, nccl
 from cost_models.machine import Cluster, Device, Link
 from cost_models.mixed import MixedCluster
 
 device_names = st.sampled_from(sorted(catalog.devices()))
 built_in_links = st.sampled_from(sorted(catalog.links())).map(catalog.link)
+links_of_any_number = built_in_links.filter(lambda link: nccl.mesh_links(link) is None)
 counts = st.integers(1, 512)
 built_in_groups = st.builds(
     lambda device, nodes, per_node, intra, inter: Cluster(catalog.device(device), nodes, per_node, intra, inter),
     device_names,
     counts,
     counts,
-    built_in_links,
+    links_of_any_number,
     built_in_links,
 )
 positive = st.floats(1e-9, 1e18)

@@ -171,7 +171,7 @@ def edited(folder: Path, written: str, table: str, name: str, value: str) -> Pat
 
 
 def test_unknown_names() -> None:
-    assert "Did you mean 'b200'?" in fails("plan", "examples.models:gpt2", "--cluster", "4 h200")
+    assert "Did you mean 'h200-sxm'?" in fails("plan", "examples.models:gpt2", "--cluster", "4 h200")
     assert "no callable 'gpt3'" in fails("plan", "examples.models:gpt3", "--cluster", "4 cpu")
     assert "hf:path/to/config.json" in fails("plan", "gpt2", "--cluster", "4 cpu")
     assert "no_such.yaml" in fails("report", "no_such.yaml")

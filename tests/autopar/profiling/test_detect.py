@@ -67,6 +67,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("Tesla V100-SXM2-16GB", 15 * GIB, "v100-16g", "nvlink2"),
         ("Tesla V100-SXM2-32GB", 31 * GIB, "v100-32g", "nvlink2"),
         ("NVIDIA B200", 178 * GIB, "b200", "nvlink5"),
+        ("NVIDIA B300 SXM6 AC", 268 * GIB, "b300", "nvlink5"),
+        ("NVIDIA H20", 95 * GIB, "h20", "nvlink4"),
+        ("NVIDIA H800", 79 * GIB, "h800-sxm", "nvlink4-h800"),
+        ("NVIDIA A800-SXM4-80GB", 79 * GIB, "a800-80g", "nvlink3-a800"),
+        ("AMD Instinct MI300X", 191 * GIB, "mi300x", "infinity-fabric"),
         ("NVIDIA L4", 22 * GIB, "l4", None),
         ("NVIDIA A10G", 22 * GIB, "a10g", None),
         ("NVIDIA L40S", 44 * GIB, "l40s", None),
@@ -88,7 +93,16 @@ def test_gpus_are_known_by_name_and_memory(
 
 @pytest.mark.parametrize(
     "name",
-    ["NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L40", "NVIDIA A10", "NVIDIA GeForce RTX 4090 D"],
+    [
+        *(
+            "NVIDIA H100 PCIe",
+            "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+            "NVIDIA L40",
+            "NVIDIA A10",
+            "NVIDIA GeForce RTX 4090 D",
+        ),
+        *("NVIDIA H800 PCIe", "NVIDIA GB200"),
+    ],
 )
 def test_an_unknown_gpu_says_what_to_do(gpus: Callable[..., None], name: str) -> None:
     gpus((name, 24 * GIB))
