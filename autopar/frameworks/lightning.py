@@ -37,6 +37,7 @@ from autopar.frameworks.lightning_loaders import loader_of
 from autopar.frameworks.loops import LoopOptimizer, ModelValues, PendingLoss
 from autopar.running.launched import join_launched
 from autopar.training.learners import RankLearner
+from autopar.training.loop import is_for_cpus
 from cost_models.mixed import AnyCluster
 
 SILENT = (
@@ -70,7 +71,8 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     def __init__(self, cluster: AnyCluster | str, **options: Any) -> None:
         self.config = config_of(cluster, options.pop("seed", 0), options)
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+        on_gpu = torch.cuda.is_available() and not is_for_cpus(self.config)
+        device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
         super().__init__(device, precision_plugin=_Clipping())
         self.global_rank, self.local_rank = int(os.environ.get("RANK", "0")), local
         rank_zero_only.rank = self.global_rank  # loggers ask it who writes
@@ -87,7 +89,7 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def setup_environment(self) -> None:
         """Join the other ranks; shuffling then follows rank 0's random state."""
-        join_launched()
+        join_launched(is_for_cpus(self.config))
         state = [torch.get_rng_state()]
         if dist.is_initialized():
             dist.broadcast_object_list(state, src=0)

@@ -46,14 +46,18 @@ def process_group(config: TrainerConfig) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    on_cpu = config.cluster != "detect" and is_cpu(as_cluster(config.cluster).groups[0])
-    start_group(config.collective_seconds, on_cpu)
+    start_group(config.collective_seconds, is_for_cpus(config))
     try:
         with after_the_first():
             yield
             dist.barrier()  # a rank that leaves while others still use their connections to it can abort
     finally:
         dist.destroy_process_group()
+
+
+def is_for_cpus(config: TrainerConfig) -> bool:
+    """Whether a cluster that is named, not detected, has CPUs alone."""
+    return config.cluster != "detect" and is_cpu(as_cluster(config.cluster).groups[0])
 
 
 def compile_program(setup: Setup) -> CompiledProgram:
@@ -132,7 +136,7 @@ def fit_rank(program: CompiledProgram, setup: Setup, trained: Path | None = None
 
     trained: where rank 0 leaves the trained values for another process; None puts them into this one's model.
     """
-    with Memory(setup.config.measure_memory) as memory:
+    with Memory(setup.config.measure_memory, is_cpu(program.cluster.groups[0])) as memory:
         learner = RankLearner(program, setup.config)
         result = Run(learner, setup, memory, program).result()
     if stays_on_disk(setup):
@@ -157,6 +161,6 @@ def fit_plain(setup: Setup) -> TrainResult:
     """Train the model itself, eagerly, on this process, with the dropout masks that a generated program would draw."""
     config = setup.config
     first_batch(setup.batches, config)
-    with Memory(config.measure_memory) as memory:
+    with Memory(config.measure_memory, not any(p.is_cuda for p in setup.model.parameters())) as memory:
         learner = PlainLearner(model=setup.model, loss_fn=setup.loss_fn, factory=setup.optimizer, config=config)
         return replace(Run(learner, setup, memory, None).result(), model=setup.model)
