@@ -127,6 +127,7 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
         program=program,
         files=files,
         traits=traits,
+        form=inputs.form,
         loss_fn=options.loss_fn,
         request=request,
         needs=request.needs,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.frontend.admission import require_traits
+from autopar.frontend.inputs import BatchForm
 from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
@@ -29,7 +30,8 @@ class GeneratedProgram:
     of a pipeline of its stages, by name; a rank that gets the program writes them as they are, since it need not know
     every operator that the model calls.
     request: what was planned for; it stays behind when the program is sent to another process. traits: what the model
-    was when it was traced (`frontend/admission.traits_of`). needs: what the optimiser's update must see whole.
+    was when it was traced (`frontend/admission.traits_of`). form: how the example batch went into model and loss.
+    needs: what the optimiser's update must see whole.
     """
 
     model: nn.Module
@@ -40,6 +42,7 @@ class GeneratedProgram:
     program: Program | PipelineProgram
     files: dict[str, str]
     traits: dict[str, str]
+    form: BatchForm
     loss_fn: Callable[..., torch.Tensor] | None = None
     request: Request | None = None
     needs: Needs = Needs()

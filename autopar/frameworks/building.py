@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from autopar.settings.compile_options import CompileOptions
 from autopar.training.config import TrainerConfig
 from autopar.training.feeding import joined
 from autopar.training.learners import RankLearner
-from autopar.training.loaders import num_rows
+from autopar.training.loaders import kept_generators, num_rows
 from autopar.training.loop import resolve_cluster
 from autopar.training.shapes import plan_for_rows
 
@@ -78,7 +79,8 @@ def rows_of_steps(loader: Any, num_joined: int, most_steps: int | None = None) -
 
 
 def first_step(loader: Any, num_joined: int) -> Any:
-    """The first batches of a loader joined to the batch of one step; random states are as they were afterwards.
+    """The first batches of a loader joined to the batch of one step; random states, also of the loader's generators,
+    are as they were afterwards.
 
     Raises ConstraintError for a loader without batches, or one that cannot begin again.
     """
@@ -89,7 +91,10 @@ def first_step(loader: Any, num_joined: int) -> Any:
                 values=type(dataset).__name__,
                 alternatives="a dataset whose __iter__ makes a new iterator",
             )
-    with kept_random_states():
+    with contextlib.ExitStack() as kept:
+        kept.enter_context(kept_random_states())
+        for each in parts_of(loader):
+            kept.enter_context(kept_generators(each))
         found = []
         batches = iter(loader)
         for batch in batches:

@@ -35,12 +35,29 @@ class NamedBatch(dict[str, Any]):
         super().__init__(values)
         self.containers = containers
 
+    @property
+    def form(self) -> BatchForm:
+        """The batch without its values."""
+        return BatchForm(tuple(self), self.containers)
+
     def map(self, change: Callable[[Any], Any]) -> NamedBatch:
         """The same batch of changed values."""
         return NamedBatch({name: change(value) for name, value in self.items()}, self.containers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NamedBatch, (dict(self), self.containers)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchForm:
+    """A batch without its values: its names in order, and what containers hold, as in NamedBatch."""
+
+    names: tuple[str, ...]
+    containers: Mapping[str, Container]
+
+    def filled(self, values: Mapping[str, Any]) -> NamedBatch:
+        """The batch of values that are known by name. Raises KeyError for one that is not there."""
+        return NamedBatch({name: values[name] for name in self.names}, self.containers)
 
 
 def arguments_of_batch(values: Mapping[str, Any], containers: Mapping[str, Container]) -> dict[str, Any]:

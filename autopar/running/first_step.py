@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import AutoparError, ConstraintError, TrainingError
+from autopar.errors import ConstraintError, TrainingError
 from autopar.frontend.admission import traits_of
-from autopar.frontend.inputs import NamedBatch, name_inputs
+from autopar.frontend.inputs import NamedBatch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
 from autopar.frontend.skeleton import detached_copy, in_training
@@ -40,7 +40,7 @@ from autopar.running.whole_batch import own_share, put_together
 from autopar.settings.fp8 import tolerance
 from autopar.units import bytes_text
 from autopar.verify_report import FLOORS
-from codegen.runtime.batch import digest_of
+from codegen.runtime.batch import digest_of, flat_batch
 from codegen.runtime.precision import compute_dtype
 from codegen.runtime.reference import SameDropout
 
@@ -123,13 +123,21 @@ class FirstStepCheck:
         if len(values) != len(self._values) or not all(map(_is_close, self._values, values)):
             return nothing, CHANGED
         given = next((each for each in self._given if each[0] is part), None)
-        if given is None and self._step.mesh.everyone.size > 1:
-            return None, ""
-        if given is not None:
-            now = given[2]()
-            if part.keys() != now.keys() or not all(torch.equal(value, now[name]) for name, value in part.items()):
-                return nothing, "the batch was changed after step.local_batch"
-        return name_inputs(self._compiled.model, dict(part) if given is None else given[1], self._compiled.loss_fn), ""
+        if given is None:
+            return (None, "") if self._step.mesh.everyone.size > 1 else self._named(part)
+        if not _makes(given[2], part):
+            return nothing, "the batch was changed after step.local_batch"
+        return self._named(flat_batch(given[1]))
+
+    def _named(self, values: Mapping[str, Any]) -> tuple[NamedBatch, str]:
+        """The whole batch as the model was traced with it, since the program takes inputs by name: in any order, and
+        also without what it was made with; or why there is none."""
+        form, given = self._compiled.form, {**self._compiled.program.any.fixed_inputs, **values}
+        if apart := sorted(given.keys() ^ set(form.names)):
+            # A model that lacks what the program does not read might compute otherwise.
+            which = "lacks" if apart[0] in form.names else "has"
+            return NamedBatch({}, {}), f"the batch {which} {apart[0]}, other than the program's example inputs"
+        return form.filled(given), ""
 
     def _digest(self, whole: NamedBatch) -> str:
         """What tells whether ranks have one batch."""
@@ -142,16 +150,14 @@ class FirstStepCheck:
         program, mesh, whole = self._compiled.program, self._step.mesh, None
         reason, share = "", dict[str, Tensor]()
         if program.any.unused_inputs:
-            # A model that lacks them might compute otherwise.
             reason = f"step.local_batch did not make it, and no part has all of {', '.join(program.any.unused_inputs)}"
         else:
             share = own_share(program, part, mesh.everyone.rank)
         shares = _on_rank_0(share)
         if shares and not reason:
             try:
-                together = {**program.any.fixed_inputs, **put_together(program, shares)}
-                whole = name_inputs(self._compiled.model, together, self._compiled.loss_fn)
-            except (AutoparError, ValueError) as error:
+                whole, reason = self._named(put_together(program, shares))
+            except ValueError as error:
                 reason = f"the ranks' parts are not put together: {next(iter(str(error).splitlines()), '')}"
         return whole, reason
 
@@ -163,6 +169,15 @@ class FirstStepCheck:
             return [_sum(value) for value in stored]
         model = self._compiled.model
         return [traits_of(model), *map(_sum, (*stored, *model.parameters(), *model.buffers()))]
+
+
+def _makes(again: Callable[[], Mapping[str, Tensor]], part: Mapping[str, Tensor]) -> bool:
+    """Whether a batch still has this part. One that has lost what it had makes none."""
+    try:
+        now = again()
+    except Exception:  # whatever values of another kind raise: the other ranks wait for an answer
+        return False
+    return part.keys() == now.keys() and all(torch.equal(value, now[name]) for name, value in part.items())
 
 
 def _sum(value: Tensor) -> complex:

@@ -61,16 +61,31 @@ def peeking(batches: Batches) -> Iterator[None]:
     So training begins with the first batch of the first order.
     """
     place = copy.deepcopy(batches.state_dict()) if isinstance(batches, Stateful) else None  # it may change with them
-    sources = (batches, batches.sampler) if isinstance(batches, DataLoader) else ()
-    found = [getattr(source, "generator", None) for source in sources]
-    states = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
+    with kept_generators(batches):
+        try:
+            yield
+        finally:
+            if isinstance(batches, Stateful):
+                batches.load_state_dict(place)
+
+
+@contextmanager
+def kept_generators(source: Any) -> Iterator[None]:
+    """Leaves the generators that shuffle a DataLoader as they were: its own, and those of its samplers."""
+    states = [(each, each.get_state()) for each in _generators_of(source)]
     try:
         yield
     finally:
         for generator, state in states:
             generator.set_state(state)
-        if isinstance(batches, Stateful):
-            batches.load_state_dict(place)
+
+
+def _generators_of(source: Any) -> Iterator[torch.Generator]:
+    if isinstance(own := getattr(source, "generator", None), torch.Generator):
+        yield own
+    for name in ("sampler", "batch_sampler"):
+        if (inner := getattr(source, name, None)) is not None:
+            yield from _generators_of(inner)
 
 
 def _check_function(batches: Callable[[int], Iterator[Any]]) -> None:

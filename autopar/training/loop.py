@@ -131,7 +131,7 @@ def fit_rank(program: CompiledProgram, setup: Setup, trained: Path | None = None
 
     trained: where rank 0 leaves the trained values for another process; None puts them into this one's model.
     """
-    with Memory(setup.config.measure_memory) as memory:
+    with Memory(setup.config.measure_memory, is_cpu(program.cluster.groups[0])) as memory:
         learner = RankLearner(program, setup.config)
         result = Run(learner, setup, memory, program).result()
     if stays_on_disk(setup):
@@ -156,6 +156,6 @@ def fit_plain(setup: Setup) -> TrainResult:
     """Train the model itself, eagerly, on this process, with the dropout masks that a generated program would draw."""
     config = setup.config
     first_batch(setup.batches, config)
-    with Memory(config.measure_memory) as memory:
+    with Memory(config.measure_memory, not any(p.is_cuda for p in setup.model.parameters())) as memory:
         learner = PlainLearner(model=setup.model, loss_fn=setup.loss_fn, factory=setup.optimizer, config=config)
         return replace(Run(learner, setup, memory, None).result(), model=setup.model)

@@ -13,10 +13,13 @@ WARM_STEPS = 2
 
 
 class Memory:
-    """Follows tensors of the first steps on CPU when asked to; asks the allocator on GPUs."""
+    """Follows tensors of the first steps on CPU when asked to; asks the allocator on GPUs.
 
-    def __init__(self, is_wanted: bool) -> None:
-        self.on_gpu = torch.cuda.is_available()
+    on_cpu: training is on CPUs, whatever the machine has.
+    """
+
+    def __init__(self, is_wanted: bool, on_cpu: bool) -> None:
+        self.on_gpu = torch.cuda.is_available() and not on_cpu
         self.peak_bytes: int | None = None
         self.stack = contextlib.ExitStack()
         self.live = LiveBytes() if is_wanted and not self.on_gpu else None

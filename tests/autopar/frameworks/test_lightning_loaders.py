@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -125,3 +126,14 @@ class Once(torch.utils.data.IterableDataset[Any]):
 
 def one_time() -> Any:
     return torch.utils.data.DataLoader(Once(), batch_size=4)
+
+
+def test_a_cpu_cluster_stays_on_cpus_beside_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert AutoparStrategy("2 cpu").root_device == torch.device("cpu")
+    joined: list[bool] = []
+    monkeypatch.setattr("autopar.frameworks.lightning.join_launched", joined.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with contextlib.suppress(AssertionError):  # of Lightning's, which has no Trainer here
+        AutoparStrategy("2 cpu").setup_environment()
+    assert joined == [True]
