@@ -103,7 +103,7 @@ def read_bytes(path, parser):
     if running != {ranks}:
         launch = {launch!r}.replace("main.py", sys.argv[0])
         raise SystemExit(f"this program is for {ranks} processes, {{running}} run: {{launch}}")
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if on_gpu:
         torch.cuda.set_device({device})
     {join}
