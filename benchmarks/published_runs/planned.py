@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autopar.compile import advised_search, request_of
+from autopar.compile import padded_search, request_of
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.options.assignment import Candidate
 from autopar.settings.compile_options import CompileOptions
@@ -105,4 +105,4 @@ def _searched(row: Row, constraints: Mapping[str, Any]) -> Candidate:
         global_batch_size=row["global_batch"],
         constraints=constraints,
     )
-    return advised_search(request_of(model, cluster_of(row), options)).best
+    return padded_search(request_of(model, cluster_of(row), options)).best

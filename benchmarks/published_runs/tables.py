@@ -48,7 +48,7 @@ def _show_kinds(outcomes: Sequence[Outcome]) -> None:
     kinds: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for o in outcomes:
         kind = "experts" if o.row.get("experts") else "dense"
-        kinds[kind, o.row["model"], o.row["gpu"], o.row["precision"]].append(o.error)
+        kinds[kind, o.row["model"], o.row["gpu"], o.row["precision"].split(" ")[0]].append(o.error)
     if kinds:
         print(f"\n{'kind, model, GPU and precision':60} rows   median    bias")
     for key, errors in sorted(kinds.items()):
