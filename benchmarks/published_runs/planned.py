@@ -24,7 +24,7 @@ CONFIGURATION = ("model", "gpu", "gpus_total", "global_batch", "seq_len")
 PINNED = ("pp", "ddp", "dp", "tp", "cp", "ep", "zero", "micro_batches", "recompute", "schedule", "chunks", "offload")
 """Of a published strategy, what a searched plan can be pinned to."""
 
-ROOM = "100TiB"
+ROOM = "4096GiB"
 """Memory under which a published plan is priced that does not fit as autopar's program."""
 
 
