@@ -25,6 +25,11 @@ DEVICES: Mapping[str, str] = {
     "H100-80GB-PCIe": "h100-pcie",
     "H200-141GB": "h200-sxm",
     "B200-192GB": "b200",
+    "DGX-H100": "h100-sxm",
+    "DGX-B200": "b200",
+    "DGX-B300": "b300",
+    "DGX-GB200": "gb200",
+    "DGX-GB300": "gb300",
     "L4-24GB": "l4",
     "L4": "l4",
     "L40S-48GB": "l40s",
@@ -126,7 +131,7 @@ def _inter(row: Row) -> Link:
 def precision_of(row: Row) -> str:
     """Raises SkippedError."""
     text = row["precision"].lower()
-    if text.startswith(("amp_fp8", "fp8")):
+    if text.startswith(("amp_fp8", "fp8", "mxfp8")):
         return "fp8"
     if text.startswith(("bf16", "amp_bf16")):
         return "bf16"

@@ -39,6 +39,11 @@ OTHERS = (
 """Words of families that are none of these, however their layers look."""
 
 
+def built_as(row: Row) -> str:
+    """The configuration of transformers that the row's model is built from, "" where its family says how."""
+    return str(row.get("config", ""))
+
+
 def family_of(row: Row) -> str:
     """Other decoders have a Llama's layers where the feed-forward one has a gate, else a GPT's; `assumptions` tells.
 
@@ -76,6 +81,8 @@ class PickedBert(nn.Module):
 
 def model_key(row: Row) -> tuple[Any, ...]:
     """Rows of equal keys are traced once."""
+    if built_as(row):
+        return (built_as(row), row["model"], row["seq_len"])
     family = family_of(row)
     kind = _bert_task(row) if family == "BERT" else ""
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "bias", "tied_embeddings")
@@ -92,6 +99,8 @@ def _bert_task(row: Row) -> str:
 
 def build(row: Row) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """(model, batch of two rows), on meta. Raises SkippedError for architectures that are not known."""
+    if built_as(row):
+        return _configured(row)
     rate = 0.1 if has_dropout(row) else 0.0
     in_attention = 0.0 if is_flash(row) else rate
     family, seq = family_of(row), row["seq_len"]
@@ -110,6 +119,20 @@ def build(row: Row) -> tuple[nn.Module, dict[str, torch.Tensor]]:
             model.loss_type = "ForCausalLM"
             return model, {"input_ids": ids, "labels": ids.clone()}
         return _bert(row, rate, in_attention, ids)
+
+
+def _configured(row: Row) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    kind = getattr(transformers, built_as(row))
+    config = kind(
+        vocab_size=row["vocab"], hidden_size=row["hidden"], num_hidden_layers=row["layers"],
+        num_attention_heads=row["heads"], num_key_value_heads=row["kv_heads"], tie_word_embeddings=False,
+        max_position_embeddings=row["seq_len"], bos_token_id=0, eos_token_id=0, pad_token_id=None,
+        **{name: value or None for name, value in row["more"].items()},  # TOML has no None
+    )  # fmt: skip
+    with torch.device("meta"):
+        ids = torch.zeros(2, row["seq_len"], dtype=torch.int64)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    return model, {"input_ids": ids, "labels": ids.clone()}
 
 
 def _llama(row: Row) -> nn.Module:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published_runs.architectures import completed
+
 Row = Mapping[str, Any]
 """One run, in the form of shared/data/measured_runs.jsonl."""
 
@@ -24,8 +26,8 @@ class SkippedError(ValueError):
 
 
 def read(path: str, source: str | None) -> list[dict[str, Any]]:
-    """Rows of a file, one JSON object per line."""
-    rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    """Rows of a file, one JSON object per line, with what their pages leave out (architectures.toml)."""
+    rows = [completed(json.loads(line)) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     return [row for row in rows if source is None or source.lower() in str(row.get("source", "")).lower()]
 
 

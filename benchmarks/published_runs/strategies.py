@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.published_runs.architectures import assumed
 from benchmarks.published_runs.machines import precision_of
-from benchmarks.published_runs.models import FAMILIES, family_of
+from benchmarks.published_runs.models import FAMILIES, built_as, family_of
 from benchmarks.published_runs.rows import Row, SkippedError, attention_of, is_flash
 from cost_models.frameworks import Framework, framework
 
@@ -19,6 +20,7 @@ PROFILES: Sequence[tuple[str, str]] = (
     ("megatron-lm v1", "megatron-2020"),
     ("megatron-core", "megatron-2023"),
     ("nemo", "megatron-2023"),
+    ("megatron-bridge", "megatron-2023"),
     ("megatron", "megatron-2021"),
     ("internevo", "internevo"),
     ("libai", "libai"),
@@ -54,6 +56,8 @@ def profile_of(row: Row) -> Framework:
     is_half = name == "megatron-2023" and precision_of(row) == "fp16"  # which sums in fp32 for bf16 only
     if is_half or (name == "fsdp" and "PURE" in row["precision"]):
         profile = replace(profile, gradient_bytes=2)
+    if "megatron-bridge" in text and row.get("experts"):
+        profile = replace(profile, once_per_node=True)  # its recipes dispatch by HybridEP, and by DeepEP before
     if "composer" in text:
         profile = replace(profile, loss_bytes=10.0)  # llm-foundry's default is flash-attn's fused cross-entropy
     return profile
@@ -80,6 +84,8 @@ def strategy_of(row: Row) -> dict[str, Any]:
         "sp": bool(row.get("sp", False)) and row["tp"] > 1,
     }
     strategy |= {key: row[key] for key in ("cp", "ep") if row.get(key, 1) != 1}
+    if "force balance" in str(row.get("notes", "")).replace("-", " "):
+        strategy["expert_skew"] = 0.0
     if row["pp"] > 1:
         strategy |= _schedule(row)
     if str(row.get("offload", "none")) != "none":
@@ -120,8 +126,9 @@ def assumptions(row: Row) -> Iterable[str]:
         yield "recompute op-level taken as selective"
     if row.get("zero_stage") and row["dp"] > 1 and "zero_group" not in row and row["gpus_total"] > row["gpus_per_node"]:
         yield "zero_group absent, taken as dp"
+    yield from assumed(row)
     family = str(row["arch_family"]).lower()
-    if not any(word in family for word, _ in FAMILIES):
+    if not built_as(row) and not any(word in family for word, _ in FAMILIES):
         yield f"architecture {row['arch_family']} built as a {family_of(row)}"
     text = row["framework"].lower()
     if not any(word in text for word, _ in PROFILES):

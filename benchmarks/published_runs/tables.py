@@ -39,7 +39,21 @@ def show(outcomes: Sequence[Outcome], skipped: Sequence[Skipped]) -> None:
             print(f"    {count} rows: {text}")
     if medians:
         print(f"mean over {len(medians)} sources of the median error {statistics.fmean(medians):.1%}")
+    _show_kinds([o for o in outcomes if o.row.get("left_out")])
     _show_memory(outcomes)
+
+
+def _show_kinds(outcomes: Sequence[Outcome]) -> None:
+    """Of rows that only name their model, by model, GPU and precision."""
+    kinds: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for o in outcomes:
+        kind = "experts" if o.row.get("experts") else "dense"
+        kinds[kind, o.row["model"], o.row["gpu"], o.row["precision"].split(" ")[0]].append(o.error)
+    if kinds:
+        print(f"\n{'kind, model, GPU and precision':60} rows   median    bias")
+    for key, errors in sorted(kinds.items()):
+        name, size = ", ".join(key)[:60], statistics.median(map(abs, errors))
+        print(f"{name:60} {len(errors):4} {size:8.1%} {statistics.median(errors):+7.1%}")
 
 
 def _show_memory(outcomes: Sequence[Outcome]) -> None:
