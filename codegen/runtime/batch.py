@@ -64,7 +64,12 @@ def leaves_of(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def flat_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch with what its containers hold under names of its own (`leaves_of`)."""
+    """The batch with what its containers hold under names of its own (`leaves_of`). Raises BatchError."""
+    if not isinstance(batch, Mapping):
+        raise BatchError(
+            f"a step takes the inputs of forward by name, got a {type(batch).__name__}; "
+            "program.local_batch(batch) takes a batch as the example was given"
+        )
     flat: dict[str, Any] = {}
     for name, value in batch.items():
         leaves = leaves_of(name, value) if isinstance(name, str) else None

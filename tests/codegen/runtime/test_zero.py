@@ -149,6 +149,8 @@ def test_errors_say_what_is_wrong() -> None:
         step.load({})
     with pytest.raises(ValueError, match=r"head.weight has shape \(3,\), the program needs \(16, 16\)"):
         step.load(lambda name: torch.zeros(3))
+    with pytest.raises(ValueError, match="by name, got a tuple; program.local_batch"):
+        step.local_batch((torch.zeros(8, 16),))
     with pytest.raises(ValueError, match="the batch lacks x"):
         step({})
     with pytest.raises(ValueError, match=r"x has shape \(9, 16\); .* made for \(8, 16\)"):
