@@ -55,7 +55,8 @@ def main(name: str) -> int:
         example.model, "2 cpu", example_inputs=example.inputs, constraints=constraints, kernels="on"
     )
     found = run_ranks(kernels_run, (compiled, example.inputs), 2)
-    report = verify_program(compiled, example.inputs, steps=1)
+    # AdamW makes whole steps of gradients' round-off: updates are compared by themselves.
+    report = verify_program(compiled, example.inputs, steps=1, is_replayed=True)
     print(found, report)
     return 0 if found == [functions] * 2 and report.ok(1e-5) else 1
 
