@@ -70,7 +70,8 @@ def test_grouped_heads_train_as_one_process_does(
     options = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "optimizer": torch.optim.AdamW}
     compiled = autopar.compile(example.model, IDEAL, constraints=pins, **options)
     assert compiled.plan.heads_padded_to == 4 and where in compiled.source
-    report = verify_program(compiled, example.inputs)
+    # AdamW makes whole steps of round-off, which differs between processors: updates are compared by themselves.
+    report = verify_program(compiled, example.inputs, is_replayed=True)
     assert report.ok(TOLERANCE), str(report)
 
 
