@@ -29,7 +29,8 @@ with torch.device("meta"):
     torch.empty(0)
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
-_FRONTEND = Path(__file__).parent / "autopar" / "frontend"
+_TRACING = {Path(__file__).parent / "autopar" / name for name in ("frontend", "frameworks")}
+"""Tests of tracing, and of what happens while a model is traced, such as a LightningModule's `log`."""
 
 # Equal examples on every run; HYPOTHESIS_PROFILE=explore looks further.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -58,14 +59,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Equal models share their traces (shared_traces.py), but in tests/autopar/frontend and where a test has replaced
+    """Equal models share their traces (shared_traces.py), but in folders of _TRACING and where a test has replaced
     something; SHARED_TRACES=0 does without."""
 
     def has_replaced() -> bool:
         patch = getattr(item, "funcargs", {}).get("monkeypatch")
         return bool(patch and patch._setattr)
 
-    if _FRONTEND in item.path.parents or os.environ.get("SHARED_TRACES") == "0":
+    if not _TRACING.isdisjoint(item.path.parents) or os.environ.get("SHARED_TRACES") == "0":
         return (yield)
     with shared(has_replaced):
         return (yield)

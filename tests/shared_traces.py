@@ -1,7 +1,7 @@
 """Tests that compile equal models share their traces, which take as long as all else that a small compile does.
 
-Models are equal that have the same classes, attributes and values (`_content`). Tests of tracing, and tests that have
-replaced parts of anything, do without: conftest.py.
+Models are equal that have the same classes, attributes and values (`_content`). Tests of tracing or its side effects,
+and tests that have replaced parts of anything, do without: conftest.py.
 """
 
 from __future__ import annotations
