@@ -142,11 +142,11 @@ def test_alternatives_are_what_the_search_finds_with_the_pin() -> None:
 @pytest.mark.slow
 def test_schedules_that_defer_weight_gradients_have_layers_of_their_own() -> None:
     """No sum runs beside weight gradients then, so other decisions may be best: those that the search makes."""
-    pinned = {"pp": 2, "tp": 2, "dp": 2}
-    found = explained("llama", "8 a100-80g", **pinned)
+    pinned = {"pp": 2, "tp": 4, "dp": 2}  # shared layers are 3 % slower here
+    found = explained("llama", "4x4 a100-80g", **pinned)
     by_schedule = {a.value: a.seconds for a in found.alternatives if a.dimension == "schedule"}
     for schedule in ("zero-bubble", "zero-bubble-v"):
-        alone = search_plans(request("llama", "8 a100-80g", **pinned, schedule=schedule), exact_devices=0).best.plan
+        alone = search_plans(request("llama", "4x4 a100-80g", **pinned, schedule=schedule), exact_devices=0).best.plan
         assert by_schedule[schedule] == pytest.approx(alone.prediction.step_seconds, rel=1e-9)
 
 
