@@ -11,27 +11,27 @@ from autopar.shadowing import check_shadowing
 check_shadowing()
 _collects = gc.isenabled()
 gc.disable()  # modules are no garbage: looking for it while they are made is a fifth of the time that it takes
-
-from autopar.certify import Certificate, certify_program  # noqa: E402
-from autopar.cluster import ClusterSpec  # noqa: E402
-from autopar.compile import compile  # noqa: E402, A004
-from autopar.compiled import CompiledProgram  # noqa: E402
-from autopar.errors import AutoparError  # noqa: E402
-from autopar.explain import Explanation, compare, explain  # noqa: E402
-from autopar.plan import Plan  # noqa: E402
-from autopar.rules import prove_rule, register_rule  # noqa: E402
-from autopar.simulate import Predictor, predict  # noqa: E402
-from autopar.trainer import Trainer  # noqa: E402
-from autopar.training.callbacks import Callback, TrainState  # noqa: E402
-from autopar.training.config import TrainerConfig  # noqa: E402
-from autopar.training.result import TrainResult  # noqa: E402
-from autopar.trial import TrialResult, trial  # noqa: E402
-from autopar.trial_report import TrialReport  # noqa: E402
-from autopar.verify import verify  # noqa: E402
-from autopar.verify_report import VerifyReport  # noqa: E402
-
-if _collects:
-    gc.enable()
+try:
+    from autopar.certify import Certificate, certify_program  # noqa: E402
+    from autopar.cluster import ClusterSpec  # noqa: E402
+    from autopar.compile import compile  # noqa: E402, A004
+    from autopar.compiled import CompiledProgram  # noqa: E402
+    from autopar.errors import AutoparError  # noqa: E402
+    from autopar.explain import Explanation, compare, explain  # noqa: E402
+    from autopar.plan import Plan  # noqa: E402
+    from autopar.rules import prove_rule, register_rule  # noqa: E402
+    from autopar.simulate import Predictor, predict  # noqa: E402
+    from autopar.trainer import Trainer  # noqa: E402
+    from autopar.training.callbacks import Callback, TrainState  # noqa: E402
+    from autopar.training.config import TrainerConfig  # noqa: E402
+    from autopar.training.result import TrainResult  # noqa: E402
+    from autopar.trial import TrialResult, trial  # noqa: E402
+    from autopar.trial_report import TrialReport  # noqa: E402
+    from autopar.verify import verify  # noqa: E402
+    from autopar.verify_report import VerifyReport  # noqa: E402
+finally:
+    if _collects:
+        gc.enable()
 CompiledProgram.certify = certify_program
 
 __all__ = [
