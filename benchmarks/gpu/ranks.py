@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,28 +69,27 @@ class Rank:
     rank: int
     rows: int
     device: str = "cuda"
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in {**self.constraints, **self.options}.items())
+        return " ".join(f"{name}={value}" for name, value in self.constraints.items())
 
 
-def ranks(llama: Case, gpt: Case, scale: int = 1) -> list[Rank]:
-    """All rows; scale: of the batches."""
-    found = [Rank(llama, {"dp": 8, "zero": zero}, 8, 0, 16 * scale) for zero in (0, 1, 2, 3)]
-    found += [Rank(llama, {"dp": 8, "zero": 2, "recompute": mode}, 8, 0, 32 * scale) for mode in ("selective", "full")]
+def ranks(llama: Case, gpt: Case) -> list[Rank]:
+    """All that are measured."""
+    found = [Rank(llama, {"dp": 8, "zero": zero}, 8, 0, 16) for zero in (0, 1, 2, 3)]
+    found += [Rank(llama, {"dp": 8, "zero": 2, "recompute": mode}, 8, 0, 32) for mode in ("selective", "full")]
     found += [
-        Rank(llama, {"tp": 4, "dp": 2, "zero": 1}, 8, 0, 16 * scale),
-        Rank(llama, {"tp": 8}, 8, 3, 8 * scale),
-        Rank(llama, {"cp": 4, "dp": 2, "zero": 1}, 8, 1, 8 * scale),
-        Rank(gpt, {"dp": 4, "zero": 1, "micro_batches": 2}, 4, 0, 32 * scale),
+        Rank(llama, {"tp": 4, "dp": 2, "zero": 1}, 8, 0, 16),
+        Rank(llama, {"tp": 8}, 8, 3, 8),
+        Rank(llama, {"cp": 4, "dp": 2, "zero": 1}, 8, 1, 8),
+        Rank(gpt, {"dp": 4, "zero": 1, "micro_batches": 2}, 4, 0, 32),
     ]
     for rank in (0, 6):
         pinned = {"pp": 4, "dp": 2, "zero": 1, "micro_batches": 8}
-        found.append(Rank(llama, {**pinned, "schedule": "1f1b"}, 8, rank, 32 * scale))
-        found.append(Rank(llama, {**pinned, "schedule": "zero-bubble"}, 8, rank, 32 * scale))
-    found.append(Rank(gpt, {"pp": 2, "tp": 2, "schedule": "interleaved", "micro_batches": 4}, 4, 3, 16 * scale))
+        found.append(Rank(llama, {**pinned, "schedule": "1f1b"}, 8, rank, 32))
+        found.append(Rank(llama, {**pinned, "schedule": "zero-bubble"}, 8, rank, 32))
+    found.append(Rank(gpt, {"pp": 2, "tp": 2, "schedule": "interleaved", "micro_batches": 4}, 4, 3, 16))
     return found
 
 
@@ -111,7 +110,6 @@ def measure(rank: Rank) -> dict[str, str]:
         precision="bf16",
         constraints=rank.constraints,
         kernels="on" if on_gpu else "auto",
-        **rank.options,
     )
     dist.init_process_group("fake", rank=rank.rank, world_size=rank.num_ranks, store=FakeStore())
     step = compiled.build(device=device, first_step_check=False)
