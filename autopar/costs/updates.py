@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.rates import Training
@@ -126,14 +126,12 @@ class _Probe:
             if on_gpu and group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True
         optimizer.step()
-        live, moved, products = LiveBytes(), MovedBytes(), FlopCounterMode(display=False)
+        live, moved = LiveBytes(), MovedBytes()
         with live:
             optimizer.step()
         with moved:
             optimizer.step()
-        with products:
-            optimizer.step()
-        self.flops, self.product_dtype = products.get_total_flops(), moved.product_dtype
+        self.flops, self.product_dtype = moved.flops, moved.product_dtype
         gradients = sum(parameter.grad.nbytes for parameter in parameters if parameter.grad is not None)
         tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         self.state_bytes = sum(value.nbytes for value in tensors if value.numel() > 1)
@@ -148,11 +146,14 @@ _PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
 
 class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class hook
     """`with MovedBytes() as moved:` counts what operators read and write, each tensor once per operator; views are
-    free. names_gradients: whether a fused update was among them. product_dtype: of the last product of matrices."""
+    free. names_gradients: whether a fused update was among them. product_dtype: of the last product of matrices.
+
+    flops: by torch's formulas. Its own FlopCounterMode hooks all modules of the process, other threads' included.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.num_bytes = 0
+        self.num_bytes = self.flops = 0
         self.names_gradients = False
         self.product_dtype = "fp32"
 
@@ -161,6 +162,8 @@ class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         schema = func._schema
+        if func.overloadpacket in flop_registry:
+            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
         if func.overloadpacket in _PRODUCTS:
             self.product_dtype = "bf16" if result.dtype == torch.bfloat16 else "fp32"
         self.names_gradients |= str(func.overloadpacket.__name__).startswith("_fused_")

@@ -6,10 +6,11 @@ import ast
 import inspect
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.costs.kernels import KernelPricer
@@ -166,6 +167,24 @@ def test_products_of_whole_updates_are_counted() -> None:
     assert training.state_bytes == (4 + 8) / 2
     assert training_of(torch.optim.Muon, "fp32", parameters=(MATRIX,), needs=NEEDS).update_dtype == "bf16"
     assert training_of(muon_by_name, "fp32", parameters=(MATRIX, TABLE)).whole_share == 0.0
+
+
+class Watchful(torch.optim.SGD):
+    """Notes which hooks of all modules there are while it is tried: another thread's models would run them."""
+
+    seen: ClassVar[list[str]] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen += [name for name in _HOOK_TABLES if getattr(torch_module, name)]
+        return super().step(closure)
+
+
+_HOOK_TABLES = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+
+
+def test_other_threads_are_not_disturbed_while_an_update_is_counted() -> None:
+    training_of(partial(Watchful, lr=0.1), "fp32")
+    assert not Watchful.seen
 
 
 @pytest.mark.parametrize(
