@@ -54,6 +54,8 @@ class Device:
     memory_bytes_per_second: nominal. peak_flops_per_second: nominal dense peak by dtype; "fp32" must be there and
     means true fp32 (PyTorch does not use tf32 for fp32 matmuls unless asked to).
     kernel_launch_seconds: fixed cost of one kernel.
+    host_call_seconds: of a GPU, what its host needs to issue one small call of PyTorch with its autograd and launch, as
+    steps have them, not in a loop of one call.
     matmul_efficiency, attention_efficiency, memory_efficiency: the fraction of the peak that large kernels reach.
     matmul_ramp_seconds, memory_ramp_seconds: ideal time at which a kernel reaches half of that fraction.
     matmul_tile: rows and columns of an output tile; smaller matrices are padded to it.
@@ -86,6 +88,7 @@ class Device:
     matmul_efficiency: float
     memory_efficiency: float
     source: str
+    host_call_seconds: float = 20e-6
     attention_efficiency: float = 0.5
     matmul_ramp_seconds: float = 0.0
     memory_ramp_seconds: float = 0.0
@@ -123,6 +126,7 @@ class Device:
         _require_not_negative(
             owner,
             kernel_launch_seconds=self.kernel_launch_seconds,
+            host_call_seconds=self.host_call_seconds,
             matmul_ramp_seconds=self.matmul_ramp_seconds,
             memory_ramp_seconds=self.memory_ramp_seconds,
             num_processors=self.num_processors,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.costs.evaluate import layer_costs
-from autopar.costs.layer_costs import FIRST_PASS, SUMS, LayerCost
+from autopar.costs.layer_costs import FIRST_PASS, HOST, SUMS, LayerCost, exposed
 from autopar.costs.price import Pricer
 from autopar.costs.stored_costs import StoredCost, StoredParameters, stored_costs
 from autopar.ir.chain import chain, homes_of, segments
@@ -45,17 +45,19 @@ def _summed_bytes(graph: Graph, pricer: Pricer, assignment: Assignment) -> dict[
 def combined(
     costs: Mapping[str, LayerCost], stored: Mapping[str, StoredCost], num_forwards: int = 1
 ) -> dict[str, LayerCost]:
-    """The cost of every unit with its parameters. num_forwards: of a micro-batch in a step; what the first of two
-    takes is a kind of its own, and it keeps nothing."""
+    """The cost of every unit with its parameters, and with what its host needs beyond its device (host_calls.py).
+    num_forwards: of a micro-batch in a step; what the first of two takes is a kind of its own, and it keeps nothing."""
     found = {}
     for name, cost in costs.items():
         own = stored.get(name, StoredCost())
-        forward = cost.forward
-        if num_forwards > 1:
-            forward = defaultdict(float, forward) | {FIRST_PASS: (num_forwards - 1) * cost.forward_seconds}
         backward = defaultdict(float, cost.backward)
         for kind, value in own.per_micro.items():
             backward[kind] += value
+        issued = cost.host[0] + own.host[0], cost.host[1] + own.host[1]
+        forward = _waiting(cost.forward, issued[0])
+        backward = _waiting(backward, issued[1])
+        if num_forwards > 1:
+            forward = defaultdict(float, forward) | {FIRST_PASS: (num_forwards - 1) * exposed(forward)}
         modes = {n: replace(m, transient_bytes=m.transient_bytes + own.gathered_bytes) for n, m in cost.modes.items()}
         found[name] = replace(
             cost,
@@ -66,5 +68,12 @@ def combined(
             gathered_bytes=own.gathered_bytes,
             slots=tuple(own.slots),
             modes=modes,
+            host=issued,
         )
     return found
+
+
+def _waiting(seconds: dict[str, float], issued: float) -> dict[str, float]:
+    """The seconds of a stretch on the device with those in which it waits for its host, if there are any."""
+    late = issued - exposed(seconds)
+    return defaultdict(float, seconds) | {HOST: late} if issued and late > 0 else seconds

@@ -13,6 +13,7 @@ from functools import partial
 
 from autopar.costs.emitted import Emitted, Known, classes, emitted, priced
 from autopar.costs.events import Moved, Ran, Reader, Unit
+from autopar.costs.host_calls import host_calls
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.layer_costs import ComputeSeconds, LayerCost
 from autopar.costs.liveness import Walk
@@ -59,6 +60,7 @@ def layer_seconds(
             backward=cost.backward_seconds,
             weight=cost.weight_seconds,
             overlapped=cost.overlapped_seconds,
+            host=cost.host,
         )
         for name, cost in costs.items()
     }
@@ -106,6 +108,7 @@ class _Evaluation:
             units = self._units(scope, anew=with_bytes)
             for name, unit in units.items():
                 self._seconds(scope, unit, self.found[name])
+                self.found[name].host = self._issued(scope, unit)
             if with_bytes:
                 self._bytes(scope, units)
             if scope.layer and with_bytes:
@@ -152,6 +155,14 @@ class _Evaluation:
         for event in unit.events:
             if isinstance(event, Moved):
                 self._move(scope, event, cost)
+
+    def _issued(self, scope: Scope, unit: Unit) -> tuple[float, float]:
+        """Seconds of the host for the calls of a unit."""
+        one = self.pricer.host_call_seconds
+        if not one:
+            return 0.0, 0.0
+        forward, backward = host_calls(unit.statements, bool(scope.layer), self.pricer.is_compiled)
+        return one * forward, one * backward
 
     def _move(self, scope: Scope, move: Moved, cost: LayerCost) -> None:
         meta, axes = scope.metas[move.ref], self.pricer.mesh.axes

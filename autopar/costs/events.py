@@ -83,13 +83,14 @@ class Unit:
     """What happens in one unit of the chain.
 
     calls: of the graph, in a fused kernel each of them. ends: results that are read outside of the unit, as they lie
-    when it ends. rebound: variables that are assigned again outside of it.
+    when it ends. rebound: variables that are assigned again outside of it. statements: that make it up.
     """
 
     events: list[Event] = field(default_factory=list)
     calls: list[tuple[str, str]] = field(default_factory=list)
     ends: list[Key] = field(default_factory=list)
     rebound: set[str] = field(default_factory=set)
+    statements: list[Statement] = field(default_factory=list)
 
 
 class Reader:
@@ -119,6 +120,7 @@ class Reader:
         previous: tuple[str, int] = "", -1
         for index, (statement, home) in enumerate(zip(body, homes, strict=True)):
             unit = found.setdefault(home, Unit())
+            unit.statements.append(statement)
             if isinstance(statement, Call):
                 self._call(statement, unit)
             elif isinstance(statement, Reshard):

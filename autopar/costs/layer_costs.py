@@ -25,6 +25,8 @@ RECOMPUTATION = "recomputation"
 FIRST_PASS = "first pass for sums over the batch"
 SUMS = "sums over the batch"
 FETCHING = "activations to and from the host"
+HOST = "waiting for the host"
+"""What a host needs to issue calls beyond what its device needs to run them (host_calls.py)."""
 FIXED_KINDS = ("parameters", "gradients", "optimizer state")
 MODES = ("none", "offload", "selective", "full")
 """What a layer keeps for its backward: everything; everything, but with the host; the results of its matmuls and
@@ -46,17 +48,23 @@ class Mode:
 class ComputeSeconds:
     """Seconds of a unit per micro-batch. forward, backward: of one each. weight: of backward, weight gradients of
     linear layers. overlapped: of sums beside weight gradients, which are not in `backward` unless these are deferred.
+    host: what forward and backward take to be issued.
     """
 
     forward: float
     backward: float
     weight: float
     overlapped: float = 0.0
+    host: tuple[float, float] = (0.0, 0.0)
 
-    def under(self, schedule: str, num_forwards: int) -> float:
-        """Seconds of all forwards of a micro-batch and its backward under a schedule."""
+    def under(
+        self, schedule: str, num_forwards: int, exposed: float = 0.0, stored: tuple[float, float] = (0.0, 0.0)
+    ) -> float:
+        """Seconds of all forwards of a micro-batch and its backward under a schedule. exposed: of the traffic of its
+        parameters; stored: what these take to be issued."""
         deferred = self.overlapped if defers_weights(schedule) else 0.0
-        return num_forwards * self.forward + self.backward + deferred
+        forward = max(self.forward, self.host[0] + stored[0])
+        return num_forwards * forward + max(self.backward + exposed, self.host[1] + stored[1]) + deferred
 
 
 @dataclass(slots=True)
@@ -68,7 +76,8 @@ class LayerCost:
     gathered_bytes: whole parameters and gradients while they are gathered; slots: of each trained parameter.
     weight_seconds: the part of backward that only makes weight gradients of linear layers and can be deferred;
     deferring_seconds: what that costs. overlapped: seconds by kind of sums that run beside these (overlap.py) and are
-    not in backward, unless they are deferred. modes: for layers.
+    not in backward, unless they are deferred. modes: for layers. host: seconds in which forward and backward can be
+    issued; those beyond the device's are among them as `HOST` once parameters are (cost_table.py).
     """
 
     forward: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -82,6 +91,7 @@ class LayerCost:
     deferring_seconds: float = 0.0
     overlapped: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     modes: dict[str, Mode] = field(default_factory=dict)
+    host: tuple[float, float] = (0.0, 0.0)
 
     @property
     def forward_seconds(self) -> float:

@@ -154,7 +154,8 @@ def _stage_costs(of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan]) ->
         own, sent = names[stage.first : stage.last], here.sent_bytes(stage)
         key = (id(here), own, tuple(stage.recompute.items()), sent, stage.first > 0, stage.first if held else -1)
         if key not in found:
-            found[key] = stage_cost(here.costs, names, layers, stage, sent, held)
+            one = here.pricer.host_call_seconds
+            found[key] = stage_cost(here.costs, names, layers, stage, sent, held, one, len(stages) == 1)
         result.append(found[key])
     return tuple(result)
 

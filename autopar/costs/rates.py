@@ -70,6 +70,8 @@ class Rates:
     hidden_fraction: share of gradient and parameter traffic that runs behind compute. fragmentation: what the
     allocator holds beyond activations and transients, as a fraction of them. overlap_share: of weight gradients, the
     share of their seconds in which a reshard's sum runs beside them (overlap.py); 0 where programs do not do that.
+    host_call_seconds: of the host for one call (host_calls.py); 0 where it is not seen, as on CPUs, whose kernels have
+    it in their launch. is_compiled: whether layers run as compiled graphs.
     """
 
     mesh: Mesh
@@ -78,6 +80,8 @@ class Rates:
     hidden_fraction: float = 0.0
     fragmentation: float = 0.0
     overlap_share: float = 0.0
+    host_call_seconds: float = 0.0
+    is_compiled: bool = False
     _times: dict[tuple[collective.Kind, tuple[int, ...], float], float] = field(default_factory=dict)
     _memory_times: dict[float, float] = field(default_factory=dict)
     _reshards: dict[tuple[Placements, Placements, int, bool], float] = field(default_factory=dict)

@@ -8,7 +8,8 @@ brings rows to their experts and back, a mode adds so many seconds to the backwa
     full        f                              inputs
     offload     max(c - f, 0) + max(c - b, 0)  nothing on the device
 
-where c is the time to copy everything over the link to the host, in one direction: copies out run beside the forward,
+where a second forward takes no less than its calls take the host to issue (host_calls.py), without those of matmuls and
+attention under "selective", and c is the time to copy everything over the link to the host, in one direction: copies out run beside the forward,
 copies back beside the backward. What is not kept is made again by a second forward just before the backward.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autopar.costs.host_calls import PRODUCT
 from autopar.costs.layer_costs import LayerCost, Mode
 from autopar.costs.liveness import Liveness
 from autopar.costs.price import Pricer
@@ -30,7 +32,7 @@ from autopar.options.strategies import Operator, num_local
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """Bytes of a layer's carried inputs, and of the results of its matmuls and attention, and the forward seconds of
-    these.
+    these, and what they take of a host's calls.
 
     Not alive where nothing is made again: parts, of which a result is made, and products, which are not yet what the
     call returns. When a layer runs again, each product gives way to that at once; largest: of them.
@@ -42,6 +44,7 @@ class _Kept:
     products: float
     largest: float
     costly_seconds: float
+    costly_calls: float
 
 
 def recompute_modes(
@@ -58,15 +61,22 @@ def recompute_modes(
     fetched = _fetched(again, live.kept)
     # The host holds everything; while a layer runs backward, its own and the next one's are back.
     copied = live.kept / pricer.cluster.device.host_link_bytes_per_second
-    late = max(copied - unit.forward_seconds, 0.0) + max(copied - unit.backward_seconds, 0.0)
+    late = max(copied - max(unit.forward_seconds, unit.host[0]), 0.0)
+    late += max(copied - max(unit.backward_seconds, unit.host[1]), 0.0)
+    issuing = pricer.host_call_seconds
     modes = {
         "none": Mode(0.0, live.kept, unit.transient_bytes, live),
         "offload": Mode(late, 0.0, max(fetched.forward, fetched.waiting), fetched),
     }
     beside = kept.parts + kept.products, kept.parts + kept.largest
     for name, num_bytes, (once, repeated), seconds in (
-        ("selective", kept.inputs + kept.results, beside, unit.forward_seconds - kept.costly_seconds),
-        ("full", kept.inputs, (0.0, 0.0), unit.forward_seconds),
+        (
+            "selective",
+            kept.inputs + kept.results,
+            beside,
+            max(unit.forward_seconds - kept.costly_seconds, unit.host[0] - kept.costly_calls * issuing),
+        ),
+        ("full", kept.inputs, (0.0, 0.0), max(unit.forward_seconds, unit.host[0])),
     ):
         if num_bytes < live.kept:
             alive = replace(_fetched(again, repeated), forward=again.forward + once)
@@ -85,7 +95,7 @@ def _kept(
         for position, (name, meta) in enumerate(scope.layer.inputs if scope.layer else ())
         if position in carried
     )
-    results, parts, costly, products = 0.0, 0.0, 0.0, [0.0]
+    results, parts, costly, calls, products = 0.0, 0.0, 0.0, 0.0, [0.0]
     for node in scope.nodes:
         if base_name(node.op) in MATMULS | ATTENTION and any(meta.requires_grad for meta in node.outputs):
             operator, option = operators[scope.name, node.name], assignment.operators[scope.name, node.name]
@@ -95,6 +105,7 @@ def _kept(
             parts += (call.num_blocks - 1) * num_bytes if call else 0.0
             products.append(pricer.product_bytes(operator, option) * (1.0 + pricer.fragmentation))
             results += (call.num_blocks if call else 1) * num_bytes
+            calls += PRODUCT
             costly += pricer.operator_seconds(operator, option)[0] - pricer.sent_again_seconds(operator, option)
             costly -= call.again_seconds(pricer.collective_seconds, pricer.memory_seconds) if call else 0.0
     return _Kept(
@@ -104,6 +115,7 @@ def _kept(
         products=sum(products),
         largest=max(products),
         costly_seconds=costly,
+        costly_calls=calls,
     )
 
 

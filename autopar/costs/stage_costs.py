@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from autopar.costs import host_calls
 from autopar.costs.host import OWN_CORES, Host
-from autopar.costs.layer_costs import FETCHING, FIRST_PASS, HIDDEN, RECOMPUTATION, LayerCost
+from autopar.costs.layer_costs import FETCHING, FIRST_PASS, HIDDEN, HOST, RECOMPUTATION, LayerCost, exposed
 from autopar.costs.peak import Holding, Life, Peaks, Slot, at_peak, peaks
 from autopar.ir.plan_data import Pipeline, Prediction, StagePlan
 from cost_models.schedule import Shape, StageTimes, Timeline, make_schedule, placement, simulate
@@ -67,10 +68,12 @@ def stage_cost(
     stage: StagePlan,
     sent_bytes: float = 0.0,
     copies: Sequence[SecondCopy] = (),
+    host_call_seconds: float = 0.0,
+    is_alone: bool = True,
 ) -> StageCost:
     """The units of a stage under its recompute modes. units: of the whole chain. layers: those of them that are
     classes of layers. sent_bytes: of results kept until their gradients come. copies: second copies of parameters that
-    this stage holds."""
+    this stage holds. host_call_seconds: of the host (host_calls.py). is_alone: there are no other stages."""
     micro: dict[str, float] = defaultdict(float)
     step: dict[str, float] = defaultdict(float)
     fixed: dict[str, float] = defaultdict(float)
@@ -78,6 +81,7 @@ def stage_cost(
     own = units[stage.first : stage.last]
     modes = {name: _modes(stage, name, own.count(name)) for name in dict.fromkeys(own)}
     forward = backward = weight = deferring = 0.0
+    ahead = [0.0, 0.0]
     lives = []
     for index, name in enumerate(own, stage.first):
         cost, label = costs[name], modes[name].pop(0)
@@ -88,6 +92,7 @@ def stage_cost(
                 seconds[kind] += value
         forward, backward = forward + cost.forward_seconds, backward + cost.backward_seconds
         weight, deferring = weight + cost.weight_seconds, deferring + cost.deferring_seconds
+        ahead = [ahead[0] + cost.forward_seconds - cost.host[0], ahead[1] + cost.backward_seconds - cost.host[1]]
         kept, live = cost.live.kept, cost.live
         if cost.modes:
             mode = cost.modes.get(label, cost.modes["none"])
@@ -95,6 +100,12 @@ def stage_cost(
             backward += mode.seconds
             kept, live = mode.kept_bytes, mode.live
         lives.append(Life(name, kept, live, slots, is_layer=name in layers))
+    if host_call_seconds:
+        late = _late(host_call_seconds, ahead, is_alone)
+        forward, backward = forward + late[0], backward + late[1]
+        micro[HOST] += sum(late)
+        updating = host_calls.STEP * host_call_seconds - exposed(step)
+        step[HOST] += host_calls.SYNCHRONISED * host_call_seconds + max(updating, 0.0)
     received_bytes = lives[0].live.entering if stage.first else 0.0
     held = peaks(lives, received_bytes, sent_bytes)
     return StageCost(
@@ -108,6 +119,14 @@ def stage_cost(
         deferring=deferring,
         overlapped=overlapped,
     )
+
+
+def _late(host_call_seconds: float, ahead: Sequence[float], is_alone: bool) -> tuple[float, float]:
+    """What a stage's forward and backward take longer for calls of the host that belong to no unit. ahead: seconds that
+    the host has to spare in either."""
+    action = 0.0 if is_alone else host_calls.ACTION
+    forward, backward = (host_call_seconds * count for count in (host_calls.MICRO_BATCH + action, action))
+    return max(forward - ahead[0], 0.0), max(backward - ahead[1], 0.0)
 
 
 def _modes(stage: StagePlan, unit: str, count: int) -> list[str]:

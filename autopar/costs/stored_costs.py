@@ -14,7 +14,8 @@ from functools import cached_property, partial
 
 import torch
 
-from autopar.costs.layer_costs import ACCUMULATION, FIXED_KINDS, HIDDEN, QUANTISING, ROUNDING, SYNCHRONISATION
+from autopar.costs import host_calls
+from autopar.costs.layer_costs import ACCUMULATION, FIXED_KINDS, HIDDEN, HOST, QUANTISING, ROUNDING, SYNCHRONISATION
 from autopar.costs.peak import Slot, slot_of
 from autopar.costs.price import Pricer
 from autopar.ir.chain import home_of_unread, last_readers
@@ -25,13 +26,15 @@ from autopar.options.scopes import Scope
 
 @dataclass
 class StoredCost:
-    """The parameters of one unit: seconds per micro-batch and per step, bytes that stay and that are gathered, and the
-    buffers of each trained one, found when they are asked for: bounds ask for seconds only."""
+    """The parameters of one unit: seconds per micro-batch and per step, those of the host for forward and backward,
+    bytes that stay and that are gathered, and the buffers of each trained one, found when they are asked for: bounds
+    ask for seconds only."""
 
     per_micro: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     per_step: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     fixed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     gathered_bytes: float = 0.0
+    host: tuple[float, float] = (0.0, 0.0)
     make_slots: Callable[[], list[Slot]] = list
 
     @cached_property
@@ -108,9 +111,23 @@ def stored_costs(
         unit.gathered_bytes += pricer.gathered_bytes(meta, stored)
     for where, trained in parameters.trained.items():
         found[where].make_slots = partial(_slots, graph, pricer, trained)
+        _issue(found[where], pricer, [stored for _, _, stored in trained])
     if counts_unread:
         found[home_of_unread(graph)].fixed[FIXED_KINDS[0]] += unread_bytes(graph)
     return found
+
+
+def _issue(unit: StoredCost, pricer: Pricer, trained: list[Stored]) -> None:
+    """The host's seconds for trained parameters. Under ZeRO-3 a unit is gathered in forward and in backward, and its
+    gradients are scattered. An update waits for what was read of the gradients, so nothing hides what issues it."""
+    one = pricer.host_call_seconds
+    if not one:
+        return
+    num_gathered = len({pricer.zero_size(stored) for stored in trained if stored.zero == 3} - {1})
+    forward = num_gathered * host_calls.COLLECTIVE
+    unit.host = one * forward, one * (2 * forward + host_calls.TRAINED * len(trained))
+    if not pricer.writes_copies and not pricer.training.offload:
+        unit.per_step[HOST] += one * host_calls.UPDATED * len(trained)
 
 
 def unread_bytes(graph: Graph) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from operator import add
 
 from autopar.costs.cost_table import combined
 from autopar.costs.layer_costs import LayerCost, Mode, exposed
@@ -69,10 +68,9 @@ class ConfigCosts:
         if key not in self.known.synchronised:
             stored = self.stored(config, stage_mesh)
             own = [stored.get(name, StoredCost()) for name in self.counts]
-            self.known.synchronised[key] = [exposed(s.per_micro) for s in own], [exposed(s.per_step) for s in own]
-        per_micro, per_step = self.known.synchronised[key]
-        busy = self.busy(solved_layer, config)
-        return ClassSeconds(list(map(add, busy.micro, per_micro)), busy.weight, per_step)
+            micro, step = [exposed(s.per_micro) for s in own], [exposed(s.per_step) for s in own]
+            self.known.synchronised[key] = micro, step, [s.host for s in own]
+        return self._busy(solved_layer, config, *self.known.synchronised[key])
 
     def seconds_without_parameters(self, config: ParallelConfig, stage_mesh: StageMesh) -> ClassSeconds:
         """On a stage mesh, whatever becomes of the parameters."""
@@ -80,11 +78,23 @@ class ConfigCosts:
 
     def busy(self, solved_layer: SolvedLayer, config: ParallelConfig) -> ClassSeconds:
         """Of a solved layer under a config, whatever becomes of the parameters."""
+        return self._busy(solved_layer, config, self._none, self._none, [(0.0, 0.0)] * len(self._none))
+
+    def _busy(
+        self,
+        solved_layer: SolvedLayer,
+        config: ParallelConfig,
+        per_micro: list[float],
+        per_step: list[float],
+        host: list[tuple[float, float]],
+    ) -> ClassSeconds:
+        """per_micro, per_step, host: of the parameters of every class."""
         own = solved_layer.call_costs.seconds
         busy = [own[name] for name in self.counts]
         num_forwards = 2 if self._has_first_pass(config) else 1
-        micro = [each.under(config.schedule, num_forwards) for each in busy]
-        return ClassSeconds(micro, [each.weight for each in busy], self._none)
+        stored = zip(busy, per_micro, host, strict=True)
+        micro = [each.under(config.schedule, num_forwards, exposed, issued) for each, exposed, issued in stored]
+        return ClassSeconds(micro, [each.weight for each in busy], per_step)
 
     def _has_first_pass(self, config: ParallelConfig) -> bool:
         return self.request.trace.has_first_pass(config.num_micro_batches)

@@ -35,7 +35,7 @@ class KnownCosts:
     request: Request
     stored: dict[Hashable, dict[str, StoredCost]] = field(default_factory=dict)
     parameters: dict[Hashable, StoredParameters] = field(default_factory=dict)
-    synchronised: dict[Hashable, tuple[list[float], list[float]]] = field(default_factory=dict)
+    synchronised: dict[Hashable, tuple[list[float], list[float], list[tuple[float, float]]]] = field(default_factory=dict)
     chains: dict[Hashable, ChainCosts] = field(default_factory=dict)
     bounds: dict[ParallelConfig, float] = field(default_factory=dict)
     tight: dict[tuple[Limits, ParallelConfig], float] = field(default_factory=dict)

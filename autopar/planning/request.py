@@ -130,7 +130,10 @@ def pricer_for(
     hidden = cluster.intra_node.hidden_share if on_cpu else HIDDEN_FRACTION
     overlaps = request.overlaps and not defers_weights(request.constraints.schedule or "")
     beside = HIDDEN_FRACTION if overlaps else 0.0
-    return kind(mesh, cluster, training, hidden, 0.0 if on_cpu else FRAGMENTATION, beside)
+    host_call_seconds = 0.0 if on_cpu else request.cluster.device.host_call_seconds
+    is_compiled = request.backend == "inductor"
+    fragmentation = 0.0 if on_cpu else FRAGMENTATION
+    return kind(mesh, cluster, training, hidden, fragmentation, beside, host_call_seconds, is_compiled)
 
 
 def usable_bytes(request: Request) -> float:

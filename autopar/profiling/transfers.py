@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar.profiling.cases import ADAM_BYTES
-from autopar.profiling.clock import Call
+from autopar.profiling.load import Call
 from autopar.profiling.kernels import adamw
 
 

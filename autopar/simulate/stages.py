@@ -6,14 +6,13 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.costs.layer_costs import ACCUMULATION, HIDDEN, SYNCHRONISATION, LayerCost
+from autopar.costs.layer_costs import ACCUMULATION, HIDDEN, HOST, SYNCHRONISATION, LayerCost
 from autopar.costs.stage_costs import StageCost
 from autopar.errors import ConstraintError
 from autopar.simulate.strategy import Strategy
 from cost_models.frameworks import Framework
 from cost_models.hardware import Device
 
-HOST = "waiting for the host"
 INPUT_GRADIENTS = "reduce_scatter tp"
 """Half of them backward, of inputs' gradients that column-parallel linears make; the other half forward, of results."""
 PRODUCTS = "backward matmuls"

@@ -1,0 +1,145 @@
+"""How many calls a GPU's host issues for a program, counted statement by statement of what is emitted.
+
+The unit is an elementwise call of torch with its autograd and its launch (Device.host_call_seconds). The others in this
+unit are ratios of CPU time on one core of an EPYC (benchmarks/host_calls.py, torch 2.13: 2.0 us), with 3 us per
+cuLaunchKernel, 11 us per launch of Triton and 20 us per enqueueing of NCCL from the sources named there, rounded:
+
+    a view                             0.3 forward   0.7 backward
+    a product, attention               1.5           0.6 + 1.3 per gradient
+    any other call of torch            1.0           0.6 + 0.9 per gradient
+    a fused kernel                     1 + 6 per launch, both ways: an autograd function of Python, its checks, Triton
+    a reshard                          1, and 7 for the collective of that direction
+    a trained parameter                              0.7: its hook
+
+In a stretch between two synchronisations the host runs ahead of the device, which is done with a stretch of D seconds
+that takes the host H to issue after max(D, H), if it is issued evenly. Stretches are the forward and the backward of a
+unit of the chain (a layer):
+
+    forward = max(D_f, H_f),    backward = max(D_b, H_b)
+
+of which what is above D is told as `HOST`. What the host gains in one layer's forward it could lose in another
+stretch: where units are unlike, the sum of maxima is more than the maximum of sums, by no more than the smaller of what
+is gained and what is lost. The loss and the gradient's norm are read before the update (codegen/runtime/guard.py),
+which therefore begins with an idle device: its host's seconds are all lost.
+
+Under inductor a run of calls between two reshards is one graph of torch.compile (regions.py): 36 us of guards and 7 to
+9 us per kernel (meta-pytorch/tritonbench, pull request 1017), that is 5 units a graph and one per product or kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from autopar.ir.graph import ATTENTION, MATMULS, VIEWS, base_name
+from codegen.program import Call, LayerLoop, Reshard, Statement, reads
+
+Calls = tuple[float, float]
+"""Units of forward and of backward."""
+
+VIEW: Calls = (0.3, 0.7)
+NODE = 0.6
+"""Of autograd's engine, for one of torch's own functions."""
+CALL, GRADIENT = 1.0, 0.9
+PRODUCT, PRODUCT_GRADIENT = 1.5, 1.3
+FUNCTION = 1.0
+LAUNCH = 6.0
+COLLECTIVE = 7.0
+LAYER = 2.0
+"""A layer is called, as a module with hooks."""
+TRAINED = 0.7
+"""Per trained parameter and micro-batch. This and the next ones in units of calls as steps have them: some 9.5 us on
+the same core, with launches, where loops of one call take 5."""
+UPDATED = 0.7
+"""Per trained parameter and step, where torch's optimiser looks all of them up; a fused update has a table."""
+MICRO_BATCH = 12.0
+"""Checks of the batch, the order of buckets, sums of losses."""
+SYNCHRONISED = 10.0
+"""From the reading of the norm to the update's launch; by reading."""
+STEP = 18.0
+"""The rest of what a step takes beside micro-batches and parameters."""
+ACTION = 2 * COLLECTIVE
+"""A forward or a backward of a pipeline's stage: what it receives and sends."""
+LOSS: Calls = (20.0, 10.0)
+"""Of cross-entropy in torch's calls (codegen/runtime/cross_entropy.py), as in host.py."""
+LM_HEAD: Calls = (FUNCTION + 3 * PRODUCT + 2 * LAUNCH + 5 * CALL, FUNCTION + 2 * CALL)
+"""Of the linear layer with its loss in one chunk (codegen/kernels/linear_cross_entropy.py)."""
+RUNTIME: Calls = (FUNCTION + 10 * CALL, FUNCTION + 10 * CALL)
+"""Of a function of the run time that is none of the above, by reading a few."""
+GRAPH = 5.0
+KERNELS: Mapping[str, tuple[int, int]] = {
+    "kernels.add_rms_norm": (1, 2),
+    "kernels.add_layer_norm": (1, 3),
+    "kernels.rms_norm": (1, 2),
+    "kernels.layer_norm": (1, 3),
+    "kernels.bias_gelu": (1, 2),
+    "kernels.cross_entropy": (3, 1),
+}
+"""Launches of fused kernels that have several in one direction, as `TERMS` of kernels.py has them by pattern."""
+
+
+def calls_of(statement: Statement) -> Calls:
+    """What one statement of a program takes."""
+    if isinstance(statement, Reshard):
+        gradient = FUNCTION + (COLLECTIVE if statement.backward else CALL)
+        is_trained = statement.source.type.requires_grad
+        return FUNCTION + (COLLECTIVE if statement.forward else 0.0), gradient if is_trained else 0.0
+    if isinstance(statement, LayerLoop):
+        return 0.0, 0.0
+    if statement.target.startswith("kernels."):
+        return _kernel(statement)
+    found = [_call(own) for own in statement.original]
+    functions = FUNCTION if statement.target.startswith(("overlapped.", "deferred.", "fp8.", "async_tp.")) else 0.0
+    is_trained = any(result.type.requires_grad for result in statement.results)
+    forward, backward = (sum(each) for each in zip(*found, strict=True))
+    return forward + functions, backward + functions if is_trained else 0.0
+
+
+def host_calls(statements: Iterable[Statement], is_layer: bool, is_compiled: bool = False) -> Calls:
+    """What the statements of a unit take, parameters left out. is_compiled: those of layers that call nothing but torch
+    are one graph from one of the others to the next."""
+    forward, backward = (LAYER, 0.0) if is_layer else (0.0, 0.0)
+    in_graph = False
+    for statement in statements:
+        is_plain = isinstance(statement, Call) and statement.target.startswith(("aten.", "idioms."))
+        if not (is_plain and is_layer and is_compiled):
+            own = calls_of(statement)
+            in_graph = False
+        else:
+            assert isinstance(statement, Call)
+            own = _in_graph(statement)
+            if not in_graph:
+                own = own[0] + GRAPH + CALL, own[1] + GRAPH + CALL
+            in_graph = True
+        forward, backward = forward + own[0], backward + own[1]
+    return forward, backward
+
+
+def _kernel(call: Call) -> Calls:
+    if call.target == "kernels.linear_cross_entropy":
+        return LM_HEAD
+    forward, backward = KERNELS.get(call.target, (1, 1))
+    is_trained = any(result.type.requires_grad for result in call.results)
+    return FUNCTION + forward * LAUNCH, FUNCTION + backward * LAUNCH if is_trained else 0.0
+
+
+def _call(call: Call) -> Calls:
+    """One call of the lowered program."""
+    gradients = len({variable.name for variable in reads(call) if variable.type.requires_grad})
+    if not call.target.startswith("aten."):
+        known = LOSS if call.target == "runtime.cross_entropy" else RUNTIME
+        return known if gradients else (known[0], 0.0)
+    name = base_name(call.target)
+    if name in VIEWS and name != "reshape":
+        return VIEW if gradients else (VIEW[0], 0.0)
+    if name == "cross_entropy_loss":
+        return LOSS
+    if name in MATMULS or name in ATTENTION:
+        return PRODUCT, NODE + PRODUCT_GRADIENT * gradients if gradients else 0.0
+    return CALL, NODE + GRADIENT * gradients if gradients else 0.0
+
+
+def _in_graph(call: Call) -> Calls:
+    """One call inside a compiled graph: products are kernels of their own, everything else is in one with them."""
+    kernels = sum(base_name(own.target) in MATMULS | ATTENTION for own in call.original)
+    is_trained = any(result.type.requires_grad for result in call.results)
+    return kernels * CALL, 2 * kernels * CALL if is_trained else 0.0
