@@ -67,6 +67,7 @@ def combined(
             fixed=own.fixed,
             gathered_bytes=own.gathered_bytes,
             slots=tuple(own.slots),
+            overlapped=_beyond(cost.overlapped, backward.get(HOST, 0.0)),
             modes=modes,
             host=issued,
         )
@@ -77,3 +78,11 @@ def _waiting(seconds: dict[str, float], issued: float) -> dict[str, float]:
     """The seconds of a stretch on the device with those in which it waits for its host, if there are any."""
     late = issued - exposed(seconds)
     return defaultdict(float, seconds) | {HOST: late} if issued and late > 0 else seconds
+
+
+def _beyond(overlapped: dict[str, float], late: float) -> dict[str, float]:
+    """What sums that wait add to a backward that waits for its host for `late` anyway."""
+    whole = sum(overlapped.values())
+    if not late or not whole:
+        return overlapped
+    return defaultdict(float, {kind: value * max(1.0 - late / whole, 0.0) for kind, value in overlapped.items()})

@@ -64,7 +64,7 @@ class ComputeSeconds:
         parameters; stored: what these take to be issued."""
         deferred = self.overlapped if defers_weights(schedule) else 0.0
         forward = max(self.forward, self.host[0] + stored[0])
-        return num_forwards * forward + max(self.backward + exposed, self.host[1] + stored[1]) + deferred
+        return num_forwards * forward + max(self.backward + exposed + deferred, self.host[1] + stored[1])
 
 
 @dataclass(slots=True)

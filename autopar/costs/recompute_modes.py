@@ -8,9 +8,9 @@ brings rows to their experts and back, a mode adds so many seconds to the backwa
     full        f                              inputs
     offload     max(c - f, 0) + max(c - b, 0)  nothing on the device
 
-where a second forward takes no less than its calls take the host to issue (host_calls.py), without those of matmuls and
-attention under "selective", and c is the time to copy everything over the link to the host, in one direction: copies out run beside the forward,
-copies back beside the backward. What is not kept is made again by a second forward just before the backward.
+where c is the time to copy everything over the link to the host, in one direction: copies out run beside the forward,
+copies back beside the backward. What is not kept is made again by a second forward just before the backward. It takes
+no less than a host needs to issue it (host_calls.py), under "selective" without matmuls and attention.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from autopar.costs import host_calls
 from autopar.costs.host import OWN_CORES, Host
-from autopar.costs.layer_costs import FETCHING, FIRST_PASS, HIDDEN, HOST, RECOMPUTATION, LayerCost, exposed
+from autopar.costs.layer_costs import FETCHING, FIRST_PASS, HIDDEN, HOST, RECOMPUTATION, LayerCost
 from autopar.costs.peak import Holding, Life, Peaks, Slot, at_peak, peaks
 from autopar.ir.plan_data import Pipeline, Prediction, StagePlan
 from cost_models.schedule import Shape, StageTimes, Timeline, make_schedule, placement, simulate
@@ -81,7 +81,6 @@ def stage_cost(
     own = units[stage.first : stage.last]
     modes = {name: _modes(stage, name, own.count(name)) for name in dict.fromkeys(own)}
     forward = backward = weight = deferring = 0.0
-    ahead = [0.0, 0.0]
     lives = []
     for index, name in enumerate(own, stage.first):
         cost, label = costs[name], modes[name].pop(0)
@@ -92,7 +91,6 @@ def stage_cost(
                 seconds[kind] += value
         forward, backward = forward + cost.forward_seconds, backward + cost.backward_seconds
         weight, deferring = weight + cost.weight_seconds, deferring + cost.deferring_seconds
-        ahead = [ahead[0] + cost.forward_seconds - cost.host[0], ahead[1] + cost.backward_seconds - cost.host[1]]
         kept, live = cost.live.kept, cost.live
         if cost.modes:
             mode = cost.modes.get(label, cost.modes["none"])
@@ -100,12 +98,11 @@ def stage_cost(
             backward += mode.seconds
             kept, live = mode.kept_bytes, mode.live
         lives.append(Life(name, kept, live, slots, is_layer=name in layers))
-    if host_call_seconds:
-        late = _late(host_call_seconds, ahead, is_alone)
-        forward, backward = forward + late[0], backward + late[1]
-        micro[HOST] += sum(late)
-        updating = host_calls.STEP * host_call_seconds - exposed(step)
-        step[HOST] += host_calls.SYNCHRONISED * host_call_seconds + max(updating, 0.0)
+    late = late_seconds([costs[name] for name in own], host_call_seconds, is_alone)
+    if late.step:
+        forward, backward = forward + late.forward, backward + late.backward
+        micro[HOST] += late.forward + late.backward
+        step[HOST] += late.step
     received_bytes = lives[0].live.entering if stage.first else 0.0
     held = peaks(lives, received_bytes, sent_bytes)
     return StageCost(
@@ -121,12 +118,28 @@ def stage_cost(
     )
 
 
-def _late(host_call_seconds: float, ahead: Sequence[float], is_alone: bool) -> tuple[float, float]:
-    """What a stage's forward and backward take longer for calls of the host that belong to no unit. ahead: seconds that
-    the host has to spare in either."""
+@dataclass(frozen=True, slots=True)
+class Late:
+    """What a stage's forward, backward and step take longer for calls of its host that belong to no unit."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    step: float = 0.0
+
+
+def late_seconds(units: Sequence[LayerCost], host_call_seconds: float, is_alone: bool) -> Late:
+    """Of a stage of these units, as far as its host is not ahead anyway. is_alone: there are no other stages."""
+    if not host_call_seconds:
+        return Late()
     action = 0.0 if is_alone else host_calls.ACTION
-    forward, backward = (host_call_seconds * count for count in (host_calls.MICRO_BATCH + action, action))
-    return max(forward - ahead[0], 0.0), max(backward - ahead[1], 0.0)
+    forward, backward, step = (
+        host_call_seconds * count for count in (host_calls.MICRO_BATCH + action, action, host_calls.STEP)
+    )
+    return Late(
+        max(forward - sum(cost.forward_seconds - cost.host[0] for cost in units), 0.0),
+        max(backward - sum(cost.backward_seconds - cost.host[1] for cost in units), 0.0),
+        max(step - sum(cost.step_seconds for cost in units), 0.0) + host_calls.SYNCHRONISED * host_call_seconds,
+    )
 
 
 def _modes(stage: StagePlan, unit: str, count: int) -> list[str]:

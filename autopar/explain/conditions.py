@@ -90,14 +90,15 @@ def faster_link(link: Link, factor: float = 2.0) -> Link:
 
 
 def prompter(cluster: Cluster, factor: float = 2.0) -> Cluster:
-    """The cluster with a `factor`-th of all fixed times: of kernels, messages and collectives."""
+    """The cluster with a `factor`-th of all fixed times: of kernels, hosts, messages and collectives."""
 
     def prompt(link: Link) -> Link:
         startup = link.startup_seconds / factor
         return replace(link, latency_seconds=link.latency_seconds / factor, startup_seconds=startup)
 
     launch = cluster.device.kernel_launch_seconds / factor
-    device = replace(cluster.device, kernel_launch_seconds=launch)
+    issue = cluster.device.host_call_seconds / factor
+    device = replace(cluster.device, kernel_launch_seconds=launch, host_call_seconds=issue)
     return replace(cluster, device=device, intra_node=prompt(cluster.intra_node), inter_node=prompt(cluster.inter_node))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autopar.costs.layer_costs import FIRST_PASS, HIDDEN, RECOMPUTATION, SYNCHRONISATION
+from autopar.costs.layer_costs import FIRST_PASS, HIDDEN, HOST, RECOMPUTATION, SYNCHRONISATION
 from autopar.costs.stage_costs import BUBBLE
 from autopar.explain.explanation import WhatIf
 from autopar.plan import Plan
@@ -107,7 +107,10 @@ def time_words(plan: Plan) -> Iterator[str]:
         yield f"recomputing what did not fit takes {part(seconds[RECOMPUTATION])}"
     if seconds.get(FIRST_PASS):
         yield f"running all forwards once ahead, for sums over the batch, takes {part(seconds[FIRST_PASS])}"
-    others = (*COMPUTE, RECOMPUTATION, FIRST_PASS, HIDDEN, BUBBLE, SYNCHRONISATION, "optimizer", "local resharding")
+    if seconds.get(HOST):
+        yield f"the device waits {part(seconds[HOST])} for its host to issue calls"
+    waits = (HIDDEN, HOST, BUBBLE, SYNCHRONISATION)
+    others = (*COMPUTE, RECOMPUTATION, FIRST_PASS, *waits, "optimizer", "local resharding")
     sent = {kind: value for kind, value in seconds.items() if kind not in others and value > 0}
     if sent:
         kinds = sorted(sent.items(), key=lambda pair: -pair[1])

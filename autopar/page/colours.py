@@ -12,6 +12,7 @@ SECONDS: Mapping[str, str] = {
     "local resharding": "c9",
     "optimizer": "c2",
     "pipeline bubble": "idle",
+    "waiting for the host": "idle",
     "gradient and parameter synchronisation": "c1",
 }
 BYTES: Mapping[str, str] = {

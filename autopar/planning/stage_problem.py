@@ -1,5 +1,7 @@
 """The best pipeline under a parallel config: cut, stage meshes, recompute modes, as one problem of `search.inter_op`.
 
+What hosts take beside units (host_calls.py) is added to what was found: it is the same for all cuts but for what their
+stages can hide of it.
 Transfers between two stage meshes are priced at the boundary with the most bytes and taken to be linear in them. A
 parameter that two units read costs as much as on the stage mesh where a second copy costs most.
 """
@@ -11,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costs.pipeline_costs import ChainCosts, PipelineCosts, pipeline_costs
+from autopar.costs.stage_costs import late_seconds
 from autopar.ir.plan_data import Pipeline
 from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.bounds import byte_seconds
@@ -54,7 +57,20 @@ class StageProblem:
     def found(self, solution: PipelineSolution) -> Found:
         """A solution of the problem."""
         solved_layer = self.costs.solved_layer(self.config, self.config.stage_meshes[0])
-        return Found(solution.objective, self.config, self.pipeline(solution), solved_layer)
+        pipeline = self.pipeline(solution)
+        return Found(solution.objective + self._late(pipeline), self.config, pipeline, solved_layer)
+
+    def _late(self, pipeline: Pipeline) -> float:
+        """Seconds of a step for calls of hosts that belong to no unit: of every stage once, of the slowest for all
+        other micro-batches, and once per step."""
+        units, found = self.costs.units, []
+        for stage_mesh, stage in zip(pipeline.stage_meshes, pipeline.stages or [None], strict=True):
+            chain = self.chains[stage_mesh]
+            own = units if stage is None else units[stage.first : stage.last]
+            one = chain.pricer.host_call_seconds
+            found.append(late_seconds([chain.costs[name] for name in own], one, is_alone=not pipeline.stages[1:]))
+        micro = [late.forward + late.backward for late in found]
+        return sum(micro) + (self.config.num_micro_batches - 1) * max(micro) + max(late.step for late in found)
 
     def pipeline(self, solution: PipelineSolution) -> Pipeline:
         """A solution's stages, and the stage mesh of every pipeline rank."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autopar.costs.layer_costs import ACCUMULATION, FIRST_PASS, HIDDEN, RECOMPUTATION
+from autopar.costs.layer_costs import ACCUMULATION, FIRST_PASS, HIDDEN, HOST, RECOMPUTATION
 from autopar.costs.stage_costs import BUBBLE, Simulated
 from autopar.ir.plan_data import Prediction
 from autopar.simulate.scenario import Scenario
-from autopar.simulate.stages import HOST
 from autopar.simulate.timeline import StepEvent, events_of
 from autopar.simulate.trace_file import write_trace
 from autopar.simulate.what_if import changed

@@ -14,9 +14,8 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from autopar.costs.layer_costs import RECOMPUTATION
+from autopar.costs.layer_costs import HOST, RECOMPUTATION
 from autopar.costs.stage_costs import BUBBLE
-from autopar.simulate.stages import HOST
 from benchmarks.published_runs.predictions import Outcome
 from benchmarks.published_runs.rows import attention_of
 from benchmarks.published_runs.strategies import profile_of
