@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from autopar.costs.pipeline_costs import ChainCosts, PipelineCosts, pipeline_costs
 from autopar.costs.stage_costs import late_seconds
-from autopar.ir.plan_data import Pipeline
+from autopar.ir.plan_data import Pipeline, StagePlan
 from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.bounds import byte_seconds
 from autopar.planning.config_costs import ConfigCosts
@@ -22,6 +22,7 @@ from autopar.planning.memory_fit import Fitting, solve_in_rounds
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.solved_layers import SolvedLayer
 from autopar.planning.stage_points import HOLDING, pipeline_of, point, stretch_of
+from cost_models.schedule import placement
 from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, Tied
 
 
@@ -61,16 +62,18 @@ class StageProblem:
         return Found(solution.objective + self._late(pipeline), self.config, pipeline, solved_layer)
 
     def _late(self, pipeline: Pipeline) -> float:
-        """Seconds of a step for calls of hosts that belong to no unit: of every stage once, of the slowest for all
-        other micro-batches, and once per step."""
-        units, found = self.costs.units, []
-        for stage_mesh, stage in zip(pipeline.stage_meshes, pipeline.stages or [None], strict=True):
-            chain = self.chains[stage_mesh]
-            own = units if stage is None else units[stage.first : stage.last]
-            one = chain.pricer.host_call_seconds
-            found.append(late_seconds([chain.costs[name] for name in own], one, is_alone=not pipeline.stages[1:]))
-        micro = [late.forward + late.backward for late in found]
-        return sum(micro) + (self.config.num_micro_batches - 1) * max(micro) + max(late.step for late in found)
+        """Seconds of a step for calls of hosts that belong to no unit: of all stages once, of the slowest pipeline rank
+        for all other micro-batches, and once per step."""
+        units, stages = self.costs.units, pipeline.stages or (StagePlan(0, len(self.costs.units)),)
+        pp = pipeline.num_pipeline_ranks
+        micro, step = [0.0] * pp, 0.0
+        for rank, stage in zip(placement(pipeline.schedule or "1f1b", pp, pipeline.num_chunks), stages, strict=True):
+            chain = self.chains[pipeline.stage_meshes[rank]]
+            own = [chain.costs[name] for name in units[stage.first : stage.last]]
+            late = late_seconds(own, chain.pricer.host_call_seconds, is_alone=len(stages) == 1)
+            micro[rank] += late.forward + late.backward
+            step = max(step, late.step)
+        return sum(micro) + (self.config.num_micro_batches - 1) * max(micro) + step
 
     def pipeline(self, solution: PipelineSolution) -> Pipeline:
         """A solution's stages, and the stage mesh of every pipeline rank."""

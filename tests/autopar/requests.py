@@ -43,10 +43,9 @@ def graph_of(name: str, rows: int = BATCH, width: int = 512) -> Graph:
     return trace(example.model, example.inputs, example.loss_fn, batch_size=rows)
 
 
-def hostless(cluster: str) -> Cluster:
+def hostless(cluster: Cluster) -> Cluster:
     """A cluster whose hosts take no time, as they would hide behind layers of a usual size."""
-    found = Cluster.parse(cluster)
-    return replace(found, device=replace(found.device, host_call_seconds=0.0))
+    return replace(cluster, device=replace(cluster.device, host_call_seconds=0.0))
 
 
 def request_for(name: str, cluster: str = "4 a100-80g", **constraints: Any) -> Request:
@@ -56,7 +55,7 @@ def request_for(name: str, cluster: str = "4 a100-80g", **constraints: Any) -> R
         return graph_of(name, rows)
 
     limits = Constraints.parse(constraints)
-    return Request(BatchedTrace(traced), hostless(cluster), BATCH, "fp32", Training(), limits)
+    return Request(BatchedTrace(traced), hostless(Cluster.parse(cluster)), BATCH, "fp32", Training(), limits)
 
 
 @dataclass(frozen=True)

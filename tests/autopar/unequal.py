@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from autopar.settings.constraints import Constraints
 from cost_models import mixed
 from cost_models.mixed import AnyCluster, MixedCluster
 from examples.models import EXAMPLES
+from tests.autopar.requests import hostless
 
 ROWS = 8
 TWO_AND_ONE = "2 a100-80g + 1 v100-32g"
@@ -40,7 +42,12 @@ def traced(name: str, layers: int = 3, width: int = 512) -> BatchedTrace:
 def request_for(
     cluster: AnyCluster | str, name: str = "llama", layers: int = 3, width: int = 512, **constraints: Any
 ) -> Request:
+    """On hosts that take no time, as `requests.request_for`."""
     whole = mixed.parse(cluster) if isinstance(cluster, str) else cluster
+    if isinstance(whole, MixedCluster):
+        whole = replace(whole, groups=tuple(map(hostless, whole.groups)))
+    else:
+        whole = hostless(whole)
     limits, groups = Constraints.parse(constraints), whole.groups
     own = whole if isinstance(whole, MixedCluster) else None
     return Request(traced(name, layers, width), groups[0], ROWS, "fp32", Training(), limits, own)
