@@ -88,7 +88,6 @@ class Device:
     matmul_efficiency: float
     memory_efficiency: float
     source: str
-    host_call_seconds: float = 20e-6
     attention_efficiency: float = 0.5
     matmul_ramp_seconds: float = 0.0
     memory_ramp_seconds: float = 0.0
@@ -106,6 +105,7 @@ class Device:
     disk_bytes_per_second: float = 1e9
     intra_link: str = ""
     inter_link: str = ""
+    host_call_seconds: float = 20e-6
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "peak_flops_per_second", dict(self.peak_flops_per_second))

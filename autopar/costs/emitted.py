@@ -74,7 +74,7 @@ def emitted(
     pays = tuple((f.node.name, f.pays(pricer.mesh.num_token_ranks)) for _, f in _runs(graph, operators, pricer))
     mixtures = mixtures_of(operators.values(), pricer.mesh)
     crossing = tuple((mixture, pricer.neighbours(*mixture)) for mixture in mixtures)
-    of_pricer = has_kernels, has_fp8, overlaps, pays, crossing
+    of_pricer = has_kernels, has_fp8, overlaps, pays, crossing, pricer.is_compiled
     like = *of_pricer, pricer.mesh.axes, decisions
     if decisions is not None and like in known:
         return known[like]

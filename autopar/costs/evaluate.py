@@ -161,8 +161,9 @@ class _Evaluation:
         one = self.pricer.host_call_seconds
         if not one:
             return 0.0, 0.0
-        forward, backward = host_calls(unit.statements, bool(scope.layer), self.pricer.is_compiled)
-        return one * forward, one * backward
+        if unit.issued is None:
+            unit.issued = host_calls(unit.statements, bool(scope.layer), self.pricer.is_compiled)
+        return one * unit.issued[0], one * unit.issued[1]
 
     def _move(self, scope: Scope, move: Moved, cost: LayerCost) -> None:
         meta, axes = scope.metas[move.ref], self.pricer.mesh.axes

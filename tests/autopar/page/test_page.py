@@ -33,6 +33,8 @@ from autopar.report.render import render_report
 from autopar.report.timeline import simulation_of
 from autopar.units import bytes_text, count_text, seconds_text
 from benchmarks.faults.names import Blocks, Chain2
+from cost_models.machine import Cluster
+from tests.autopar.requests import hostless
 
 SIZES = {"layers": 4, "width": 256, "num_heads": 4, "seq_len": 32, "batch_size": 8, "vocab_size": 512}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -45,7 +47,11 @@ VOID = {"meta", "br", "hr"}
 def compiled(name: str, cluster: str, constraints: dict[str, Any]) -> CompiledProgram:
     loaded = load_model(f"examples.models:{name}", meta=True, **SIZES)
     return autopar.compile(
-        loaded.model, cluster, example_inputs=loaded.inputs, loss_fn=loaded.loss_fn, constraints=constraints
+        loaded.model,
+        hostless(Cluster.parse(cluster)),
+        example_inputs=loaded.inputs,
+        loss_fn=loaded.loss_fn,
+        constraints=constraints,
     )
 
 

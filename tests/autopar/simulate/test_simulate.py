@@ -29,7 +29,7 @@ from autopar.simulate.trace_file import trace_of
 from cost_models.frameworks import framework
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
-from tests.autopar.requests import BATCH, graph_of, request_for
+from tests.autopar.requests import BATCH, graph_of, hostless, request_for
 
 PLANS = [
     ("llama", {"pp": 1, "dp": 4, "tp": 1, "zero": 0, "micro_batches": 1}),
@@ -50,7 +50,8 @@ def predictor(name: str) -> Predictor:
 
 
 def predicted(name: str = "llama", cluster: str = "4 a100-80g", profile: Any = "autopar", **strategy: Any) -> Any:
-    return predictor(name).predict(cluster, strategy, global_batch_size=BATCH, framework=profile)
+    spec = hostless(Cluster.parse(cluster))
+    return predictor(name).predict(spec, strategy, global_batch_size=BATCH, framework=profile)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from examples.models import EXAMPLES
 ROWS, TOKENS, WIDTH, LAYERS, VOCAB, HEADS = 8, 96, 128, 3, 256, 4
 EXPERTS, TOP, FFN = 8, 2, 192
 WIRE = 1e9
-IDEAL = Device("ideal", 2**40, 1e18, {"fp32": 1e12, "fp16": 1e12, "bf16": 1e12}, 0.0, 1.0, 1.0, "a roof", 1.0)
+RATES = {"fp32": 1e12, "fp16": 1e12, "bf16": 1e12}
+IDEAL = Device("ideal", 2**40, 1e18, RATES, 0.0, 1.0, 1.0, "a roof", 1.0, host_call_seconds=0.0)
 """Only arithmetic takes time, and all of it at the peak."""
 LINK = Link("wire", WIRE, 0.0, "bytes alone")
 
