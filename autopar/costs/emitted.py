@@ -34,11 +34,13 @@ Key = tuple[str, str]
 
 @dataclass(slots=True)
 class Emitted:
-    """A program, with the units of its classes by scope and mesh where they were read already (events.py). Sizes are
-    those of the graph and the mesh that were first asked for: a program for others has the same statements."""
+    """A program, with the units of its classes by scope and mesh where they were read already (events.py), and what
+    each takes of a host (host_calls.py). Sizes are those of the graph and the mesh that were first asked for: a program
+    for others has the same statements."""
 
     program: Program
     units: dict[tuple[str, Mesh], Any] = field(default_factory=dict)
+    calls: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 Known = dict[Hashable, Emitted]

@@ -108,7 +108,7 @@ class _Evaluation:
             units = self._units(scope, anew=with_bytes)
             for name, unit in units.items():
                 self._seconds(scope, unit, self.found[name])
-                self.found[name].host = self._issued(scope, unit)
+                self.found[name].host = self._issued(scope, name, unit)
             if with_bytes:
                 self._bytes(scope, units)
             if scope.layer and with_bytes:
@@ -156,14 +156,14 @@ class _Evaluation:
             if isinstance(event, Moved):
                 self._move(scope, event, cost)
 
-    def _issued(self, scope: Scope, unit: Unit) -> tuple[float, float]:
+    def _issued(self, scope: Scope, name: str, unit: Unit) -> tuple[float, float]:
         """Seconds of the host for the calls of a unit."""
-        one = self.pricer.host_call_seconds
+        one, known = self.pricer.host_call_seconds, self.made.calls
         if not one:
             return 0.0, 0.0
-        if unit.issued is None:
-            unit.issued = host_calls(unit.statements, bool(scope.layer), self.pricer.is_compiled)
-        return one * unit.issued[0], one * unit.issued[1]
+        if name not in known:
+            known[name] = host_calls(unit.statements, bool(scope.layer), self.pricer.is_compiled)
+        return one * known[name][0], one * known[name][1]
 
     def _move(self, scope: Scope, move: Moved, cost: LayerCost) -> None:
         meta, axes = scope.metas[move.ref], self.pricer.mesh.axes

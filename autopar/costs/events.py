@@ -83,8 +83,7 @@ class Unit:
     """What happens in one unit of the chain.
 
     calls: of the graph, in a fused kernel each of them. ends: results that are read outside of the unit, as they lie
-    when it ends. rebound: variables that are assigned again outside of it. statements: that make it up;
-    issued: what these take of a host, once that was counted.
+    when it ends. rebound: variables that are assigned again outside of it. statements: that make it up.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -92,7 +91,6 @@ class Unit:
     ends: list[Key] = field(default_factory=list)
     rebound: set[str] = field(default_factory=set)
     statements: list[Statement] = field(default_factory=list)
-    issued: tuple[float, float] | None = None
 
 
 class Reader:

@@ -88,11 +88,14 @@ def stored_costs(
     counts_unread: also what no call reads, which every rank of one stage holds whole.
     """
     hidden = pricer.hidden_fraction
+    gathered: dict[str, set[int]] = defaultdict(set)
     found: dict[str, StoredCost] = defaultdict(StoredCost)
     # All prices are linear in the elements of parameters that share buffers: those stored alike are priced as one.
     for (scope, where, stored, dtype, requires_grad), elements in parameters.elements.items():
         unit, meta = found[where], TensorMeta((elements,), dtype, requires_grad)
         unit_bytes = parameters.scope_bytes.get(scope, 0)
+        if stored.zero == 3 and requires_grad:
+            gathered[where].add(pricer.zero_size(stored))
         per_micro, per_step = pricer.sync_parts(meta, stored, unit_bytes)
         for table, exposed in ((unit.per_micro, per_micro), (unit.per_step, per_step)):
             table[SYNCHRONISATION] += exposed
@@ -111,23 +114,23 @@ def stored_costs(
         unit.gathered_bytes += pricer.gathered_bytes(meta, stored)
     for where, trained in parameters.trained.items():
         found[where].make_slots = partial(_slots, graph, pricer, trained)
-        _issue(found[where], pricer, [stored for _, _, stored in trained])
+        _issue(found[where], pricer, len(trained), len(gathered[where] - {1}))
     if counts_unread:
         found[home_of_unread(graph)].fixed[FIXED_KINDS[0]] += unread_bytes(graph)
     return found
 
 
-def _issue(unit: StoredCost, pricer: Pricer, trained: list[Stored]) -> None:
+def _issue(unit: StoredCost, pricer: Pricer, num_trained: int, num_gathered: int) -> None:
     """The host's seconds for trained parameters. Under ZeRO-3 a unit is gathered in forward and in backward, and its
-    gradients are scattered. An update waits for what was read of the gradients, so nothing hides what issues it."""
+    gradients are scattered, in so many collectives. An update waits for what was read of the gradients, so nothing
+    hides what issues it."""
     one = pricer.host_call_seconds
     if not one:
         return
-    num_gathered = len({pricer.zero_size(stored) for stored in trained if stored.zero == 3} - {1})
     forward = num_gathered * host_calls.COLLECTIVE
-    unit.host = one * forward, one * (2 * forward + host_calls.TRAINED * len(trained))
+    unit.host = one * forward, one * (2 * forward + host_calls.TRAINED * num_trained)
     if not pricer.writes_copies and not pricer.training.offload:
-        unit.per_step[HOST] += one * host_calls.UPDATED * len(trained)
+        unit.per_step[HOST] += one * host_calls.UPDATED * num_trained
 
 
 def unread_bytes(graph: Graph) -> int:
