@@ -362,7 +362,8 @@ def test_a_field_may_be_taken_away_and_a_part_replaced() -> None:
     before = predicted(**BASE | {"recompute": "full"})
     assert before.what_if(strategy={"recompute": None}).after == predicted(**BASE)
     assert before.what_if(device="h100-sxm").after.scenario.cluster.device.name == "h100-sxm"
-    assert before.what_if(cluster="4 h100-sxm").after == predicted(cluster="4 h100-sxm", **BASE | {"recompute": "full"})
+    other = hostless(Cluster.parse("4 h100-sxm"))
+    assert before.what_if(cluster=other).after == predicted(cluster="4 h100-sxm", **BASE | {"recompute": "full"})
 
 
 @pytest.mark.parametrize(
