@@ -50,12 +50,12 @@ def combined(
     found = {}
     for name, cost in costs.items():
         own = stored.get(name, StoredCost())
-        backward = defaultdict(float, cost.backward)
+        behind = defaultdict(float, cost.backward)
         for kind, value in own.per_micro.items():
-            backward[kind] += value
+            behind[kind] += value
         issued = cost.host[0] + own.host[0], cost.host[1] + own.host[1]
         forward = _waiting(cost.forward, issued[0])
-        backward = _waiting(backward, issued[1])
+        backward = _waiting(behind, issued[1])
         if num_forwards > 1:
             forward = defaultdict(float, forward) | {FIRST_PASS: (num_forwards - 1) * exposed(forward)}
         modes = {n: replace(m, transient_bytes=m.transient_bytes + own.gathered_bytes) for n, m in cost.modes.items()}

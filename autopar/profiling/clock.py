@@ -178,7 +178,8 @@ class CudaClock:
         torch.cuda.synchronize(self.device)
 
     def _mark(self) -> Call:
-        event: Any = torch.cuda.Event()
+        made: Any = torch.cuda.Event
+        event = made()
         event.record()
         waited: Call = event.synchronize
         return waited
