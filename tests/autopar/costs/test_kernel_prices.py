@@ -42,6 +42,7 @@ from tests.autopar.requests import (
     BATCH,
     Setting,
     graph_of,
+    hostless,
     request_for,
     searched_activation_bytes,
     shared_reshard_seconds,
@@ -421,7 +422,11 @@ def test_plans_on_gpus_are_priced_with_kernels() -> None:
     example = EXAMPLES["llama"]()
     found = {
         (cluster, choice): autopar.compile(
-            example.model, cluster, example_inputs=example.inputs, constraints={"dp": 2}, kernels=choice
+            example.model,
+            hostless(Cluster.parse(cluster)),
+            example_inputs=example.inputs,
+            constraints={"dp": 2},
+            kernels=choice,
         ).plan.prediction
         for cluster, choice in (("2 h100-sxm", "auto"), ("2 h100-sxm", "off"), ("2 cpu", "auto"), ("2 cpu", "off"))
     }
