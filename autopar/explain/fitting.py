@@ -11,9 +11,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from autopar.errors import AutoparError, ClusterError, ConstraintError, InfeasibleError
+from autopar.explain.processes import answers
 from autopar.options.assignment import Candidate
 from autopar.planning.request import Request
 from autopar.report.figures import tokens_of
@@ -96,9 +98,8 @@ class Planner(Protocol):
     def __call__(self, question: Question) -> Fitted:
         """The best plan. Raises InfeasibleError where nothing fits, another AutoparError where that cannot be asked."""
 
-    def does_fit(self, question: Question, is_soon: bool = False) -> bool:
-        """Whether it is found out, without looking for the best plan, that one fits; raises as a call does. is_soon: by
-        what fitted other questions alone."""
+    def fits_soon(self, question: Question) -> bool:
+        """Whether it is found out, without looking for the best plan, that one fits; raises as a call does."""
         return False
 
 
@@ -130,13 +131,16 @@ def fits(
     no_seq: str = "",
     prices: Mapping[str, float] | None = None,
     seconds: float = math.inf,
+    processes: int = 1,
 ) -> Fits:
     """Answers for every cluster.
 
     seq_len: tokens of a row as asked. longest: tokens that the model takes at most, where it says so. no_seq: why
     sequences of other lengths cannot be asked about. prices: dollars per device and hour by the device's name. seconds:
-    after which no further question is asked; the first one of every cluster always is. Raises ClusterError for a
-    device without a price where there are prices, ConstraintError for a price below zero.
+    after which no further question is asked; the first one of every cluster always is. processes: in so many a
+    cluster's questions are answered; more than one are forked, which is safe where no other thread holds what they
+    need. Raises ClusterError for a device without a price where there are prices, ConstraintError for a price below
+    zero.
     """
     hourly = [dollars_per_hour(cluster, prices) for cluster in clusters]
     end = time.monotonic() + seconds
@@ -146,18 +150,15 @@ def fits(
     for number, (cluster, price, (first, needed)) in enumerate(zip(clusters, hourly, firsts, strict=True)):
         now = time.monotonic()
         asking.limit = now + (end - now) / (len(clusters) - number)  # what is left is shared by the clusters left
-        rows = first.found.rows if first.found else None
-        base = Question(cluster)
+        in_one, fewest, longest_one, largest = asking.others(cluster, first, seq_len, longest, no_seq, processes)
         on = OnCluster(
             cluster=str(cluster),
             asked=first,
             needed_bytes=needed,
-            fewest=asking.fewest(replace(base, rows=rows), first),
-            longest=Answer(words=no_seq)
-            if no_seq or seq_len is None
-            else asking.longest(replace(base, seq_len=seq_len), first, longest),
-            largest=asking.largest(base, first),
-            in_one=asking.largest(replace(base, in_one=True), first),
+            longest=longest_one,
+            largest=largest,
+            in_one=in_one,
+            fewest=fewest,
         )
         found.append(_priced(on, price))
     return Fits(tuple(found), _cheapest(found))
@@ -185,13 +186,7 @@ class _Asking:
 
     def refusal(self, question: Question) -> AutoparError | None:
         """Why the question has no plan, or None where it has one, which need not be the best."""
-        if question not in self.known:
-            try:
-                if self.planner.does_fit(question):
-                    return None
-            except AutoparError as error:
-                self.known[question] = error
-        found = self.ask(question)
+        found = None if self.fits_soon(question) else self.ask(question)
         return found if isinstance(found, AutoparError) else None
 
     def fits_soon(self, question: Question) -> bool:
@@ -199,7 +194,7 @@ class _Asking:
         if question in self.known:
             return isinstance(self.known[question], Fitted)
         try:
-            return not self.is_over and self.planner.does_fit(question, is_soon=True)
+            return not self.is_over and self.planner.fits_soon(question)
         except AutoparError:
             return False
 
@@ -211,6 +206,28 @@ class _Asking:
         if not isinstance(found, InfeasibleError):
             raise found
         return Answer(words=found.constraint), found.needed_bytes
+
+    def others(
+        self,
+        cluster: AnyCluster,
+        first: Answer,
+        seq_len: int | None,
+        longest: int | None,
+        no_seq: str,
+        processes: int,
+    ) -> list[Answer]:
+        """In one micro-batch, the fewest devices, the longest sequence and the largest batch: what takes longest first.
+        longest, no_seq, processes: as `fits` takes them."""
+        base, rows = Question(cluster), first.found.rows if first.found else None
+        asks = [
+            partial(self.largest, replace(base, in_one=True), first),
+            partial(self.fewest, replace(base, rows=rows), first),
+            partial(Answer, words=no_seq)
+            if no_seq or seq_len is None
+            else partial(self.longest, replace(base, seq_len=seq_len), first, longest),
+            partial(self.largest, base, first),
+        ]
+        return answers(lambda number: asks[number](), len(asks), processes)
 
     def longest(self, base: Question, first: Answer, most: int | None) -> Answer:
         """The longest row among powers of two, the halves between them, and the model's own limit."""

@@ -19,17 +19,13 @@ from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.config_costs import Solved
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
-from autopar.planning.planner import Planned, is_only_polished, search_plans
+from autopar.planning.planner import POLISH_ONLY, Planned, is_only_polished, search_plans
 from autopar.planning.predict import predicted
 from autopar.planning.request import Request
 from autopar.program import GeneratedProgram
 from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
 from autopar.units import bytes_text, seconds_text
-
-POLISH_ONLY = 0
-"""Devices up to which one stage is searched exactly on every mesh: here on the best one only, which takes a tenth of
-the time."""
 
 
 def explain(
