@@ -25,6 +25,7 @@ from autopar.planning.request import Request
 from autopar.program import GeneratedProgram
 from autopar.report.costs import why_slower
 from autopar.report.plan_words import full_words
+from autopar.settings.constraints import Constraints
 from autopar.units import bytes_text, seconds_text
 
 
@@ -87,18 +88,22 @@ class _Questions:
         asked: list[Decision | Condition] = [*other_decisions(self.request, plan, len(chain(best.graph)))]
         asked += conditions(self.request)
 
-        def ask(number: int) -> _Answer:
-            question = asked[number]
-            if isinstance(question, Decision):
-                return self.alternative(plan, question)
-            return self.what_if(best, question)
+        # What shares layers that are solved for it is asked by one process, and first, as it takes longest.
+        deferring = [i for i, each in enumerate(asked) if isinstance(each, Decision) and self._defers(each.constraints)]
+        units = [deferring] if deferring else []
+        units += [[i] for i in range(len(asked)) if i not in deferring]
+
+        def ask(number: int) -> dict[int, _Answer]:
+            return {i: self._ask(best, asked[i]) for i in units[number]}
 
         def tell(number: int) -> None:
-            question = asked[number]
-            made = f"{question.dimension} {question.value}" if isinstance(question, Decision) else question.words
-            self.tell(f"question {number + 1} of {len(asked)}, {made}")
+            for i in units[number]:
+                question = asked[i]
+                made = f"{question.dimension} {question.value}" if isinstance(question, Decision) else question.words
+                self.tell(f"question {i + 1} of {len(asked)}, {made}")
 
-        answered = answers(ask, len(asked), processes, tell)
+        found = {i: each for part in answers(ask, len(units), processes, tell) for i, each in part.items()}
+        answered = [found[i] for i in range(len(asked))]
         alternatives = [each.found for each in answered if isinstance(each.found, Alternative)]
         what_ifs = [each.found for each in answered if isinstance(each.found, WhatIf)]
         capacity = float(self.request.capacity_bytes(plan.fullest_group))
@@ -112,6 +117,9 @@ class _Questions:
             alternatives=tuple(alternatives),
             not_tried=tuple(each.not_tried for each in answered if each.not_tried),
         )
+
+    def _ask(self, best: Candidate, question: Decision | Condition) -> _Answer:
+        return self.alternative(best.plan, question) if isinstance(question, Decision) else self.what_if(best, question)
 
     def what_if(self, best: Candidate, condition: Condition) -> _Answer:
         """The explained plan, and the best one, under a changed condition."""
@@ -156,13 +164,18 @@ class _Questions:
     def _solved_for(self, request: Request) -> Solved:
         """The layers for a request with another decision: without weight gradients that sums could run beside, they are
         solved for other prices."""
-        schedule, own = request.constraints.schedule, self.request.constraints
-        if not request.overlaps or defers_weights(schedule or "") == defers_weights(own.schedule or ""):
+        if not self._defers(request.constraints):
             return self.solved_layers
         if self._deferring is None:
-            changed = replace(self.request, constraints=replace(own, schedule=schedule))
-            self._deferring = self.solved_layers.decided_for(changed)
+            limits = replace(self.request.constraints, schedule=request.constraints.schedule)
+            self._deferring = self.solved_layers.decided_for(replace(self.request, constraints=limits))
         return self._deferring
+
+    def _defers(self, limits: Constraints) -> bool:
+        """Whether a request with these constraints defers weight gradients where the one explained does not, or the
+        other way round."""
+        schedules = (limits.schedule or "", self.request.constraints.schedule or "")
+        return self.request.overlaps and len({*map(defers_weights, schedules)}) == 2
 
     def _refusal(self, error: AutoparError) -> str:
         capacity = min(map(self.request.capacity_bytes, range(len(self.request.whole.groups))))
