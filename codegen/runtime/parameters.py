@@ -306,6 +306,40 @@ class Module(nn.Module):
         """What a user's name holds that is no attribute: `self[0]`, `self["mesh"]`."""
         return _held(self, str(name))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises TypeError: copies and pickles would have hooks of this one, and under ZeRO-3 read memory that is
+        freed."""
+        raise TypeError(
+            "a program's module is neither copied nor pickled: it has this rank's parts, and under ZeRO-3 not even "
+            "those between steps. step.full_state_dict() on every rank gathers whole tensors, program.update_model(step) "
+            "puts them into the model that was compiled, which can be copied"
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, where this rank has all of it. Raises RuntimeError elsewhere: under the names of whole
+        tensors it would have parts, or freed memory."""
+        for name, spec, value in self._held_values():
+            if value is None or tuple(value.shape) != spec.shape or value.untyped_storage().nbytes() < value.nbytes:
+                raise RuntimeError(
+                    f"step.model.state_dict() would not have all of {name} on this rank: "
+                    "step.full_state_dict() on every rank gathers whole tensors"
+                )
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises RuntimeError: what the optimiser updates may be other tensors, on other ranks."""
+        raise RuntimeError(
+            "step.model.load_state_dict() does not reach what the optimiser updates: step.load(state), with whole "
+            "tensors under the model's own names on every rank"
+        )
+
+    def _held_values(self) -> Iterator[tuple[str, Param, Tensor | None]]:
+        """Every parameter and buffer of this stage with its spec."""
+        for slot in self.slots():
+            owner, attribute = slot.places[0]
+            yield slot.name, slot.spec, owner._parameters[attribute]
+        yield from self.buffer_slots()
+
     def wrapped(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What is called in the place of this module's forward."""
         return forward
