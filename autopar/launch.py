@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autopar.costs.rates import is_cpu
-from autopar.errors import AutoparError, ConstraintError
+from autopar.errors import AutoparError
 from autopar.files.scratch import temporary_folder
 from autopar.program import GeneratedProgram
 from autopar.running.beside import Beside
