@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import autopar
-from codegen.runtime.batch import BatchError
 
 BATCH = {"x": torch.linspace(-1, 1, 32).view(8, 4), "of": {"y": torch.ones(8, 4)}}
 
@@ -41,5 +40,5 @@ def test_the_only_input_needs_no_name() -> None:
 def test_what_is_not_all_of_it_is_named(batch: dict[str, Any]) -> None:
     step = autopar.compile(Whole(), "1 cpu", example_inputs={"batch": BATCH}).build()
     assert not step.takes(batch)
-    with pytest.raises(BatchError, match="the program takes batch_of_y, batch_x"):
+    with pytest.raises(ValueError, match="the program takes batch_of_y, batch_x"):
         step.local_batch(batch)
