@@ -54,6 +54,10 @@ def load_model(spec: str, *, meta: bool = False, lazy: bool = False, **options: 
     scheme, _, rest = spec.partition(":") if isinstance(spec, str) else ("", "", "")
     if not scheme or not rest:
         raise ModelError("a model is named by where it comes from", values=shown(spec), alternatives=_FORMS)
+    with torch.device("meta"):
+        # torch keeps the constructors that it finds at the first use of a device, which would otherwise be while
+        # transformers loads weights, with a torch.linspace of its own: torch's then ignored devices ever after.
+        torch.empty(0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(0)

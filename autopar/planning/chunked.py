@@ -7,6 +7,7 @@ the result is simulated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +30,9 @@ FREE_MEMORY = 1e18
 """Bytes that are more than any stage needs."""
 
 MOST_REFINED = 3
-"""How many configs are refined; with a pinned schedule, how many feasible ones are compared."""
+"""How many feasible configs are refined: of those that the search found, or with a pinned schedule at least."""
+MOST_PINNED = 16
+"""How many there are at most with a pinned schedule, where more may be faster by their bounds."""
 
 
 def refined(search: EqualSearch, found: tuple[Found, ...]) -> Iterator[Found]:
@@ -39,13 +42,16 @@ def refined(search: EqualSearch, found: tuple[Found, ...]) -> Iterator[Found]:
         return
     if pinned is not None:
         _check_depth(search)
-    promising = search.promising() if pinned is not None else [each.config for each in found if each.config.pp > 1]
     for schedule, chunks in chunks_of(search):
-        accepted = 0
-        for config in promising:
-            better = _best_mode(search, config.under(schedule, chunks)) if accepted < MOST_REFINED else None
+        several = ((0.0, each.config) for each in found if each.config.pp > 1)
+        accepted, best = 0, math.inf
+        for seconds, config in several if pinned is None else search.promising():
+            is_enough = accepted >= MOST_PINNED or pinned is None or seconds > best
+            if accepted >= MOST_REFINED and is_enough:
+                break
+            better = _best_mode(search, config.under(schedule, chunks))
             if better is not None:
-                accepted += 1
+                accepted, best = accepted + 1, min(best, better.objective)
                 yield better
 
 

@@ -121,7 +121,7 @@ def _smallest_chunked(search: EqualSearch) -> tuple[float, Found] | None:
     least: tuple[float, Found] | None = None
     for stored, _, config in sorted(
         (stored_bound(search.costs, config) / config.pp, number, config)
-        for number, config in enumerate(search.promising())
+        for number, (_, config) in enumerate(search.promising())
     ):
         if least is not None and stored >= least[0]:
             break
