@@ -171,7 +171,8 @@ def _of_cluster(on: OnCluster) -> Iterator[RenderableType]:
             each = answer.found
             rate = count_text(each.tokens_per_second) if each.tokens else "-"
             table.add_row(name, value, seconds_text(each.step_seconds), rate, bytes_text(each.peak_bytes))
-            notes.append(f"{name}: {each.plan}{'' if each.certainty.fit == 'yes' else f'; fits {each.certainty.fit}'}")
+            is_sure = each.certainty.fit == "yes" or name == "as asked"
+            notes.append(f"{name}: {each.plan}" + ("" if is_sure else f"; {each.certainty.fit}"))
         if answer.words and name != "as asked":
             refused = f" at {answer.refused}" if answer.refused is not None else ""
             notes.append(f"{name}{refused}: {answer.words}")

@@ -99,17 +99,18 @@ def is_tied(one: float, other: float) -> bool:
 
 
 def tie_words(chosen: str, seconds: float, others: Sequence[RunnerUp]) -> str:
-    """The plans that predictions do not tell apart, and which was taken; "" where no other is known to be one."""
+    """The plans that predictions do not tell apart, and which was taken; "" where no other can be one."""
     tied = [(row.plan, row.seconds / seconds - 1) for row in others if row.is_tied and row.seconds is not None]
+    bounds = [row.seconds for row in others if row.is_bound and row.seconds is not None]
+    unknown = sum(is_tied(bound, seconds) for bound in bounds)
+    may = f"{unknown} not solved may be" if unknown else ""
     if not tied:
-        return ""
+        return may and f"Of the plans {may} within {TIED:.0%}, which predictions do not tell apart"
     named = [f"{plan} ({more:+.1%})" for plan, more in tied[:NAMED_TIES]]
     named += [f"{len(tied) - NAMED_TIES} more"] if len(tied) > NAMED_TIES else []
-    unknown = sum(row.is_bound and row.seconds is not None and is_tied(row.seconds, seconds) for row in others)
-    may = f", and {unknown} not solved may be" if unknown else ""
     return (
         f"{len(tied) + 1} plans are within {TIED:.0%}, which predictions do not tell apart: {chosen} (chosen, as it is "
-        f"predicted fastest), {', '.join(named)}{may}"
+        f"predicted fastest), {', '.join(named)}" + (f"; {may}" if may else "")
     )
 
 
