@@ -53,7 +53,7 @@ def plans_section(facts: Facts, lean: Sequence[LeanPlan], limits: str, is_cut: b
         _drawing(points, front) if len(points) > 1 else element("p", _nothing(facts), class_="note"),
         table(("on the front", "one step", "per rank"), rows, "The Pareto front", 2),
         _why_not(facts),
-        intro=words if len(points) > 1 else "",
+        intro=words if len(points) > 1 else f"{tied}." if tied else "",
     )
 
 
