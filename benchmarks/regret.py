@@ -1,6 +1,6 @@
 """How much slower the run predicted fastest is than the fastest, among published runs of one model on the same GPUs.
 
-    python benchmarks/regret.py --rows FILE [FILE...] [--source NAME] [--left-out] [--worst N]
+    python benchmarks/regret.py --rows FILE [FILE...] [--source NAME] [--left-out] [--ties] [--worst N]
 
 FILE has one run per line, in the form of shared/data/measured_runs.jsonl. Runs that share source, model, GPU, number of
 GPUs, sequence length, precision and batch are a group where there are five or more; a run more than twice as slow as
@@ -12,6 +12,7 @@ their predictions.
 --left-out: each source is predicted without the constants that were fitted to its own step times or its own network:
 host seconds and traffic hidden are the framework's without a measurement (none, and the plain profile's), the link's
 contention is its family's.
+--ties: also what rules would choose among runs that predictions do not tell apart (published_runs/ties.py).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from benchmarks.published_runs.left_out import LeftOut
 from benchmarks.published_runs.predictions import Outcome, Predictions, predict_rows
 from benchmarks.published_runs.regret import Choice, choice_of, groups_of, scatter_of
 from benchmarks.published_runs.rows import Row, read
+from benchmarks.published_runs.ties import show_ties
 
 NAMED = ("dp", "tp", "pp", "zero_stage", "micro_batch")
 TOLD = 0.01
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", required=True, nargs="+", help="files of runs, one JSON object per line")
     parser.add_argument("--source", help="only rows whose source contains this text")
     parser.add_argument("--left-out", action="store_true", help="without what was fitted to a source's own runs")
+    parser.add_argument("--ties", action="store_true", help="also choices among runs predicted equally fast")
     parser.add_argument("--worst", type=int, default=3, help="groups that are shown with their predictions' parts")
     options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
@@ -60,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"\nfloor: {len(scatter)} sets of twins differ by a median of {statistics.median(scatter):.1%} "
             f"and a mean of {statistics.fmean(scatter):.1%}; {len(flukes)} flukes left out"
         )
+    if options.ties:
+        show_ties(groups, outcomes)
     for reason, count in Counter(reason for _, reason in skipped).most_common():
         print(f"    skipped {count}: {reason}")
     known = {outcome.row["id"]: outcome for outcome in outcomes}

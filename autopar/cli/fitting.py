@@ -26,8 +26,10 @@ from autopar.planning.request import Request
 from autopar.report.json_facts import record_json
 from autopar.report.tables import table_of
 from autopar.settings.compile_options import CompileOptions
-from autopar.units import bytes_text, count_text, seconds_text
+from autopar.units import bytes_text, count_text, fit_text, seconds_text
 
+FITS = {"yes": "fits", "no": "does not fit", "within the error": "within the error"}
+"""The verdict on a cluster, by `Certainty.fit`."""
 KEPT_LENGTHS = 8
 """Sequence lengths at which models and their traces are kept, none of which has memory of its own."""
 
@@ -157,10 +159,16 @@ def _of_cluster(on: OnCluster) -> Iterator[RenderableType]:
     found = on.asked.found
     if found is None:
         needed = "" if on.needed_bytes is None else f"; {bytes_text(on.needed_bytes)} per rank would do"
-        yield Text(f"{on.cluster}: does not fit ({on.asked.words}{needed})", style="bold")
+        yield Text(
+            f"{on.cluster}: {FITS[on.needed.fit if on.needed else 'no']} ({on.asked.words}{needed})", style="bold"
+        )
+        if on.needed is not None and on.needed.fit != "no":
+            yield Text(f"  the leanest plan: {fit_text(on.needed)}")
     else:
         free = max(found.capacity_bytes - found.peak_bytes, 0)
-        yield Text(f"{on.cluster}: fits, {bytes_text(free)} of {bytes_text(found.capacity_bytes)} free", style="bold")
+        verdict, capacity = FITS[found.certainty.fit], bytes_text(found.capacity_bytes)
+        yield Text(f"{on.cluster}: {verdict}, {bytes_text(free)} of {capacity} free", style="bold")
+        yield Text(f"  as asked: {fit_text(found.certainty)}")
     table = table_of(
         "",
         ("question", 17),
@@ -175,7 +183,8 @@ def _of_cluster(on: OnCluster) -> Iterator[RenderableType]:
             each = answer.found
             rate = count_text(each.tokens_per_second) if each.tokens else "-"
             table.add_row(name, value, seconds_text(each.step_seconds), rate, bytes_text(each.peak_bytes))
-            notes.append(f"{name}: {each.plan}")
+            is_sure = each.certainty.fit == "yes" or name == "as asked"
+            notes.append(f"{name}: {each.plan}" + ("" if is_sure else f"; {each.certainty.fit}"))
         if answer.words and name != "as asked":
             refused = f" at {answer.refused}" if answer.refused is not None else ""
             notes.append(f"{name}{refused}: {answer.words}")

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
+from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError, ClusterError, ConstraintError, InfeasibleError
 from autopar.explain.processes import answers
 from autopar.options.assignment import Candidate
 from autopar.planning.request import Request
 from autopar.report.figures import tokens_of
 from autopar.report.plan_words import full_words
+from cost_models.certainty import OWN, Certainty, spread
 from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster
 
@@ -44,7 +46,7 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class Fitted:
     """A plan that was found. Seconds and tokens are of one step over all ranks, bytes of the fullest rank; tokens is 0
-    for a model that takes none."""
+    for a model that takes none. certainty: how sure the peak is, and so whether it fits."""
 
     cluster: str
     num_devices: int
@@ -56,6 +58,7 @@ class Fitted:
     tokens_per_second: float
     peak_bytes: float
     capacity_bytes: float
+    certainty: Certainty
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +73,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class OnCluster:
-    """The answers for one cluster. needed_bytes: a budget that would be enough where the job does not fit. dollars: of
+    """The answers for one cluster. needed_bytes: a budget that would be enough where the job does not fit; needed: how
+    sure that is. dollars: of
     one step; dollars_per_million_tokens: None for models without tokens, both None without a price."""
 
     cluster: str
     asked: Answer
     needed_bytes: int | None
+    needed: Certainty | None
     longest: Answer
     largest: Answer
     in_one: Answer
@@ -106,7 +111,8 @@ class Planner(Protocol):
 def fitted_of(request: Request, best: Candidate, seq_len: int | None) -> Fitted:
     """The figures of a plan that was found for a request."""
     plan = best.plan
-    seconds = plan.prediction.step_seconds
+    seconds, capacity = plan.prediction.step_seconds, float(request.capacity_bytes(plan.fullest_group))
+    is_on_cpu = is_cpu(request.whole.groups[plan.fullest_group])
     tokens = plan.num_micro_batches * tokens_of(best.graph)
     return Fitted(
         cluster=str(request.whole),
@@ -118,7 +124,8 @@ def fitted_of(request: Request, best: Candidate, seq_len: int | None) -> Fitted:
         tokens=tokens,
         tokens_per_second=tokens / seconds if seconds else 0.0,
         peak_bytes=plan.prediction.peak_bytes,
-        capacity_bytes=float(request.capacity_bytes(plan.fullest_group)),
+        capacity_bytes=capacity,
+        certainty=spread(OWN, is_on_cpu).certainty(plan.prediction.num_bytes, capacity),
     )
 
 
@@ -147,14 +154,15 @@ def fits(
     asking = _Asking(planner, end)
     firsts = [asking.first(Question(cluster)) for cluster in clusters]
     found = []
-    for number, (cluster, price, (first, needed)) in enumerate(zip(clusters, hourly, firsts, strict=True)):
+    for number, (cluster, price, (first, error)) in enumerate(zip(clusters, hourly, firsts, strict=True)):
         now = time.monotonic()
         asking.limit = now + (end - now) / (len(clusters) - number)  # what is left is shared by the clusters left
         in_one, fewest, longest_one, largest = asking.others(cluster, first, seq_len, longest, no_seq, processes)
         on = OnCluster(
             cluster=str(cluster),
             asked=first,
-            needed_bytes=needed,
+            needed_bytes=error.needed_bytes if error else None,
+            needed=error.certainty if error else None,
             longest=longest_one,
             largest=largest,
             in_one=in_one,
@@ -198,14 +206,14 @@ class _Asking:
         except AutoparError:
             return False
 
-    def first(self, question: Question) -> tuple[Answer, int | None]:
-        """The job as asked. Raises what is wrong with it other than memory."""
+    def first(self, question: Question) -> tuple[Answer, InfeasibleError | None]:
+        """The job as asked, and the error that says what it needs. Raises what is wrong with it other than memory."""
         found = self.ask(question)
         if isinstance(found, Fitted):
             return Answer(found), None
         if not isinstance(found, InfeasibleError):
             raise found
-        return Answer(words=found.constraint), found.needed_bytes
+        return Answer(words=found.constraint), found
 
     def others(
         self,

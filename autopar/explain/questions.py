@@ -4,10 +4,11 @@ first."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costs.layer_costs import defers_weights
+from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.explain.conditions import Condition, conditions
 from autopar.explain.decisions import Decision, is_made, other_decisions, pin_text
@@ -23,10 +24,11 @@ from autopar.planning.planner import POLISH_ONLY, Planned, is_only_polished, sea
 from autopar.planning.predict import predicted
 from autopar.planning.request import Request
 from autopar.program import GeneratedProgram
-from autopar.report.costs import why_slower
+from autopar.report.costs import is_tied, why_slower
 from autopar.report.plan_words import full_words
 from autopar.settings.constraints import Constraints
-from autopar.units import bytes_text, seconds_text
+from autopar.units import bytes_text, fit_text, seconds_text
+from cost_models.certainty import OWN, spread
 
 
 def explain(
@@ -107,14 +109,19 @@ class _Questions:
         alternatives = [each.found for each in answered if isinstance(each.found, Alternative)]
         what_ifs = [each.found for each in answered if isinstance(each.found, WhatIf)]
         capacity = float(self.request.capacity_bytes(plan.fullest_group))
+        own = spread(OWN, is_cpu(self.request.whole.groups[plan.fullest_group]))
+        certainty = own.certainty(plan.prediction.num_bytes, capacity)
+        binding = verdict_words(plan, self.searched.plan, capacity, what_ifs)
         return Explanation(
             plan=plan,
             capacity_bytes=capacity,
+            certainty=certainty,
             searched=self.searched.plan,
-            verdict=tuple(verdict_words(plan, self.searched.plan, capacity, what_ifs)),
+            verdict=(*binding, f"fits the memory: {fit_text(certainty)}"),
             time=tuple(time_words(plan)),
             what_ifs=tuple(what_ifs),
             alternatives=tuple(alternatives),
+            tied=tuple(_tied(plan, alternatives)),
             not_tried=tuple(each.not_tried for each in answered if each.not_tried),
         )
 
@@ -183,6 +190,15 @@ class _Questions:
             excess = bytes_text(max(error.needed_bytes - capacity, 0))
             return f"does not fit: it needs {bytes_text(error.needed_bytes)} per rank, {excess} more than there is"
         return error.constraint
+
+
+def _tied(plan: Plan, alternatives: Sequence[Alternative]) -> Iterator[str]:
+    """Other plans among the alternatives whose times predictions do not tell from the plan's, each once."""
+    least, own = plan.prediction.step_seconds, full_words(plan)
+    found = {each.plan: each.seconds for each in alternatives if each.seconds is not None and each.plan != own}
+    for words, seconds in sorted(found.items(), key=lambda pair: pair[1]):
+        if is_tied(seconds, least):
+            yield f"{words} ({seconds / least - 1:+.1%})"
 
 
 def _same_plan_seconds(best: Candidate, condition: Condition) -> float | None:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
+from autopar.costs.rates import is_cpu
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.planning.bounds import bytes_bound, stored_bound
@@ -24,7 +25,8 @@ from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import EqualSearch, PipelineSearch
 from autopar.planning.request import Request, divisors
 from autopar.planning.stage_problem import Found, StageProblem
-from autopar.units import bytes_text
+from autopar.units import bytes_text, fit_text
+from cost_models.certainty import OWN, spread
 from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
 
 NEAR = 0.02
@@ -172,11 +174,15 @@ def nothing_fits(request: Request, failures: list[Failure], searches: Iterable[P
         return InfeasibleError("no plan exists under these constraints", values=where or None)
     needed = math.ceil(best.num_bytes)
     kinds = sorted(best.kinds.items(), key=lambda pair: -pair[1])
+    certainty = None
+    if request.mixed is None:
+        certainty = spread(OWN, is_cpu(request.cluster)).certainty(best.kinds, request.capacity_bytes())
     error = InfeasibleError(
         "no plan fits the memory of one rank",
         values={
             **capacities(request),
             "smallest that was found to do": f"{bytes_text(best.num_bytes)} ({best.where})",
+            **({"whether it may fit": fit_text(certainty)} if certainty and certainty.fit != "no" else {}),
             "its plan's": ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds if size),
         }
         | _kept_whole(request),
@@ -185,7 +191,7 @@ def nothing_fits(request: Request, failures: list[Failure], searches: Iterable[P
             "more devices, a smaller batch or sequence, or bf16 precision",
         ],
     )
-    error.needed_bytes = needed
+    error.needed_bytes, error.certainty = needed, certainty
     return error
 
 

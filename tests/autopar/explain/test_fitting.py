@@ -11,6 +11,7 @@ from autopar.compile import padded_search, planned_alone
 from autopar.errors import ClusterError, InfeasibleError, ModelError
 from autopar.explain.fitting import Fitted, Planner, Question, fits, fitted_of, halves, lengths
 from autopar.settings.compile_options import CompileOptions
+from cost_models.certainty import Certainty
 from cost_models.machine import Cluster
 
 FOUR = Cluster.parse("4 l4")
@@ -39,6 +40,7 @@ class MadeUp(Planner):
             1.0,
             rows * tokens / devices,
             self.room,
+            Certainty(0.0, 0.0, "yes"),
         )
 
 
