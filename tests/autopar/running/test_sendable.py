@@ -51,7 +51,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("bare", ["would begin again", "line 25 of", "__main__", "torchrun"]),
+        ("bare", ["would begin again", "line 24 of", "__main__", "torchrun"]),
         ("guarded", ["must be in a module", "Guarded under", "module of its own", "torchrun"]),
         ("local", ["must be picklable", "local.<locals>.Local", "torchrun"]),
     ],
