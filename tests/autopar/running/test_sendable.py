@@ -34,14 +34,17 @@ def train(net):
 if sys.argv[1] == "bare":
     train(Net())
 if __name__ == "__main__":
-    class Guarded(Net):
-        pass
+    class Guarded:
+        class Inner(nn.Tanh):
+            pass
     def local():
         class Local(Net):
             pass
         return Local()
     if sys.argv[1] == "guarded":
-        train(nn.Sequential(Guarded()))
+        net = Net()
+        net.line = nn.Sequential(net.line, Guarded.Inner())
+        train(net)
     if sys.argv[1] == "local":
         train(local())
 """
