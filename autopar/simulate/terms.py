@@ -35,7 +35,7 @@ class Terms:
     @property
     def without_host(self) -> Terms:
         """What layers are priced by: the host's seconds come on top of whole stages."""
-        seconds = {name: 0.0 for name in HOST_SECONDS}
+        seconds: dict[str, Any] = dict.fromkeys(HOST_SECONDS, 0.0)
         return replace(self, framework=replace(self.framework, **seconds))
 
 

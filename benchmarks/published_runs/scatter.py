@@ -79,5 +79,5 @@ def _legend(points: Sequence[tuple[float, float, int, bool]]) -> list[str]:
     if any(hollow for *_, hollow in points):
         y = MARGIN + 18 * len(lines)
         found.append(f'<circle cx="{MARGIN + 14}" cy="{y - 4}" r="4" fill="none" stroke="{INK}"/>')
-        found.append(f'<text x="{MARGIN + 26}" y="{y}">hollow: flukes, twice as slow as a twin</text>')
+        found.append(f'<text x="{MARGIN + 26}" y="{y}">hollow: flukes, and runs that slept</text>')
     return found
