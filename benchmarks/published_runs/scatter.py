@@ -73,11 +73,11 @@ def _legend(points: Sequence[tuple[float, float, int, bool]]) -> list[str]:
     lines = [(KINDS[kind][0], KINDS[kind][1], kind) for kind in sorted({kind for _, _, kind, _ in points})]
     found = []
     for number, (name, colour, kind) in enumerate(lines):
-        y, count = MARGIN + 18 * number, sum(kind == other for _, _, other, _ in points)
+        y, count = MARGIN + 20 + 18 * number, sum(kind == other for _, _, other, _ in points)
         found.append(f'<circle cx="{MARGIN + 14}" cy="{y - 4}" r="4" fill="{colour}"/>')
         found.append(f'<text x="{MARGIN + 26}" y="{y}">{escape(name)} ({count})</text>')
     if any(hollow for *_, hollow in points):
-        y = MARGIN + 18 * len(lines)
+        y = MARGIN + 20 + 18 * len(lines)
         found.append(f'<circle cx="{MARGIN + 14}" cy="{y - 4}" r="4" fill="none" stroke="{INK}"/>')
         found.append(f'<text x="{MARGIN + 26}" y="{y}">hollow: flukes, and runs that slept</text>')
     return found

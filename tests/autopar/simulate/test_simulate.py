@@ -157,7 +157,7 @@ def test_the_hosts_seconds_over_nodes_and_once_per_step() -> None:
     pipeline its own once per step."""
     slow = replace(framework("fsdp"), host_layer_seconds=1.0)
     far, step = replace(slow, host_far_seconds=0.5), replace(slow, host_step_seconds=0.25)
-    flat, piped = {"tp": 4, "zero": 0, "micro_batches": 2}, {"pp": 2, "dp": 2, "zero": 0, "micro_batches": 2}
+    flat, piped = {"dp": 1, "tp": 4, "zero": 0, "micro_batches": 2}, {"pp": 2, "dp": 2, "zero": 0, "micro_batches": 2}
     for cluster, added in (("1x4 h100-sxm", 0.0), ("2x2 h100-sxm", 2 * 3 * 4 * 0.5)):  # micro-batches, layers, ranks
         usual = predicted(profile=slow, cluster=cluster, **flat).step_seconds
         assert predicted(profile=far, cluster=cluster, **flat).step_seconds == pytest.approx(usual + added)
