@@ -42,8 +42,7 @@ from benchmarks.published_runs.rows import read
 from benchmarks.published_runs.scatter import drawing
 from benchmarks.published_runs.tables import show, show_left_out, show_sizes, write
 
-ROOT = Path(__file__).resolve().parents[1]
-DRAWING = ROOT / "docs" / "images" / "accuracy.svg"
+DRAWING = Path(__file__).resolve().parents[1] / "docs" / "images" / "accuracy.svg"
 
 
 def main() -> int:
@@ -55,7 +54,7 @@ def main() -> int:
     parser.add_argument("--leave-one-source-out", action="store_true")
     parser.add_argument("--leave-sizes-out", action="store_true")
     parser.add_argument("--csv", action="store_true")
-    parser.add_argument("--svg", action="store_true", help=f"write {DRAWING.relative_to(ROOT)}")
+    parser.add_argument("--svg", action="store_true", help="draw all rows")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     rows = [row for path in options.rows for row in read(path, options.source)]
