@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autopar.profiling.clock import Call
+from autopar.profiling.load import Call
 from cost_models.compute import Work
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 10, 14

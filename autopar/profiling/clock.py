@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Call = Callable[[], object]
+from autopar.profiling.load import Call, Load
+
 CPU_WINDOW_SECONDS = 0.04
 """How long one kernel is repeated in one round: some ten time slices of the scheduler."""
 CPU_HELD_BYTES = 2**25
@@ -128,20 +129,27 @@ class CpuClock:
 
 
 class CudaClock:
-    """The clock of processes with a GPU each: a pair of events around each kernel (L2 flushed before) or stretch."""
+    """The clock of processes with a GPU each: a pair of events around each kernel (L2 flushed before) or stretch.
 
-    def __init__(self, device: torch.device, num_repeats: int = 20) -> None:
-        self.device, self.num_repeats = device, num_repeats
+    load: kernels among which others are timed, and sustained_seconds for how long before: a busy GPU is slower than
+    one that has just woken, and that is how training finds it.
+    """
+
+    def __init__(self, device: torch.device, sustained_seconds: float, load: Load | None = None) -> None:
+        self.device, self.num_repeats, self.sustained_seconds = device, 20, sustained_seconds
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+        self.load = load or Load(device, self._mark)
 
     def kernel(self, call: Call) -> Timing:
-        """Median over repetitions. The flush also keeps the device busy while the host enqueues the call, so that the
-        launch is not in the figure as long as it is shorter than the flush."""
+        """Median over repetitions in a stretch of other kernels, that goes on while the host enqueues the call, so that
+        the launch is not in the figure."""
         for _ in range(3):
             call()
         _barrier()
         pairs = [self._events() for _ in range(self.num_repeats)]
+        self.load.sustain(self.sustained_seconds)
         for start, end in pairs:
+            self.load.start()
             self.flush.zero_()
             start.record()
             call()
@@ -168,6 +176,13 @@ class CudaClock:
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def _mark(self) -> Call:
+        made: Any = torch.cuda.Event
+        event = made()
+        event.record()
+        waited: Call = event.synchronize
+        return waited
 
     def _events(self) -> tuple[Any, Any]:
         event: Any = torch.cuda.Event

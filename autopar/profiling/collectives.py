@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.profiling.clock import Call
+from autopar.profiling.load import Call
 
 Groups = Mapping[tuple[int, int], Any]
 

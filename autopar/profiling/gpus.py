@@ -21,7 +21,9 @@ GPU_NAMES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (r"(NVIDIA )?H20", ("h20",), ""),
     (r"(NVIDIA )?H200( SXM)?", ("h200-sxm",), ""),
     (r"(NVIDIA )?B200", ("b200",), ""),
-    (r"(NVIDIA )?B300( SXM6 AC)?", ("b300",), ""),
+    (r"(NVIDIA )?B300( SXM6( AC)?)?", ("b300",), ""),
+    (r"(NVIDIA )?GB200", ("gb200",), ""),
+    (r"(NVIDIA )?GB300", ("gb300",), ""),
     (r"(AMD )?Instinct MI300X( OAM)?", ("mi300x",), ""),
     (r"(NVIDIA )?(GeForce )?RTX 3090", ("rtx3090",), ""),
     (r"(NVIDIA )?(GeForce )?RTX 4090", ("rtx4090",), ""),
@@ -31,7 +33,11 @@ GPU_NAMES: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 """What the driver calls a GPU (the whole name), the built-in devices of that name by memory, and the link inside a node
 if it is not the device's usual one. Slices (MIG), PCIe and NVL variants of other chips are other devices: no match.
-Nor are GB200 and GB300: what a launcher calls a node is a tray of their rack, and NVLink goes beyond it."""
+Names as NVML gives them: "NVIDIA GB200", "NVIDIA GB300" (ray-project/ray, pull request 65009), "NVIDIA B300 SXM6 AC"
+(NVIDIA/cosmos-framework, pull request 114)."""
+
+RACKS = {"gb200": 72, "gb300": 72}
+"""Devices that NVLink joins beyond what a launcher calls a node, which is a tray of a rack."""
 
 
 def detect_gpus(num_devices: int | None) -> Cluster:
@@ -51,6 +57,7 @@ def detect_gpus(num_devices: int | None) -> Cluster:
     for pattern, family, link in GPU_NAMES:
         if re.fullmatch(pattern, names[0]):
             nearest = min(family, key=lambda name: abs(catalog.device(name).memory_bytes - memory_bytes))
+            num_nodes, per_node = _of_racks(num_nodes, per_node, RACKS.get(nearest, per_node))
             words = [f"{num_nodes}x{per_node}", nearest, *([link] if link else [])]
             return Cluster.parse(" ".join(words)).with_memory(memory_bytes)
     raise ClusterError(
@@ -61,6 +68,13 @@ def detect_gpus(num_devices: int | None) -> Cluster:
             f"one of the built-in devices, if it is close enough: {', '.join(catalog.devices())}",
         ],
     )
+
+
+def _of_racks(num_nodes: int, per_node: int, most: int) -> tuple[int, int]:
+    """Whole trays as nodes of at most `most` devices, as few and as even as they come: nothing that torch knows tells
+    which trays share a rack, and schedulers fill one before the next."""
+    trays = max(n for n in range(1, num_nodes + 1) if num_nodes % n == 0 and (n == 1 or n * per_node <= most))
+    return num_nodes // trays, trays * per_node
 
 
 def _gpu_counts(num_visible: int, num_devices: int | None) -> tuple[int, int]:

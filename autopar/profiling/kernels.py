@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from autopar.profiling import blocks
 from autopar.profiling.cases import Case
-from autopar.profiling.clock import Call
+from autopar.profiling.load import Call
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from autopar.profiling.cases import ADAM_BYTES
-from autopar.profiling.clock import Call
 from autopar.profiling.kernels import adamw
+from autopar.profiling.load import Call
 
 
 def transfer(sizes: Mapping[str, Any], device: torch.device, folder: Path, rank: int) -> Call:

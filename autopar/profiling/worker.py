@@ -31,6 +31,9 @@ from codegen.runtime.processes import end_with_parent
 
 STRETCH_SECONDS = {"brief": 0.1, "quick": 0.2, "full": 0.3}
 """How long collectives and copies are repeated in one round."""
+SUSTAINED_SECONDS = {"brief": 0.25, "quick": 0.5, "full": 1.0}
+"""How long a GPU is kept busy before each of its kernels is timed, in every round: a profile of one takes some 20
+seconds more (brief), one minute (quick) or six (full)."""
 Progress = Callable[[int, int, str], None]
 """Called on rank 0 with (samples taken, samples in all, what comes next)."""
 
@@ -119,7 +122,7 @@ class Runner:
         self.device, self.folder, self.seconds = device, folder, STRETCH_SECONDS[level]
         self.clock: CpuClock | CudaClock
         if device.type == "cuda":
-            self.clock = CudaClock(device)
+            self.clock = CudaClock(device, SUSTAINED_SECONDS[level])
         else:
             keep_freed_memory()  # as generated programs do
             self.clock = CpuClock(topology.devices_per_node, available_cores())

@@ -26,7 +26,7 @@ SHAPED = ("dp", "micro_batch", "global_batch", "gpus_total", "gpus_per_node")
 POLLED_SECONDS = 0.4
 """What a micro-batch at least waits for in a pipeline of two stages that polls, and twice that where there are inner
 stages: two transfers (four) with two messages of sizes each, slept for in steps of 0.1 s. nanotron polled so while its
-benchmarks ran (huggingface/nanotron 67c5ebb6 of 27 December 2024, pipeline_parallel/p2p.py), neither before nor after;
+benchmarks ran (huggingface/nanotron 67c5ebb6 of 27 December 2024, pipeline_parallel/p2p.py), and no longer does;
 rows do not tell their revision."""
 FEWEST = 5
 """Runs of a group from which on it is judged."""

@@ -5,9 +5,14 @@ benchmarks/measuring.py holds it against programs that really run.
 
 from __future__ import annotations
 
-import pytest
+import time
+from collections.abc import Callable
 
-from autopar.profiling.clock import Usage, quiet_seconds
+import pytest
+import torch
+
+from autopar.profiling.clock import CudaClock, Usage, quiet_seconds
+from autopar.profiling.load import Load
 
 
 @pytest.mark.parametrize(
@@ -40,3 +45,61 @@ def test_the_slowest_host_counts() -> None:
     slow, fast = ("a", Usage(2.0, 2.0, 2.0)), ("b", Usage(2.0, 1.0, 5.0))
     assert quiet_seconds([slow, fast], 2.0) == pytest.approx(2.0)
     assert quiet_seconds([fast], 2.0) == pytest.approx(1.0)
+
+
+class Event:
+    """A CUDA event on a CPU."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+def test_a_gpus_kernels_are_timed_in_a_stretch_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of GPUs on a CPU: the load runs for as long as it is to, and again before each repetition."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    device, order = torch.device("cpu"), list[str]()
+
+    class Watched(Load):
+        def start(self, count: int = 2) -> None:
+            order.append("load")
+            super().start(count)
+
+    clock = CudaClock(device, 0.05, Watched(device, lambda: lambda: None, ((8, 16, 4), (4, 8, 4))))
+
+    def slow() -> None:
+        order.append("kernel")
+        time.sleep(2e-3)
+
+    begun = time.perf_counter()
+    found = clock.kernel(slow)
+    assert 2e-3 < found.seconds < 20e-3 and found.num_calls == clock.num_repeats
+    assert time.perf_counter() - begun > 0.05 + clock.num_repeats * 2e-3
+    assert order[-2 * clock.num_repeats :] == ["load", "kernel"] * clock.num_repeats
+    assert order[3 : -2 * clock.num_repeats].count("load") > 2 and "kernel" not in order[3 : -2 * clock.num_repeats]
+
+
+def test_a_load_marks_what_it_started_before_it_starts_more() -> None:
+    """What is waited for was started before the newest kernels, so that the device always has some."""
+    seen = list[str]()
+
+    class Watched(Load):
+        def start(self, count: int = 1) -> None:
+            seen.append("start")
+
+    def mark() -> Callable[[], None]:
+        seen.append("mark")
+        return lambda: seen.append("wait")
+
+    Watched(torch.device("cpu"), mark, ((2, 2, 2),)).sustain(1e-3)
+    assert seen[0] == "start" and seen[1:4] == ["mark", "start", "wait"]
+    assert seen.count("start") == seen.count("wait") + 1

@@ -68,6 +68,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("Tesla V100-SXM2-32GB", 31 * GIB, "v100-32g", "nvlink2"),
         ("NVIDIA B200", 178 * GIB, "b200", "nvlink5"),
         ("NVIDIA B300 SXM6 AC", 268 * GIB, "b300", "nvlink5"),
+        ("NVIDIA B300", 268 * GIB, "b300", "nvlink5"),
+        ("NVIDIA GB200", 185 * GIB, "gb200", "nvlink5"),
+        ("NVIDIA GB300", 277 * GIB, "gb300", "nvlink5"),
         ("NVIDIA H20", 95 * GIB, "h20", "nvlink4"),
         ("NVIDIA H800", 79 * GIB, "h800-sxm", "nvlink4-h800"),
         ("NVIDIA A800-SXM4-80GB", 79 * GIB, "a800-80g", "nvlink3-a800"),
@@ -101,7 +104,7 @@ def test_gpus_are_known_by_name_and_memory(
             "NVIDIA A10",
             "NVIDIA GeForce RTX 4090 D",
         ),
-        *("NVIDIA H800 PCIe", "NVIDIA GB200"),
+        *("NVIDIA H800 PCIe", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H20-3e", "NVIDIA B300 MIG 34GB"),
     ],
 )
 def test_an_unknown_gpu_says_what_to_do(gpus: Callable[..., None], name: str) -> None:
@@ -150,6 +153,21 @@ def test_nodes_come_from_torchrun(
     monkeypatch.setenv("WORLD_SIZE", world)
     if local is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    cluster = detect()
+    assert (cluster.num_nodes, cluster.devices_per_node) == shape
+
+
+@pytest.mark.parametrize(
+    ("world", "shape"),
+    [("4", (1, 4)), ("16", (1, 16)), ("72", (1, 72)), ("144", (2, 72)), ("128", (2, 64)), ("80", (2, 40))],
+)
+def test_trays_of_a_rack_are_one_node(
+    gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch, world: str, shape: tuple[int, int]
+) -> None:
+    """NVLink joins up to 72 GPUs of trays with four, as many of which a launcher takes for a node."""
+    gpus(*[("NVIDIA GB200", 185 * GIB)] * 4)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     cluster = detect()
     assert (cluster.num_nodes, cluster.devices_per_node) == shape
 
