@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ModelError
 from autopar.files.text_files import shown
+from autopar.frontend.uncollected import uncollected
 from autopar.integrations.lazy_weights import NotOneToOne, lazy_model
 
 _FORMS = (
@@ -42,6 +43,7 @@ class LoadedModel:
     loss_fn: Callable[..., Tensor] | None = None
 
 
+@uncollected()
 def load_model(spec: str, *, meta: bool = False, lazy: bool = False, **options: Any) -> LoadedModel:
     """The model that `spec` names, in training mode.
 
