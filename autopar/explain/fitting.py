@@ -14,14 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
-from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError, ClusterError, ConstraintError, InfeasibleError
 from autopar.explain.processes import answers
 from autopar.options.assignment import Candidate
 from autopar.planning.request import Request
 from autopar.report.figures import tokens_of
 from autopar.report.plan_words import full_words
-from cost_models.certainty import OWN, Certainty, spread
+from cost_models.certainty import Certainty
 from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster
 
@@ -111,8 +110,7 @@ class Planner(Protocol):
 def fitted_of(request: Request, best: Candidate, seq_len: int | None) -> Fitted:
     """The figures of a plan that was found for a request."""
     plan = best.plan
-    seconds, capacity = plan.prediction.step_seconds, float(request.capacity_bytes(plan.fullest_group))
-    is_on_cpu = is_cpu(request.whole.groups[plan.fullest_group])
+    seconds = plan.prediction.step_seconds
     tokens = plan.num_micro_batches * tokens_of(best.graph)
     return Fitted(
         cluster=str(request.whole),
@@ -124,8 +122,8 @@ def fitted_of(request: Request, best: Candidate, seq_len: int | None) -> Fitted:
         tokens=tokens,
         tokens_per_second=tokens / seconds if seconds else 0.0,
         peak_bytes=plan.prediction.peak_bytes,
-        capacity_bytes=capacity,
-        certainty=spread(OWN, is_on_cpu).certainty(plan.prediction.num_bytes, capacity),
+        capacity_bytes=float(request.capacity_bytes(plan.fullest_group)),
+        certainty=request.certainty(plan.prediction.num_bytes, plan.fullest_group),
     )
 
 

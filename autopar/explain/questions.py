@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costs.layer_costs import defers_weights
-from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.explain.conditions import Condition, conditions
 from autopar.explain.decisions import Decision, is_made, other_decisions, pin_text
@@ -28,7 +27,6 @@ from autopar.report.costs import is_tied, why_slower
 from autopar.report.plan_words import full_words
 from autopar.settings.constraints import Constraints
 from autopar.units import bytes_text, fit_text, seconds_text
-from cost_models.certainty import OWN, spread
 
 
 def explain(
@@ -109,8 +107,7 @@ class _Questions:
         alternatives = [each.found for each in answered if isinstance(each.found, Alternative)]
         what_ifs = [each.found for each in answered if isinstance(each.found, WhatIf)]
         capacity = float(self.request.capacity_bytes(plan.fullest_group))
-        own = spread(OWN, is_cpu(self.request.whole.groups[plan.fullest_group]))
-        certainty = own.certainty(plan.prediction.num_bytes, capacity)
+        certainty = self.request.certainty(plan.prediction.num_bytes, plan.fullest_group)
         binding = verdict_words(plan, self.searched.plan, capacity, what_ifs)
         return Explanation(
             plan=plan,

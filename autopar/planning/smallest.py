@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from autopar.costs.rates import is_cpu
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import Mesh
 from autopar.planning.bounds import bytes_bound, stored_bound
@@ -26,7 +25,6 @@ from autopar.planning.pipelines import EqualSearch, PipelineSearch
 from autopar.planning.request import Request, divisors
 from autopar.planning.stage_problem import Found, StageProblem
 from autopar.units import bytes_text, fit_text
-from cost_models.certainty import OWN, spread
 from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
 
 NEAR = 0.02
@@ -174,9 +172,7 @@ def nothing_fits(request: Request, failures: list[Failure], searches: Iterable[P
         return InfeasibleError("no plan exists under these constraints", values=where or None)
     needed = math.ceil(best.num_bytes)
     kinds = sorted(best.kinds.items(), key=lambda pair: -pair[1])
-    certainty = None
-    if request.mixed is None:
-        certainty = spread(OWN, is_cpu(request.cluster)).certainty(best.kinds, request.capacity_bytes())
+    certainty = request.certainty(best.kinds) if request.mixed is None else None
     error = InfeasibleError(
         "no plan fits the memory of one rank",
         values={
