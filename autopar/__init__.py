@@ -31,6 +31,9 @@ try:
     from autopar.verify_report import VerifyReport  # noqa: E402
 finally:
     if _collects:
+        if not gc.get_freeze_count():  # all to the oldest generation, without being looked at once in each
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()
 CompiledProgram.certify = certify_program
 

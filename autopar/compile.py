@@ -38,7 +38,7 @@ from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.given import check_agreement, reprice
 from autopar.planning.layer_pool import LayerPool
-from autopar.planning.planner import Planned, SearchResult, search_plans
+from autopar.planning.planner import ONE_STAGE_DEVICES, Planned, SearchResult, search_plans
 from autopar.planning.request import Request, pricer_for
 from autopar.running.batch import with_inputs_of
 from autopar.running.launched import join_launched
@@ -266,13 +266,15 @@ def advised_search(request: Request) -> SearchResult:
         raise advised(request, error) from None
 
 
-def padded_search(request: Request, pool: LayerPool | None = None) -> SearchResult:
+def padded_search(
+    request: Request, pool: LayerPool | None = None, exact_devices: int = ONE_STAGE_DEVICES
+) -> SearchResult:
     """search_plans, with heads of padding or without, as is faster."""
     found: list[SearchResult] = []
     failures: list[InfeasibleError | ConstraintError] = []
     for each in (request, *([replace(request, trace=request.unpadded)] if request.unpadded is not None else [])):
         try:
-            found.append(search_plans(each, pool))
+            found.append(search_plans(each, pool, exact_devices))
         except (InfeasibleError, ConstraintError) as error:
             failures.append(error)
     if not found:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from cost_models.certainty import Certainty
+
 Values = str | Mapping[str, object]
 Alternatives = str | Sequence[str]
 
@@ -62,13 +64,15 @@ class PlanError(AutoparError):
 class InfeasibleError(AutoparError):
     """Raised where nothing fits: no mesh for this number of devices, or no plan inside a budget.
 
-    needed_bytes: a budget per rank that is enough, where one is known.
+    needed_bytes: a budget per rank that is enough, where one is known. certainty: how sure the bytes of its plan are,
+    which may fit all the same.
     """
 
     needed_bytes: int | None = None
+    certainty: Certainty | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        return *super().__reduce__(), {"needed_bytes": self.needed_bytes}
+        return *super().__reduce__(), {"needed_bytes": self.needed_bytes, "certainty": self.certainty}
 
 
 class DataError(AutoparError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import multiprocessing as mp
 import os
-import pickle
 import signal
 import sys
 import time
@@ -29,12 +28,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from autopar.costs.rates import is_cpu
-from autopar.errors import AutoparError, ConstraintError
+from autopar.errors import AutoparError
 from autopar.files.scratch import temporary_folder
 from autopar.program import GeneratedProgram
 from autopar.running.beside import Beside
 from autopar.running.build import build_step, share_packages
 from autopar.running.launched import has_gpus
+from autopar.running.sendable import CANNOT_BE_SENT, check_sendable, not_sendable
 from autopar.running.supervise import STOPPED_SECONDS, collect, end, ending_on_sigterm, exit_on
 from autopar.running.supervise import RankError as RankError
 from autopar.running.surroundings import check_starting
@@ -67,6 +67,8 @@ def run_ranks(
     receivers: list[Connection] = []
     are_done = False
     is_forked = context.get_start_method() == "fork"
+    if not is_forked:
+        check_sendable(function, args)
     ranks = range(num_ranks) if beside is None else [beside.rank]
     programs = [given for given in args if isinstance(given, GeneratedProgram)] if is_forked else []
     with temporary_folder() as folder, ending_on_sigterm(), share_packages(programs, folder):
@@ -102,15 +104,8 @@ def _start(process: Any) -> None:
     """Raises ConstraintError where a process that is not forked cannot be sent what it works on."""
     try:
         process.start()
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConstraintError(
-            "processes of a machine with GPUs are sent what they work on, so it must be picklable",
-            values=f"{type(error).__name__}: {error}",
-            alternatives=[
-                "functions and classes of a module's own level, in place of lambdas and local ones",
-                "torchrun --nproc-per-node N script.py, whose processes each make their own",
-            ],
-        ) from error
+    except CANNOT_BE_SENT as error:
+        raise not_sendable(error) from error
 
 
 def _start_method() -> str:
@@ -210,6 +205,8 @@ def launch_program(
     """
     check_starting("launch")
     compiled.require_runnable()
+    if _start_method() != "fork":
+        check_sendable(compiled, function, args)
     count = compiled.plan.num_ranks
     results = elastic_launch(_elastic_config(count, max_restarts), _elastic_main)(compiled, function, args)
     return [results[rank] for rank in range(count)]

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 from codegen.text import bytes_text as bytes_text
+from cost_models.certainty import Certainty
+
+
+def fit_text(certainty: Certainty) -> str:
+    """Whether predicted bytes fit, and what like ones took: `within the error, nine of ten like it took 76 to 88 GiB`.
+
+    What fits by the prediction alone stays legal, whatever this says.
+    """
+    low, high = bytes_text(certainty.low_bytes).split(), bytes_text(certainty.high_bytes).split()
+    low = low[:1] if low[1] == high[1] else low
+    interval = high if low[0] == high[0] else (*low, "to", *high)
+    return f"{certainty.fit}, nine of ten like it took {' '.join(interval)}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -20,6 +20,9 @@ Programs in bf16 and fp16 are compared with the same fp32 reference, which they 
 precision, everywhere. How far is measured: a third reference computes in the program's precision, on one process, with
 fp32 masters. Its distance from fp64 is the floor then. A step that overflows in fp16 is run again with the next loss
 scale.
+
+Programs that round on purpose (products in fp8, what ZeRO sends in codes of 8 bits) are judged as the certificates'
+miniatures are (`VerifyReport.faults`): by all gradients as one vector, the loss, and updates by their own gradients.
 """
 
 from __future__ import annotations
@@ -37,11 +40,13 @@ from autopar.compile import compile_with
 from autopar.compiled import CompiledProgram
 from autopar.frontend.inputs import NamedBatch, name_inputs
 from autopar.launch import TIMEOUT_SECONDS, group_seconds, run_ranks
+from autopar.program import GeneratedProgram
 from autopar.running.surroundings import check_starting
 from autopar.settings.compile_options import VerifyOptions, check_verify, with_options
 from autopar.settings.fp8 import tolerance
 from autopar.verify_reference import Reference
 from autopar.verify_report import VerifyReport
+from codegen.fp8 import count_calls
 from codegen.runtime.precision import compute_dtype
 from cost_models.mixed import AnyCluster
 
@@ -83,8 +88,10 @@ def verify_program(
     """Verifies a program that is compiled already, as `verify` does.
 
     is_replayed: one process updates by the program's own gradients, after these were compared with its own. Errors of
-    parameters are then those of updates alone, and no round-off in a gradient is magnified by an update.
+    parameters are then those of updates alone, and no round-off in a gradient is magnified by an update. Always so
+    where the program rounds on purpose, which is no error of its updates.
     """
+    is_replayed = is_replayed or bool(roundings(compiled))
     check_verify(steps, max_grad_norm, seed)
     check_starting("verify")
     named = name_inputs(compiled.model, example_inputs, compiled.loss_fn)
@@ -95,6 +102,12 @@ def verify_program(
     reports = run_ranks(_compare, args, compiled.plan.num_ranks, max(TIMEOUT_SECONDS, patience), patience)
     report: VerifyReport = next(r for r in reports if r is not None)
     return report
+
+
+def roundings(compiled: GeneratedProgram) -> tuple[str, ...]:
+    """What a program rounds on purpose, in words."""
+    plan, fp8 = compiled.plan, count_calls(compiled.program)
+    return (*(("fp8",) if fp8 else ()), *((f"compression {plan.compression}",) if plan.compresses else ()))
 
 
 def sgd_with_momentum(parameters: Any) -> torch.optim.Optimizer:
@@ -231,6 +244,7 @@ class _Comparison:
             losses=tuple(self.losses),
             mesh=self.compiled.plan.mesh_text,
             together=self.together,
+            rounds=roundings(self.compiled),
             tolerance=self._tolerance(),
             buffers=buffers,
             proves_nothing=self._proves_nothing({n: p for n, p in trained.items() if p.requires_grad}, initial),

@@ -118,6 +118,10 @@ def _apart(row: Row) -> bool:
     return _nanotron(row) and row["gpus_total"] > row["gpus_per_node"] and row["pp"] > 1 and row["tp"] > 1
 
 
+def _far(row: Row) -> bool:
+    return _nanotron(row) and row["tp"] > row["gpus_per_node"]
+
+
 RUNS: Mapping[tuple[str, str, str], Callable[[Row], bool]] = {
     ("devices.toml", "a100-80g", "attention_variants.triton"): _foundry("A100"),
     ("devices.toml", "a100-80g", "attention_variants.triton.backward"): _foundry("A100"),
@@ -127,6 +131,8 @@ RUNS: Mapping[tuple[str, str, str], Callable[[Row], bool]] = {
     ("frameworks.toml", "nanotron", "host_layer_seconds"): _small,
     ("frameworks.toml", "nanotron", "host_collective_seconds"): lambda row: _small(row) and row["tp"] > 1,
     ("frameworks.toml", "nanotron", "host_apart_seconds"): _apart,
+    ("frameworks.toml", "nanotron", "host_far_seconds"): _far,
+    ("frameworks.toml", "nanotron", "host_step_seconds"): lambda row: _nanotron(row) and row["pp"] > 1,
 }
 """(file, owner, key) of what was fitted to step times of published runs, and the rows that it was fitted to."""
 

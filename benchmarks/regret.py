@@ -1,6 +1,7 @@
 """How much slower the run predicted fastest is than the fastest, among published runs of one model on the same GPUs.
 
-    python benchmarks/regret.py --rows FILE [FILE...] [--source NAME] [--left-out] [--worst N]
+    python benchmarks/regret.py --rows FILE [FILE...] [--source NAME] [--left-out] [--without-polled] [--ties]
+                                [--worst N]
 
 FILE has one run per line, in the form of shared/data/measured_runs.jsonl. Runs that share source, model, GPU, number of
 GPUs, sequence length, precision and batch are a group where there are five or more; a run more than twice as slow as
@@ -12,6 +13,8 @@ their predictions.
 --left-out: each source is predicted without the constants that were fitted to its own step times or its own network:
 host seconds and traffic hidden are the framework's without a measurement (none, and the plain profile's), the link's
 contention is its family's.
+--ties: also what rules would choose among runs that predictions do not tell apart (published_runs/ties.py).
+--without-polled: pipelines of nanotron that slept between messages (published_runs/regret.py, polled) are flukes, too.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ if not __package__:  # run as a file, which leaves the repository's root out of 
 
 from benchmarks.published_runs.left_out import LeftOut
 from benchmarks.published_runs.predictions import Outcome, Predictions, predict_rows
-from benchmarks.published_runs.regret import Choice, choice_of, groups_of, scatter_of
+from benchmarks.published_runs.regret import Choice, choice_of, groups_of, polled, scatter_of
 from benchmarks.published_runs.rows import Row, read
+from benchmarks.published_runs.ties import show_ties
 
 NAMED = ("dp", "tp", "pp", "zero_stage", "micro_batch")
 TOLD = 0.01
@@ -45,10 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", required=True, nargs="+", help="files of runs, one JSON object per line")
     parser.add_argument("--source", help="only rows whose source contains this text")
     parser.add_argument("--left-out", action="store_true", help="without what was fitted to a source's own runs")
+    parser.add_argument("--ties", action="store_true", help="also choices among runs predicted equally fast")
+    parser.add_argument("--without-polled", action="store_true", help="leave out pipelines that slept between messages")
     parser.add_argument("--worst", type=int, default=3, help="groups that are shown with their predictions' parts")
     options = parser.parse_args(arguments)
     transformers.logging.set_verbosity_error()
-    groups, flukes = groups_of([row for path in options.rows for row in read(path, options.source)])
+    rows = [row for path in options.rows for row in read(path, options.source)]
+    slept = {row["id"] for row in polled(rows)} if options.without_polled else set()
+    groups, flukes = groups_of([row for row in rows if row["id"] not in slept])
     predictions = LeftOut() if options.left_out else Predictions()
     outcomes, skipped, _ = predict_rows([row for rows in groups.values() for row in rows], predictions)
     seconds = {outcome.row["id"]: outcome.seconds for outcome in outcomes}
@@ -58,8 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if scatter:
         print(
             f"\nfloor: {len(scatter)} sets of twins differ by a median of {statistics.median(scatter):.1%} "
-            f"and a mean of {statistics.fmean(scatter):.1%}; {len(flukes)} flukes left out"
+            f"and a mean of {statistics.fmean(scatter):.1%}; {len(flukes)} flukes and {len(slept)} polled runs left out"
         )
+    if options.ties:
+        show_ties(groups, outcomes)
     for reason, count in Counter(reason for _, reason in skipped).most_common():
         print(f"    skipped {count}: {reason}")
     known = {outcome.row["id"]: outcome for outcome in outcomes}

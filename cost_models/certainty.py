@@ -1,7 +1,8 @@
 """How sure a prediction of memory is: the spread of measured by predicted bytes on rows like it.
 
 The spreads are in ``machines/memory_spread.toml``. Where the ratio of nine rows in ten is within [low, high], a
-prediction of p bytes stands for p x low to p x high.
+prediction of p bytes stands for p x low to p x high. What the device's driver and NCCL take ("workspace") is in hardly
+any row, so it is taken off p first and added as it is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,19 @@ from types import MappingProxyType
 from typing import Literal
 
 Fit = Literal["yes", "no", "within the error"]
+OWN, OWN_ON_CPU = "autopar", "autopar on a CPU"
+"""Rows of autopar's own programs, on GPUs and on CPUs."""
+WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True, slots=True)
+class Certainty:
+    """Bytes between which nine of ten predictions like one were measured, and whether they fit: "yes" or "no" where
+    the whole interval says so."""
+
+    low_bytes: float
+    high_bytes: float
+    fit: Fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +48,26 @@ class Spread:
         """The bytes between which nine of ten like it were measured."""
         return num_bytes * self.low, num_bytes * self.high
 
-    def fits(self, num_bytes: float, capacity_bytes: float) -> Fit:
-        """Whether predicted bytes fit, if they are as far off as those of like rows."""
-        low, high = self.interval(num_bytes)
-        return "yes" if high <= capacity_bytes else "no" if low > capacity_bytes else "within the error"
+    def certainty(self, num_bytes: Mapping[str, float], capacity_bytes: float) -> Certainty:
+        """Of predicted bytes by kind, if they are as far off as those of like rows."""
+        fixed = num_bytes.get(WORKSPACE, 0.0)
+        low, high = (fixed + size for size in self.interval(sum(num_bytes.values()) - fixed))
+        fit: Fit = "yes" if high <= capacity_bytes else "no" if low > capacity_bytes else "within the error"
+        return Certainty(low, high, fit)
 
 
 @cache
 def spreads() -> Mapping[str, Spread]:
-    """By what was predicted: the name of a framework's profile, or "megatron-core" and a family of models."""
+    """By what was predicted: OWN and OWN_ON_CPU, the name of another framework's profile, or "megatron-core" and a
+    family of models."""
     text = resources.files("cost_models").joinpath("machines", "memory_spread.toml").read_text(encoding="utf-8")
     return MappingProxyType({name: Spread(**table) for name, table in tomllib.loads(text).items()})
 
 
-def spread(kind: str) -> Spread:
+def spread(kind: str, is_on_cpu: bool = False) -> Spread:
     """The spread of rows of this kind; of kinds without rows the widest that is known."""
     known = spreads()
+    kind = OWN_ON_CPU if kind == OWN and is_on_cpu else kind
     if kind in known:
         return known[kind]
     widest = min(known.values(), key=lambda each: each.low).low, max(known.values(), key=lambda each: each.high).high

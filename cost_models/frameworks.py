@@ -18,6 +18,7 @@ KERNELS = ("fa2", "fa3", "cudnn", "triton")
 ATTENTIONS = ("flash", "unfused", *KERNELS)
 STAGES = ("time", "layers", "weights")
 CP_EXCHANGES = ("all-gather", "ring")
+HOST_SECONDS = tuple(f"host_{of}_seconds" for of in ("layer", "collective", "apart", "far", "step"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,11 @@ class Framework:
     update. optimizer_bytes: moved per parameter and step by clipping, unscaling and the update, in 16-bit training (0:
     the planner's). host_layer_seconds: what the host needs to launch a layer's forward and backward;
     host_collective_seconds: on top for each tensor-parallel collective; host_apart_seconds: on top per layer and
-    tensor-parallel rank where a pipeline of such groups spans nodes. loss_bytes: moved per logit by a language model's
-    loss, forward and backward (0: the planner's). once_per_node: tokens cross between nodes once for each node that has
-    experts of theirs. A micro-batch takes no less than its host. source: where the constants come from.
+    tensor-parallel rank where a pipeline of such groups spans nodes; host_far_seconds: the same where such a group
+    itself does. host_step_seconds: once per step of a pipeline, between its last backward and its next forward.
+    loss_bytes: moved per logit by a language model's loss, forward and backward (0: the planner's). once_per_node:
+    tokens cross between nodes once for each node that has experts of theirs. A micro-batch takes no less than its host.
+    source: where the constants come from.
 
     Raises ValueError for words that are not known and negative figures.
     """
@@ -68,6 +71,8 @@ class Framework:
     host_layer_seconds: float = 0.0
     host_collective_seconds: float = 0.0
     host_apart_seconds: float = 0.0
+    host_far_seconds: float = 0.0
+    host_step_seconds: float = 0.0
     once_per_node: bool = False
 
     def __post_init__(self) -> None:
@@ -76,8 +81,7 @@ class Framework:
             if getattr(self, key) not in legal:
                 raise ValueError(f"framework {self.name}: {key} must be one of {', '.join(legal)}")
         figures = ("attention_passes", "gradient_bytes", "accumulate_bytes", "optimizer_bytes")
-        seconds = ("host_layer_seconds", "host_collective_seconds", "host_apart_seconds")
-        for key in (*figures, "gradient_copy_bytes", "loss_bytes", *seconds):
+        for key in (*figures, "gradient_copy_bytes", "loss_bytes", *HOST_SECONDS):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"framework {self.name}: {key} must be zero or more, got {getattr(self, key)!r}")
         if not (self.overlap == -1 or 0 <= self.overlap <= 1):

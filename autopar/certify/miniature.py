@@ -15,11 +15,12 @@ from autopar.certify.cuts import cuts_of
 from autopar.certify.findings import Findings, grouped
 from autopar.certify.rounded import judged, train_rounded
 from autopar.certify.small_config import has_config
-from autopar.certify.small_job import STEPS, Miniature, Trained, roundings, targets_of, train_miniature
+from autopar.certify.small_job import STEPS, Miniature, Trained, targets_of, train_miniature
 from autopar.compiled import CompiledProgram
 from autopar.costs.updates import DefaultAdamW
 from autopar.errors import AutoparError, InternalError
 from autopar.launch import RankError
+from autopar.verify import roundings
 from autopar.verify_report import VerifyReport
 
 _Result = TypeVar("_Result")

@@ -34,9 +34,8 @@ from autopar.lowering.passes import passes
 from autopar.options.assignment import Candidate
 from autopar.running.batch import with_inputs_of
 from autopar.settings.compile_options import CompileOptions
-from autopar.verify import verify_program
+from autopar.verify import roundings, verify_program
 from autopar.verify_report import VerifyReport
-from codegen.fp8 import count_calls
 from codegen.logits import without_logits
 from codegen.program import Call, PipelineProgram, Program
 
@@ -192,12 +191,6 @@ def constraints_of(compiled: CompiledProgram, degrees: Mapping[str, int], folder
         offload = "optimizer"
     found["offload"] = f"nvme:{folder}" if offload.startswith("nvme:") else offload or "none"
     return found
-
-
-def roundings(compiled: CompiledProgram) -> tuple[str, ...]:
-    """What a program rounds on purpose, in words."""
-    plan, fp8 = compiled.plan, count_calls(compiled.program)
-    return (*(("fp8",) if fp8 else ()), *((f"compression {plan.compression}",) if plan.compresses else ()))
 
 
 def own_miniature(compiled: CompiledProgram, layers: int, rows: int, is_wide: bool = False) -> Miniature:

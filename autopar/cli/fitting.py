@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,16 +16,20 @@ from autopar.cli.options import Flags, Json, Model, console, read_cluster, read_
 from autopar.cli.output import print_json, working
 from autopar.cluster import ClusterSpec
 from autopar.compile import Traced, padded_search, planned_alone, request_of, traced_of
-from autopar.errors import AutoparError, ConstraintError, ModelError
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError, ModelError
 from autopar.explain.fitting import Answer, Fits, Fitted, OnCluster, Planner, Question, fits, fitted_of
+from autopar.explain.processes import spare_processes
 from autopar.integrations.job import Job, parse_settings
 from autopar.planning.layer_pool import LayerPool
-from autopar.planning.planner import fits_plainly
+from autopar.planning.planner import POLISH_ONLY, SearchResult, fits_soon
+from autopar.planning.request import Request
 from autopar.report.json_facts import record_json
 from autopar.report.tables import table_of
 from autopar.settings.compile_options import CompileOptions
-from autopar.units import bytes_text, count_text, seconds_text
+from autopar.units import bytes_text, count_text, fit_text, seconds_text
 
+FITS = {"yes": "fits", "no": "does not fit", "within the error": "within the error"}
+"""The verdict on a cluster, by `Certainty.fit`."""
 KEPT_LENGTHS = 8
 """Sequence lengths at which models and their traces are kept, none of which has memory of its own."""
 
@@ -56,6 +61,7 @@ def fit(
             no_seq=no_seq,
             prices=prices,
             seconds=seconds,
+            processes=spare_processes(),
         )
     if as_json:
         print_json(record_json("fit", found))
@@ -100,15 +106,23 @@ class _Planner(Planner):
 
     def __call__(self, question: Question) -> Fitted:
         job, asked = self._asked(question)
-        search = functools.partial(padded_search, pool=self.pool)
-        planned = planned_alone(job.model, question.cluster, asked, search, self.traced_at(question.seq_len))
+        traced, is_own = self.traced_at(question.seq_len), question == Question(question.cluster)
+
+        def search(request: Request) -> SearchResult:
+            """The plan of `plan` for the job itself; of others the exact search only polishes what it need not find."""
+            if not is_own:
+                with contextlib.suppress(InfeasibleError):
+                    return padded_search(request, self.pool, POLISH_ONLY)
+            return padded_search(request, self.pool)
+
+        planned = planned_alone(job.model, question.cluster, asked, search, traced)
         return fitted_of(planned.request, planned.best, _seq_len(job))
 
-    def does_fit(self, question: Question, is_soon: bool = False) -> bool:
+    def fits_soon(self, question: Question) -> bool:
         """See `Planner`."""
         job, asked = self._asked(question)
         request = request_of(job.model, question.cluster, asked, self.traced_at(question.seq_len))
-        return fits_plainly(request, self.pool, is_soon)
+        return fits_soon(request, self.pool)
 
     def _asked(self, question: Question) -> tuple[Job, CompileOptions]:
         length = question.seq_len or self.flags.seq
@@ -145,10 +159,16 @@ def _of_cluster(on: OnCluster) -> Iterator[RenderableType]:
     found = on.asked.found
     if found is None:
         needed = "" if on.needed_bytes is None else f"; {bytes_text(on.needed_bytes)} per rank would do"
-        yield Text(f"{on.cluster}: does not fit ({on.asked.words}{needed})", style="bold")
+        yield Text(
+            f"{on.cluster}: {FITS[on.needed.fit if on.needed else 'no']} ({on.asked.words}{needed})", style="bold"
+        )
+        if on.needed is not None and on.needed.fit != "no":
+            yield Text(f"  the leanest plan: {fit_text(on.needed)}")
     else:
         free = max(found.capacity_bytes - found.peak_bytes, 0)
-        yield Text(f"{on.cluster}: fits, {bytes_text(free)} of {bytes_text(found.capacity_bytes)} free", style="bold")
+        verdict, capacity = FITS[found.certainty.fit], bytes_text(found.capacity_bytes)
+        yield Text(f"{on.cluster}: {verdict}, {bytes_text(free)} of {capacity} free", style="bold")
+        yield Text(f"  as asked: {fit_text(found.certainty)}")
     table = table_of(
         "",
         ("question", 17),
@@ -163,7 +183,8 @@ def _of_cluster(on: OnCluster) -> Iterator[RenderableType]:
             each = answer.found
             rate = count_text(each.tokens_per_second) if each.tokens else "-"
             table.add_row(name, value, seconds_text(each.step_seconds), rate, bytes_text(each.peak_bytes))
-            notes.append(f"{name}: {each.plan}")
+            is_sure = each.certainty.fit == "yes" or name == "as asked"
+            notes.append(f"{name}: {each.plan}" + ("" if is_sure else f"; {each.certainty.fit}"))
         if answer.words and name != "as asked":
             refused = f" at {answer.refused}" if answer.refused is not None else ""
             notes.append(f"{name}{refused}: {answer.words}")

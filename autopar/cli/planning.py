@@ -56,7 +56,7 @@ from autopar.report.json_facts import facts_json, plan_json, record_json
 from autopar.report.summary import plan_summary
 from autopar.report.timeline import write_timeline
 from autopar.simulate import predict
-from autopar.simulate.text import comparison_lines, prediction_lines, warning_lines
+from autopar.simulate.text import comparison_lines, fit_lines, prediction_lines
 from autopar.simulate.what_if import parse_changes
 from autopar.trial_report import trial_notes
 
@@ -167,7 +167,7 @@ def simulate(
         framework=framework,
         check=check,
     )
-    for line in (*prediction_lines(found), *warning_lines(found)):
+    for line in (*prediction_lines(found), *fit_lines(found)):
         print(line)
     if changes:
         for line in ("", *comparison_lines(found.what_if(**changes))):

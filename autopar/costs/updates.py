@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.rates import Training
@@ -148,7 +147,7 @@ class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """`with MovedBytes() as moved:` counts what operators read and write, each tensor once per operator; views are
     free. names_gradients: whether a fused update was among them. product_dtype: of the last product of matrices.
 
-    flops: by torch's formulas. Its own FlopCounterMode hooks all modules of the process, other threads' included.
+    flops: of products of matrices. torch's FlopCounterMode hooks all modules of the process, other threads' included.
     """
 
     def __init__(self) -> None:
@@ -162,9 +161,8 @@ class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         schema = func._schema
-        if func.overloadpacket in flop_registry:
-            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
         if func.overloadpacket in _PRODUCTS:
+            self.flops += 2 * result.numel() * args[-1].shape[-2]
             self.product_dtype = "bf16" if result.dtype == torch.bfloat16 else "fp32"
         self.names_gradients |= str(func.overloadpacket.__name__).startswith("_fused_")
         named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs or {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.plan import Plan
+from cost_models.certainty import Certainty
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +47,19 @@ class Alternative:
 class Explanation:
     """Why a plan was chosen, in numbers and sentences.
 
-    capacity_bytes: what a rank may use. searched: the best plan that the search finds for the same request; another
-    one where the explained plan was given. verdict: what binds, in sentences. time: where the time goes and what hides
-    what, in sentences. not_tried: questions for which there was no time.
+    capacity_bytes: what a rank may use. certainty: how sure the peak is, and so whether it fits. searched: the best
+    plan that the search finds for the same request; another one where the explained plan was given. verdict: what
+    binds, in sentences. time: where the time goes and what hides what, in sentences. tied: alternatives whose times
+    predictions do not tell from the plan's, in words. not_tried: questions for which there was no time.
     """
 
     plan: Plan
     capacity_bytes: float
+    certainty: Certainty
     searched: Plan
     verdict: tuple[str, ...]
     time: tuple[str, ...]
     what_ifs: tuple[WhatIf, ...]
     alternatives: tuple[Alternative, ...]
+    tied: tuple[str, ...] = ()
     not_tried: tuple[str, ...] = ()

@@ -11,13 +11,16 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from autopar.errors import AutoparError, ClusterError, ConstraintError, InfeasibleError
+from autopar.explain.processes import answers
 from autopar.options.assignment import Candidate
 from autopar.planning.request import Request
 from autopar.report.figures import tokens_of
 from autopar.report.plan_words import full_words
+from cost_models.certainty import Certainty
 from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster
 
@@ -42,7 +45,7 @@ class Question:
 @dataclass(frozen=True, slots=True)
 class Fitted:
     """A plan that was found. Seconds and tokens are of one step over all ranks, bytes of the fullest rank; tokens is 0
-    for a model that takes none."""
+    for a model that takes none. certainty: how sure the peak is, and so whether it fits."""
 
     cluster: str
     num_devices: int
@@ -54,6 +57,7 @@ class Fitted:
     tokens_per_second: float
     peak_bytes: float
     capacity_bytes: float
+    certainty: Certainty
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +72,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class OnCluster:
-    """The answers for one cluster. needed_bytes: a budget that would be enough where the job does not fit. dollars: of
+    """The answers for one cluster. needed_bytes: a budget that would be enough where the job does not fit; needed: how
+    sure that is. dollars: of
     one step; dollars_per_million_tokens: None for models without tokens, both None without a price."""
 
     cluster: str
     asked: Answer
     needed_bytes: int | None
+    needed: Certainty | None
     longest: Answer
     largest: Answer
     in_one: Answer
@@ -96,9 +102,8 @@ class Planner(Protocol):
     def __call__(self, question: Question) -> Fitted:
         """The best plan. Raises InfeasibleError where nothing fits, another AutoparError where that cannot be asked."""
 
-    def does_fit(self, question: Question, is_soon: bool = False) -> bool:
-        """Whether it is found out, without looking for the best plan, that one fits; raises as a call does. is_soon: by
-        what fitted other questions alone."""
+    def fits_soon(self, question: Question) -> bool:
+        """Whether it is found out, without looking for the best plan, that one fits; raises as a call does."""
         return False
 
 
@@ -118,6 +123,7 @@ def fitted_of(request: Request, best: Candidate, seq_len: int | None) -> Fitted:
         tokens_per_second=tokens / seconds if seconds else 0.0,
         peak_bytes=plan.prediction.peak_bytes,
         capacity_bytes=float(request.capacity_bytes(plan.fullest_group)),
+        certainty=request.certainty(plan.prediction.num_bytes, plan.fullest_group),
     )
 
 
@@ -130,34 +136,35 @@ def fits(
     no_seq: str = "",
     prices: Mapping[str, float] | None = None,
     seconds: float = math.inf,
+    processes: int = 1,
 ) -> Fits:
     """Answers for every cluster.
 
     seq_len: tokens of a row as asked. longest: tokens that the model takes at most, where it says so. no_seq: why
     sequences of other lengths cannot be asked about. prices: dollars per device and hour by the device's name. seconds:
-    after which no further question is asked; the first one of every cluster always is. Raises ClusterError for a
-    device without a price where there are prices, ConstraintError for a price below zero.
+    after which no further question is asked; the first one of every cluster always is. processes: in so many a
+    cluster's questions are answered; more than one are forked, which is safe where no other thread holds what they
+    need. Raises ClusterError for a device without a price where there are prices, ConstraintError for a price below
+    zero.
     """
     hourly = [dollars_per_hour(cluster, prices) for cluster in clusters]
     end = time.monotonic() + seconds
     asking = _Asking(planner, end)
     firsts = [asking.first(Question(cluster)) for cluster in clusters]
     found = []
-    for number, (cluster, price, (first, needed)) in enumerate(zip(clusters, hourly, firsts, strict=True)):
+    for number, (cluster, price, (first, error)) in enumerate(zip(clusters, hourly, firsts, strict=True)):
         now = time.monotonic()
         asking.limit = now + (end - now) / (len(clusters) - number)  # what is left is shared by the clusters left
-        rows = first.found.rows if first.found else None
-        base = Question(cluster)
+        in_one, fewest, longest_one, largest = asking.others(cluster, first, seq_len, longest, no_seq, processes)
         on = OnCluster(
             cluster=str(cluster),
             asked=first,
-            needed_bytes=needed,
-            fewest=asking.fewest(replace(base, rows=rows), first),
-            longest=Answer(words=no_seq)
-            if no_seq or seq_len is None
-            else asking.longest(replace(base, seq_len=seq_len), first, longest),
-            largest=asking.largest(base, first),
-            in_one=asking.largest(replace(base, in_one=True), first),
+            needed_bytes=error.needed_bytes if error else None,
+            needed=error.certainty if error else None,
+            longest=longest_one,
+            largest=largest,
+            in_one=in_one,
+            fewest=fewest,
         )
         found.append(_priced(on, price))
     return Fits(tuple(found), _cheapest(found))
@@ -185,13 +192,7 @@ class _Asking:
 
     def refusal(self, question: Question) -> AutoparError | None:
         """Why the question has no plan, or None where it has one, which need not be the best."""
-        if question not in self.known:
-            try:
-                if self.planner.does_fit(question):
-                    return None
-            except AutoparError as error:
-                self.known[question] = error
-        found = self.ask(question)
+        found = None if self.fits_soon(question) else self.ask(question)
         return found if isinstance(found, AutoparError) else None
 
     def fits_soon(self, question: Question) -> bool:
@@ -199,18 +200,40 @@ class _Asking:
         if question in self.known:
             return isinstance(self.known[question], Fitted)
         try:
-            return not self.is_over and self.planner.does_fit(question, is_soon=True)
+            return not self.is_over and self.planner.fits_soon(question)
         except AutoparError:
             return False
 
-    def first(self, question: Question) -> tuple[Answer, int | None]:
-        """The job as asked. Raises what is wrong with it other than memory."""
+    def first(self, question: Question) -> tuple[Answer, InfeasibleError | None]:
+        """The job as asked, and the error that says what it needs. Raises what is wrong with it other than memory."""
         found = self.ask(question)
         if isinstance(found, Fitted):
             return Answer(found), None
         if not isinstance(found, InfeasibleError):
             raise found
-        return Answer(words=found.constraint), found.needed_bytes
+        return Answer(words=found.constraint), found
+
+    def others(
+        self,
+        cluster: AnyCluster,
+        first: Answer,
+        seq_len: int | None,
+        longest: int | None,
+        no_seq: str,
+        processes: int,
+    ) -> list[Answer]:
+        """In one micro-batch, the fewest devices, the longest sequence and the largest batch: what takes longest first.
+        longest, no_seq, processes: as `fits` takes them."""
+        base, rows = Question(cluster), first.found.rows if first.found else None
+        asks = [
+            partial(self.largest, replace(base, in_one=True), first),
+            partial(self.fewest, replace(base, rows=rows), first),
+            partial(Answer, words=no_seq)
+            if no_seq or seq_len is None
+            else partial(self.longest, replace(base, seq_len=seq_len), first, longest),
+            partial(self.largest, base, first),
+        ]
+        return answers(lambda number: asks[number](), len(asks), processes)
 
     def longest(self, base: Question, first: Answer, most: int | None) -> Answer:
         """The longest row among powers of two, the halves between them, and the model's own limit."""

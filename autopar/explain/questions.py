@@ -4,7 +4,7 @@ first."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.costs.layer_costs import defers_weights
@@ -19,17 +19,14 @@ from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.config_costs import Solved
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
-from autopar.planning.planner import Planned, is_only_polished, search_plans
+from autopar.planning.planner import POLISH_ONLY, Planned, is_only_polished, search_plans
 from autopar.planning.predict import predicted
 from autopar.planning.request import Request
 from autopar.program import GeneratedProgram
-from autopar.report.costs import why_slower
+from autopar.report.costs import is_tied, why_slower
 from autopar.report.plan_words import full_words
-from autopar.units import bytes_text, seconds_text
-
-POLISH_ONLY = 0
-"""Devices up to which one stage is searched exactly on every mesh: here on the best one only, which takes a tenth of
-the time."""
+from autopar.settings.constraints import Constraints
+from autopar.units import bytes_text, fit_text, seconds_text
 
 
 def explain(
@@ -91,31 +88,42 @@ class _Questions:
         asked: list[Decision | Condition] = [*other_decisions(self.request, plan, len(chain(best.graph)))]
         asked += conditions(self.request)
 
-        def ask(number: int) -> _Answer:
-            question = asked[number]
-            if isinstance(question, Decision):
-                return self.alternative(plan, question)
-            return self.what_if(best, question)
+        # What shares layers that are solved for it is asked by one process, and first, as it takes longest.
+        deferring = [i for i, each in enumerate(asked) if isinstance(each, Decision) and self._defers(each.constraints)]
+        units = [deferring] if deferring else []
+        units += [[i] for i in range(len(asked)) if i not in deferring]
+
+        def ask(number: int) -> dict[int, _Answer]:
+            return {i: self._ask(best, asked[i]) for i in units[number]}
 
         def tell(number: int) -> None:
-            question = asked[number]
-            made = f"{question.dimension} {question.value}" if isinstance(question, Decision) else question.words
-            self.tell(f"question {number + 1} of {len(asked)}, {made}")
+            for i in units[number]:
+                question = asked[i]
+                made = f"{question.dimension} {question.value}" if isinstance(question, Decision) else question.words
+                self.tell(f"question {i + 1} of {len(asked)}, {made}")
 
-        answered = answers(ask, len(asked), processes, tell)
+        found = {i: each for part in answers(ask, len(units), processes, tell) for i, each in part.items()}
+        answered = [found[i] for i in range(len(asked))]
         alternatives = [each.found for each in answered if isinstance(each.found, Alternative)]
         what_ifs = [each.found for each in answered if isinstance(each.found, WhatIf)]
         capacity = float(self.request.capacity_bytes(plan.fullest_group))
+        certainty = self.request.certainty(plan.prediction.num_bytes, plan.fullest_group)
+        binding = verdict_words(plan, self.searched.plan, capacity, what_ifs)
         return Explanation(
             plan=plan,
             capacity_bytes=capacity,
+            certainty=certainty,
             searched=self.searched.plan,
-            verdict=tuple(verdict_words(plan, self.searched.plan, capacity, what_ifs)),
+            verdict=(*binding, f"fits the memory: {fit_text(certainty)}"),
             time=tuple(time_words(plan)),
             what_ifs=tuple(what_ifs),
             alternatives=tuple(alternatives),
+            tied=tuple(_tied(plan, alternatives)),
             not_tried=tuple(each.not_tried for each in answered if each.not_tried),
         )
+
+    def _ask(self, best: Candidate, question: Decision | Condition) -> _Answer:
+        return self.alternative(best.plan, question) if isinstance(question, Decision) else self.what_if(best, question)
 
     def what_if(self, best: Candidate, condition: Condition) -> _Answer:
         """The explained plan, and the best one, under a changed condition."""
@@ -160,13 +168,18 @@ class _Questions:
     def _solved_for(self, request: Request) -> Solved:
         """The layers for a request with another decision: without weight gradients that sums could run beside, they are
         solved for other prices."""
-        schedule, own = request.constraints.schedule, self.request.constraints
-        if not request.overlaps or defers_weights(schedule or "") == defers_weights(own.schedule or ""):
+        if not self._defers(request.constraints):
             return self.solved_layers
         if self._deferring is None:
-            changed = replace(self.request, constraints=replace(own, schedule=schedule))
-            self._deferring = self.solved_layers.decided_for(changed)
+            limits = replace(self.request.constraints, schedule=request.constraints.schedule)
+            self._deferring = self.solved_layers.decided_for(replace(self.request, constraints=limits))
         return self._deferring
+
+    def _defers(self, limits: Constraints) -> bool:
+        """Whether a request with these constraints defers weight gradients where the one explained does not, or the
+        other way round."""
+        schedules = (limits.schedule or "", self.request.constraints.schedule or "")
+        return self.request.overlaps and len({*map(defers_weights, schedules)}) == 2
 
     def _refusal(self, error: AutoparError) -> str:
         capacity = min(map(self.request.capacity_bytes, range(len(self.request.whole.groups))))
@@ -174,6 +187,15 @@ class _Questions:
             excess = bytes_text(max(error.needed_bytes - capacity, 0))
             return f"does not fit: it needs {bytes_text(error.needed_bytes)} per rank, {excess} more than there is"
         return error.constraint
+
+
+def _tied(plan: Plan, alternatives: Sequence[Alternative]) -> Iterator[str]:
+    """Other plans among the alternatives whose times predictions do not tell from the plan's, each once."""
+    least, own = plan.prediction.step_seconds, full_words(plan)
+    found = {each.plan: each.seconds for each in alternatives if each.seconds is not None and each.plan != own}
+    for words, seconds in sorted(found.items(), key=lambda pair: pair[1]):
+        if is_tied(seconds, least):
+            yield f"{words} ({seconds / least - 1:+.1%})"
 
 
 def _same_plan_seconds(best: Candidate, condition: Condition) -> float | None:

@@ -10,6 +10,7 @@ from rich.text import Text
 from autopar.explain.explanation import Explanation, WhatIf
 from autopar.explain.verdict import TIE
 from autopar.ir.mesh import AXIS_NAMES
+from autopar.report.costs import TIED
 from autopar.report.plan_words import full_words, recompute_modes, zero_stage
 from autopar.report.tables import WIDTH, plain_text, table_of
 from autopar.units import bytes_text, count_text, seconds_text
@@ -34,6 +35,9 @@ def explanation_panels(explanation: Explanation) -> Iterator[RenderableType]:
     yield from _sentences("Where the time goes", explanation.time)
     yield _what_ifs(explanation)
     yield _alternatives(explanation)
+    if explanation.tied:
+        others = "; ".join(explanation.tied)
+        yield Text(f"Within {TIED:.0%} of this plan, which predictions do not tell apart: {others}\n")
     if explanation.not_tried:
         yield Text(f"Not tried, the time was up: {', '.join(explanation.not_tried)}\n")
 

@@ -48,7 +48,7 @@ def advised(request: Request, error: InfeasibleError, seconds: float = SECONDS) 
     given = error.alternatives
     known = [given] if isinstance(given, str) else list(given or ())
     better = InfeasibleError(error.constraint, values=error.values, alternatives=[*known[:1], *texts, *known[1:]])
-    better.needed_bytes = error.needed_bytes
+    better.needed_bytes, better.certainty = error.needed_bytes, error.certainty
     return better
 
 

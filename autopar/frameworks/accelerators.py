@@ -147,7 +147,8 @@ class ProgramAccelerator(Accelerator):  # type: ignore[misc]
         remainder = self.gradient_state.remainder
         if not self.gradient_state.end_of_dataloader or remainder <= 0:
             return input_data
-        return recursively_apply(lambda values: values[:remainder], input_data)
+        # A loss has no rows; accelerate returns it, too.
+        return recursively_apply(lambda values: values[:remainder] if values.dim() else values, input_data)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Let the coming update clip all gradients by their global norm, which is returned. Collective."""

@@ -328,7 +328,12 @@ def check_fit(trainer: Any, module: LightningModule) -> None:
     # What was asked for: a strategy that brings its own way to compute overrules it in silence.
     precision = trainer._accelerator_connector._precision_flag
     for is_asked, reason, values, instead in (
-        (not module.automatic_optimization, "optimisation is the strategy's", "automatic_optimization=False", "True"),
+        (
+            not module.automatic_optimization,
+            "a program's step takes the place of backward and optimizer.step() in training_step",
+            "automatic_optimization=False",
+            "automatic_optimization=True, a training_step that returns the loss, and one optimiser",
+        ),
         (
             trainer.accumulate_grad_batches != 1,
             "gradients are not accumulated over batches",

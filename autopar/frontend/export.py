@@ -17,7 +17,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.attention import flex_attention
 from torch.nn.modules import transformer
 
-from autopar.errors import TraceError
+from autopar.errors import AutoparError, TraceError
 from autopar.frontend.autograd_functions import call_function, outside_functions
 from autopar.frontend.constants import Constants
 from autopar.frontend.fakes import in_this_thread
@@ -37,8 +37,8 @@ def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = 
         # The many graph modules that export makes on its way are read, never called: they need no code.
         with traceable(batch, unchecked), contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
             return torch.export.export(module, (), clones, strict=False)
-    except TraceError:
-        raise
+    except AutoparError:
+        raise  # also of what a framework's module refuses in its forward
     except Exception as error:  # torch.export raises many kinds; each becomes one readable error
         raise _untraceable(error) from error
 

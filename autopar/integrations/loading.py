@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ModelError
 from autopar.files.text_files import shown
+from autopar.frontend.uncollected import uncollected
 from autopar.integrations.lazy_weights import NotOneToOne, lazy_model
 
 _FORMS = (
@@ -42,6 +43,7 @@ class LoadedModel:
     loss_fn: Callable[..., Tensor] | None = None
 
 
+@uncollected()
 def load_model(spec: str, *, meta: bool = False, lazy: bool = False, **options: Any) -> LoadedModel:
     """The model that `spec` names, in training mode.
 
@@ -54,6 +56,10 @@ def load_model(spec: str, *, meta: bool = False, lazy: bool = False, **options: 
     scheme, _, rest = spec.partition(":") if isinstance(spec, str) else ("", "", "")
     if not scheme or not rest:
         raise ModelError("a model is named by where it comes from", values=shown(spec), alternatives=_FORMS)
+    with torch.device("meta"):
+        # torch keeps the constructors that it finds at the first use of a device, which would otherwise be while
+        # transformers loads weights, with a torch.linspace of its own: torch's then ignored devices ever after.
+        torch.empty(0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         torch.manual_seed(0)

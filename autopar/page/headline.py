@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.page.markup import Markup, element
 from autopar.report.facts import Facts
 from autopar.report.tables import percent
-from autopar.units import bytes_text, count_text, seconds_text
+from autopar.units import bytes_text, count_text, fit_text, seconds_text
 
 FLOPS = (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3))
 
@@ -19,6 +19,7 @@ def headline(facts: Facts) -> Markup:
         ("batch", facts.batch),
         ("precision", facts.precision),
         *([("compression", facts.compression)] if facts.compression else []),
+        ("fits", fit_text(facts.figures.certainty)),
     ]
     words = [element("div", element("dt", name), element("dd", text)) for name, text in lines]
     return element(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autopar.page.markup import Child, Markup, details, element, legend, section, swatch, table
 from autopar.page.what_if import LeanPlan
+from autopar.report.costs import tie_words
 from autopar.report.facts import Facts
 from autopar.units import bytes_text, seconds_text
 
@@ -43,14 +44,16 @@ def plans_section(facts: Facts, lean: Sequence[LeanPlan], limits: str, is_cut: b
     ]
     words = "No plan that was found is both faster and leaner than one on the front, which the line joins. "
     words += f"Leaner plans are {limits}. " if limits and lean else ""
-    words += "There was no time to look for leaner ones." if is_cut else ""
+    words += "There was no time to look for leaner ones. " if is_cut else ""
+    tied = tie_words(facts.plan, facts.figures.step_seconds, facts.others)
+    words += f"{tied}." if tied else ""
     return section(
         "Plans",
         legend((f"dot {COLOURS[kind]}", NAMES[kind]) for kind in kinds),
         _drawing(points, front) if len(points) > 1 else element("p", _nothing(facts), class_="note"),
         table(("on the front", "one step", "per rank"), rows, "The Pareto front", 2),
         _why_not(facts),
-        intro=words if len(points) > 1 else "",
+        intro=words if len(points) > 1 else f"{tied}." if tied else "",
     )
 
 

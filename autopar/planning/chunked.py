@@ -7,6 +7,7 @@ the result is simulated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +30,9 @@ FREE_MEMORY = 1e18
 """Bytes that are more than any stage needs."""
 
 MOST_REFINED = 3
-"""How many configs are refined; with a pinned schedule, how many feasible ones are compared."""
+"""How many feasible configs are refined: of those that the search found, or with a pinned schedule at least."""
+MOST_PINNED = 16
+"""How many there are at most with a pinned schedule, where more may be faster by their bounds."""
 
 
 def refined(search: EqualSearch, found: tuple[Found, ...]) -> Iterator[Found]:
@@ -39,13 +42,16 @@ def refined(search: EqualSearch, found: tuple[Found, ...]) -> Iterator[Found]:
         return
     if pinned is not None:
         _check_depth(search)
-    promising = search.promising() if pinned is not None else [each.config for each in found if each.config.pp > 1]
     for schedule, chunks in chunks_of(search):
-        accepted = 0
-        for config in promising:
-            better = _best_mode(search, config.under(schedule, chunks)) if accepted < MOST_REFINED else None
+        several = ((0.0, each.config) for each in found if each.config.pp > 1)
+        accepted, best = 0, math.inf
+        for seconds, config in several if pinned is None else search.promising():
+            is_enough = accepted >= MOST_PINNED or pinned is None or seconds > best
+            if accepted >= MOST_REFINED and is_enough:
+                break
+            better = _best_mode(search, config.under(schedule, chunks))
             if better is not None:
-                accepted += 1
+                accepted, best = accepted + 1, min(best, better.objective)
                 yield better
 
 
@@ -72,9 +78,17 @@ def chunks_of(search: EqualSearch) -> Iterator[tuple[str, int]]:
 
 def _best_mode(search: EqualSearch, config: ParallelConfig) -> Found | None:
     """The config under the first recompute mode that fits."""
-    usable, (stage_mesh,) = search.costs.usable_bytes[0], config.stage_meshes
-    if search.solved_layers.of(config, stage_mesh) and stored_bound(search.costs, config) > usable * config.pp:
+    costs, usable = search.costs, search.costs.usable_bytes[0]
+    solved_layer = search.solved_layers.of(config, config.stage_meshes[0])
+    if solved_layer is None or stored_bound(costs, config) > usable * config.pp:
         return None  # the mean of all ranks stores too much, however the chain is cut
+
+    def kept_bytes(mode: str) -> float:
+        return sum(count * _mode(solved_layer.costs[unit], mode).kept_bytes for unit, count in costs.counts.items())
+
+    leanest = _even_cut(search, config, min(_modes(search), key=kept_bytes))
+    if leanest is None or leanest.held_bytes > usable:
+        return None  # what keeps more is cut into stages that are about as long
     for cut in cuts_by_mode(search, config):
         if cut.held_bytes <= usable and cut.peak_bytes <= usable:
             return replace(cut.found, objective=cut.step_seconds)
@@ -127,22 +141,27 @@ class EvenCut:
 
 def cuts_by_mode(search: EqualSearch, config: ParallelConfig) -> Iterator[EvenCut]:
     """The even cut under every recompute mode, the one that keeps most first."""
-    costs, (stage_mesh,) = search.costs, config.stage_meshes
+    cuts = (_even_cut(search, config, mode) for mode in _modes(search))
+    return (cut for cut in cuts if cut is not None)
+
+
+def _modes(search: EqualSearch) -> tuple[str, ...]:
+    """The recompute modes that the constraints and the device leave, the one that keeps most first."""
+    pinned = search.request.constraints.recompute
+    return (pinned,) if pinned else tuple(mode for mode in MODES if mode != "offload" or not search.costs.is_on_cpu)
+
+
+def _even_cut(search: EqualSearch, config: ParallelConfig, mode: str) -> EvenCut | None:
+    """The even cut under one recompute mode; None where there are too few units or micro-batches for it."""
+    costs, known = search.costs, search.costs.known.cuts
     is_long_enough = config.pp * config.chunks <= len(costs.units) and config.num_micro_batches > 1
-    if not is_long_enough or search.solved_layers.of(config, stage_mesh) is None:
-        return
-    known, pinned = costs.known.cuts, search.request.constraints.recompute
-    for mode in MODES:
-        if pinned == mode or (pinned is None and (mode != "offload" or not costs.is_on_cpu)):
-            if (config, mode) not in known:
-                known[config, mode] = _even_cut(StageProblem.of(costs, config), mode)
-            if known[config, mode] is not None:
-                yield known[config, mode]
-
-
-def _even_cut(problem: StageProblem, mode: str) -> EvenCut | None:
-    solution = _evenly(problem, mode)
-    return None if solution is None else EvenCut(problem, problem.found(solution), mode)
+    if not is_long_enough or search.solved_layers.of(config, config.stage_meshes[0]) is None:
+        return None
+    if (config, mode) not in known:
+        problem = StageProblem.of(costs, config)
+        solution = _evenly(problem, mode)
+        known[config, mode] = None if solution is None else EvenCut(problem, problem.found(solution), mode)
+    return known[config, mode]  # type: ignore[no-any-return]
 
 
 def _mode(cost: LayerCost, label: str) -> Mode:

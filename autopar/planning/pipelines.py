@@ -8,6 +8,7 @@ prediction says.
 
 from __future__ import annotations
 
+import heapq
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator
@@ -128,11 +129,19 @@ class EqualSearch(PipelineSearch):
             own = () if self.request.constraints.schedule else ("1f1b",)
         return (config.under(schedule) for schedule in own)
 
-    def promising(self) -> list[ParallelConfig]:
-        """Configs of several pipeline ranks by their bounds, whatever their schedule."""
-        several = (each for each in self.unscheduled if each.pp > 1)
-        costed = (each.under("1f1b") for each in several if self.solved_layers.of(each, each.stage_meshes[0]))
-        return sorted(costed, key=lambda config: (bound(self.costs, config), config.key))
+    def promising(self) -> Iterator[tuple[float, ParallelConfig]]:
+        """(seconds, config) of several pipeline ranks by what it takes at least under 1F1B, with the recomputation that
+        its memory asks for; last, inf, what does not fit even so."""
+        several = (each.under("1f1b") for each in self.unscheduled if each.pp > 1)
+        costed = (each for each in several if self.solved_layers.of(each, each.stage_meshes[0]))
+        queue = [(bound(self.costs, each), each.key, False, each) for each in costed]
+        heapq.heapify(queue)
+        while queue:
+            seconds, key, is_tight, config = heapq.heappop(queue)
+            if is_tight:
+                yield seconds, config
+            else:
+                heapq.heappush(queue, (tightened(self.costs, config), key, True, config))
 
     def bounded(self) -> Iterable[Bounded]:
         """Where the search begins; of large requests with what most configs need not be looked at for."""

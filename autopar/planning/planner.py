@@ -22,7 +22,6 @@ from autopar.options.assignment import Assignment, Candidate
 from autopar.options.strategies import Operator
 from autopar.plan import Plan
 from autopar.planning.best_first import Searched
-from autopar.planning.bounds import bytes_bound
 from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import refined
 from autopar.planning.config_costs import Solved
@@ -43,6 +42,8 @@ from autopar.units import bytes_text
 ONE_STAGE_DEVICES = 8
 """Devices up to which one stage is searched exactly; on larger clusters that search only polishes the mesh on which
 pipelines.py found the best plan."""
+POLISH_ONLY = 0
+"""The same number where one stage need not be searched exactly on every mesh, which takes ten times as long."""
 UNEQUAL_DEVICES = 16
 """On more devices, and on a power of two of them, all ranks of a pipeline over equal nodes have equal stage meshes."""
 UNEQUAL_GAIN = 0.01
@@ -153,11 +154,9 @@ def search_plans(
     return SearchResult(tuple(found), missing, tuple(failure.where for failure in failures), solved=search.solved)
 
 
-def fits_plainly(request: Request, pool: LayerPool, is_soon: bool = False) -> bool:
-    """Whether a pipeline fits, and `search_plans` has no other reason to refuse. Where there is none, that is to be
-    asked. What needs least is tried first: it may fit other requests, too. is_soon: only what fitted others is tried,
-    and one config more.
-    """
+def fits_soon(request: Request, pool: LayerPool) -> bool:
+    """Whether a pipeline fits, and `search_plans` has no other reason to refuse, by what fitted other requests and the
+    configs that look leanest. Where that finds none, another one may fit."""
     if request.mixed is not None or request.needs.whole or request.unpadded is not None:
         return False
     try:
@@ -175,13 +174,6 @@ def fits_plainly(request: Request, pool: LayerPool, is_soon: bool = False) -> bo
             pool.fitted(config)
             return True
         tried.add(config)
-    if is_soon:
-        return False
-    configs = [(bytes_bound(search.costs, each), each.key, each) for each in search.configs()]
-    for least, _, config in sorted(configs, key=lambda each: each[:2]):
-        if least <= search.costs.usable_bytes[0] and _fits_under(search, config):
-            pool.fitted(config)
-            return True
     return False
 
 
@@ -199,11 +191,14 @@ def _alike(search: EqualSearch, known: ParallelConfig) -> Iterator[ParallelConfi
 
 
 def _lean(search: EqualSearch) -> Iterator[ParallelConfig]:
-    """The config that looks as if it needed least: most is sharded or on the host, with the fewest rows."""
+    """The configs that look as if they needed least, with rows alone shared out and whatever is: most is sharded or on
+    the host, with the fewest rows."""
     order = ("parameters", "optimizer", "")
-    for config in sorted(
+    lean = sorted(
         search.unscheduled, key=lambda c: (-c.zero, order.index(c.offload), c.pp, c.rows, -c.multiplier, c.key)
-    )[:1]:
+    )
+    of_rows = (each for each in lean if all(own.mesh.num_data_ranks == own.mesh.num_ranks for own in each.stage_meshes))
+    for config in itertools.chain(itertools.islice(of_rows, 1), lean[:1]):
         yield from itertools.islice(search.scheduled(config), 1)
 
 

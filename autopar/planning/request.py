@@ -20,6 +20,7 @@ from autopar.options.strategies import Operator, operators_of
 from autopar.planning.search_space import SearchSpace
 from autopar.settings.constraints import Constraints
 from codegen.runtime.optimizer_probe import Needs
+from cost_models.certainty import OWN, Certainty, spread
 from cost_models.machine import Cluster
 from cost_models.memory import FRAGMENTATION
 from cost_models.mixed import AnyCluster, MixedCluster
@@ -113,6 +114,10 @@ class Request:
     def capacity_bytes(self, group: int = 0) -> int:
         """What a rank of a group may use: the user's budget, or the device's memory."""
         return self.constraints.memory_bytes or self.whole.groups[group].device.memory_bytes
+
+    def certainty(self, num_bytes: Mapping[str, float], group: int = 0) -> Certainty:
+        """How sure the predicted bytes of a rank of a group are, by kind, and so whether they fit."""
+        return spread(OWN, is_cpu(self.whole.groups[group])).certainty(num_bytes, self.capacity_bytes(group))
 
 
 def pricer_for(

@@ -24,7 +24,7 @@ from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import EqualSearch, PipelineSearch
 from autopar.planning.request import Request, divisors
 from autopar.planning.stage_problem import Found, StageProblem
-from autopar.units import bytes_text
+from autopar.units import bytes_text, fit_text
 from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
 
 NEAR = 0.02
@@ -121,7 +121,7 @@ def _smallest_chunked(search: EqualSearch) -> tuple[float, Found] | None:
     least: tuple[float, Found] | None = None
     for stored, _, config in sorted(
         (stored_bound(search.costs, config) / config.pp, number, config)
-        for number, config in enumerate(search.promising())
+        for number, (_, config) in enumerate(search.promising())
     ):
         if least is not None and stored >= least[0]:
             break
@@ -172,11 +172,13 @@ def nothing_fits(request: Request, failures: list[Failure], searches: Iterable[P
         return InfeasibleError("no plan exists under these constraints", values=where or None)
     needed = math.ceil(best.num_bytes)
     kinds = sorted(best.kinds.items(), key=lambda pair: -pair[1])
+    certainty = request.certainty(best.kinds) if request.mixed is None else None
     error = InfeasibleError(
         "no plan fits the memory of one rank",
         values={
             **capacities(request),
             "smallest that was found to do": f"{bytes_text(best.num_bytes)} ({best.where})",
+            **({"whether it may fit": fit_text(certainty)} if certainty and certainty.fit != "no" else {}),
             "its plan's": ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds if size),
         }
         | _kept_whole(request),
@@ -185,7 +187,7 @@ def nothing_fits(request: Request, failures: list[Failure], searches: Iterable[P
             "more devices, a smaller batch or sequence, or bf16 precision",
         ],
     )
-    error.needed_bytes = needed
+    error.needed_bytes, error.certainty = needed, certainty
     return error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.costs.layer_costs import HIDDEN, SYNCHRONISATION
@@ -14,6 +14,12 @@ from autopar.units import seconds_text
 REASONS = 3
 ROUND_OFF = 1e-9
 """Share of a step below which two times are equal."""
+
+
+TIED = 0.04
+"""Share of a step by which predictions do not tell plans apart: by as much runs that differ in their ZeRO stage only
+scatter (docs/accuracy.md, "Choosing")."""
+NAMED_TIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class RunnerUp:
     """A plan that lost: what it is, what it would cost, and why it lost.
 
     seconds: of its step; is_bound: it takes at least so many; None for what does not fit. peak_bytes: None where only
-    a bound is known.
+    a bound is known. is_tied: whether predictions do not tell it from the chosen plan.
     """
 
     plan: str
@@ -57,6 +63,7 @@ class RunnerUp:
     why: str
     peak_bytes: float | None = None
     is_bound: bool = False
+    is_tied: bool = False
 
     @property
     def seconds_text(self) -> str:
@@ -75,6 +82,7 @@ def runner_ups(result: SearchResult) -> list[RunnerUp]:
             seconds=c.plan.prediction.step_seconds,
             why=why_slower(c.plan, best),
             peak_bytes=c.plan.prediction.peak_bytes,
+            is_tied=is_tied(c.plan.prediction.step_seconds, best.prediction.step_seconds),
         )
         for c in result.candidates[1:]
     ]
@@ -83,6 +91,27 @@ def runner_ups(result: SearchResult) -> list[RunnerUp]:
         rows.append(RunnerUp(plan=layout, seconds=bound, why=why, is_bound=True))
     lost = "does not fit the memory of one rank"
     return rows + [RunnerUp(plan=text, seconds=None, why=lost) for text in result.infeasible]
+
+
+def is_tied(one: float, other: float) -> bool:
+    """Whether predictions do not tell two step times apart."""
+    return max(one, other) <= min(one, other) * (1 + TIED)
+
+
+def tie_words(chosen: str, seconds: float, others: Sequence[RunnerUp]) -> str:
+    """The plans that predictions do not tell apart, and which was taken; "" where no other can be one."""
+    tied = [(row.plan, row.seconds / seconds - 1) for row in others if row.is_tied and row.seconds is not None]
+    bounds = [row.seconds for row in others if row.is_bound and row.seconds is not None]
+    unknown = sum(is_tied(bound, seconds) for bound in bounds)
+    may = f"{unknown} not solved may be" if unknown else ""
+    if not tied:
+        return may and f"Of the plans {may} within {TIED:.0%}, which predictions do not tell apart"
+    named = [f"{plan} ({more:+.1%})" for plan, more in tied[:NAMED_TIES]]
+    named += [f"{len(tied) - NAMED_TIES} more"] if len(tied) > NAMED_TIES else []
+    return (
+        f"{len(tied) + 1} plans are within {TIED:.0%}, which predictions do not tell apart: {chosen} (chosen, as it is "
+        f"predicted fastest), {', '.join(named)}" + (f"; {may}" if may else "")
+    )
 
 
 def why_slower(plan: Plan, best: Plan) -> str:

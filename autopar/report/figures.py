@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.costs.flops import model_flops, model_flops_utilisation
+from autopar.costs.rates import is_cpu
 from autopar.ir.graph import Graph
 from autopar.program import GeneratedProgram
+from cost_models.certainty import OWN, Certainty, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,7 @@ class Figures:
 
     rows: of the batch, over all ranks. tokens: of the batch, 0 for a model that takes none. flops: "model FLOPs" over
     all ranks (costs/flops.py). mfu: the share of all devices' peak that these are. peak_bytes, capacity_bytes: of the
-    fullest rank.
+    fullest rank. certainty: how sure the peak is, and so whether it fits.
     """
 
     num_devices: int
@@ -26,6 +28,7 @@ class Figures:
     mfu: float
     peak_bytes: float
     capacity_bytes: float
+    certainty: Certainty
 
     @property
     def rows_per_second(self) -> float:
@@ -47,7 +50,8 @@ class Figures:
 
 def figures_of(compiled: GeneratedProgram) -> Figures:
     """The figures of a program's plan, as its prediction has them."""
-    plan, best = compiled.plan, compiled.best
+    plan, best, capacity = compiled.plan, compiled.best, float(capacity_bytes(compiled))
+    is_on_cpu = is_cpu(compiled.cluster.groups[plan.fullest_group])
     flops = plan.num_micro_batches * model_flops(best.graph, best.operators)
     seconds = plan.prediction.step_seconds
     return Figures(
@@ -58,7 +62,8 @@ def figures_of(compiled: GeneratedProgram) -> Figures:
         flops=flops,
         mfu=model_flops_utilisation(flops, seconds, compiled.cluster, plan.precision),
         peak_bytes=plan.prediction.peak_bytes,
-        capacity_bytes=float(capacity_bytes(compiled)),
+        capacity_bytes=capacity,
+        certainty=spread(OWN, is_on_cpu).certainty(plan.prediction.num_bytes, capacity),
     )
 
 

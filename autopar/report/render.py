@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.program import GeneratedProgram
+from autopar.report.costs import tie_words
 from autopar.report.facts import Facts, ScopeFacts, chosen_words, facts_of
 from autopar.report.figures import Figures
 from autopar.report.pipeline import pipeline_panels
@@ -20,7 +21,7 @@ from autopar.report.sharding import Row
 from autopar.report.stages import picture
 from autopar.report.tables import WIDTH, bar, percent, plain_text, table_of
 from autopar.report.timeline import simulation_of
-from autopar.units import bytes_text, count_text, seconds_text
+from autopar.units import bytes_text, count_text, fit_text, seconds_text
 
 MOST_LINES = 89
 MOST_SCOPES = 3
@@ -93,6 +94,7 @@ def _header(facts: Facts) -> RenderableType:
         *([("compression", facts.compression)] if facts.compression else []),
         ("predicted", figures_words(facts.figures, facts.device_word)),
         ("memory", memory_words(facts.figures)),
+        ("fits", fit_text(facts.figures.certainty)),
     ]
     table = Table(box=None, show_header=False, title=facts.title, title_justify="left", padding=(0, 2, 0, 0))
     table.title_style = "bold"
@@ -200,6 +202,9 @@ def _others(facts: Facts, chosen: str, most: int) -> Iterator[RenderableType]:
         named = ", ".join(f"{row.plan} ({row.seconds_text})" for row in bounds[:most])
         more = f", and {len(bounds) - most} more" if len(bounds) > most else ""
         yield Text(f"Slower even with memory to spare, so not solved: {named}{more}")
+    tied = tie_words(chosen, facts.figures.step_seconds, facts.others)
+    if tied:
+        yield Text(tied)
     yield Text("")
 
 

@@ -208,9 +208,10 @@ class Predictor:
         stages = []
         for rank, stage, cost in zip(home, pipeline.stages, found.stages, strict=True):
             num_layers = sum(name in share.layers for name in share.units[stage.first : stage.last])
-            device = cluster.groups[stage_meshes[rank].group].device
+            own, tp = cluster.groups[stage_meshes[rank].group], wanted.mesh.size("tp")
             held_bytes = ranks[rank].pricer.training.gradient_bytes + terms.framework.gradient_copy_bytes
-            stages.append(profiled(cost, num_layers, terms.framework, device, wanted, held_bytes, spans))
+            is_far = tp > own.devices_per_node
+            stages.append(profiled(cost, num_layers, terms.framework, own.device, wanted, held_bytes, spans, is_far))
         return replace(found, stages=tuple(stages)).simulated(capacities)
 
     # --- what strategies share --------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ class Predictor:
         tp = wanted.mesh.size("tp")
         sp = _is_sequence_parallel(profile, wanted)
         pins = (profile.shards_weights, sp) if tp > 1 else None
-        key = (whole, cluster, terms, pins, tp if pins else 0, rows, repr(wanted.limits))
+        key = (whole, cluster, terms.without_host, pins, tp if pins else 0, rows, repr(wanted.limits))
         if key not in share.settings:
             limits = _pinned(share.matrices, wanted.limits, profile, sp, tp)
             limits.check(share.graph)

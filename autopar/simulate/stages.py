@@ -105,9 +105,10 @@ def profiled(
     wanted: Strategy,
     gradient_bytes: float,
     spans_nodes: bool = False,
+    is_far: bool = False,
 ) -> StageCost:
     """A stage of so many layers with what the framework adds, and without what it hides. gradient_bytes: of an
-    element's gradient and its copies."""
+    element's gradient and its copies. spans_nodes: the pipeline does; is_far: a tensor-parallel group does."""
     micro, step = dict(stage.micro), dict(stage.step)
     tp = wanted.mesh.size("tp")
     traffic = micro.get(SYNCHRONISATION, 0.0)
@@ -133,10 +134,13 @@ def profiled(
     if tp > 1:
         host += layers * 4 * framework.host_collective_seconds
         host += layers * tp * framework.host_apart_seconds if spans_nodes else 0.0
+        host += layers * tp * framework.host_far_seconds if is_far else 0.0
     late = max(host - forward - backward - traffic, 0.0)
     if late:
         micro[HOST] = late
         forward, backward = forward + late / 3, backward + late * 2 / 3
+    if wanted.pp > 1 and framework.host_step_seconds:
+        step[HOST] = framework.host_step_seconds
     return replace(stage, micro=micro, step=step, forward=forward, backward=backward + traffic)
 
 

@@ -13,7 +13,7 @@ from autopar.simulate.experts import ExpertPricer, KernelExpertPricer, ProfiledE
 from autopar.simulate.pricing import ProfiledPricer
 from autopar.simulate.share import Share
 from autopar.simulate.strategy import Strategy
-from cost_models.frameworks import Framework, framework
+from cost_models.frameworks import HOST_SECONDS, Framework, framework
 from cost_models.mixed import AnyCluster
 
 
@@ -31,6 +31,12 @@ class Terms:
     def is_planners(self) -> bool:
         """Whether these are what searched plans are priced by."""
         return replace(self, kernels=False, load=1.0) in (PLANNERS, replace(PLANNERS, matmul_dtype="fp32"))
+
+    @property
+    def without_host(self) -> Terms:
+        """What layers are priced by: the host's seconds come on top of whole stages."""
+        seconds: dict[str, Any] = dict.fromkeys(HOST_SECONDS, 0.0)
+        return replace(self, framework=replace(self.framework, **seconds))
 
 
 PLANNERS = Terms(framework("autopar"), framework("autopar").attention, "bf16")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from autopar.costs.layer_costs import HIDDEN
 from autopar.ir.plan_data import Prediction
 from autopar.simulate.prediction import StrategyPrediction, WhatIf, comparison_rows
-from autopar.units import bytes_text
+from autopar.units import bytes_text, fit_text
 
 LEAST_SHARE = 0.0005
 """Kinds below this share of the step are left out."""
@@ -28,8 +28,9 @@ def prediction_lines(found: Prediction) -> Iterator[str]:
         yield f"  pipeline rank {number}: {bytes_text(sum(kinds.values()))}"
 
 
-def warning_lines(found: StrategyPrediction) -> Iterator[str]:
-    """Lines that warn of a strategy that does not fit; none where it fits."""
+def fit_lines(found: StrategyPrediction) -> Iterator[str]:
+    """Whether a strategy fits, how sure that is, and a warning where it does not by what is predicted."""
+    yield f"fits: {fit_text(found.certainty)}"
     if not found.fits:
         yield (
             f"WARNING: does not fit: the fullest rank needs {bytes_text(found.peak_bytes)} of "
@@ -46,7 +47,7 @@ def comparison_lines(found: WhatIf) -> Iterator[str]:
         yield _row(part.kind, part.before, part.after, part.group == "memory")
     rows = {value.scenario.global_batch_size for value in (before, after)}
     yield f"rows per second: {found.speedup:.3g} times" + (" (another batch)" if len(rows) > 1 else "")
-    yield from (f"after: {line}" for line in warning_lines(after))
+    yield from (f"after: {line}" for line in fit_lines(after))
 
 
 def _row(name: str, before: float, after: float, is_bytes: bool) -> str:

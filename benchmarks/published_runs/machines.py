@@ -46,12 +46,12 @@ DEVICES: Mapping[str, str] = {
 FAMILIES: Mapping[str, Mapping[str, str]] = {
     "V100": {"16": "v100-16g", "32": "v100-32g"},
     "A100": {"40": "a100-40g", "80": "a100-80g"},
-    "A800": {"40": "a100-40g", "80": "a100-80g"},
+    "A800": {"40": "a100-40g", "80": "a800-80g"},
     "H100": {"80": "h100-sxm"},
-    "H800": {"80": "h100-sxm"},
+    "H800": {"80": "h800-sxm"},
     "H200": {"141": "h200-sxm"},
 }
-"""Beginning of a row's gpu that is not in DEVICES -> by gpu_mem_gb; A800 and H800 differ in their links."""
+"""Beginning of a row's gpu that is not in DEVICES -> by gpu_mem_gb."""
 
 LINKS: Sequence[tuple[str, str]] = (
     ("hf cluster", "efa-400g"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.published_runs.accuracy import measured_bytes, memory_kind, percentile, predicted_bytes, tau_of
@@ -89,6 +89,18 @@ def show_left_out(outcomes: Sequence[Outcome], everywhere: Rates, left_out: Mapp
             f"{statistics.median(errors):+7.1%} {ranking:7.2f} ({pairs})"
         )
     print(f"mean over {len(medians)} sources of the median error, left out: {statistics.fmean(medians):.1%}")
+
+
+def show_sizes(found: Iterable[tuple[int, int, Mapping[str, float], list[Outcome]]]) -> None:
+    """As `left_out.sizes_left_out` yields them."""
+    print(f"\n{'fitted to':>16} {'predicted':>12} rows   median     p90     tau  figures")
+    for most, fewest, figures, outcomes in found:
+        sizes = [abs(o.error) for o in outcomes]
+        told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+        print(
+            f"{f'up to {most} GPUs':>16} {f'{fewest} and more':>12} {len(sizes):4} {statistics.median(sizes):8.1%} "
+            f"{percentile(sizes, 0.9):7.1%} {tau_of(outcomes)[0]:7.2f}  {told}"
+        )
 
 
 def write(outcomes: Sequence[Outcome], skipped: Sequence[Skipped], left_out: Mapping[str, float]) -> None:

@@ -156,6 +156,20 @@ class BatchCheck:
         self.local_shapes = {name: spec.local_shape(mesh) for name, spec in self.own.items()}
         self._whole: str | None = None
 
+    def flat(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch by the names of the program's inputs; where forward takes all in one container, that may be given
+        as it is. Raises BatchError."""
+        flat, known = flat_batch(batch), {*self.inputs, *self.unused, *self.fixed}
+        if not flat or not flat.keys().isdisjoint(known):
+            return flat
+        inside = {re.sub(r"\W", "_", name): value for name, value in flat.items()}
+        last = f"_{next(iter(inside))}"
+        for name in (each.removesuffix(last) for each in known if each.endswith(last)):
+            found = {f"{name}_{key}": value for key, value in inside.items()}
+            if self.inputs.keys() <= found.keys() <= known:
+                return found
+        return flat
+
     def takes(self, batch: Mapping[str, Any], is_local: bool) -> bool:
         """Whether a batch, or this rank's part of one, is what the program was made for."""
         if is_local:

@@ -375,12 +375,17 @@ def continue_settings(
 ) -> None:
     """Set what training itself had changed (a schedule's rate, a counter); what the user has changed since, stays.
 
-    initial: the new optimiser's settings. What was not changed by training is as the new optimiser's factory says.
+    initial: the new optimiser's settings. What was not changed by training is as the new optimiser's factory says, but
+    for what a schedule has set when it was made: that of its first step, where the saved one is another.
     """
-    saved = record["optimizer"]
-    for group, new, first, last in zip(optimizer.param_groups, initial, saved["initial"], saved["groups"], strict=True):
+    saved, now = record["optimizer"], settings_of(optimizer)
+    groups = zip(optimizer.param_groups, now, initial, saved["initial"], saved["groups"], strict=True)
+    for group, own, new, first, last in groups:
+        is_scheduled = "initial_lr" in group  # torch's schedules say so
         for key, value in last.items():
-            if key in new and key in first and first[key] != value and new[key] == first[key]:
+            is_known = key in new and key in first
+            is_trained = is_known and first[key] != value and new[key] == first[key]
+            if is_trained or (is_known and is_scheduled and own[key] != new[key]):
                 held = group[key]
                 if isinstance(held, Tensor):
                     held.fill_(value)

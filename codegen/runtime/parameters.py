@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import reshard
+from .holding import Container, HoldingParts, held
 from .mesh import Mesh
 
 if TYPE_CHECKING:
@@ -210,28 +211,13 @@ class Slot:
     places: tuple[tuple[nn.Module, str], ...]
 
 
-class Container(nn.Module):
-    """A module on the way to a parameter; `self.linears[0]` is the child called "0"."""
-
-    def __getitem__(self, name: int | str) -> Any:
-        return _held(self, str(name))
-
-
-def _held(module: nn.Module, name: str) -> Any:
-    """The child, parameter or buffer of that name, which need not be an identifier or free of our own names."""
-    for table in (module._modules, module._parameters, module._buffers):
-        if name in table:
-            return table[name]
-    raise KeyError(f"{type(module).__name__} holds no {name!r}")
-
-
 def _one_each(values: tuple[Any, ...], cls: type[Module], paths: tuple[str, ...]) -> tuple[Any, ...]:
     if len(values) != len(paths):
         raise ValueError(f"{cls.__name__} has {len(paths)} instances, but the table {values}")
     return values
 
 
-class Module(nn.Module):
+class Module(HoldingParts):
     """Base of generated classes: the root of a program, and one class per kind of layer.
 
     Parameters are declared, not created: `ZeroUnits` (made by `Step`) allocates them and puts them in place, so that
@@ -304,7 +290,14 @@ class Module(nn.Module):
 
     def __getitem__(self, name: int | str) -> Any:
         """What a user's name holds that is no attribute: `self[0]`, `self["mesh"]`."""
-        return _held(self, str(name))
+        return held(self, str(name))
+
+    def held_values(self) -> Iterator[tuple[str, tuple[int, ...], Tensor | None]]:
+        """The name of every parameter and buffer, the shape of all of it, and what is here."""
+        for slot in self.slots():
+            owner, attribute = slot.places[0]
+            yield slot.name, slot.spec.shape, owner._parameters[attribute]
+        yield from ((name, spec.shape, value) for name, spec, value in self.buffer_slots())
 
     def wrapped(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What is called in the place of this module's forward."""
@@ -367,7 +360,7 @@ class Module(nn.Module):
             prefix = f"{module.path}." if module.path else ""
             for name, spec in module.BUFFERS.items():
                 owner, attribute = module._place(name)
-                yield prefix + name, spec, _held(owner, attribute)
+                yield prefix + name, spec, held(owner, attribute)
 
     def share_buffers(self, others: Mapping[str, Tensor]) -> None:
         """Take another program's buffers, by full names, in the places of those of equal shape and dtype."""
@@ -375,14 +368,14 @@ class Module(nn.Module):
             prefix = f"{module.path}." if module.path else ""
             for name in module.BUFFERS:
                 (owner, attribute), other = module._place(name), others.get(prefix + name)
-                own = _held(owner, attribute)
+                own = held(owner, attribute)
                 if other is not None and (other.shape, other.dtype) == (own.shape, own.dtype):
                     owner._buffers[attribute] = other
 
     def written_buffers(self) -> list[Tensor]:
         """This instance's own buffers that its forward in training changes."""
         places = (self._place(name) for name in self.WRITTEN_BUFFERS)
-        return [_held(owner, attribute) for owner, attribute in places]
+        return [held(owner, attribute) for owner, attribute in places]
 
     def _add_layer(self, cls: type[Module], path: str, index: int) -> Module:
         owner, attribute = self._place(path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from .batch import BatchCheck, flat_batch
+from .batch import BatchCheck
 from .by_hand import ByHand
 from .evaluation import evaluate_with_logits, evaluating, require_evaluation
 from .executor import Accumulation, Executor
@@ -156,7 +156,7 @@ class Step:
 
     def takes(self, batch: Mapping[str, Any]) -> bool:
         """Whether a whole global batch has shapes that this step, or one that it was given, was made for."""
-        flat = flat_batch(batch)
+        flat = self._batch.flat(batch)
         return any(each._batch.takes(flat, is_local=False) for each in (self, *self._others))
 
     def _taking(self, batch: Mapping[str, Any], is_local: bool) -> Step:
@@ -309,14 +309,15 @@ class Step:
     def local_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's part of a whole global batch (equal on all ranks), on the mesh's device. Raises BatchError.
 
-        Tensors may lie in containers, as forward of the original model takes them (`flat_batch`).
+        Tensors may lie in containers, as forward of the original model takes them (`flat_batch`); the only input, if it
+        is one, may also be given without its name.
         """
-        flat = flat_batch(batch)
+        flat = self._batch.flat(batch)
         taking = self._taking(flat, is_local=False)
         taking._batch.whole(flat, self.rng.step)
         local = taking._part_of(flat)
         if self.first_check is not None:
-            self.first_check.given(local, batch, lambda: taking._part_of(flat_batch(batch)))
+            self.first_check.given(local, flat, lambda: taking._part_of(self._batch.flat(batch)))
         return local
 
     def _part_of(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:

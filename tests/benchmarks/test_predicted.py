@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from benchmarks.predicted import PLANS, SIZES, Pair, tau
+from benchmarks.predicted import PLANS, SIZES, Pair, regret, tau
 from examples.models import EXAMPLES
 
 
@@ -30,6 +30,11 @@ def test_tau_of_pairs_that_are_apart() -> None:
     assert tau([2, 1, 3], [1.0, 1.05, 2.0], close=0.1) == 1
 
 
+def test_regret_is_of_the_plan_that_is_predicted_to_be_fastest() -> None:
+    assert regret([3.0, 1.0, 2.0], [1.0, 1.5, 9.0]) == 0.5
+    assert regret([1.0, 2.0, 3.0], [1.0, 1.5, 9.0]) == 0
+
+
 def test_errors_are_of_the_median() -> None:
     class Compiled:
         class plan:  # noqa: N801
@@ -42,7 +47,7 @@ def test_errors_are_of_the_median() -> None:
 
 
 def test_there_are_enough_pairs_and_every_model_takes_its_size() -> None:
-    assert len(SIZES) * min(len(plans) for plans in PLANS.values()) >= 10
+    assert all(len(plans) == len({str(plan) for plan in plans}) == 20 for plans in PLANS.values())
     for name, size in SIZES.items():
         example = EXAMPLES[name](**{**size, "layers": 1})
         assert next(iter(example.inputs.values())).shape[0] == size["batch_size"]

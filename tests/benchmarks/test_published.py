@@ -109,6 +109,7 @@ def test_devices_by_name_or_by_memory() -> None:
         return device_of({**ROW, "gpu": gpu, "gpu_mem_gb": size}).name
 
     assert of("A100-80GB-PCIe", "80") == "a100-80g-pcie" and of("A100-SXM4", "40") == "a100-40g"
+    assert of("A800-SXM4", "80") == "a800-80g" and of("H800", "80") == "h800-sxm"  # fewer links
     with pytest.raises(SkippedError, match="not in the catalogue"):
         of("A100-SXM4", "20")
 
@@ -178,7 +179,8 @@ def test_the_command_prints_every_source_and_writes_every_row(
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(json.dumps(row) for row in rows))
     monkeypatch.setattr(tables, "RESULTS", tmp_path / "out.csv")
-    monkeypatch.setattr("sys.argv", ["published", "--rows", str(file), "--csv"])
+    monkeypatch.setattr(command, "DRAWING", tmp_path / "out.svg")
+    monkeypatch.setattr("sys.argv", ["published", "--rows", str(file), "--csv", "--svg"])
     assert command.main() == 0
     printed = capsys.readouterr().out
     assert "skipped 1: status OOM" in printed and "1 models traced" in printed

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks import regret as command
-from benchmarks.published_runs.left_out import LeftOut
-from benchmarks.published_runs.predictions import Predictions
-from benchmarks.published_runs.regret import choice_of, groups_of, scatter_of
+from benchmarks.published_runs.left_out import LeftOut, Replaced, sizes_left_out
+from benchmarks.published_runs.predictions import Predictions, predict_rows
+from benchmarks.published_runs.regret import choice_of, groups_of, polled, scatter_of
+from cost_models.frameworks import HOST_SECONDS
 from tests.benchmarks.test_published import ROW
 
 
@@ -26,6 +27,28 @@ def test_a_run_twice_as_slow_as_its_twin_is_a_fluke() -> None:
     assert [row["id"] for row in flukes] == ["slow"]
     assert len(kept) == 5
     assert scatter_of({(): kept}) == [pytest.approx(7.9 / 4.0 - 1)]
+
+
+def test_a_pipeline_that_waits_for_each_micro_batch_has_polled() -> None:
+    """Eight layers of 0.1 s: a pipeline of p stages takes 0.8 / p for each of its micro-batches and bubbles. What
+    waits 0.5 s with two stages is found, and with four what waits 1.0; not what waits shorter, nor a slow single stage,
+    nor one whose waiting is less than its work."""
+
+    def piped(id_: str, pp: int, late: float, layer: float = 0.1) -> dict[str, Any]:
+        work = 8 * layer / pp * (32 + pp - 1)
+        return run(id_, work + 32 * late, pp=pp, dp=1, tp=2, micro_batch=1, global_batch=32, gpus_total=2 * pp)
+
+    rows = [
+        piped("a", 2, 0.0),
+        piped("b", 4, 0.0),
+        piped("slept", 2, 0.5),
+        piped("deep", 4, 1.0),
+        piped("short", 4, 0.5),
+    ]
+    rows += [{**piped("whole", 2, 0.9), "pp": 1}, {**piped("unlike", 2, 0.9), "micro_batch": 2, "dp": None}]
+    assert [row["id"] for row in polled(rows)] == ["slept", "deep"]
+    busy = [piped("a", 2, 0.0, 1.0), piped("b", 2, 0.5, 1.0)]
+    assert polled(busy) == []
 
 
 def test_small_groups_other_gpus_and_failed_runs_are_not_judged() -> None:
@@ -65,8 +88,24 @@ def test_the_table_of_predicted_runs(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_left_out_is_without_the_sources_own_constants() -> None:
     row = {**ROW, "framework": "nanotron", "inter_node": "HF cluster", "gpus_total": 64, "gpu": "H100-80GB"}
     left = LeftOut()
-    assert left.profile(row).host_layer_seconds == 0
+    assert all(getattr(left.profile(row), name) == 0 for name in HOST_SECONDS)
     assert left.cluster(row).inter_node.contention_per_doubling == 0.2
     assert left.profile({**row, "framework": "Megatron-LM v2"}) == Predictions().profile(
         {**row, "framework": "Megatron-LM v2"}
     )
+
+
+def test_figures_are_fitted_to_small_runs_and_predict_large_ones() -> None:
+    """Runs "measured" with figures of the grid's are predicted exactly by what is fitted to the small ones alone."""
+    link = {"inter_node": "HF cluster", "gpu": "H100-80GB", "gpus_per_node": 2, "framework": "nanotron"}
+    cuts = [(8, 2, 4, 1), (8, 4, 1, 2), (8, 2, 2, 2), (128, 32, 4, 1), (128, 32, 2, 2)]  # far, step, apart; large
+    rows = [
+        run(str(n), 1.0, dp=dp, tp=tp, pp=pp, gpus_total=gpus, micro_batch=1, global_batch=128, **link)
+        for n, (gpus, dp, tp, pp) in enumerate(cuts)
+    ]
+    figures = {"host_apart_seconds": 2e-3, "host_far_seconds": 0.3e-3, "host_step_seconds": 50e-3}
+    for outcome in predict_rows(rows, Replaced(name="nanotron", figures=figures))[0]:
+        outcome.row["iter_time_s"] = outcome.seconds  # type: ignore[index]
+    (most, fewest, found, outcomes), _ = sizes_left_out(rows)
+    assert (most, fewest, found) == (16, 64, figures)
+    assert [outcome.error for outcome in outcomes] == pytest.approx([0.0, 0.0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -9,10 +11,12 @@ import pytest
 
 import autopar
 from autopar.certify.cuts import cuts_of
-from autopar.certify.rounded import GRADIENTS, LOSS, judged, train_rounded
-from autopar.certify.small_job import Trained, roundings
+from autopar.certify.rounded import judged, train_rounded
+from autopar.certify.small_job import Trained
 from autopar.compiled import CompiledProgram
 from autopar.running import folder
+from autopar.verify import roundings, sgd_with_momentum, verify_program
+from autopar.verify_report import GRADIENTS, LOSS, VerifyReport
 from examples.models import EXAMPLES
 
 
@@ -66,3 +70,45 @@ def test_a_defect_of_what_rounds_fails_it(monkeypatch: pytest.MonkeyPatch, file:
 
     monkeypatch.setattr(folder, "imported_modules", with_defect)
     assert not judged(lossy(), trained()).ok
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_verify_judges_what_rounds_as_a_certificate_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gate's gradient is off by half of itself, as of a token or two the experts are chosen otherwise."""
+    example = EXAMPLES["mixtral"](width=128, layers=2)
+    program = autopar.compile(
+        example.model,
+        "2 cpu",
+        example_inputs=example.inputs,
+        fp8=True,
+        compression={"gather": "int8"},
+        constraints={"dp": 2, "zero": 3},
+        optimizer=sgd_with_momentum,
+    )
+    report = verify_program(program, example.inputs, steps=2)
+    assert report.ok() and report.rounds == ("fp8", "compression gather int8")
+    assert not report.ok(report.tolerance) and report.largest_gradient > report.tolerance > report.together > 0.02
+    own = folder.imported_modules
+
+    def with_defect(sources: Any) -> dict[str, str]:
+        modules, right = own(sources), "scaled.mul_(scale_b_M1.t())"
+        return modules | {"kernels/fp8.py": modules["kernels/fp8.py"].replace(right, "scaled")}
+
+    monkeypatch.setattr(folder, "imported_modules", with_defect)
+    wrong = verify_program(program, example.inputs, steps=2)
+    assert not wrong.ok() and any("all gradients together" in each for each in wrong.faults())
+
+
+def test_an_update_that_is_wrong_is_no_rounding() -> None:
+    right = VerifyReport(0.001, {"w": 0.4}, {"w": 1e-7}, {}, {}, (), (), "dp2", together=0.1, rounds=("fp8",))
+    assert right.ok()
+    for change, said in (
+        ({"parameters": {"w": 1e-3}}, "an update by its own gradients"),
+        ({"together": 0.3}, "all gradients together"),
+        ({"together": math.nan}, "all gradients together"),
+        ({"loss": 0.1}, "the loss"),
+        ({"buffers": {"mean": 0.5}}, "a buffer"),
+    ):
+        wrong = replace(right, **change)
+        assert not wrong.ok() and said in wrong.faults()[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from autopar.cli import app, fitting
 from autopar.cli.options import Flags, read_cluster, read_job
 from autopar.compile import padded_search, planned_alone
 from autopar.explain import fitting as answers
-from autopar.explain.fitting import Fitted, Planner, Question, fits, fitted_of
+from autopar.explain.fitting import Answer, Fitted, OnCluster, Planner, Question, fits, fitted_of
 from autopar.report.json_facts import record_json
+from autopar.report.tables import plain_text
 from autopar.settings.compile_options import CompileOptions
+from cost_models.certainty import OWN, spread
 
 FIELDS = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, "hidden_size": 32,
@@ -36,6 +39,32 @@ def alone(model: str, question: Question) -> Fitted:
     return fitted_of(planned.request, planned.best, length)
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "verdict", "line"),
+    [
+        (60, 79, "fits, 6 GiB of 80 GiB free", "  as asked: yes, nine of ten like it took 60 to 79 GiB"),
+        (70, 90, "within the error, 6 GiB of 80 GiB free", "  as asked: within the error, nine of ten like it"),
+    ],
+)
+def test_the_verdict_on_what_fits_by_prediction(low: int, high: int, verdict: str, line: str) -> None:
+    own = spread(OWN).certainty({}, 0.0)
+    sure = replace(own, low_bytes=low * 2**30, high_bytes=high * 2**30, fit="yes" if high <= 80 else "within the error")
+    found = Fitted(CLUSTER, 2, 4, 16, "tp2", 1.0, 64, 64.0, 74 * 2**30, 80 * 2**30, sure)
+    one = Answer(found)
+    text = plain_text(fitting._of_cluster(OnCluster(CLUSTER, one, None, None, one, one, one, one)), 80)
+    assert f"{CLUSTER}: {verdict}\n{line}" in text
+    assert text.count("; within the error") == (0 if high <= 80 else 4)  # of all answers but that as asked
+
+
+@pytest.mark.parametrize(("low", "verdict"), [(81, "does not fit"), (79, "within the error")])
+def test_the_verdict_on_what_does_not(low: int, verdict: str) -> None:
+    sure = spread(OWN).certainty({"parameters": low * 2**30 / spread(OWN).low}, 80 * 2**30)
+    none = Answer(words="no plan fits the memory of one rank")
+    text = plain_text(fitting._of_cluster(OnCluster(CLUSTER, none, 83 * 2**30, sure, none, none, none, none)), 80)
+    assert text.startswith(f"{CLUSTER}: {verdict} (no plan fits the memory of one rank; 83 GiB")
+    assert ("  the leanest plan: within the error" in text) == (low < 80)
+
+
 @pytest.mark.slow
 def test_fit_gives_the_answers_of_plans_made_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config.json"
@@ -52,6 +81,7 @@ def test_fit_gives_the_answers_of_plans_made_alone(tmp_path: Path, monkeypatch: 
 
         monkeypatch.setattr(fitting, name, counting)
 
+    monkeypatch.setattr(fitting, "spare_processes", lambda: 1)  # what others do is not counted here
     count("traced_of")
     count("planned_alone")
     words = ("fit", model, "--cluster", CLUSTER, "--seq", str(SEQ), "--batch", str(BATCH), "--seconds", "600", "--json")

@@ -25,7 +25,7 @@ from autopar.planning.planner import Planned, SearchResult, search_plans
 from autopar.planning.predict import one_stage_costs
 from autopar.planning.request import Request, pricer_for
 from autopar.planning.solved_layers import SolvedLayers
-from autopar.report.plan_words import recompute_modes
+from autopar.report.plan_words import full_words, recompute_modes
 from autopar.units import bytes_text
 from tests.autopar.requests import request_for
 
@@ -135,6 +135,11 @@ def test_alternatives_are_what_the_search_finds_with_the_pin() -> None:
     assert tp.peak_bytes == pytest.approx(pinned.peak_bytes, rel=1e-9)
     for each in found.alternatives:
         assert each.seconds is None or each.seconds >= plan.prediction.step_seconds * (1 - 1e-9), each
+    tied = {a.plan for a in found.alternatives if a.seconds and a.seconds <= 1.04 * plan.prediction.step_seconds}
+    assert {words.rsplit(" (", 1)[0] for words in found.tied} == tied - {full_words(plan)}
+    low, high = found.certainty.low_bytes, found.certainty.high_bytes
+    assert low < plan.prediction.peak_bytes < high <= found.capacity_bytes and found.certainty.fit == "yes"
+    assert found.verdict[-1].startswith("fits the memory: yes, nine of ten like it took")
     assert ("recompute", "full") in by_name and ("offload", "optimizer") in by_name
     assert "recomputation" in by_name["recompute", "full"].why
 

@@ -193,3 +193,18 @@ def test_an_optimiser_of_other_parameters_is_refused() -> None:
         accelerator.prepare(model, torch.optim.SGD(OwnLoss().parameters()), loader)
     with pytest.raises(AutoparError, match="one model, its optimiser"):
         accelerator.prepare(model)
+
+
+def test_a_loss_is_gathered_also_after_a_last_batch_of_fewer_rows() -> None:
+    accelerator, model, *_ = prepared()
+    rows = [{"x": torch.full((4,), float(number)), "y": torch.zeros(4)} for number in range(3)]
+    loader = accelerator.prepare(torch.utils.data.DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+    model.eval()
+    with torch.no_grad():
+        found = [accelerator.gather_for_metrics((model(**batch), batch["x"])) for batch in loader]
+    own = accelerator.unwrap_model(model)
+    expected = [
+        own(torch.stack([row["x"] for row in part]), torch.zeros(len(part), 4)) for part in (rows[:2], rows[2:])
+    ]
+    assert [loss.item() for loss, _ in found] == pytest.approx([loss.item() for loss in expected], rel=1e-6)
+    assert [len(x) for _, x in found] == [2, 1]

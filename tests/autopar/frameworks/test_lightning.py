@@ -200,7 +200,7 @@ class ByHand(Classifier):
 @pytest.mark.parametrize(
     ("module", "named", "text"),
     [
-        (LogsMore, {}, "logs 'norm'"),
+        (LogsMore, {}, r"^training_step logs 'norm'[\s\S]*other figures in validation_step"),
         (LooksAtIndex, {}, "batch_idx"),
         (LooksAtEpoch, {}, "current_epoch"),
         (ClipsItself, {}, "configure_gradient_clipping"),

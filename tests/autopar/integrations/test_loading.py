@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from autopar.errors import ModelError
 from autopar.integrations.batches import random_batch
 from autopar.integrations.loading import load_model
+from tests import forked
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -190,3 +192,20 @@ def test_a_folder_with_weights_of_another_model_is_refused(tmp_path: Path) -> No
     (tmp_path / "model" / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ModelError, match="could not be loaded"):
         load_model(f"hf:{tmp_path / 'model'}")
+
+
+def test_loading_weights_leaves_torchs_devices_alone(tmp_path: Path) -> None:
+    """transformers replaces torch.linspace while it loads, and torch keeps the constructors of a device's first use."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(str(write_config(tmp_path)))
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from autopar.integrations.loading import load_model\n"
+        f"load_model('hf:{tmp_path / 'model'}')\n"
+        "with torch.device('meta'):\n"
+        "    print(torch.linspace(0, 1, 2).device)\n"
+    )
+    ended = forked.run([str(script)], env={**os.environ, "PYTHONPATH": os.getcwd()})
+    assert ended.stdout == "meta\n", ended.stderr

@@ -22,12 +22,14 @@ from autopar.costs.memory_timeline import memory_over_time
 from autopar.errors import OutputError, PlanError
 from autopar.integrations.loading import load_model
 from autopar.page import page_text
+from autopar.page.headline import headline
 from autopar.page.markup import Markup, element
 from autopar.page.mesh import places_of
-from autopar.page.plans import Point, pareto_front
+from autopar.page.plans import Point, pareto_front, plans_section
 from autopar.page.run_log import read_log
 from autopar.page.what_if import outcomes
 from autopar.planning.predict import priced_decisions
+from autopar.report.costs import RunnerUp, tie_words
 from autopar.report.facts import facts_of
 from autopar.report.render import render_report
 from autopar.report.timeline import simulation_of
@@ -198,6 +200,16 @@ def test_what_ifs_are_priced(program: CompiledProgram) -> None:
     assert found["bandwidth inside a node x0.5"].seconds > before > found["arithmetic rate x2"].seconds
     doubled = found["batch x2, micro-batches x2"]
     assert doubled.rows == 2 * program.plan.global_batch_size and before < doubled.seconds < 2.1 * before
+
+
+def test_whether_it_fits_and_what_is_tied_are_said_as_on_a_terminal(given: CompiledProgram) -> None:
+    facts = facts_of(given)
+    fits = re.search(r"^fits +(.+)$", given.report(), re.MULTILINE)
+    assert fits is not None and fits.group(1) in words_of(headline(facts))
+    near = RunnerUp("tp3", 1.02 * facts.figures.step_seconds, "", 1.0, is_tied=True)
+    for others in ((near,), (replace(near, peak_bytes=None, is_tied=False, is_bound=True),)):
+        tied = tie_words(facts.plan, facts.figures.step_seconds, others)
+        assert tied and tied in words_of(plans_section(replace(facts, others=others), (), "", False))
 
 
 def test_pareto_front_by_hand() -> None:

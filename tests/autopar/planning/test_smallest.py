@@ -38,6 +38,10 @@ def test_it_is_the_smallest(name: str, cluster: str, pins: dict[str, Any]) -> No
         search_plans(request_for(name, cluster, memory=workspace + 1, **pins))
     needed = caught.value.needed_bytes
     assert needed is not None and needed > workspace
+    sure = caught.value.certainty  # of a plan that takes what is needed, or up to 2 % less (memory_spread.toml)
+    assert sure is not None and sure.fit == "no"
+    for figure, factor in ((sure.low_bytes, 0.97), (sure.high_bytes, 1.13)):
+        assert 0.98 * factor <= (figure - workspace) / (needed - workspace) <= factor * (1 + 1e-9)
     plan = search_plans(request_for(name, cluster, memory=needed, **pins)).best.plan
     assert plan.prediction.peak_bytes <= needed
     less = workspace + int(LESS * (needed - workspace))

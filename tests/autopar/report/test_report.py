@@ -18,12 +18,14 @@ from autopar.integrations.loading import load_model
 from autopar.ir.graph import Ref
 from autopar.ir.placement import S
 from autopar.options.scopes import scopes_of
-from autopar.report.costs import runner_ups, time_rows
+from autopar.planning.planner import search_plans
+from autopar.report.costs import RunnerUp, runner_ups, tie_words, time_rows
 from autopar.report.dims import name_dims
 from autopar.report.render import render_report
 from autopar.report.sharding import parameter_rows
 from autopar.report.traffic import parameter_traffic, reshard_rows
 from codegen.program import Reshard
+from tests.autopar.requests import request_for
 
 SIZES = {"layers": 4, "width": 2048, "num_heads": 16, "seq_len": 1024, "batch_size": 16, "vocab_size": 32000}
 
@@ -141,6 +143,25 @@ def test_runner_ups_say_why(free: CompiledProgram) -> None:
     assert all(row.why for row in rows)
 
 
+def test_plans_within_the_error_are_tied() -> None:
+    result = search_plans(request_for("llama", "8 l4"))
+    least, *others = (candidate.plan.prediction.step_seconds for candidate in result.candidates)
+    tied = [row.is_tied for row in runner_ups(result)]
+    assert tied[: len(others)] == [seconds / least <= 1.04 for seconds in others] and {True, False} == set(tied)
+
+
+def test_ties_by_hand() -> None:
+    two = [RunnerUp("tp4", 1.013, "", 1.0, is_tied=True), RunnerUp("dp2", 1.05, "", 1.0)]
+    bounds = [RunnerUp(f"pp{n}", 1 + n / 100, "", is_bound=True) for n in (1, 4, 5)]
+    assert tie_words("dp4", 1.0, two[1:]) == tie_words("dp4", 1.0, [RunnerUp("dp2", None, "")]) == ""
+    assert tie_words("dp4", 1.0, two).endswith(": dp4 (chosen, as it is predicted fastest), tp4 (+1.3%)")
+    assert tie_words("dp4", 1.0, two).startswith("2 plans are within 4%,")
+    assert tie_words("dp4", 1.0, [*two, *bounds]).endswith("tp4 (+1.3%); 2 not solved may be")
+    assert tie_words("dp4", 1.0, bounds).startswith("Of the plans 2 not solved may be within 4%")
+    many = [RunnerUp(f"tp{n}", 1.01, "", 1.0, is_tied=True) for n in range(5)]
+    assert tie_words("dp4", 1.0, many).startswith("6 plans") and tie_words("dp4", 1.0, many).endswith(", 2 more")
+
+
 class Unusual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -166,6 +187,12 @@ def test_a_page_of_a_terminal(which: str, request: pytest.FixtureRequest) -> Non
     prediction = program.plan.prediction
     assert all(row.kind in text for row in time_rows(prediction.seconds))
     assert all(kind in text for kind in prediction.num_bytes)
+    low, high = (
+        float(found) for found in re.findall(r"^fits +yes, nine of ten like it took (\S+) to (\S+) GiB$", text, re.M)[0]
+    )
+    workspace, peak = prediction.num_bytes["workspace"], prediction.peak_bytes
+    for figure, factor in ((low, 0.97), (high, 1.13)):  # memory_spread.toml
+        assert figure == pytest.approx((workspace + factor * (peak - workspace)) / 2**30, abs=0.05)
     assert re.search(r"a step: \S+ tokens/s, \S+ tokens/s/GPU, \S+ rows/s;\s+MFU\s+\d", text)
 
 

@@ -153,6 +153,20 @@ def test_a_micro_batch_takes_no_less_than_its_host() -> None:
     assert predicted(profile="fsdp", **parts).seconds.get("waiting for the host", 0.0) == 0
 
 
+def test_the_hosts_seconds_over_nodes_and_once_per_step() -> None:
+    """Seconds of a profile whose host is on top of everything: a group over nodes adds its own per layer and rank, a
+    pipeline its own once per step."""
+    slow = replace(framework("fsdp"), host_layer_seconds=1.0)
+    far, step = replace(slow, host_far_seconds=0.5), replace(slow, host_step_seconds=0.25)
+    flat, piped = {"dp": 1, "tp": 4, "zero": 0, "micro_batches": 2}, {"pp": 2, "dp": 2, "zero": 0, "micro_batches": 2}
+    for cluster, added in (("1x4 h100-sxm", 0.0), ("2x2 h100-sxm", 2 * 3 * 4 * 0.5)):  # micro-batches, layers, ranks
+        usual = predicted(profile=slow, cluster=cluster, **flat).step_seconds
+        assert predicted(profile=far, cluster=cluster, **flat).step_seconds == pytest.approx(usual + added)
+        assert predicted(profile=step, cluster=cluster, **flat).step_seconds == pytest.approx(usual)
+    usual = predicted(profile=slow, **piped).step_seconds
+    assert predicted(profile=step, **piped).step_seconds == pytest.approx(usual + 0.25)
+
+
 def test_traffic_hides_only_behind_compute() -> None:
     parts = {"dp": 4, "zero": 0, "micro_batches": 1}
     shown = predicted(profile=replace(framework("fsdp"), overlap=0.0), **parts)
@@ -394,7 +408,9 @@ def test_what_does_not_fit_is_refused_only_where_asked_with_what_fits() -> None:
     assert not predicted(**tight | {"memory": limit}).fits
     low, high = whole.memory_interval
     assert low < whole.peak_bytes < high and whole.fit == "yes"
-    assert predicted(**tight | {"memory": limit}).fit == "within the error"
+    assert predicted(**tight | {"memory": limit}).fit == "no"
+    near = predicted(**tight | {"memory": int(limit + 0.29 * (whole.peak_bytes - whole.num_bytes["workspace"]))})
+    assert not near.fits and near.fit == "within the error" and near.memory_interval == (low, high)
     with pytest.raises(InfeasibleError, match="does not fit") as caught:
         predictor("llama").predict("4 a100-80g", tight | {"memory": limit}, global_batch_size=BATCH, check=True)
     assert caught.value.needed_bytes == int(whole.peak_bytes)

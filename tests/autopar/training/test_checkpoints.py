@@ -464,3 +464,19 @@ def test_a_manifest_leads_nowhere_else(saved: Path) -> None:
         path.write_text(json.dumps({"format": files.FORMAT, "sha256": digest}) + f"\n{text}\n")
         with pytest.raises(CheckpointError):
             load(saved)(saved / "step-00000002")
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_a_run_resumed_where_its_schedule_is_at_the_first_rate_goes_on_with_it(
+    is_parallel: bool, tmp_path: Path
+) -> None:
+    """A schedule sets the rate of step 0 when it is made; after a warmup the saved rate is that of the optimiser."""
+    torch.manual_seed(0)
+    net = Net()
+    losses = plain_losses(net, (0.0, 0.05, 0.1, 0.1, 0.1), (0,) * 5)
+    wanted = {"schedule": {"name": "constant", "warmup_steps": 2}, "auto_parallel": is_parallel}
+    config = replace(CONFIG, checkpoint_directory=str(tmp_path), **wanted)
+    found: list[float] = []
+    for steps in (2, 3, 5):
+        found += Trainer(copy.deepcopy(net), replace(config, steps=steps), [BATCH]).fit().losses
+    assert found == pytest.approx(losses, rel=1e-5)
