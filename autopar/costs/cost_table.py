@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.costs.evaluate import layer_costs
-from autopar.costs.layer_costs import FIRST_PASS, HOST, SUMS, LayerCost, exposed
+from autopar.costs.layer_costs import FIRST_PASS, HIDDEN, HOST, SUMS, SYNCHRONISATION, LayerCost, exposed
 from autopar.costs.price import Pricer
 from autopar.costs.stored_costs import StoredCost, StoredParameters, stored_costs
 from autopar.ir.chain import chain, homes_of, segments
@@ -63,7 +63,7 @@ def combined(
             cost,
             forward=forward,
             backward=backward,
-            step=own.per_step,
+            step=_beside(own.per_step, backward.get(HOST, 0.0)),
             fixed=own.fixed,
             gathered_bytes=own.gathered_bytes,
             slots=tuple(own.slots),
@@ -78,6 +78,15 @@ def _waiting(seconds: dict[str, float], issued: float) -> dict[str, float]:
     """The seconds of a stretch on the device with those in which it waits for its host, if there are any."""
     late = issued - exposed(seconds)
     return defaultdict(float, seconds) | {HOST: late} if issued and late > 0 else seconds
+
+
+def _beside(seconds: dict[str, float], late: float) -> dict[str, float]:
+    """What is done once per step, of which gradients are sent while the last backward waits for its host for `late`."""
+    sent = min(late, seconds.get(SYNCHRONISATION, 0.0))
+    if not sent:
+        return seconds
+    shown, hidden = seconds[SYNCHRONISATION] - sent, seconds.get(HIDDEN, 0.0) + sent
+    return defaultdict(float, seconds) | {SYNCHRONISATION: shown, HIDDEN: hidden}
 
 
 def _beyond(overlapped: dict[str, float], late: float) -> dict[str, float]:

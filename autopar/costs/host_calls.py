@@ -80,9 +80,7 @@ KERNELS: Mapping[str, tuple[int, int]] = {
 def calls_of(statement: Statement) -> Calls:
     """What one statement of a program takes."""
     if isinstance(statement, Reshard):
-        gradient = FUNCTION + (COLLECTIVE if statement.backward else CALL)
-        is_trained = statement.source.type.requires_grad
-        return FUNCTION + (COLLECTIVE if statement.forward else 0.0), gradient if is_trained else 0.0
+        return reshard_calls(bool(statement.forward), bool(statement.backward), statement.source.type.requires_grad)
     if isinstance(statement, LayerLoop):
         return 0.0, 0.0
     if statement.target.startswith("kernels."):
@@ -92,6 +90,12 @@ def calls_of(statement: Statement) -> Calls:
     is_trained = any(result.type.requires_grad for result in statement.results)
     forward, backward = (sum(each) for each in zip(*found, strict=True))
     return forward + functions, backward + functions if is_trained else 0.0
+
+
+def reshard_calls(sends_forward: bool, sends_backward: bool, has_gradient: bool) -> Calls:
+    """Of one step of a reshard."""
+    gradient = FUNCTION + (COLLECTIVE if sends_backward else CALL)
+    return FUNCTION + (COLLECTIVE if sends_forward else 0.0), gradient if has_gradient else 0.0
 
 
 def host_calls(statements: Iterable[Statement], is_layer: bool, is_compiled: bool = False) -> Calls:

@@ -27,6 +27,10 @@ SUMS = "sums over the batch"
 FETCHING = "activations to and from the host"
 HOST = "waiting for the host"
 """What a host needs to issue calls beyond what its device needs to run them (host_calls.py)."""
+WAITED = 0.75
+"""What a second in which a device waits for its host counts where plans are chosen. The rest is the device's: of plans
+that wait for as long, the one that works its devices least is taken, and one that has them do d seconds more must be
+d / 3 faster. The rate of a host's calls is far less sure than a device's, and compiled graphs take it away."""
 FIXED_KINDS = ("parameters", "gradients", "optimizer state")
 MODES = ("none", "offload", "selective", "full")
 """What a layer keeps for its backward: everything; everything, but with the host; the results of its matmuls and
@@ -60,11 +64,16 @@ class ComputeSeconds:
     def under(
         self, schedule: str, num_forwards: int, exposed: float = 0.0, stored: tuple[float, float] = (0.0, 0.0)
     ) -> float:
-        """Seconds of all forwards of a micro-batch and its backward under a schedule. exposed: of the traffic of its
-        parameters; stored: what these take to be issued."""
-        deferred = self.overlapped if defers_weights(schedule) else 0.0
-        forward = max(self.forward, self.host[0] + stored[0])
-        return num_forwards * forward + max(self.backward + exposed + deferred, self.host[1] + stored[1])
+        """Seconds of all forwards of a micro-batch and its backward under a schedule, those of waiting at WAITED.
+        exposed: of the traffic of its parameters; stored: what these take to be issued."""
+        forward = self.forward + WAITED * max(self.host[0] + stored[0] - self.forward, 0.0)
+        late = self.late(exposed, stored)
+        beside = max(self.overlapped - late, 0.0) if defers_weights(schedule) else 0.0
+        return num_forwards * forward + self.backward + exposed + WAITED * late + beside
+
+    def late(self, exposed: float, stored: tuple[float, float]) -> float:
+        """Seconds of backward in which the device waits for its host."""
+        return max(self.host[1] + stored[1] - self.backward - exposed, 0.0)
 
 
 @dataclass(slots=True)
@@ -102,6 +111,11 @@ class LayerCost:
         return exposed(self.backward)
 
     @property
+    def chosen_seconds(self) -> float:
+        """Forward and backward as choices count them."""
+        return chosen_seconds(self.forward) + chosen_seconds(self.backward)
+
+    @property
     def step_seconds(self) -> float:
         return exposed(self.step)
 
@@ -127,3 +141,8 @@ def defers_weights(schedule: str) -> bool:
 def exposed(seconds: Mapping[str, float]) -> float:
     """Seconds in which nothing else runs."""
     return sum(value for kind, value in seconds.items() if kind != HIDDEN)
+
+
+def chosen_seconds(seconds: Mapping[str, float]) -> float:
+    """The same where a plan is chosen: waiting for the host counts WAITED of itself."""
+    return exposed(seconds) - (1.0 - WAITED) * seconds.get(HOST, 0.0)

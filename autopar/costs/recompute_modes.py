@@ -9,8 +9,9 @@ brings rows to their experts and back, a mode adds so many seconds to the backwa
     offload     max(c - f, 0) + max(c - b, 0)  nothing on the device
 
 where c is the time to copy everything over the link to the host, in one direction: copies out run beside the forward,
-copies back beside the backward. What is not kept is made again by a second forward just before the backward. It takes
-no less than a host needs to issue it (host_calls.py), under "selective" without matmuls and attention.
+copies back beside the backward. What is not kept is made again by a second forward just before the backward, in one
+stretch with it (host_calls.py): a host that is ahead in the backward has issued it meanwhile. Under "selective" a host
+does not issue matmuls and attention again.
 """
 
 from __future__ import annotations
@@ -74,15 +75,21 @@ def recompute_modes(
             "selective",
             kept.inputs + kept.results,
             beside,
-            max(unit.forward_seconds - kept.costly_seconds, unit.host[0] - kept.costly_calls * issuing),
+            _more(unit, unit.forward_seconds - kept.costly_seconds, unit.host[0] - kept.costly_calls * issuing),
         ),
-        ("full", kept.inputs, (0.0, 0.0), max(unit.forward_seconds, unit.host[0])),
+        ("full", kept.inputs, (0.0, 0.0), _more(unit, unit.forward_seconds, unit.host[0])),
     ):
         if num_bytes < live.kept:
             alive = replace(_fetched(again, repeated), forward=again.forward + once)
             transient = max(alive.forward, alive.waiting) - num_bytes
             modes[name] = Mode(seconds, num_bytes, transient, alive)
     return modes
+
+
+def _more(unit: LayerCost, device: float, host: float) -> float:
+    """What a second forward of so many seconds adds to a unit's backward."""
+    backward, issued = unit.backward_seconds, unit.host[1]
+    return max(backward + device, issued + host) - max(backward, issued)
 
 
 def _kept(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.costs.layer_costs import MODES, LayerCost, Mode
+from autopar.costs.layer_costs import MODES, LayerCost, Mode, chosen_seconds
 from autopar.costs.stage_costs import ROUND_OFF, holding_states
 from autopar.errors import ConstraintError
 from autopar.planning.bounds import stored_bound
@@ -91,7 +91,7 @@ def _best_mode(search: EqualSearch, config: ParallelConfig) -> Found | None:
         return None  # what keeps more is cut into stages that are about as long
     for cut in cuts_by_mode(search, config):
         if cut.held_bytes <= usable and cut.peak_bytes <= usable:
-            return replace(cut.found, objective=cut.step_seconds)
+            return replace(cut.found, objective=cut.seconds)
     return None
 
 
@@ -134,9 +134,9 @@ class EvenCut:
         return self.problem.assembled(self.found.pipeline).peak_bytes
 
     @cached_property
-    def step_seconds(self) -> float:
-        """As simulated."""
-        return self.problem.assembled(self.found.pipeline).simulated().prediction.step_seconds
+    def seconds(self) -> float:
+        """As simulated, for choosing."""
+        return chosen_seconds(self.problem.assembled(self.found.pipeline).simulated().prediction.seconds)
 
 
 def cuts_by_mode(search: EqualSearch, config: ParallelConfig) -> Iterator[EvenCut]:

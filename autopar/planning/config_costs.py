@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.costs.cost_table import combined
-from autopar.costs.layer_costs import LayerCost, Mode, exposed
+from autopar.costs.layer_costs import SYNCHRONISATION, LayerCost, Mode, exposed
 from autopar.costs.pipeline_costs import ChainCosts
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
@@ -69,7 +69,8 @@ class ConfigCosts:
             stored = self.stored(config, stage_mesh)
             own = [stored.get(name, StoredCost()) for name in self.counts]
             micro, step = [exposed(s.per_micro) for s in own], [exposed(s.per_step) for s in own]
-            self.known.synchronised[key] = micro, step, [s.host for s in own]
+            sent = [s.per_step.get(SYNCHRONISATION, 0.0) for s in own]
+            self.known.synchronised[key] = micro, step, [s.host for s in own], sent
         return self._busy(solved_layer, config, *self.known.synchronised[key])
 
     def seconds_without_parameters(self, config: ParallelConfig, stage_mesh: StageMesh) -> ClassSeconds:
@@ -78,7 +79,8 @@ class ConfigCosts:
 
     def busy(self, solved_layer: SolvedLayer, config: ParallelConfig) -> ClassSeconds:
         """Of a solved layer under a config, whatever becomes of the parameters."""
-        return self._busy(solved_layer, config, self._none, self._none, [(0.0, 0.0)] * len(self._none))
+        none = self._none
+        return self._busy(solved_layer, config, none, none, [(0.0, 0.0)] * len(none), none)
 
     def _busy(
         self,
@@ -87,14 +89,17 @@ class ConfigCosts:
         per_micro: list[float],
         per_step: list[float],
         host: list[tuple[float, float]],
+        sent: list[float],
     ) -> ClassSeconds:
-        """per_micro, per_step, host: of the parameters of every class."""
+        """per_micro, per_step, host, sent: of the parameters of every class."""
         own = solved_layer.call_costs.seconds
         busy = [own[name] for name in self.counts]
         num_forwards = 2 if self._has_first_pass(config) else 1
-        stored = zip(busy, per_micro, host, strict=True)
+        stored = list(zip(busy, per_micro, host, strict=True))
         micro = [each.under(config.schedule, num_forwards, exposed, issued) for each, exposed, issued in stored]
-        return ClassSeconds(micro, [each.weight for each in busy], per_step)
+        late = (each.late(exposed, issued) for each, exposed, issued in stored)
+        step = [once - min(own, waits) for once, own, waits in zip(per_step, sent, late, strict=True)]
+        return ClassSeconds(micro, [each.weight for each in busy], step)
 
     def _has_first_pass(self, config: ParallelConfig) -> bool:
         return self.request.trace.has_first_pass(config.num_micro_batches)

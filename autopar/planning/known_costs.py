@@ -22,8 +22,9 @@ from autopar.planning.request import Request, operators_at
 Limits = tuple[str | None, tuple[float, ...]]
 """Of a search: the pinned recompute mode, and the bytes that a rank of every group of nodes may use."""
 
-Synchronised = tuple[list[float], list[float], list[tuple[float, float]]]
-"""Of the parameters of every class of units: exposed seconds per micro-batch and per step, and those of hosts."""
+Synchronised = tuple[list[float], list[float], list[tuple[float, float]], list[float]]
+"""Of the parameters of every class of units: exposed seconds per micro-batch and per step, those of hosts, and what of
+the ones per step is gradients on their way."""
 
 
 @dataclass
@@ -38,9 +39,7 @@ class KnownCosts:
     request: Request
     stored: dict[Hashable, dict[str, StoredCost]] = field(default_factory=dict)
     parameters: dict[Hashable, StoredParameters] = field(default_factory=dict)
-    synchronised: dict[Hashable, tuple[list[float], list[float], list[tuple[float, float]]]] = field(
-        default_factory=dict
-    )
+    synchronised: dict[Hashable, Synchronised] = field(default_factory=dict)
     chains: dict[Hashable, ChainCosts] = field(default_factory=dict)
     bounds: dict[ParallelConfig, float] = field(default_factory=dict)
     tight: dict[tuple[Limits, ParallelConfig], float] = field(default_factory=dict)

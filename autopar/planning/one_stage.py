@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from autopar.costs.layer_costs import HOST, exposed
 from autopar.costs.pipeline_costs import PipelineCosts
 from autopar.costs.price import Pricer
 from autopar.costs.stored_costs import unread_bytes
 from autopar.errors import ConstraintError
+from autopar.ir.chain import chain
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.options.assignment import Assignment, Candidate, compress
@@ -23,10 +26,11 @@ from autopar.options.strategies import Operator, operators_of
 from autopar.plan import Plan
 from autopar.planning.best_first import BestFirst, Bound
 from autopar.planning.equal_configs import expert_degrees, shapes
-from autopar.planning.predict import one_stage_costs
+from autopar.planning.predict import chosen, one_stage_costs
 from autopar.planning.request import Request, decode, divisors, operators_at, pricer_for, usable_bytes
-from autopar.planning.search_space import build_search_space
+from autopar.planning.search_space import SearchSpace, build_search_space
 from autopar.planning.solved_layers import named_mesh
+from autopar.planning.waiting import Stretch, layers_of, with_host
 from search.intra_op import solve
 from search.problem import InfeasibleError as NothingFits
 from search.problem import Solution, evaluate
@@ -66,7 +70,7 @@ class OneStageSearch(BestFirst[Mesh, Candidate]):
     def solve(self, candidate: Mesh, cutoff: float) -> tuple[float, Candidate] | None:
         """The best plan on the mesh and its predicted seconds."""
         found = _best_on(candidate, self.request, self.failures, cutoff)
-        return None if found is None else (found.plan.prediction.step_seconds, found)
+        return None if found is None else (chosen(found.plan), found)
 
     def layout(self, candidate: Mesh) -> str:
         """The mesh in words."""
@@ -142,12 +146,10 @@ def _best_on(mesh: Mesh, request: Request, failures: list[Failure], limit_second
             first = bisect.bisect_left(counts, True, lo=1, key=lambda count: isinstance(at(count), Candidate))
     best: Candidate | None = None
     for count in counts[first:]:
-        if best is not None and free_optimum(mesh, request, count) >= best.plan.prediction.step_seconds:
+        if best is not None and free_optimum(mesh, request, count) >= chosen(best.plan):
             break
         found = at(count)
-        if isinstance(found, Candidate) and (
-            best is None or found.plan.prediction.step_seconds < best.plan.prediction.step_seconds
-        ):
+        if isinstance(found, Candidate) and (best is None or chosen(found.plan) < chosen(best.plan)):
             best = found
     failures += [failure for failure in tried.values() if isinstance(failure, Failure)]
     return best
@@ -164,12 +166,46 @@ def _solve(mesh: Mesh, request: Request, count: int) -> Candidate | Failure:
             solution = solve(search_space.problem)
         except NothingFits:
             break
-        assignment = decode(search_space, solution.assignment)
-        costs = one_stage_costs(graph, operators, pricer, assignment)
+        decided = _Decided(search_space, operators, pricer)
+        costs = decided.costs(solution)
         if costs.peak_bytes <= usable_bytes(request):
-            return _candidate(graph, operators, request, costs, assignment, solution)
+            beside = with_host(search_space, pricer, solution, decided.stretches) if pricer.host_call_seconds else []
+            fitting = (each for each in beside if decided.costs(each).peak_bytes <= usable_bytes(request))
+            best = next(fitting, solution)
+            assignment = decode(search_space, best.assignment)
+            return _candidate(graph, operators, request, decided.costs(best), assignment, best)
         transient = max(costs.peak_bytes - unread_bytes(graph) - solution.usage, transient * 1.1)
     return _leanest(graph, operators, pricer, request)
+
+
+@dataclass
+class _Decided:
+    """What solutions of a mesh's problem cost, each found once."""
+
+    search_space: SearchSpace
+    operators: Mapping[tuple[str, str], Operator]
+    pricer: Pricer
+    _costs: dict[tuple[int, ...], PipelineCosts] = field(default_factory=dict)
+
+    def costs(self, solution: Solution) -> PipelineCosts:
+        """Of the plan."""
+        chosen = solution.assignment
+        if chosen not in self._costs:
+            assignment = decode(self.search_space, chosen)
+            self._costs[chosen] = one_stage_costs(self.search_space.graph, self.operators, self.pricer, assignment)
+        return self._costs[chosen]
+
+    def stretches(self, solution: Solution) -> tuple[Stretch, ...]:
+        """Of a micro-batch, with its share of what is done once per step."""
+        (rank,) = self.costs(solution).ranks
+        layers, counts = layers_of(self.search_space.graph), Counter(chain(self.search_space.graph))
+        found = []
+        for name, cost in rank.costs.items():
+            once = cost.step_seconds / self.pricer.training.num_micro_batches
+            device = [exposed(table) - table.get(HOST, 0.0) for table in (cost.forward, cost.backward)]
+            for seconds, host in ((device[0], cost.host[0]), (device[1], cost.host[1]), (once, 0.0)):
+                found.append(Stretch(name if name in layers else "", seconds, host, counts[name]))
+        return tuple(found)
 
 
 def _room_bytes(graph: Graph, request: Request) -> float:

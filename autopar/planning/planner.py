@@ -30,7 +30,7 @@ from autopar.planning.layer_pool import LayerPool, kind_of
 from autopar.planning.one_stage import OneStageSearch, meshes
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
-from autopar.planning.predict import predicted
+from autopar.planning.predict import chosen, predicted
 from autopar.planning.request import Request, divisors
 from autopar.planning.shared_assignments import SharedAssignments
 from autopar.planning.smallest import nothing_fits
@@ -128,7 +128,7 @@ def search_plans(
     if isinstance(shared, LayerPool) and found:
         shared.fitted(pipelines.found[0].config)
     found += itertools.islice(_fitting(chunked, request, known), MOST_CHUNKED)
-    fastest = min((c.plan.prediction.step_seconds for c in found), default=math.inf)
+    fastest = min((chosen(c.plan) for c in found), default=math.inf)
     exact = _one_stage(request, found, exact_devices)
     failures = exact.failures if exact is not None else []
     one: Searched[Mesh, Candidate] = Searched()
@@ -138,13 +138,13 @@ def search_plans(
         if not found:
             raise
     found += one.found
-    times = [c.plan.prediction.step_seconds for c in found] + [each.objective for each in pipelines.found]
+    times = [chosen(c.plan) for c in found] + [each.objective for each in pipelines.found]
     unlike = _unequal(request) if exact_devices else None
     better = unlike.run(min(times, default=math.inf) * (1 - UNEQUAL_GAIN)).best if unlike is not None else None
     found += [candidate_of(better, request)] if better is not None else []
     if not found:
         raise nothing_fits(request, failures, [search] if unlike is None else [search, unlike])
-    found.sort(key=lambda c: (float(f"{c.plan.prediction.step_seconds:.9g}"), c.solution is None, c.plan.mesh_text))
+    found.sort(key=lambda c: (float(f"{chosen(c.plan):.9g}"), c.solution is None, c.plan.mesh_text))
     found = _distinct(found)
     _refuse_idle(found[0], request)
     names = {c.plan.mesh_text for c in found}
@@ -264,7 +264,7 @@ def _one_stage(request: Request, found: list[Candidate], exact_devices: int) -> 
         plain = [c.plan for c in found if c.plan.pipeline.is_plain and "ddp" not in c.plan.mesh.axes]
         if not plain:
             return None
-        best = min(plain, key=lambda plan: plan.prediction.step_seconds)
+        best = min(plain, key=chosen)
         mesh = best.mesh
         pinned = {"pp": 1, "dp": mesh.num_data_ranks} | {axis: mesh.size(axis) for axis in ("cp", "ep", "ttp", "tp")}
         limits = replace(limits, degrees=pinned, micro_batches=best.num_micro_batches)

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from autopar.costs.cost_table import unit_costs
-from autopar.costs.layer_costs import LayerCost
+from autopar.costs.layer_costs import LayerCost, chosen_seconds
 from autopar.costs.pipeline_costs import ChainCosts, PipelineCosts, pipeline_costs
 from autopar.costs.price import Pricer
 from autopar.costs.stage_boundaries import boundary_bytes
@@ -19,10 +19,16 @@ from autopar.ir.plan_data import Pipeline
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.assignment import Assignment, Candidate, on_axes
 from autopar.options.strategies import Operator
+from autopar.plan import Plan
 from autopar.planning.request import Request, pricer_for
 
 Known = tuple[dict[Hashable, dict[str, LayerCost]], Hashable]
 """Costs of units that were found already, and the key of a candidate's, beside its stage meshes."""
+
+
+def chosen(plan: Plan) -> float:
+    """The seconds of a plan by which it is chosen."""
+    return chosen_seconds(plan.prediction.seconds)
 
 
 def predicted(request: Request, candidate: Candidate, known: Known | None = None) -> Candidate:

@@ -49,14 +49,32 @@ class SearchVariable:
     outputs: tuple[tuple[Placements, ...], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Reshards:
+    """From where a variable leaves a tensor to where another one takes it, or the loss's own (source is target).
+
+    made, wanted: placements by option. count: how often in a step.
+    """
+
+    source: int
+    target: int
+    made: tuple[Placements, ...]
+    wanted: tuple[Placements, ...]
+    has_gradient: bool
+    count: float
+
+
 @dataclass
 class SearchSpace:
-    """The variables of one graph on one mesh, in order, and the problem made of them."""
+    """The variables of one graph on one mesh, in order, and the problem made of them. reshards: all that there may be.
+    gathers: number of a "zero" variable -> how often a step gathers its scope under stage 3."""
 
     graph: Graph
     mesh: Mesh
     variables: list[SearchVariable]
     problem: Problem
+    reshards: list[Reshards]
+    gathers: dict[int, float]
 
     def index(self) -> Mapping[Key, int]:
         return {variable.key: i for i, variable in enumerate(self.variables)}
@@ -78,7 +96,8 @@ def build_search_space(
         for d, costs, usage in zip(builder.variables, builder.costs, builder.usage, strict=True)
     )
     edges = tuple(Edge(a, b, costs) for (a, b), costs in builder.edges.items())
-    return SearchSpace(graph, pricer.mesh, builder.variables, Problem(variables, edges, memory_limit))
+    problem = Problem(variables, edges, memory_limit)
+    return SearchSpace(graph, pricer.mesh, builder.variables, problem, builder.reshards, builder.gathers)
 
 
 @dataclass
@@ -92,6 +111,8 @@ class _Builder:
     usage: list[np.ndarray] = field(default_factory=list)
     edges: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
     index: dict[Key, int] = field(default_factory=dict)
+    reshards: list[Reshards] = field(default_factory=list)
+    gathers: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         mesh = self.pricer.mesh
@@ -119,6 +140,7 @@ class _Builder:
             unit_bytes = sum(meta.num_bytes for _, meta in used if meta.requires_grad)
             stages = self._stages()
             none = np.zeros(len(stages))
+            self.gathers[len(self.variables)] = scope.count * self.pricer.training.num_micro_batches
             self._add(SearchVariable(("zero", scope.name, "", 0), stages, tuple(() for _ in stages)), none, none)
             for name, meta in used:
                 self._add_parameter(scope, name, meta, unit_bytes)
@@ -149,6 +171,9 @@ class _Builder:
                 ("operator", scope.name, node.name, 0), options, tuple(o.outputs for o in options)
             )
             self._add(variable, np.array(seconds) * scope.count * micro, np.array(usage) * scope.count)
+            if not scope.name and self.graph.loss.node == node.name:
+                own, made = self.index[variable.key], tuple(o.outputs[self.graph.loss.index] for o in options)
+                self._reshards(own, own, made, (self._whole,), scope.metas[self.graph.loss], micro)
             for position, meta in enumerate(node.outputs):
                 ref = Ref(node.name, position)
                 if len(self.uses[scope.name].get(ref, ())) > 1:
@@ -159,9 +184,23 @@ class _Builder:
         """The loss ends replicated."""
         if scope.name or self.graph.loss.node != name:
             return 0.0
-        target = (R,) * len(self.pricer.mesh.axes)
         meta = scope.metas[self.graph.loss]
-        return self.pricer.reshard_seconds(option.outputs[self.graph.loss.index], target, meta)
+        return self.pricer.reshard_seconds(option.outputs[self.graph.loss.index], self._whole, meta)
+
+    @property
+    def _whole(self) -> Placements:
+        return (R,) * len(self.pricer.mesh.axes)
+
+    def _reshards(
+        self,
+        source: int,
+        target: int,
+        made: tuple[Placements, ...],
+        wanted: tuple[Placements, ...],
+        meta: TensorMeta,
+        count: float,
+    ) -> None:
+        self.reshards.append(Reshards(source, target, made, wanted, meta.requires_grad, count))
 
     def _add_tensor(self, scope: str, ref: Ref, meta: TensorMeta, assignment: tuple[Placements, ...]) -> None:
         variable = SearchVariable(("tensor", scope, ref.node, ref.index), assignment, tuple((c,) for c in assignment))
@@ -222,6 +261,7 @@ class _Builder:
                         matrix = self.overlaps.reshard_matrix(site, made, wanted, is_kept=True)
                         matrix = self._bar_moves(scope, site[1], made, wanted, matrix)
                         self._add_matrix(target, kept, matrix * weight)
+                        self._reshards(target, kept, made, wanted, node.outputs[position], weight)
                 self._add_route_bar(scope, node.name)
         for run in self.runs:
             self._run_edges(run, micro)
@@ -291,6 +331,7 @@ class _Builder:
             is_single = len(self.uses[scope.name][ref]) == 1
             matrix = matrix + self._parameter_bar(made, wanted, is_single, is_written)
         self._add_matrix(origin, target, matrix * weight)
+        self._reshards(origin, target, made, wanted, scope.metas[ref], weight)
 
     def _parameter_bar(
         self, made: tuple[Placements, ...], wanted: tuple[Placements, ...], is_single: bool, is_written: bool

@@ -65,7 +65,7 @@ class SharedAssignments:
             pricer = pricer_for(self.request.of_group(stage_mesh.group), costed, num_micro_batches=1)
             here = on_axes(carried(assignment, operators, solved_rows, whole), axes, costed.axes)
             self._call_costs[key] = CallCosts(graph, calls, pricer, here)
-        storage: Hashable = (self._main(tp), solved_layers.storage_of(solved_key, axes))
+        storage: Hashable = (self._main(tp), solved_layers.storage_of(assignment, axes))
         return SolvedLayer(
             mesh=mesh,
             call_costs=self._call_costs[key],

@@ -6,11 +6,13 @@ option on dp2 x tpN is one on dp64 x tpN. So one solution on two data-parallel r
 parameters cost is priced anew.
 
 A solved layer minimises seconds + price * bytes, for a few multipliers (Lagrangian points of the time-memory frontier);
-the multipliers do not depend on the budget, so that a smaller budget has no candidates that a larger one lacks.
+the multipliers do not depend on the budget, so that a smaller budget has no candidates that a larger one lacks. Where
+devices wait for their hosts, the fastest has others beside it (waiting.py), of which each mesh takes the best.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -21,6 +23,7 @@ from autopar.costs.evaluate import layer_costs, layer_seconds
 from autopar.costs.layer_costs import ComputeSeconds, LayerCost
 from autopar.costs.price import Pricer
 from autopar.costs.stage_boundaries import boundary_bytes
+from autopar.ir.chain import chain
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import ZERO_AXES, Mesh, zero_axes
 from autopar.ir.placement import Stored
@@ -32,6 +35,7 @@ from autopar.planning.known_costs import KnownCosts
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, decode, divisors, pricer_for
 from autopar.planning.search_space import SearchSpace, build_search_space
+from autopar.planning.waiting import Stretch, layers_of, total, with_host
 from autopar.settings.constraints import Constraints
 from search.intra_op import solve
 from search.problem import InfeasibleError, Problem, Solution
@@ -66,6 +70,21 @@ class CallCosts:
     def seconds(self) -> Mapping[str, ComputeSeconds]:
         """Unit -> seconds of forward and backward, and of weight gradients that can be deferred."""
         return layer_seconds(self.graph, self.operators, self.pricer, self.assignment, self.known, self.decisions)
+
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The same as what waits for hosts."""
+        layers, counts = layers_of(self.graph), Counter(chain(self.graph))
+        return tuple(
+            Stretch(name if name in layers else "", device, host, counts[name])
+            for name, own in self.seconds.items()
+            for device, host in zip((own.forward, own.backward), own.host, strict=True)
+        )
+
+    @cached_property
+    def chosen_seconds(self) -> float:
+        """Of a micro-batch, as choices count them."""
+        return total(self.stretches)
 
     @cached_property
     def boundary_bytes(self) -> tuple[float, ...]:
@@ -160,11 +179,12 @@ class SolvedLayers:
     request: Request
     typical_rows: int | None = None
     _assignments: dict[Key, Assignment | None] = field(default_factory=dict)
+    _beside: dict[Key, tuple[Assignment, ...]] = field(default_factory=dict)
     _solved_layers: dict[tuple[Mesh, int, float], SolvedLayer | None] = field(default_factory=dict)
     _call_costs: dict[tuple[Mesh, int, int], CallCosts] = field(default_factory=dict)
     _covered: dict[tuple[int, int], bool] = field(default_factory=dict)
     _storage: dict[tuple[tuple[str, ...], frozenset[tuple[tuple[str, str], Stored]]], int] = field(default_factory=dict)
-    _stored_as: dict[tuple[Key, tuple[str, ...]], int] = field(default_factory=dict)
+    _stored_as: dict[tuple[int, tuple[str, ...]], int] = field(default_factory=dict)
     _search_spaces: dict[Key, SearchSpace] = field(default_factory=dict)
     _fastest: dict[Key, Solution] = field(default_factory=dict)
     _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
@@ -223,40 +243,68 @@ class SolvedLayers:
             assignment = self.assignment(solved_key)
         if assignment is None:
             return None
+        if beside := self.beside(solved_key):
+            each_costs = (self._costs_of(each, solved_key, costed, rows) for each in (assignment, *beside))
+            best = min(each_costs, key=lambda costs: costs[1].chosen_seconds)
+        else:
+            best = self._costs_of(assignment, solved_key, costed, rows)
+        assignment, call_costs = best
         axes, solved_rows = solved_key.mesh.axes, solved_key.whole_rows
-        key = (costed, rows, self._number_of(assignment))
-        if key not in self._call_costs:
-            here = carried(assignment, self.operators(solved_rows), solved_rows, whole)
-            placed = on_axes(here, axes, costed.axes)
-            self._call_costs[key] = CallCosts(
-                graph=self.request.trace.estimate(whole),
-                operators=self.operators(whole),
-                pricer=self.pricer(costed),
-                assignment=placed,
-                known=self._known,
-                decisions=(self._number_of(assignment), len(self.operators(whole))),
-            )
-        calls, storage = self.operators(solved_rows), self.storage_of(solved_key, axes)
         return SolvedLayer(
             mesh=mesh,
-            call_costs=self._call_costs[key],
+            call_costs=call_costs,
             costed=costed,
             solved=assignment,
             solved_axes=axes,
             solved_rows=solved_rows,
-            operators=calls,
+            operators=self.operators(solved_rows),
             multiplier=multiplier,
-            storage=storage,
+            storage=self.storage_of(assignment, axes),
         )
 
-    def storage_of(self, solved_key: Key, axes: tuple[str, ...]) -> int:
+    def _costs_of(
+        self, assignment: Assignment, solved_key: Key, costed: Mesh, rows: int
+    ) -> tuple[Assignment, CallCosts]:
+        """An assignment with what it costs on a mesh with `rows` rows of a data-parallel rank."""
+        key, whole = (costed, rows, self._number_of(assignment)), rows * costed.num_data_ranks
+        if key not in self._call_costs:
+            solved_rows = solved_key.whole_rows
+            here = carried(assignment, self.operators(solved_rows), solved_rows, whole)
+            self._call_costs[key] = CallCosts(
+                graph=self.request.trace.estimate(whole),
+                operators=self.operators(whole),
+                pricer=self.pricer(costed),
+                assignment=on_axes(here, solved_key.mesh.axes, costed.axes),
+                known=self._known,
+                decisions=(self._number_of(assignment), len(self.operators(whole))),
+            )
+        return assignment, self._call_costs[key]
+
+    def beside(self, key: Key) -> tuple[Assignment, ...]:
+        """What is found beside the assignment that is fastest on the device alone; none where no host is behind."""
+        if key not in self._beside:
+            own, made = list[Solution](), dict[tuple[int, ...], Assignment]()
+            known = self._assignments.get(key)
+            if known is not None and key in self._search_spaces and self.pricer(key.mesh).host_call_seconds:
+                search_space, fastest = self._search_spaces[key], self._fastest[key]
+                made[fastest.assignment] = known
+
+                def measure(solution: Solution) -> tuple[Stretch, ...]:
+                    chosen = solution.assignment
+                    made[chosen] = made.get(chosen) or decode(search_space, chosen)
+                    return self._costs_of(made[chosen], key, key.mesh, key.rows)[1].stretches
+
+                own = with_host(search_space, self.pricer(key.mesh), fastest, measure)
+            self._beside[key] = tuple(made[each.assignment] for each in own)
+        return self._beside[key]
+
+    def storage_of(self, assignment: Assignment, axes: tuple[str, ...]) -> int:
         """A number for how an assignment stores the parameters: equal where that is."""
-        if (solved_key, axes) not in self._stored_as:
-            assignment = self.assignment(solved_key)
-            assert assignment is not None
+        key = self._number_of(assignment), axes
+        if key not in self._stored_as:
             kind = axes, frozenset(assignment.parameters.items())
-            self._stored_as[solved_key, axes] = self._storage.setdefault(kind, len(self._storage))
-        return self._stored_as[solved_key, axes]
+            self._stored_as[key] = self._storage.setdefault(kind, len(self._storage))
+        return self._stored_as[key]
 
     def _number_of(self, assignment: Assignment) -> int:
         """A number of the assignment, as it was made: the same wherever the programs of its decisions are known."""
@@ -279,6 +327,7 @@ class SolvedLayers:
             request,
             self.typical_rows,
             dict(self._assignments),
+            dict(self._beside),
             _operators=self._operators,
             _covered=self._covered,
             _known=self._known,

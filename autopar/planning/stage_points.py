@@ -66,7 +66,7 @@ def stretch_of(costs: Mapping[str, LayerCost], counts: Mapping[str, int], schedu
     if schedule != "zero-bubble" or count == 1:
         return 1.0
     own = [(costs[name], number) for name, number in counts.items()]
-    busy = sum((c.forward_seconds + c.backward_seconds + c.overlapped_seconds) * number for c, number in own)
+    busy = sum((c.chosen_seconds + c.overlapped_seconds) * number for c, number in own)
     weight = sum(c.weight_seconds * number for c, number in own)
     return stretched(weight, busy, count)
 
@@ -83,9 +83,8 @@ def modes_of(cost: LayerCost, pinned: str | None = None, has_host: bool = True) 
 
 def point(cost: LayerCost, label: str, mode: Mode, schedule: str, stretch: float = 1.0) -> Point:
     """One mode of a unit under a schedule; zero bubble fills its drain with weight gradients (f + i - w)."""
-    backward = cost.backward_seconds + mode.seconds
-    backward += cost.overlapped_seconds if defers_weights(schedule) else 0.0
-    busy = cost.forward_seconds + backward
+    busy = cost.chosen_seconds + mode.seconds
+    busy += cost.overlapped_seconds if defers_weights(schedule) else 0.0
     fill = busy - 2 * cost.weight_seconds if schedule == "zero-bubble" else busy
     return Point(
         label=label,

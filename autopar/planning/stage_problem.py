@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from autopar.costs.layer_costs import WAITED
 from autopar.costs.pipeline_costs import ChainCosts, PipelineCosts, pipeline_costs
 from autopar.costs.stage_costs import late_seconds
 from autopar.ir.plan_data import Pipeline, StagePlan
@@ -59,7 +60,7 @@ class StageProblem:
         """A solution of the problem."""
         solved_layer = self.costs.solved_layer(self.config, self.config.stage_meshes[0])
         pipeline = self.pipeline(solution)
-        return Found(solution.objective + self._late(pipeline), self.config, pipeline, solved_layer)
+        return Found(solution.objective + WAITED * self._late(pipeline), self.config, pipeline, solved_layer)
 
     def _late(self, pipeline: Pipeline) -> float:
         """Seconds of a step for calls of hosts that belong to no unit: of all stages once, of the slowest pipeline rank
