@@ -65,6 +65,8 @@ LM_HEAD: Calls = (FUNCTION + 3 * PRODUCT + 2 * LAUNCH + 5 * CALL, FUNCTION + 2 *
 """Of the linear layer with its loss in one chunk (codegen/kernels/linear_cross_entropy.py)."""
 RUNTIME: Calls = (FUNCTION + 10 * CALL, FUNCTION + 10 * CALL)
 """Of a function of the run time that is none of the above, by reading a few."""
+JOINED = ("overlapped.", "deferred.", "fp8.", "async_tp.")
+"""Functions of the run time that are products with something beside them."""
 GRAPH = 5.0
 KERNELS: Mapping[str, tuple[int, int]] = {
     "kernels.add_rms_norm": (1, 2),
@@ -86,7 +88,7 @@ def calls_of(statement: Statement) -> Calls:
     if statement.target.startswith("kernels."):
         return _kernel(statement)
     found = [_call(own) for own in statement.original]
-    functions = FUNCTION if statement.target.startswith(("overlapped.", "deferred.", "fp8.", "async_tp.")) else 0.0
+    functions = FUNCTION if statement.target.startswith(JOINED) else 0.0
     is_trained = any(result.type.requires_grad for result in statement.results)
     forward, backward = (sum(each) for each in zip(*found, strict=True))
     return forward + functions, backward + functions if is_trained else 0.0
@@ -129,6 +131,8 @@ def _kernel(call: Call) -> Calls:
 def _call(call: Call) -> Calls:
     """One call of the lowered program."""
     gradients = len({variable.name for variable in reads(call) if variable.type.requires_grad})
+    if call.target.startswith(JOINED):
+        return PRODUCT, NODE + PRODUCT_GRADIENT * gradients if gradients else 0.0
     if not call.target.startswith("aten."):
         known = LOSS if call.target == "runtime.cross_entropy" else RUNTIME
         return known if gradients else (known[0], 0.0)

@@ -77,6 +77,10 @@ class Overlaps:
             found = found - np.array([[pairs[s, t] for t in targets] for s in sources])
         return found
 
+    def is_joined(self, site: Site, is_kept: bool = False) -> bool:
+        """Whether what reads the tensor is one call with the sum where this reshard has one."""
+        return self._is_priced(site, is_kept) and bool(self._readers(site))
+
     def _is_priced(self, site: Site, is_kept: bool) -> bool:
         return site in self._layers and is_kept == (len(self._layers[site]) > 1)
 

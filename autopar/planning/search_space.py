@@ -53,7 +53,8 @@ class SearchVariable:
 class Reshards:
     """From where a variable leaves a tensor to where another one takes it, or the loss's own (source is target).
 
-    made, wanted: placements by option. count: how often in a step.
+    made, wanted: placements by option. count: how often in a step. is_joined: with what reads the result, where its
+    gradient is summed (overlap.py).
     """
 
     source: int
@@ -62,6 +63,7 @@ class Reshards:
     wanted: tuple[Placements, ...]
     has_gradient: bool
     count: float
+    is_joined: bool
 
 
 @dataclass
@@ -97,7 +99,14 @@ def build_search_space(
     )
     edges = tuple(Edge(a, b, costs) for (a, b), costs in builder.edges.items())
     problem = Problem(variables, edges, memory_limit)
-    return SearchSpace(graph, pricer.mesh, builder.variables, problem, builder.reshards, builder.gathers)
+    return SearchSpace(
+        graph=graph,
+        mesh=pricer.mesh,
+        variables=builder.variables,
+        problem=problem,
+        reshards=builder.reshards,
+        gathers=builder.gathers,
+    )
 
 
 @dataclass
@@ -199,8 +208,19 @@ class _Builder:
         wanted: tuple[Placements, ...],
         meta: TensorMeta,
         count: float,
+        is_joined: bool = False,
     ) -> None:
-        self.reshards.append(Reshards(source, target, made, wanted, meta.requires_grad, count))
+        self.reshards.append(
+            Reshards(
+                source=source,
+                target=target,
+                made=made,
+                wanted=wanted,
+                has_gradient=meta.requires_grad,
+                count=count,
+                is_joined=is_joined,
+            )
+        )
 
     def _add_tensor(self, scope: str, ref: Ref, meta: TensorMeta, assignment: tuple[Placements, ...]) -> None:
         variable = SearchVariable(("tensor", scope, ref.node, ref.index), assignment, tuple((c,) for c in assignment))
@@ -261,7 +281,8 @@ class _Builder:
                         matrix = self.overlaps.reshard_matrix(site, made, wanted, is_kept=True)
                         matrix = self._bar_moves(scope, site[1], made, wanted, matrix)
                         self._add_matrix(target, kept, matrix * weight)
-                        self._reshards(target, kept, made, wanted, node.outputs[position], weight)
+                        is_joined = self.overlaps.is_joined(site, is_kept=True)
+                        self._reshards(target, kept, made, wanted, node.outputs[position], weight, is_joined)
                 self._add_route_bar(scope, node.name)
         for run in self.runs:
             self._run_edges(run, micro)
@@ -331,7 +352,8 @@ class _Builder:
             is_single = len(self.uses[scope.name][ref]) == 1
             matrix = matrix + self._parameter_bar(made, wanted, is_single, is_written)
         self._add_matrix(origin, target, matrix * weight)
-        self._reshards(origin, target, made, wanted, scope.metas[ref], weight)
+        is_joined = self.overlaps.is_joined((scope.name, ref))
+        self._reshards(origin, target, made, wanted, scope.metas[ref], weight, is_joined)
 
     def _parameter_bar(
         self, made: tuple[Placements, ...], wanted: tuple[Placements, ...], is_single: bool, is_written: bool

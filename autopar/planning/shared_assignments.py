@@ -13,10 +13,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.assignment import Assignment, on_axes
 from autopar.options.carried import carried
+from autopar.planning.call_costs import CallCosts
 from autopar.planning.known_costs import KnownCosts
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, pricer_for
-from autopar.planning.solved_layers import MULTIPLIERS, CallCosts, Key, SolvedLayer, SolvedLayers, named_mesh
+from autopar.planning.solved_layers import MULTIPLIERS, Key, SolvedLayer, SolvedLayers, named_mesh
 from cost_models.machine import Cluster
 
 TYPICAL_ROWS = 2

@@ -12,18 +12,14 @@ devices wait for their hosts, the fastest has others beside it (waiting.py), of 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 from autopar.costs.emitted import Known
-from autopar.costs.evaluate import layer_costs, layer_seconds
-from autopar.costs.layer_costs import ComputeSeconds, LayerCost
+from autopar.costs.layer_costs import LayerCost
 from autopar.costs.price import Pricer
-from autopar.costs.stage_boundaries import boundary_bytes
-from autopar.ir.chain import chain
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import ZERO_AXES, Mesh, zero_axes
 from autopar.ir.placement import Stored
@@ -31,11 +27,12 @@ from autopar.ir.stage_mesh import StageMesh
 from autopar.options.assignment import Assignment, axis_sources, on_axes
 from autopar.options.carried import carried, covers
 from autopar.options.strategies import Operator, num_experts, operators_of
+from autopar.planning.call_costs import CallCosts
 from autopar.planning.known_costs import KnownCosts
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, decode, divisors, pricer_for
 from autopar.planning.search_space import SearchSpace, build_search_space
-from autopar.planning.waiting import Stretch, layers_of, total, with_host
+from autopar.planning.waiting import Stretch, with_host
 from autopar.settings.constraints import Constraints
 from search.intra_op import solve
 from search.problem import InfeasibleError, Problem, Solution
@@ -49,52 +46,6 @@ many options as the axes have pairs of them, and is solved as seldom as in a lar
 
 TYPICAL_MICRO_BATCHES = 4
 """Micro-batches by which a solved layer weighs what is done per micro-batch against what is done per step."""
-
-
-@dataclass
-class CallCosts:
-    """What an assignment does on a mesh per micro-batch, parameters left out; found when it is asked for.
-
-    known: programs of the model that were lowered already. decisions: equal where the assignment is one at several
-    numbers of rows. Bounds ask for seconds only, and most configs get no further than their bound.
-    """
-
-    graph: Graph
-    operators: Mapping[tuple[str, str], Operator]
-    pricer: Pricer
-    assignment: Assignment
-    known: Known = field(default_factory=dict)
-    decisions: Hashable = None
-
-    @cached_property
-    def seconds(self) -> Mapping[str, ComputeSeconds]:
-        """Unit -> seconds of forward and backward, and of weight gradients that can be deferred."""
-        return layer_seconds(self.graph, self.operators, self.pricer, self.assignment, self.known, self.decisions)
-
-    @cached_property
-    def stretches(self) -> tuple[Stretch, ...]:
-        """The same as what waits for hosts."""
-        layers, counts = layers_of(self.graph), Counter(chain(self.graph))
-        return tuple(
-            Stretch(name if name in layers else "", device, host, counts[name])
-            for name, own in self.seconds.items()
-            for device, host in zip((own.forward, own.backward), own.host, strict=True)
-        )
-
-    @cached_property
-    def chosen_seconds(self) -> float:
-        """Of a micro-batch, as choices count them."""
-        return total(self.stretches)
-
-    @cached_property
-    def boundary_bytes(self) -> tuple[float, ...]:
-        """Of one rank per micro-batch, at the boundary before each unit."""
-        return boundary_bytes(self.graph, self.pricer.mesh, self.assignment)
-
-    @cached_property
-    def costs(self) -> Mapping[str, LayerCost]:
-        """Unit -> seconds by kind and bytes."""
-        return layer_costs(self.graph, self.operators, self.pricer, self.assignment, self.known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ and become those of what was found last, for at most ROUNDS: with equal shares t
 best of the found ones is within what its seconds are above the largest minimum. Where no host is behind, nothing but
 the device's problem is solved.
 
-Options differ in their host's calls by reshards alone here, and by gathers of ZeRO-3. Which calls a kernel joins is not
-known before there is a program (emitted.py), of which D and H of what was found are read.
+Options differ in their host's calls by reshards here, by the function that joins a sum with the layers that read its
+tensor, and by gathers of ZeRO-3. Which calls a kernel joins is not known before there is a program (emitted.py), of
+which D and H of what was found are read.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from autopar.planning.search_space import Reshards, SearchSpace
 from search.intra_op import solve
 from search.problem import Edge, Problem, Solution, evaluate
 
-ROUNDS = 3
+MOST_TRIED = 4
 """Problems that are solved at most after the device's own."""
 NEGLIGIBLE = 0.01
 """Share of a mesh's seconds that waiting may take without a second look at its options."""
@@ -87,18 +88,22 @@ def with_host(search_space: SearchSpace, pricer: Pricer, fastest: Solution, meas
     """What is found beside the solution that is fastest on the device alone, best first; empty where no host is
     behind."""
     found: list[tuple[float, int, Solution]] = []
-    seen, last = [fastest.assignment], measure(fastest)
-    shares: Shares = dict.fromkeys({each.scope for each in last}, 0.0)
-    least = total(last)
-    while len(found) < ROUNDS and waits(last) and (wanted := shares_of(last)) != shares:
-        shares = wanted
+    last = measure(fastest)
+    least, seen = total(last), {fastest.assignment}
+    if not waits(last):
+        return []
+    tried = [dict.fromkeys({each.scope for each in last}, WAITED), shares_of(last)]
+    for shares in tried:
         chosen = solve(priced(search_space, pricer, shares)).assignment
         if chosen in seen:
-            break
+            continue
+        seen.add(chosen)
         solution = Solution(chosen, *evaluate(search_space.problem, chosen))
-        seen.append(chosen)
         last = measure(solution)
         found.append((total(last), len(found), solution))
+        wanted = shares_of(last)
+        if waits(last) and wanted not in tried and len(tried) < MOST_TRIED:
+            tried.append(wanted)
     return [solution for seconds, _, solution in sorted(found, key=lambda each: each[:2]) if seconds < least]
 
 
@@ -133,17 +138,24 @@ def priced(search_space: SearchSpace, pricer: Pricer, shares: Shares) -> Problem
 
 def _matrix(reshards: Reshards, pricer: Pricer) -> np.ndarray:
     """[len(made), len(wanted)] calls of forward and backward."""
-    rest = pricer.mesh.sizes, reshards.has_gradient, pricer.num_forwards
+    rest = pricer.mesh.sizes, reshards.has_gradient, pricer.num_forwards, reshards.is_joined
     return np.array([[_calls(made, wanted, *rest) for wanted in reshards.wanted] for made in reshards.made])
 
 
 @lru_cache(maxsize=100_000)
 def _calls(
-    source: Placements, target: Placements, sizes: tuple[int, ...], has_gradient: bool, num_forwards: int
+    source: Placements,
+    target: Placements,
+    sizes: tuple[int, ...],
+    has_gradient: bool,
+    num_forwards: int,
+    is_joined: bool,
 ) -> float:
     """Of one reshard; 0 where there is no way, which is forbidden anyway."""
-    found = 0.0
-    for step in steps(source, target, sizes) or ():
+    path = steps(source, target, sizes) or ()
+    is_summed = is_joined and has_gradient and path and path[-1].target.kind == "Rp" and path[-1].backward
+    found = (num_forwards + 1) * host_calls.FUNCTION if is_summed else 0.0
+    for step in path:
         forward, backward = host_calls.reshard_calls(bool(step.forward), bool(step.backward), has_gradient)
         found += num_forwards * forward + backward
     return found
