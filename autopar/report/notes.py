@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from autopar.costs.layer_costs import HOST
 from autopar.ir.compression import NOTHING_COMPRESSED
 from autopar.program import GeneratedProgram
+from autopar.units import seconds_text
 from codegen.functions import function_of
 
 
@@ -22,7 +24,20 @@ def notes_of(compiled: GeneratedProgram) -> tuple[str, ...]:
     if compiled.plan.compression and not compiled.plan.compresses:
         notes.append(NOTHING_COMPRESSED)
     notes += [f"nothing is split over {axis}: its ranks repeat the same work" for axis in _idle_axes(compiled)]
-    return tuple(notes)
+    return (*notes, *_bound_by_host(compiled))
+
+
+def _bound_by_host(compiled: GeneratedProgram) -> list[str]:
+    """Where devices wait for most of a step: what does not help, and what does."""
+    prediction = compiled.plan.prediction
+    waiting = prediction.seconds.get(HOST, 0.0)
+    if waiting <= prediction.step_seconds / 2:
+        return []
+    whole, device = prediction.step_seconds, prediction.step_seconds - waiting
+    return [
+        f"the host's calls take {seconds_text(whole)}, the devices {seconds_text(device)}: more devices do not help; "
+        "larger batches do, and so may backend inductor"
+    ]
 
 
 def _idle_axes(compiled: GeneratedProgram) -> list[str]:

@@ -9,9 +9,11 @@ import pytest
 
 import autopar
 from autopar.compile import CompiledProgram
+from autopar.costs.cost_table import combined
 from autopar.costs.host_calls import KERNELS, SYNCHRONISED, calls_of, host_calls
 from autopar.costs.kernels import LM_HEAD, TERMS
-from autopar.costs.layer_costs import HOST, ComputeSeconds
+from autopar.costs.layer_costs import HIDDEN, HOST, SYNCHRONISATION, WAITED, ComputeSeconds, LayerCost
+from autopar.costs.stored_costs import StoredCost
 from autopar.options.strategies import operators_of
 from codegen.program import Call, Reshard, TensorType, Var
 from cost_models.machine import Cluster
@@ -71,11 +73,33 @@ def test_collectives_count_in_the_direction_in_which_they_are() -> None:
 
 
 def test_a_stretch_takes_what_is_longer() -> None:
+    """Where a plan is chosen, the seconds beyond the device's count WAITED of themselves."""
     seconds = ComputeSeconds(forward=2.0, backward=4.0, weight=1.0, overlapped=0.5, host=(3.0, 4.2))
-    assert seconds.under("1f1b", 1) == 3.0 + 4.2
-    assert seconds.under("1f1b", 2) == 2 * 3.0 + 4.2
-    assert seconds.under("zero-bubble", 1) == 3.0 + 4.5
-    assert seconds.under("1f1b", 1, exposed=1.0, stored=(0.5, 0.5)) == 3.5 + 5.0
+    forward, late = 2.0 + 0.75 * 1.0, 0.2
+    assert WAITED == 0.75
+    assert seconds.under("1f1b", 1) == pytest.approx(forward + 4.0 + 0.75 * late)
+    assert seconds.under("1f1b", 2) == pytest.approx(2 * forward + 4.0 + 0.75 * late)
+    assert seconds.under("zero-bubble", 1) == pytest.approx(forward + 4.0 + 0.75 * late + (0.5 - late))
+    assert seconds.under("1f1b", 1, exposed=1.0, stored=(0.5, 0.5)) == pytest.approx(2.0 + 0.75 * 1.5 + 5.0)
+
+
+def test_gradients_are_sent_while_a_device_waits() -> None:
+    """A backward of three seconds waits for one more, in which a second of what gradients take is done."""
+    stored = StoredCost(per_step={SYNCHRONISATION: 1.6, "optimizer": 0.3}, host=(0.0, 0.5))
+    own = LayerCost(forward={"forward compute": 2.0}, backward={"backward compute": 3.0}, host=(1.0, 3.5))
+    found = combined({"layer": own}, {"layer": stored})["layer"]
+    assert found.backward_seconds == 4.0 and found.forward_seconds == 2.0
+    assert found.step[SYNCHRONISATION] == pytest.approx(0.6) and found.step[HIDDEN] == pytest.approx(1.0)
+    assert found.step_seconds == pytest.approx(0.9) and found.chosen_seconds == pytest.approx(2.0 + 3.0 + 0.75)
+
+
+def test_a_joined_sum_is_a_product_with_a_function() -> None:
+    x, weight = (Var(name, TensorType((4, 4), "float32", requires_grad=True)) for name in ("x", "weight"))
+    result = Var("y", TensorType((4, 4), "float32", requires_grad=True))
+    plain, joined = (
+        calls_of(Call(f"{kind}", (x, weight), (), (result,))) for kind in ("aten.linear.default", "overlapped.linear")
+    )
+    assert plain == (LINEAR, LINEAR_BACKWARD) and joined == (LINEAR + 1, LINEAR_BACKWARD + 1)
 
 
 def test_a_small_llamas_step_takes_what_was_measured() -> None:
