@@ -36,7 +36,7 @@ def _bound_by_host(compiled: GeneratedProgram) -> list[str]:
     whole, device = prediction.step_seconds, prediction.step_seconds - waiting
     return [
         f"the host's calls take {seconds_text(whole)}, the devices {seconds_text(device)}: more devices do not help; "
-        "larger batches do, and so may backend inductor"
+        "larger batches do" + ("" if compiled.backend == "inductor" else ", and so may backend inductor")
     ]
 
 
