@@ -45,7 +45,9 @@ class Framework:
     tensor-parallel rank where a pipeline of such groups spans nodes; host_far_seconds: the same where such a group
     itself does. host_step_seconds: once per step of a pipeline, between its last backward and its next forward.
     loss_bytes: moved per logit by a language model's loss, forward and backward (0: the planner's). once_per_node:
-    tokens cross between nodes once for each node that has experts of theirs. A micro-batch takes no less than its host.
+    tokens cross between nodes once for each node that has experts of theirs. gathers_again: linear layers keep their
+    tensor-parallel rank's part of the input and gather the rest again for backward, which takes bytes off what is kept;
+    its seconds are taken to be hidden. A micro-batch takes no less than its host.
     source: where the constants come from.
 
     Raises ValueError for words that are not known and negative figures.
@@ -74,6 +76,7 @@ class Framework:
     host_far_seconds: float = 0.0
     host_step_seconds: float = 0.0
     once_per_node: bool = False
+    gathers_again: bool = False
 
     def __post_init__(self) -> None:
         words = (("fusion", FUSIONS), ("attention", ATTENTIONS), ("stages", STAGES), ("cp_exchange", CP_EXCHANGES))

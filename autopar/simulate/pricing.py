@@ -48,6 +48,11 @@ class ProfiledPricer(Pricer):
     matmul_dtype: str = "bf16"
     attention: str = "flash"
 
+    @property
+    def gathers_again(self) -> bool:
+        """As the framework's linear layers do."""
+        return self.framework.gathers_again
+
     def dtype_name(self, meta: TensorMeta) -> str:
         """What contractions of this dtype are computed in."""
         own = super().dtype_name(meta)

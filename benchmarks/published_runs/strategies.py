@@ -44,6 +44,12 @@ OTHER_SCHEDULES = ("half", "vshape", "v-shape", "v-min", "dualpipe", "chimera", 
 """Words of schedules that have stages, or a vocabulary, laid out otherwise."""
 
 
+FEW_GPUS, MANY_RANKS = 16, 32
+"""nanotron's runs on at most FEW_GPUS, and others without a pipeline and with fewer than MANY_RANKS tensor-parallel ranks,
+kept what they gathered; the others gathered again, as its revision of 27 December 2024 does and all have that slept
+between messages (regret.py). Inferred from their memory: rows do not tell their revision."""
+
+
 def profile_of(row: Row) -> Framework:
     """Of the row's framework; without one of its own that of a like system (`assumptions` tells)."""
     text = row["framework"].lower()
@@ -58,6 +64,8 @@ def profile_of(row: Row) -> Framework:
         profile = replace(profile, gradient_bytes=2)
     if "megatron-bridge" in text and row.get("experts"):
         profile = replace(profile, once_per_node=True)  # its recipes dispatch by HybridEP, and by DeepEP before
+    if name == "nanotron" and (row["gpus_total"] <= FEW_GPUS or (row["pp"] == 1 and row["tp"] < MANY_RANKS)):
+        profile = replace(profile, gathers_again=False)
     if "composer" in text:
         profile = replace(profile, loss_bytes=10.0)  # llm-foundry's default is flash-attn's fused cross-entropy
     return profile

@@ -20,7 +20,7 @@ from benchmarks.published_runs.machines import cluster_of, device_of, precision_
 from benchmarks.published_runs.predictions import Outcome, predict_rows
 from benchmarks.published_runs.rates import fit_rates, left_out_seconds
 from benchmarks.published_runs.rows import SkippedError
-from benchmarks.published_runs.strategies import assumptions, strategy_of
+from benchmarks.published_runs.strategies import assumptions, profile_of, strategy_of
 
 ROW: dict[str, Any] = {
     "id": "r1", "source": "a", "framework": "Megatron-LM v2", "model": "GPT-small", "arch_family": "GPT", "layers": 6,
@@ -170,6 +170,25 @@ def test_memory_is_compared_by_what_was_measured() -> None:
     assert predicted_bytes(smi) == 6.5e9 and measured_bytes(smi.row) == 6e9
     assert predicted_bytes(allocated) == 5e9
     assert measured_bytes(allocated.row) == 5.5 * 2**30
+
+
+def test_memory_of_nanotron_is_what_its_first_rank_reserved() -> None:
+    """Beside the fuller second rank, in units of 2^30, with what the allocator holds of what comes and goes."""
+    first = {"parameters": 4e9, "activations": 2e9, "transient": 1e9, "workspace": 1.5e9}
+    fuller = {**first, "activations": 9e9}
+    row = {**ROW, "framework": "nanotron", "mem_gb": 7.5, "mem_unit": "GB (as printed)"}
+    found = Outcome(row, Prediction({}, fuller, (first, fuller)), "hopper")
+    assert predicted_bytes(found) == pytest.approx(7e9 + 0.15 * 3e9)
+    assert measured_bytes(row) == 7.5 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "tp", "pp", "gathers_again"),
+    [(16, 8, 2, False), (64, 8, 1, False), (64, 8, 2, True), (64, 32, 1, True)],
+)
+def test_later_runs_of_nanotron_gather_again(num_gpus: int, tp: int, pp: int, gathers_again: bool) -> None:
+    row = {**ROW, "framework": "nanotron", "gpus_total": num_gpus, "tp": tp, "pp": pp}
+    assert profile_of(row).gathers_again == gathers_again
 
 
 def test_the_command_prints_every_source_and_writes_every_row(
