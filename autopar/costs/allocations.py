@@ -1,4 +1,4 @@
-"""Allocations that are alive during one unit's forward or backward: results in variables, and gradients on their way."""
+"""Allocations alive during one unit's forward or backward: results in variables, and gradients on their way."""
 
 from __future__ import annotations
 

@@ -61,7 +61,9 @@ def _even(layers: Sequence[int], num_units: int, count: int) -> tuple[int, ...]:
 
 
 def _by_weight(weights: Sequence[float], count: int) -> tuple[int, ...]:
-    """A stage ends with the unit by which the sum of the weights passes its even share (nanotron's models/base.py).
+    """A stage ends with the unit by which the sum of the weights passes its even share (nanotron's models/base.py), or
+    reaches it: Llama-1.34B, whose last matrix is four layers, had memory and seconds of five layers on the first of
+    four stages.
 
     Where the last matrix does so before the last stage, nanotron leaves the loss alone to the next one, and nothing to
     others. Here both are one unit, the last stage, and the units before it are each a stage, as far as stages are left.

@@ -45,9 +45,9 @@ OTHER_SCHEDULES = ("half", "vshape", "v-shape", "v-min", "dualpipe", "chimera", 
 
 
 FEW_GPUS, MANY_RANKS = 16, 32
-"""nanotron's runs on at most FEW_GPUS, and others without a pipeline and with fewer than MANY_RANKS tensor-parallel ranks,
-kept what they gathered; the others gathered again, as its revision of 27 December 2024 does and all have that slept
-between messages (regret.py). Inferred from their memory: rows do not tell their revision."""
+"""nanotron's runs on at most FEW_GPUS, and others without a pipeline and with fewer than MANY_RANKS of tensor
+parallelism, kept what they gathered; the rest gathered again, as its revision of 27 December 2024 does and those did
+that slept between messages (regret.py). Inferred from their memory, of most: rows do not tell their revision."""
 
 
 def profile_of(row: Row) -> Framework:
