@@ -81,6 +81,32 @@ def test_tracing_changes_neither_the_model_nor_generators() -> None:
     assert random.getstate() == before[1] and np.array_equal(np.random.get_state()[1], before[2])
 
 
+class FrozenNorm(nn.Module):
+    """Its train() leaves the norm in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.lin(x)).square().mean()
+
+
+def test_what_a_models_own_train_freezes_is_frozen_or_asked_for() -> None:
+    batch = {"x": BATCH["x"]}
+    with pytest.raises(AutoparError, match=r"norm\n.*model.train\(\)"):
+        trace(FrozenNorm(), batch)
+    assert is_exact(FrozenNorm().train(), batch)
+    by_hand = FrozenNorm().train()
+    by_hand.lin.eval()
+    trace(by_hand, batch)  # what a user put into evaluation mode stays so
+
+
 class Counted(nn.Module):
     """Equal blocks, each with a buffer that counts and a layer that nothing calls."""
 
