@@ -58,6 +58,12 @@ def test_the_message_names_the_buffer_the_line_and_what_to_do() -> None:
     assert "self.count += 1" in str(error.value)
 
 
+def test_a_buffer_that_is_written_as_out_is_named() -> None:
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    with pytest.raises(TraceError, match=r"parametrizations.weight.0._[uv]"):
+        trace(model, {"input": BATCH["x"], "target": BATCH["target"]}, mean_square)
+
+
 def test_an_embedding_is_renormalised_by_nobody() -> None:
     tokens = {"x": torch.arange(8).reshape(2, 4)}
     trace(Lookup(padding_idx=3), tokens)
