@@ -175,6 +175,11 @@ class ProgramAccelerator(Accelerator):  # type: ignore[misc]
         """Raises ConstraintError: ranks have parts of the gradients."""
         raise ConstraintError("gradients cannot be clipped one by one", alternatives="clip_grad_norm_")
 
+    def end_training(self) -> None:
+        """Trackers end. The ranks stay joined, since values that a script saves after this are gathered from them."""
+        for tracker in self.trackers:
+            tracker.finish()
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing: the step unscales its gradients itself."""
 

@@ -234,6 +234,8 @@ def momentum_run(adapt: Callable[[Any], Any], folder: str, *, begin: int, end: i
         optimizer.zero_grad()
         numbers += [loss.item(), scheduler.get_last_lr()[0]]
     accelerator.save_state(folder)
+    accelerator.end_training()  # after which scripts save their model
+    accelerator.wait_for_everyone()
     return [*numbers, *accelerator.unwrap_model(model).linear.weight.flatten().tolist()]
 
 
