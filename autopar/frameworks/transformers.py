@@ -29,8 +29,8 @@ from autopar.frameworks.building import (
     plain,
     rows_of_steps,
 )
-from autopar.frameworks.looking import LookingHandler, may_look
 from autopar.frameworks.loops import ModelValues
+from autopar.frameworks.script_callbacks import LookingHandler, may_look
 from autopar.frameworks.trainer_checks import check_trainer
 from autopar.training.feeding import joined
 from autopar.training.learners import RankLearner

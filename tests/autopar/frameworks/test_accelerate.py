@@ -259,3 +259,19 @@ def test_a_state_that_one_process_saved_without_a_program_is_refused(tmp_path: A
     momentum_run(lambda a: a, str(tmp_path), begin=0, end=1)
     with pytest.raises(AutoparError, match="another way to train"):
         momentum_run(lambda a: parallelize(a, "1 cpu"), str(tmp_path), begin=1, end=2)
+
+
+def triggered_rank() -> list[bool]:
+    me = dist.get_rank()
+    os.environ |= {"RANK": str(me), "LOCAL_RANK": str(me), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    accelerator = parallelize(fresh(), "2 cpu")
+    found = [accelerator.check_trigger()]
+    if me == 0:
+        accelerator.set_trigger()
+    return [*found, accelerator.check_trigger(), accelerator.check_trigger()]
+
+
+@pytest.mark.distributed
+def test_a_trigger_that_one_rank_sets_is_seen_by_all() -> None:
+    assert run_ranks(triggered_rank, (), 2) == [[False, True, False]] * 2

@@ -293,3 +293,27 @@ def test_values_are_not_gathered_for_a_callback_that_only_counts(tmp_path: Path)
     trainer.callback_handler.take_values = lambda: (gathered.append(1), own())
     trainer.train()
     assert not gathered
+
+
+class StopsAlone(TrainerCallback):
+    """Ends training on one rank, as one does whose clock is ahead."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if dist.get_rank() == 1:
+            control.should_training_stop = True
+
+
+def stopping_rank(folder: Path) -> list[bool]:
+    me = dist.get_rank()
+    os.environ |= {"RANK": str(me), "LOCAL_RANK": str(me), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    trainer = parallelize(trainer_of(folder), "2 cpu")
+    trainer.add_callback(StopsAlone())
+    handler, control = trainer.callback_handler, trainer.control
+    found = handler.on_step_end(trainer.args, trainer.state, control)
+    return [found.should_training_stop, found.should_epoch_stop]
+
+
+@pytest.mark.distributed
+def test_what_a_callback_asks_for_on_one_rank_is_done_by_all(tmp_path: Path) -> None:
+    assert run_ranks(stopping_rank, (tmp_path,), 2) == [[True, False]] * 2

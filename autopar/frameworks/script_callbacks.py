@@ -1,4 +1,5 @@
-"""Which of a user's functions may look at the model, whose own tensors are old between a program's steps.
+"""A user's callbacks of transformers' Trainer: which may look at the model, whose tensors are old between a program's
+steps, and what they ask for, which must be the same on all ranks.
 
 A function cannot be asked. It may look if it names a model, if its object holds anything but plain values (an average
 of the model's weights, the Trainer), or if it refers to a module or Trainer from outside. What is found too often costs
@@ -14,6 +15,8 @@ from pathlib import PurePath
 from types import CodeType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
@@ -22,6 +25,17 @@ logger = logging.getLogger("autopar")
 
 PLAIN = (int, float, complex, str, bytes, PurePath, logging.Logger, type(None))
 FROM_OUTSIDE = (nn.Module, Trainer)
+ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+AGREED_AFTER = (
+    "on_train_begin",
+    "on_epoch_begin",
+    "on_step_begin",
+    "on_optimizer_step",
+    "on_step_end",
+    "on_substep_end",
+)
+AGREED_AFTER += ("on_evaluate", "on_epoch_end")
+"""Events that the Trainer's loop has on all ranks."""
 
 
 class LookingHandler(CallbackHandler):  # type: ignore[misc]
@@ -34,21 +48,38 @@ class LookingHandler(CallbackHandler):  # type: ignore[misc]
     looked: dict[tuple[type, str], bool]
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
-        """As transformers' own."""
+        """As transformers' own. What a script's callback asks for on one rank, by its clock or rank, all ranks do."""
         if any(self._looks(each, event) for each in self.callbacks):
             self.take_values()
-        return super().call_event(event, args, state, control, **named)
+        control = super().call_event(event, args, state, control, **named)
+        if event in AGREED_AFTER and any(_is_own(each, event) for each in self.callbacks):
+            _agree(control, args.device)
+        return control
 
     def _looks(self, callback: TrainerCallback, event: str) -> bool:
         key = type(callback), event
         if key not in self.looked:
             function = getattr(type(callback), event, None)
-            is_own = not type(callback).__module__.startswith("transformers.")
-            is_empty = function is getattr(TrainerCallback, event, None)
-            self.looked[key] = found = is_own and not is_empty and (may_look(function) or holds_more(callback))
+            found = _is_own(callback, event) and (may_look(function) or holds_more(callback))
+            self.looked[key] = found
             if found:
                 logger.info("%s.%s may look at the model: it has the trained values then", key[0].__name__, event)
         return self.looked[key]
+
+
+def _is_own(callback: TrainerCallback, event: str) -> bool:
+    """Whether a script, and not transformers, says what is done at an event."""
+    is_empty = getattr(type(callback), event, None) is getattr(TrainerCallback, event, None)
+    return not is_empty and not type(callback).__module__.startswith("transformers.")
+
+
+def _agree(control: Any, device: torch.device) -> None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    asked = torch.tensor([int(getattr(control, name)) for name in ASKED], device=device)
+    dist.all_reduce(asked, dist.ReduceOp.MAX)
+    for name, value in zip(ASKED, asked.tolist(), strict=True):
+        setattr(control, name, bool(value))
 
 
 def may_look(function: Any) -> bool:
