@@ -90,6 +90,9 @@ def _parted(what: str) -> CheckpointError:
 class ProgramAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator that stands in a loop around a program's step; `stand_in` makes one of a given Accelerator."""
 
+    flag_tensor: Any
+    _optimizers: Any
+
     @property
     def distributed_type(self) -> Any:
         """That of one process: models are not wrapped."""

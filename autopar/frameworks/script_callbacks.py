@@ -26,15 +26,8 @@ logger = logging.getLogger("autopar")
 PLAIN = (int, float, complex, str, bytes, PurePath, logging.Logger, type(None))
 FROM_OUTSIDE = (nn.Module, Trainer)
 ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-AGREED_AFTER = (
-    "on_train_begin",
-    "on_epoch_begin",
-    "on_step_begin",
-    "on_optimizer_step",
-    "on_step_end",
-    "on_substep_end",
-)
-AGREED_AFTER += ("on_evaluate", "on_epoch_end")
+OF_A_STEP = ("on_step_begin", "on_substep_end", "on_optimizer_step", "on_step_end")
+AGREED_AFTER = ("on_train_begin", "on_epoch_begin", *OF_A_STEP, "on_evaluate", "on_epoch_end")
 """Events that the Trainer's loop has on all ranks."""
 
 
