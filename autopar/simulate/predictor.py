@@ -327,7 +327,7 @@ def _exchanges(
                 group=collective.Group(wanted.ep, tp),
                 senders=tp if sp else 1,
                 load=terms.load,
-                once_per_node=profile.once_per_node,
+                dispatches=profile.dispatches,
                 skew=wanted.expert_skew if wanted.capacity_factor is None else 0.0,
             )
         )

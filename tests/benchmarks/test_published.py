@@ -20,7 +20,7 @@ from benchmarks.published_runs.machines import cluster_of, device_of, precision_
 from benchmarks.published_runs.predictions import Outcome, predict_rows
 from benchmarks.published_runs.rates import fit_rates, left_out_seconds
 from benchmarks.published_runs.rows import SkippedError
-from benchmarks.published_runs.strategies import assumptions, strategy_of
+from benchmarks.published_runs.strategies import assumptions, profile_of, strategy_of
 
 ROW: dict[str, Any] = {
     "id": "r1", "source": "a", "framework": "Megatron-LM v2", "model": "GPT-small", "arch_family": "GPT", "layers": 6,
@@ -102,6 +102,19 @@ def test_what_is_assumed_is_told() -> None:
     assert models.model_key(other) == models.model_key({**ROW, "arch_family": "Llama"})
     assert strategy_of({**ROW, "schedule": "ZB-H1"})["schedule"] == "zero-bubble"
     assert "framework unheard of under the profile megatron-2021" in strange
+
+
+def test_how_rows_of_experts_travel_is_read_from_what_a_row_says() -> None:
+    bridge = {**ROW, "framework": "Megatron-Bridge", "experts": 8}
+
+    def of(**said: str) -> tuple[str, ...]:
+        return profile_of({**bridge, **said}).dispatches
+
+    hybrid = "HybridEP, force balance"
+    assert (of(), of(notes=hybrid, variant="EP overlap off")) == (("deep_ep",), ("hybrid_ep",))
+    assert of(notes=hybrid, variant="EP overlap on (search)") == ("hybrid_ep_overlapped",)
+    assert of(variant="alltoall fallback smoke") == ("all_to_all",)
+    assert profile_of({**ROW, "framework": "Megatron-Core", "experts": 8}).dispatches == ("all_to_all",)
 
 
 def test_devices_by_name_or_by_memory() -> None:
