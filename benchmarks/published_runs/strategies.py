@@ -113,7 +113,7 @@ def strategy_of(row: Row) -> dict[str, Any]:
 
 
 def _recompute(row: Row) -> str:
-    known = {"none": "none", "full": "full", "selective": "selective", "op-level": "selective"}
+    known = {"none": "none", "selective []": "none", "full": "full", "selective": "selective", "op-level": "selective"}
     if row["recompute"] not in known:
         raise SkippedError(f"recompute {row['recompute']!r} is not known")
     return known[row["recompute"]]

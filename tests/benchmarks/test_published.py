@@ -134,6 +134,7 @@ def test_precisions() -> None:
     tf32 = "fp32 (TF32 on Ampere+ default)"
     assert [of("amp_bf16/DEFAULT"), of("fp16-mixed"), of("tf32"), of("fp32")] == ["bf16", "fp16", "tf32", "fp32"]
     assert (of(tf32), of(tf32, "V100-32GB"), of("amp_fp8/DEFAULT")) == ("tf32", "fp32", "fp8")
+    assert [of("MXFP8"), of("FP8-MX"), of("FP8-CS")] == ["mxfp8", "mxfp8", "fp8"]
 
 
 def test_tau_counts_pairs_of_one_group_and_leaves_ties_out() -> None:

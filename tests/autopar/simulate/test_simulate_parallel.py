@@ -319,3 +319,29 @@ def test_a_graph_at_hand_has_no_shares() -> None:
     given = Predictor.of_trace(dense().share(1, 1).traced, ROWS, "fp32")
     with pytest.raises(ConstraintError, match="whole rows"):
         predicted(given, 2, cp=2)
+
+
+# --- narrow formats ---------------------------------------------------------------------------------------------------
+
+
+def test_narrow_formats_multiply_at_their_peak_and_cast_what_they_read() -> None:
+    """Operands are read in 16 bits and written narrow twice, and gradients of results."""
+    peaks = {"fp32": 1e9, "fp16": 1e9, "bf16": 1e9, "mxfp8": 2e9, "nvfp4": 4e9}
+    device, rows, rate = replace(IDEAL, peak_flops_per_second=peaks, memory_bytes_per_second=1e9), 512, 1e9
+    with torch.device("meta"):
+        example = EXAMPLES["mlp"](layers=LAYERS, batch_size=rows)
+    model = Predictor(example.model, example_inputs=example.inputs, loss_fn=example.loss_fn, precision="bf16")
+
+    def of(precision: str, on: Device = device) -> Mapping[str, float]:
+        strategy = {"dp": 1, "zero": 0, "micro_batches": 1}
+        given = {"global_batch_size": rows, "framework": "megatron-2023", "precision": precision}
+        return model.predict(Cluster(on, 1, 1, LINK, LINK), strategy, **given).seconds
+
+    linears = [each for each in example.model.modules() if isinstance(each, torch.nn.Linear)]
+    flops = sum(2 * rows * each.weight.numel() for each in linears)
+    read = sum(2 * (each.weight.numel() + rows * each.in_features) for each in linears)
+    for precision, bits, passes in (("mxfp8", 8 + 8 / 32, 1), ("nvfp4", 4 + 8 / 16, 2)):
+        casts = read * (passes * 16 + 2 * bits) / 16 / rate
+        assert of(precision)["forward matmuls"] == pytest.approx(flops / peaks[precision] + casts, rel=1e-3)
+    with pytest.raises(ConstraintError, match="no units for this precision"):
+        of("nvfp4", IDEAL)
