@@ -1,9 +1,10 @@
-"""What a reader should know of a plan beside its numbers: unknown operators, checks left out, idle axes."""
+"""What a reader should know of a plan beside its numbers: unknown operators, checks left out, idle axes, rows' ways."""
 
 from __future__ import annotations
 
 from autopar.ir.compression import NOTHING_COMPRESSED
 from autopar.program import GeneratedProgram
+from autopar.report.exchanges import exchange_notes
 from codegen.functions import function_of
 
 
@@ -22,7 +23,7 @@ def notes_of(compiled: GeneratedProgram) -> tuple[str, ...]:
     if compiled.plan.compression and not compiled.plan.compresses:
         notes.append(NOTHING_COMPRESSED)
     notes += [f"nothing is split over {axis}: its ranks repeat the same work" for axis in _idle_axes(compiled)]
-    return tuple(notes)
+    return (*notes, *exchange_notes(compiled))
 
 
 def _idle_axes(compiled: GeneratedProgram) -> list[str]:

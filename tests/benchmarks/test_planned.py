@@ -91,3 +91,25 @@ def test_the_table_of_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr().out
     assert printed.count("own less published") == 2
     assert "skipped 1: gpu TPUv9 is not in the catalogue" in printed
+
+
+def test_the_record_is_what_the_document_says() -> None:
+    """Each configuration of benchmarks/results/planned.csv is a line of the table of docs/published_runs.md."""
+    text = (Path(__file__).parents[2] / "docs" / "published_runs.md").read_text(encoding="utf-8")
+    record = command.read_record()
+    assert len(record) > 10 and len({row["id"] for row in record}) == len(record)
+    for row in record:
+        published, own = float(row["published_seconds"]), float(row["own_seconds"])
+        assert float(row["ratio"]) == pytest.approx(published / own, abs=0.006)
+        assert published > 0.995 * own, "the search has the published plan, too"
+        profile = "-" if row["profile_seconds"] == "-" else f"{float(row['profile_seconds']):.2f}"
+        seconds = (f"{float(row['measured_seconds']):.2f}", profile, f"{published:.2f}", f"{own:.2f}", row["ratio"])
+        assert f"| {row['id']} |" in text and f"| {' | '.join(seconds)} |" in text, row
+
+
+def test_a_configuration_is_written_over_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "planned.csv")
+    first, second = (dict.fromkeys(command.FIELDS, text) | {"id": text} for text in ("a", "b"))
+    for found in (first, second, first | {"ratio": "1.5"}):
+        command.write(found)
+    assert command.read_record() == [first | {"ratio": "1.5"}, second]

@@ -104,6 +104,19 @@ def test_what_is_assumed_is_told() -> None:
     assert "framework unheard of under the profile megatron-2021" in strange
 
 
+def test_how_rows_of_experts_travel_is_read_from_what_a_row_says() -> None:
+    bridge = {**ROW, "framework": "Megatron-Bridge", "experts": 8}
+
+    def of(**said: str) -> tuple[str, ...]:
+        return profile_of({**bridge, **said}).dispatches
+
+    hybrid = "HybridEP, force balance"
+    assert (of(), of(notes=hybrid, variant="EP overlap off")) == (("deep_ep",), ("hybrid_ep",))
+    assert of(notes=hybrid, variant="EP overlap on (search)") == ("hybrid_ep_overlapped",)
+    assert of(variant="alltoall fallback smoke") == ("all_to_all",)
+    assert profile_of({**ROW, "framework": "Megatron-Core", "experts": 8}).dispatches == ("all_to_all",)
+
+
 def test_devices_by_name_or_by_memory() -> None:
     def of(gpu: str, size: str) -> str:
         return device_of({**ROW, "gpu": gpu, "gpu_mem_gb": size}).name
@@ -121,6 +134,7 @@ def test_precisions() -> None:
     tf32 = "fp32 (TF32 on Ampere+ default)"
     assert [of("amp_bf16/DEFAULT"), of("fp16-mixed"), of("tf32"), of("fp32")] == ["bf16", "fp16", "tf32", "fp32"]
     assert (of(tf32), of(tf32, "V100-32GB"), of("amp_fp8/DEFAULT")) == ("tf32", "fp32", "fp8")
+    assert [of("MXFP8"), of("FP8-MX"), of("FP8-CS")] == ["mxfp8", "mxfp8", "fp8"]
 
 
 def test_tau_counts_pairs_of_one_group_and_leaves_ties_out() -> None:
