@@ -2,7 +2,8 @@
 steps, and what they ask for, which must be the same on all ranks.
 
 A function cannot be asked. It may look if it names a model, if its object holds anything but plain values (an average
-of the model's weights, the Trainer), or if it refers to a module or Trainer from outside. What is found too often costs
+of the model's weights, the Trainer), or if it refers to anything from outside that may have one: a module, a Trainer,
+an object or module of the script's own, a function that may look. What is found too often costs
 a gathering of the values, what is found too seldom would be silently wrong.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import PurePath
 from types import CodeType
@@ -17,14 +19,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 logger = logging.getLogger("autopar")
 
 PLAIN = (int, float, complex, str, bytes, PurePath, logging.Logger, type(None))
-FROM_OUTSIDE = (nn.Module, Trainer)
 ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 OF_A_STEP = ("on_step_begin", "on_substep_end", "on_optimizer_step", "on_step_end")
 AGREED_AFTER = ("on_train_begin", "on_epoch_begin", *OF_A_STEP, "on_evaluate", "on_epoch_end")
@@ -75,8 +75,9 @@ def _agree(control: Any, device: torch.device) -> None:
         setattr(control, name, bool(value))
 
 
-def may_look(function: Any) -> bool:
-    """Whether a function's code names a model, or refers to a module or a Trainer from outside."""
+def may_look(function: Any, seen: frozenset[Any] = frozenset()) -> bool:
+    """Whether a function's code names a model, or refers to something outside that is or may reach one. seen: functions
+    that are being asked."""
     function = inspect.unwrap(function) if callable(function) else function
     code = getattr(function, "__code__", None)
     if code is None:
@@ -84,7 +85,22 @@ def may_look(function: Any) -> bool:
     if "model" in _names(code):
         return True
     found = inspect.getclosurevars(function)
-    return any(isinstance(each, FROM_OUTSIDE) for each in (*found.nonlocals.values(), *found.globals.values()))
+    outside = (*found.nonlocals.values(), *found.globals.values())
+    return any(_reaches(each, seen | {function}) for each in outside if not isinstance(each, PLAIN))
+
+
+def _reaches(value: Any, seen: frozenset[Any]) -> bool:
+    """Installed packages and classes know of no model. A script's own modules and objects are not gone through."""
+    if inspect.isfunction(value):
+        return not _is_installed(inspect.getmodule(value)) and value not in seen and may_look(value, seen)
+    if inspect.ismodule(value):
+        return not _is_installed(value)
+    return not (inspect.isbuiltin(value) or isinstance(value, type) or _is_plain(value))
+
+
+def _is_installed(module: Any) -> bool:
+    name, file = (getattr(module, key, None) or "" for key in ("__name__", "__file__"))
+    return name.partition(".")[0] in sys.stdlib_module_names - {"__main__"} or "-packages" in file
 
 
 def _names(code: CodeType) -> set[Any]:
