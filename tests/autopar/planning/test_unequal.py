@@ -90,7 +90,7 @@ TIGHT, NOTHING_FITS, AMPLE = 0.7, 0.2, 1.0
 @pytest.mark.parametrize(
     ("name", "cluster", "share"),
     [
-        ("llama", TWO_AND_ONE, TIGHT),
+        slow("llama", TWO_AND_ONE, TIGHT),
         slow("llama", TWO_AND_ONE, NOTHING_FITS),
         slow("llama", "3 a100-80g", AMPLE),
         slow("gpt2", TWO_AND_ONE, AMPLE),
