@@ -144,7 +144,7 @@ def test_a_new_seed_counts_when_training_is_resumed(auto_parallel: bool, tmp_pat
     assert (*first, *rest) == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("is_parallel", [True, False])
+@pytest.mark.parametrize("is_parallel", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_run_resumed_where_its_schedule_is_at_the_first_rate_goes_on_with_it(
     is_parallel: bool, tmp_path: Path
 ) -> None:

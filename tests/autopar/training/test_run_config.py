@@ -132,6 +132,7 @@ def test_overrides_go_over_a_file(tmp_path: Path) -> None:
         TrainerConfig.from_mapping({"learning_rate": 0.1, "optimizer": {"lr": 0.2}})
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_is_repeated_from_its_dump(tmp_path: Path) -> None:
     """The dump has what was found of the machine, the plan and all rates: the same plan and the same losses."""
