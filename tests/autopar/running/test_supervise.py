@@ -121,7 +121,7 @@ def swept(temporary: Path) -> bool:
 @pytest.mark.parametrize(
     ("number", "kind"),
     [
-        (signal.SIGKILL, "library"),
+        pytest.param(signal.SIGKILL, "library", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "library", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "command", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, "command", marks=pytest.mark.slow),
