@@ -176,6 +176,7 @@ def test_llama_in_three_stages_for_zero_bubble(golden: Any) -> None:
         assert "F.linear(" not in text and "deferred.linear(" in text
 
 
+@pytest.mark.slow
 def test_equal_stages_share_a_file(golden: Any) -> None:
     modes = {"LlamaDecoderLayer": (("full", 2),)}
     pipeline = pipeline_of("llama", (0, 3, 5, 7, 8), (0, 1, 2, 0, 1), layers=8, recompute=(modes, {}, modes, {}, {}))

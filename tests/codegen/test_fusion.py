@@ -216,7 +216,9 @@ def compiled(name: str, cluster: str = "1 cpu", **options: object):
     [
         ("llama", LLAMA, {"rms_norm": 1, "linear_cross_entropy": 1}),
         # Also queries' and keys' norms.
-        ("qwen3", LLAMA | {"rms_norm": 3}, {"rms_norm": 1, "linear_cross_entropy": 1}),
+        pytest.param(
+            "qwen3", LLAMA | {"rms_norm": 3}, {"rms_norm": 1, "linear_cross_entropy": 1}, marks=pytest.mark.slow
+        ),
         ("gpt2", {"layer_norm": 1, "add_layer_norm": 1}, {"layer_norm": 1, "linear_cross_entropy": 1}),
         pytest.param(
             "bert", {"add_layer_norm": 2}, {"layer_norm": 2, "linear_cross_entropy": 1}, marks=pytest.mark.slow

@@ -90,7 +90,7 @@ def train(compiled, inputs):
     [
         (Complex, {"dp": 2}),
         pytest.param(Complex, {"tp": 2}, marks=pytest.mark.slow),
-        (Stack, {"tp": 2, "recompute": "selective"}),
+        pytest.param(Stack, {"tp": 2, "recompute": "selective"}, marks=pytest.mark.slow),
         pytest.param(Stack, {"tp": 2, "recompute": "full"}, marks=pytest.mark.slow),
         pytest.param(partly_frozen, {"dp": 2}, marks=pytest.mark.slow),
     ],
@@ -114,6 +114,7 @@ def test_trained_as_by_a_plain_loop(make, constraints):
         torch.testing.assert_close(torch.as_tensor(found[1][name]), value, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_loss_module_keeps_its_tensors():
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ class Slow(torch.optim.Optimizer):
         self.inner.step()
 
 
-@pytest.mark.parametrize("auto_parallel", [False, True])
+@pytest.mark.parametrize("auto_parallel", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_state_of_an_inner_optimiser_is_not_lost(auto_parallel: bool, tmp_path: Path) -> None:
     def fit(is_one: bool, steps: int, folder: str) -> torch.Tensor:
         torch.manual_seed(0)
