@@ -93,7 +93,12 @@ def test_every_pattern_has_a_price() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("llama", "dp2 x tp2"), ("qwen3", "tp4"), ("gpt2", "dp4"), pytest.param("t5", "tp2", marks=pytest.mark.slow)],
+    [
+        ("llama", "dp2 x tp2"),
+        ("gpt2", "dp4"),
+        pytest.param("qwen3", "tp4", marks=pytest.mark.slow),
+        pytest.param("t5", "tp2", marks=pytest.mark.slow),
+    ],
 )
 def test_the_calls_that_are_counted_as_one_are_one_in_the_program(name: str, mesh: str, seed: int) -> None:
     """Also under random decisions, of which some part a run by a reshard or cut what a kernel needs whole."""
@@ -165,7 +170,9 @@ def test_without_kernels_no_run_is_looked_for(monkeypatch: pytest.MonkeyPatch) -
 # --- seconds ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("llama", "dp2 x tp2"), ("gpt2", "tp4"), ("t5", "dp4")])
+@pytest.mark.parametrize(
+    ("name", "mesh"), [("llama", "dp2 x tp2"), ("gpt2", "tp4"), pytest.param("t5", "dp4", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_seconds_add_up_to_the_searchs(name: str, mesh: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     it = fused_setting(name, mesh).without_overlap()
@@ -221,7 +228,7 @@ def test_rms_norm_reads_x_and_writes_y() -> None:
         ("llama", None, "rotary", (4, 0, 2), (4, 0, 2), 1),
         # The residual's gradient is the result's.
         ("gpt2", "", "dropout and sum", (3, 0, 0), (2, 0, 0), 1),
-        ("t5", "feed_forward_proj=gated-gelu", "GeGLU", (3, 0, 0), (5, 0, 0), 1),
+        pytest.param("t5", "feed_forward_proj=gated-gelu", "GeGLU", (3, 0, 0), (5, 0, 0), 1, marks=pytest.mark.slow),
         ("gpt2", None, "GELU", (2, 0, 0), (3, 0, 0), 1),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
