@@ -69,6 +69,7 @@ def test_rows_that_lack_something_are_skipped_with_the_reason(changed: dict[str,
     assert re.search(words, reason)
 
 
+@pytest.mark.slow
 def test_a_row_with_context_parallelism_is_predicted_at_its_part_of_the_tokens() -> None:
     flash = {**ROW, "pp": 1, "zero_stage": 1, "attention_impl": "flash 2"}
     rows = [{**flash, "dp": 4}, {**flash, "dp": 2, "cp": 2, "global_batch": 8}]

@@ -422,11 +422,11 @@ def test_what_does_not_fit_is_refused_only_where_asked_with_what_fits() -> None:
     assert whole.fits and whole.capacity_bytes == Cluster.parse("4 a100-80g").device.memory_bytes
     limit = int(whole.peak_bytes - 0.3 * (whole.peak_bytes - whole.num_bytes["workspace"]))
     assert not predicted(**tight | {"memory": limit}).fits
-    low, high = whole.memory_interval
-    assert low < whole.peak_bytes < high and whole.fit == "yes"
-    assert predicted(**tight | {"memory": limit}).fit == "no"
+    low, high = whole.certainty.low_bytes, whole.certainty.high_bytes
+    assert low < whole.peak_bytes < high and whole.certainty.fit == "yes"
+    assert predicted(**tight | {"memory": limit}).certainty.fit == "no"
     near = predicted(**tight | {"memory": int(limit + 0.29 * (whole.peak_bytes - whole.num_bytes["workspace"]))})
-    assert not near.fits and near.fit == "within the error" and near.memory_interval == (low, high)
+    assert not near.fits and near.certainty == replace(whole.certainty, fit="within the error")
     with pytest.raises(InfeasibleError, match="does not fit") as caught:
         predictor("llama").predict("4 a100-80g", tight | {"memory": limit}, global_batch_size=BATCH, check=True)
     assert caught.value.needed_bytes == int(whole.peak_bytes)
