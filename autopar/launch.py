@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import sys
 import time
@@ -181,7 +182,8 @@ def _rank_main(
         with after_the_first():
             value = function(*args)
             dist.barrier()
-        sender.send(("ok", value))
+        # The bytes themselves: what torch would send of a tensor is fetched from its process, which is gone by then.
+        sender.send_bytes(pickle.dumps(("ok", value)))
     except AutoparError as error:
         sender.send(("error", error))
     except SystemExit:

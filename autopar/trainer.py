@@ -104,7 +104,8 @@ class Trainer:
         config = self.setup.config
         if config.checkpoint_directory is not None:
             require_folder(Path(config.checkpoint_directory))
-            require_writable(Path(config.checkpoint_directory) / CONFIG_FILE)
+            own = Path(config.checkpoint_directory) / CONFIG_FILE
+            require_writable(own, instead=f"another checkpoint_directory, or {CONFIG_FILE} moved elsewhere")
         check_logging(config)
         if not config.auto_parallel:
             return fit_plain(self.setup)

@@ -153,7 +153,7 @@ def try_program(compiled: CompiledProgram, options: TrialOptions) -> TrialResult
     rank 0 writes the records."""
     assert compiled.request is not None
     path, job = trials_path(options.profile), job_of(compiled.request)
-    require_writable(path)
+    require_writable(path, instead="another profile, or the file moved elsewhere")
     candidates = [_Candidate(compiled, pins_of(compiled.plan))]
     for plan, pins in _agreed(lambda: list(other_plans(compiled, options.plans - 1))):
         given = compile_options(options, plan=plan, global_batch_size=None)

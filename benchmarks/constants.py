@@ -28,7 +28,7 @@ from cost_models.frameworks import framework
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "constants.md"
 ROWS = operators.TABLE.parent / "measured_runs.jsonl"
-FILES = ("devices.toml", "links.toml", "nccl.toml", "stragglers.toml", "frameworks.toml")
+FILES = ("devices.toml", "links.toml", "nccl.toml", "stragglers.toml", "frameworks.toml", "dispatches.toml")
 
 
 @dataclass(frozen=True, slots=True)

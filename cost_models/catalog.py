@@ -65,7 +65,8 @@ def from_table(kind: type[Part], name: str, table: Mapping[str, Any]) -> Part:
     required = [item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING]
     missing = [key for key in required if key not in values]
     if surplus or missing:
-        raise ValueError(f"{owner}: unknown keys {surplus}, missing keys {missing}; the keys are {', '.join(allowed)}")
+        wrong = ", ".join(f"{what} keys {keys}" for what, keys in (("unknown", surplus), ("missing", missing)) if keys)
+        raise ValueError(f"{owner}: {wrong}; the keys are {', '.join(allowed)}")
     for key, value in values.items():
         _require_type(f"{owner}: {key}", value, hints[key])
     return kind(**values)

@@ -13,6 +13,8 @@ from functools import cache
 from importlib import resources
 from types import MappingProxyType
 
+from cost_models.dispatch import dispatch
+
 FUSIONS = ("calls", "modules", "chains")
 KERNELS = ("fa2", "fa3", "cudnn", "triton")
 ATTENTIONS = ("flash", "unfused", *KERNELS)
@@ -44,9 +46,11 @@ class Framework:
     host_collective_seconds: on top for each tensor-parallel collective; host_apart_seconds: on top per layer and
     tensor-parallel rank where a pipeline of such groups spans nodes; host_far_seconds: the same where such a group
     itself does. host_step_seconds: once per step of a pipeline, between its last backward and its next forward.
-    loss_bytes: moved per logit by a language model's loss, forward and backward (0: the planner's). once_per_node:
-    tokens cross between nodes once for each node that has experts of theirs. A micro-batch takes no less than its host.
-    source: where the constants come from.
+    loss_bytes: moved per logit by a language model's loss, forward and backward (0: the planner's). dispatches: the
+    kinds of exchange of experts' rows that it has (`dispatch`), of which it takes the fastest. gathers_again: linear
+    layers keep their tensor-parallel rank's part of the input and gather the rest again for backward, which takes bytes
+    off what is kept; its seconds are taken to be hidden. A micro-batch takes no less than its host. source: where the
+    constants come from.
 
     Raises ValueError for words that are not known and negative figures.
     """
@@ -73,13 +77,16 @@ class Framework:
     host_apart_seconds: float = 0.0
     host_far_seconds: float = 0.0
     host_step_seconds: float = 0.0
-    once_per_node: bool = False
+    dispatches: tuple[str, ...] = ("all_to_all",)
+    gathers_again: bool = False
 
     def __post_init__(self) -> None:
         words = (("fusion", FUSIONS), ("attention", ATTENTIONS), ("stages", STAGES), ("cp_exchange", CP_EXCHANGES))
         for key, legal in words:
             if getattr(self, key) not in legal:
                 raise ValueError(f"framework {self.name}: {key} must be one of {', '.join(legal)}")
+        for name in self.dispatches:
+            dispatch(name)
         figures = ("attention_passes", "gradient_bytes", "accumulate_bytes", "optimizer_bytes")
         for key in (*figures, "gradient_copy_bytes", "loss_bytes", *HOST_SECONDS):
             if not getattr(self, key) >= 0:
@@ -102,7 +109,8 @@ def frameworks() -> Mapping[str, Framework]:
     for name, table in tomllib.loads(text).items():
         if surplus := sorted(table.keys() - known):
             raise ValueError(f"framework {name}: unknown keys {surplus}")
-        found[name] = Framework(name, **table)
+        lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
+        found[name] = Framework(name, **{**table, **lists})
     return MappingProxyType(found)
 
 

@@ -12,6 +12,8 @@ DTYPE_FALLBACKS: Mapping[str, tuple[str, ...]] = {
     "bf16": ("fp32",),
     "fp16": ("fp32",),
     "fp8": ("fp16", "bf16", "fp32"),
+    "mxfp8": (),
+    "nvfp4": (),
     "fp64": (),
     "complex64": ("fp32",),
     "bool": ("fp32",),
@@ -22,7 +24,8 @@ DTYPE_FALLBACKS: Mapping[str, tuple[str, ...]] = {
     "int64": ("fp32",),
 }
 """Where a dtype is computed if the device has no units for it: the first listed dtype that holds its values exactly
-(so bf16 never runs as fp16, whose range is smaller). Integers and complex numbers are priced as fp32."""
+(so bf16 never runs as fp16, whose range is smaller). Integers and complex numbers are priced as fp32. Formats with a
+scale for every 32 (mxfp8) or 16 values (nvfp4) have units of their own or none."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 """The kinds that `collective` prices and that a link may have factors for."""

@@ -1,4 +1,4 @@
-"""Tests that compile equal models share their traces, which take as long as all else that a small compile does.
+"""Tests that compile or predict equal models share their traces, which take as long as all else of a small compile.
 
 Models are equal that have the same classes, attributes and values (`_content`). Tests of tracing or its side effects,
 and tests that have replaced parts of anything, do without: conftest.py.
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import autopar.compile  # noqa: F401 (its function has the same name, hence sys.modules below)
+import autopar.simulate.share
 from autopar.frontend.evaluation import why_no_evaluation
 from autopar.frontend.rebatch import LEAST_ROWS
 from autopar.frontend.trace import Cuts, find_cuts, trace
@@ -38,26 +39,36 @@ class _Unshared(Exception):
     """Something of a model cannot be compared with what another has."""
 
 
+_UNSHARED = _Unshared, pickle.PicklingError, TypeError, AttributeError, RecursionError
+
+
 class _SharedCuts(Cuts):
     """What `find_cuts` found of a model of this content; every compile has one of its own."""
 
     content: bytes
-    rows_of_first: int | None = None
-    """At how many rows this compile traced first: its later traces follow from that one (`Cuts.first`)."""
+    first_traced: Hashable = None
+    """What this compile traced first: its later traces follow from that one (`Cuts.first`)."""
 
 
 @contextlib.contextmanager
 def shared(is_apart: Callable[[], bool]) -> Iterator[None]:
     """What is compiled meanwhile is traced if nothing equal was, or while it `is_apart`."""
-    conductor = sys.modules["autopar.compile"]
+    conductor, predictor = sys.modules["autopar.compile"], autopar.simulate.share
+    published = sys.modules.get("benchmarks.published_runs.models", predictor)
 
     def found(model: nn.Module, batch: Any, loss_fn: Any = None, param_dtype: torch.dtype | None = None) -> Cuts:
         return (find_cuts if is_apart() else _find_cuts)(model, batch, loss_fn, param_dtype)
+
+    def part(*what: Any, **how: Any) -> Any:
+        return (trace if is_apart() else _trace_part)(*what, **how)
 
     with (
         mock.patch.object(conductor, "find_cuts", found),
         mock.patch.object(conductor, "trace", _trace),
         mock.patch.object(conductor, "why_no_evaluation", _why_no_evaluation),
+        mock.patch.object(predictor, "find_cuts", found),
+        mock.patch.object(predictor, "trace", part),
+        mock.patch.object(published, "trace", part),
     ):
         yield
 
@@ -65,7 +76,7 @@ def shared(is_apart: Callable[[], bool]) -> Iterator[None]:
 def _find_cuts(model: nn.Module, batch: Any, loss_fn: Any, param_dtype: torch.dtype | None) -> Cuts:
     try:
         content = _content((model, dict(batch), loss_fn, param_dtype))
-    except (_Unshared, pickle.PicklingError, TypeError, AttributeError, RecursionError):
+    except _UNSHARED:
         return find_cuts(model, batch, loss_fn, param_dtype)
     cuts = _SharedCuts(_once((content, "cuts"), lambda: find_cuts(model, batch, loss_fn, param_dtype)))
     cuts.content = content
@@ -80,21 +91,36 @@ def _why_no_evaluation(model: nn.Module, batch: Any, loss_fn: Any = None, cuts: 
     return reason
 
 
-def _trace(model: nn.Module, batch: Any, loss_fn: Any, *, batch_size: int, cuts: Any, **dtype: Any) -> Any:
+def _trace_part(model: nn.Module, batch: Any, loss_fn: Any = None, *, batch_size: int, cuts: Any, **dtype: Any) -> Any:
+    """`_trace` of a part of the model or of the batch that the cuts were found in, or of one made deeper."""
+    try:
+        part = _content((model, dict(batch), loss_fn, dtype, () if isinstance(cuts, Cuts) else cuts))
+    except _UNSHARED:
+        return trace(model, batch, loss_fn, batch_size=batch_size, cuts=cuts, **dtype)
+    if not isinstance(cuts, Cuts):
+        return _once(
+            (part, batch_size), lambda: trace(model, batch, loss_fn, batch_size=batch_size, cuts=cuts, **dtype)
+        )
+    return _trace(model, batch, loss_fn, batch_size=batch_size, cuts=cuts, part=part, **dtype)
+
+
+def _trace(
+    model: nn.Module, batch: Any, loss_fn: Any, *, batch_size: int, cuts: Any, part: bytes = b"", **dtype: Any
+) -> Any:
     if not isinstance(cuts, _SharedCuts):
         return trace(model, batch, loss_fn, batch_size=batch_size, cuts=cuts, **dtype)
-    rows, place = cuts.rows_of_first, (cuts.content, "first")
-    own = _once((*place, rows), lambda: Cuts(cuts))
+    first, this, place = cuts.first_traced, (part, batch_size), (cuts.content, "first")
+    own = _once((*place, first), lambda: Cuts(cuts))
 
     def traced() -> Any:
         graph = trace(model, batch, loss_fn, batch_size=batch_size, cuts=own, **dtype)
-        if rows is None and own.first is not None:
-            _known[*place, batch_size], _known[*place, None] = own, Cuts(cuts)
+        if first is None and own.first is not None:
+            _known[*place, this], _known[*place, None] = own, Cuts(cuts)
         return graph
 
-    graph = _once((cuts.content, rows, batch_size), traced)
-    if rows is None and batch_size >= LEAST_ROWS and (*place, batch_size) in _known:
-        cuts.rows_of_first = batch_size
+    graph = _once((cuts.content, first, this), traced)
+    if first is None and batch_size >= LEAST_ROWS and (*place, this) in _known:
+        cuts.first_traced = this
     return graph
 
 

@@ -94,6 +94,7 @@ class Page:
     def __init__(self, page: str, folder: Path, update: bool) -> None:
         self.page, self.folder, self.update = page, folder, update
         self.counts: Counter[str] = Counter()
+        self.updated: dict[Block, str] = {}
         self.text = (HOME / page).read_text(encoding="utf-8")
         self.module = types.ModuleType("docs_page_" + Path(page).stem)
         self.printed = ""
@@ -101,7 +102,9 @@ class Page:
     def show(self, block: Block, old: str, new: str) -> None:
         """What stands in a block against what it should say."""
         if old != new and self.update:
-            self.text = self.text.replace(block.text, block.text.replace(old, new))
+            before = self.updated.get(block, block.text)
+            self.updated[block] = before.replace(old, new)
+            self.text = self.text.replace(before, self.updated[block])
         else:
             assert old == new, f"{block.place} is not what is there now; --update-golden writes it anew:\n{new}"
 
@@ -261,6 +264,16 @@ def test_a_renamed_flag_is_caught() -> None:
         parse_autopar(["autopar", "plan", "a:b", "--clusters", "4 cpu"])
     with pytest.raises(UsageError):
         parse_autopar(["autopar", "plans", "a:b"], is_whole=False)
+
+
+def test_a_block_is_updated_line_by_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "HOME", tmp_path)
+    text = "$ autopar plan\npeak 3 GB\nstep 5 ms"
+    (tmp_path / "page.md").write_text(f"```console\n{text}\n```\n")
+    page, block = Page("page.md", tmp_path, update=True), Block("page.md", 1, "console", "", "", text)
+    for old, new in (("peak 3 GB", "peak 4 GB"), ("step 5 ms", "step 6 ms")):
+        page.show(block, old, new)
+    assert page.text == "```console\n$ autopar plan\npeak 4 GB\nstep 6 ms\n```\n"
 
 
 def test_output_is_compared_by_its_words() -> None:

@@ -275,7 +275,7 @@ def program_of_source(source: str, model: str | None, cluster: str | None, flags
     if model is None:
         raise PlanError("a plan file alone cannot be priced", alternatives="--model with the model that it is for")
     name = cluster or ("detect" if "measured" in given.cluster else given.cluster)
-    spec = read_cluster(name, flags.processes or given.num_ranks)
+    spec = read_cluster(name, flags.processes or (given.num_ranks if name == "detect" else None))
     basis = given.basis or Basis()
     job = _job_of_plan(model, spec.num_devices, flags, given.global_batch_size, basis.seq_len)
     kernels = {} if given.basis is None else {"kernels": "on" if basis.kernels else "off"}

@@ -129,7 +129,7 @@ def simulate(
     processes: Processes = None,
     batch: Batch = None,
     seq: Seq = None,
-    precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "bf16",
+    precision: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16, fp8, mxfp8 or nvfp4")] = "bf16",
     framework: Annotated[str, typer.Option(help="autopar, megatron-2021, fsdp, deepspeed-zero3, ...")] = "autopar",
     settings: Settings = None,
     memory: Memory = None,

@@ -163,16 +163,20 @@ def train(
         auto_parallel=False if single else None,
     )
     fields = overridden(_fields_of(source), overrides or ())
+    said = [each.partition("=")[0] for each in overrides or ()]
+    is_other = (cluster or "cluster" in said) and (cluster or fields["cluster"]) != "detect"
+    if is_other and "num_processes" not in said:
+        fields.pop("num_processes", None)  # it was said of the file's own cluster
     name, text, length = (fields.pop(key, None) for key in SOURCE_FIELDS)
     config = TrainerConfig.from_mapping(fields | given, source)
     job, config = _training_job(str(name), config, replace(flags, seq=flags.seq or length))
-    said = dict(zip(SOURCE_FIELDS, (name, data or text, flags.seq or length), strict=True))
+    places = dict(zip(SOURCE_FIELDS, (name, data or text, flags.seq or length), strict=True))
     trainer = Trainer(
         job.model,
         config,
         batches_of(job, data or text, config.seed),
         job.loss_fn,
-        source={key: value for key, value in said.items() if value is not None},
+        source={key: value for key, value in places.items() if value is not None},
     )
     _train(trainer, config)
 

@@ -9,9 +9,10 @@ derived from torch's formulas (`derivatives.yaml`) and from `codegen/runtime`, o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
+from autopar.costs.allocations import Gradients, Variables
 from autopar.costs.events import Event, Key, Moved, Ran, Unit
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
@@ -65,73 +66,6 @@ def _statistics(node: Node, num_local: int) -> float:
     return widths[base_name(node.op)] * (num_local // max(node.outputs[0].shape[-1], 1))
 
 
-@dataclass(slots=True)
-class _Gradients:
-    """Gradients that are alive. Several keys may share one allocation."""
-
-    of: dict[Key, int] = field(default_factory=dict)
-    sizes: dict[int, float] = field(default_factory=dict)
-    holders: dict[int, int] = field(default_factory=dict)
-    total: float = 0.0
-
-    def new(self, num_bytes: float) -> int:
-        number = len(self.sizes)
-        self.sizes[number], self.holders[number] = num_bytes, 0
-        self.total += num_bytes
-        return number
-
-    def hold(self, number: int) -> None:
-        self.holders[number] += 1
-
-    def drop(self, number: int) -> None:
-        self.holders[number] -= 1
-        if self.holders[number] == 0:
-            self.total -= self.sizes[number]
-
-    def add(self, key: Key, number: int) -> None:
-        """The gradient `number` of `key`, added to one that is there: in place, or anew if others hold that."""
-        self.hold(number)
-        if key not in self.of:
-            self.of[key] = number
-            return
-        old = self.of[key]
-        if self.holders[old] > 1:
-            total = self.new(self.sizes[old])
-            self.hold(total)
-            self.of[key] = total
-            self.drop(old)
-        self.drop(number)
-
-
-@dataclass(slots=True)
-class _Variables:
-    """Results that nothing keeps, which live as long as a variable has them or a view of them."""
-
-    of: dict[str, Key] = field(default_factory=dict)
-    sizes: dict[Key, float] = field(default_factory=dict)
-    total: float = 0.0
-
-    def made(self, key: Key, num_bytes: float) -> None:
-        self.sizes[key] = num_bytes
-        self.total += num_bytes
-
-    def assign(self, name: str, key: Key) -> None:
-        """`name` has `key` from now on, and no longer what it had."""
-        old, self.of[name] = self.of.get(name), key
-        if old is not None:
-            self.drop_unnamed([old])
-
-    def drop_unnamed(self, keys: Iterable[Key]) -> None:
-        """Frees those of `keys` that no variable has."""
-        for key in set(keys) - set(self.of.values()):
-            self.total -= self.sizes.pop(key, 0.0)
-
-    def forget(self, names: Collection[str]) -> None:
-        """Variables that are gone."""
-        gone = [self.of.pop(name) for name in names if name in self.of]
-        self.drop_unnamed(gone)
-
-
 class Walk:
     """The events of one unit in order.
 
@@ -153,16 +87,21 @@ class Walk:
         self.scale = 1.0 + pricer.fragmentation
         self.ran = tuple(event for event in self.events if isinstance(event, Ran))
         self.roots: dict[Key, Key] = {}
+        self.gathered: set[Key] = set()
         for event in self.events:
             self._find_roots(event)
         self.kept = {ran.name: self._kept(ran, saved.get(ran.name, ())) for ran in self.ran}
         self.kept_bytes = sum(size for parts in self.kept.values() for _, size in parts)
 
     def _find_roots(self, event: Event) -> None:
-        """Notes whose allocation a view or a free reshard shows."""
+        """Notes whose allocation a view or a free reshard shows. What is gathered and will be again stands for its
+        shard, which is kept in its place."""
         if isinstance(event, Moved):
-            if event.is_free:
+            is_gathered = self.pricer.gathers_again and any(step.forward == "all_gather" for step in event.path)
+            if event.is_free or is_gathered:
                 self.roots[event.ref, event.target] = self._root(event.ref, event.source)
+            if is_gathered:
+                self.gathered.add((event.ref, event.target))
             return
         node, option = event.operator.node, event.option
         if base_name(node.op) in VIEWS and node.inputs:
@@ -183,7 +122,9 @@ class Walk:
         for ref in refs:
             own = ref.node == node.name
             placements = option.outputs[ref.index] if own else option.inputs[node.inputs.index(ref)]
-            found.append((self._root(ref, placements), self._bytes(self.scope.metas[ref], placements)))
+            storage = self._root(ref, placements)
+            kept_as = storage[1] if (ref, placements) in self.gathered else placements
+            found.append((storage, self._bytes(self.scope.metas[ref], kept_as)))
         if any(meta.requires_grad for meta in node.outputs):
             local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
             extra = self.pricer.extra_saved_bytes(node, ran.operator.inputs, local) + _statistics(node, local)
@@ -221,7 +162,7 @@ class Walk:
         storages = {key for parts in self.kept.values() for key, _ in parts if key is not None}
         savers = [ran.name for ran in self.ran if any(size for _, size in self.kept[ran.name])]
         last = savers[-1] if savers else ""
-        held = _Variables()
+        held = Variables()
         kept = peak = again = 0.0
         saved_before: set[Key] = set()
         passing: list[Key] = []
@@ -254,7 +195,7 @@ class Walk:
         """New allocations by storage."""
         if isinstance(event, Moved):
             made = {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
-            return {} if event.is_free else made
+            return {} if event.is_free or made.keys() <= self.gathered else made
         node = event.operator.node
         if base_name(node.op) in VIEWS:
             return {}
@@ -265,7 +206,7 @@ class Walk:
 
     def _forward_temporary(self, event: Event) -> float:
         if isinstance(event, Moved):
-            return self._copies(event)
+            return self._copies(event) + self._again([(event.ref, event.target)])
         node, option = event.operator.node, event.option
         name, local = base_name(node.op), num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
         if name == "dropout":
@@ -296,6 +237,10 @@ class Walk:
         elements = min(num_local(meta, ran.option.inputs[0], self.pricer.mesh), CROSS_ENTROPY_ELEMENTS[self.kind])
         return 4.0 * elements * ((meta.dtype.itemsize < 4) + (self.kind == "gpu")) * self.scale
 
+    def _again(self, keys: Iterable[Key]) -> float:
+        """Bytes of those that are gathered for one call at a time."""
+        return sum(self._bytes(self.scope.metas[key[0]], key[1]) for key in self.gathered.intersection(keys))
+
     def _copies(self, move: Moved) -> float:
         """Contiguous copies around collectives along dims other than 0 (reshard.py `split_parts`, `join_parts`)."""
         meta = self.scope.metas[move.ref]
@@ -307,7 +252,7 @@ class Walk:
 
     def _backward(self, waits: bool = False, defers: bool = False) -> tuple[float, float, float]:
         """(peak, what is deferred, gradients of the unit's inputs). waits: parameters' gradients stay."""
-        gradients = _Gradients()
+        gradients = Gradients()
         kept, left = self.kept_bytes, 0.0
         deferred_keys, tasks = set[Key](), set[int]()
         for ref, placements in self.ends:
@@ -329,7 +274,7 @@ class Walk:
             is_linear = defers and self.pricer.may_defer(event.operator, option)
             weights = [] if is_linear else self._weights(event)
             found = self._inputs_backward(event, present[0], gradients)
-            temporary = self._backward_temporary(event)
+            temporary = self._backward_temporary(event) + self._again(zip(node.inputs, option.inputs, strict=True))
             peak = max(peak, kept + stays + gradients.total + sum(weights) + temporary)
             stays += sum(weights) if waits else 0.0
             if is_linear:
@@ -351,7 +296,7 @@ class Walk:
         entering = sum(gradients.sizes[number] for number in set(gradients.of.values()))
         return peak, left + sum(gradients.sizes[number] for number in tasks), entering
 
-    def _move_backward(self, move: Moved, gradients: _Gradients) -> float:
+    def _move_backward(self, move: Moved, gradients: Gradients) -> float:
         number = gradients.of.pop((move.ref, move.target), None)
         if number is None:
             return 0.0
@@ -368,7 +313,7 @@ class Walk:
         gradients.drop(number)
         return peak
 
-    def _inputs_backward(self, ran: Ran, given: int, gradients: _Gradients) -> list[tuple[Key, int]]:
+    def _inputs_backward(self, ran: Ran, given: int, gradients: Gradients) -> list[tuple[Key, int]]:
         node, option = ran.operator.node, ran.option
         name, output = base_name(node.op), node.outputs[0]
         found = []

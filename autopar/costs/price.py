@@ -48,6 +48,11 @@ class Pricer(Contractions, ParameterPrices):
 
     has_idioms: ClassVar[bool] = True
 
+    @property
+    def gathers_again(self) -> bool:
+        """Whether what was gathered for a call is gathered again for its backward, and its shard kept."""
+        return False
+
     def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Seconds of compute (forward, backward) of one call at its local sizes."""
         name = base_name(operator.node.op)

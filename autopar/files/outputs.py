@@ -21,8 +21,11 @@ _LINE = re.compile(r"(?:#|<!--) written by autopar, sha256 of the above: ([0-9a-
 _OTHER_DATA = re.compile(r'\A\{"otherData": \{"written by autopar, sha256": "([0-9a-f]{64})"\}, ')
 
 
-def require_writable(path: str | Path, force: bool = False) -> None:
-    """Raises OutputError where `write_output` would, as far as it can be known beforehand. Changes nothing."""
+def require_writable(path: str | Path, force: bool = False, instead: str | None = None) -> None:
+    """Raises OutputError where `write_output` would, as far as it can be known beforehand. Changes nothing.
+
+    instead: what would do in the place of another's file, where `force` cannot be asked for.
+    """
     path = Path(path)
     if _is_device(path):
         return
@@ -32,7 +35,7 @@ def require_writable(path: str | Path, force: bool = False) -> None:
         raise OutputError(
             "the output exists, and autopar did not write it, or it was edited since",
             values=str(path),
-            alternatives=["another file", "--force (in Python force=True), to overwrite it"],
+            alternatives=[instead] if instead else ["another file", "--force (in Python force=True), to overwrite it"],
         )
     require_folder(path.parent)
 

@@ -8,7 +8,9 @@ Batches are those of one process: every rank's loader gives the whole batch, and
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -31,6 +33,9 @@ from autopar.frameworks.loops import LoopOptimizer, ModelValues, PendingLoss
 from autopar.training.config import TrainerConfig
 from autopar.training.learners import RankLearner
 from cost_models.mixed import AnyCluster
+
+STATE_FOLDER = "autopar"
+"""What `save_state` writes of the program beside Accelerate's files."""
 
 
 def parallelize(accelerator: Accelerator, cluster: AnyCluster | str, **options: Any) -> ProgramAccelerator:
@@ -138,20 +143,50 @@ class LoopAccelerator(ProgramAccelerator):
         return super().save_model(self.unwrap_model(model), *given, **named_options)
 
     def save_state(self, *given: Any, **named_options: Any) -> Any:
-        """Raises CheckpointError, with what to call."""
-        raise _not_here("save_state", "save_checkpoint")
+        """Write schedules, random states and registered objects as Accelerate does, beside them a folder `autopar` with
+        the program's state, which any plan goes on from. Every rank calls this. Raises CheckpointError."""
+        learner = self._model_of_program("save_state").learner
+        learner.check()
+        with self._without_parts():
+            folder = super().save_state(*given, **named_options)
+        learner.save(Path(folder) / STATE_FOLDER, {})
+        return folder
 
-    def load_state(self, *given: Any, **named_options: Any) -> Any:
-        """Raises CheckpointError, with what to call."""
-        raise _not_here("load_state", "load_checkpoint")
+    def load_state(self, *given: Any, **named_options: Any) -> None:
+        """Go on from what `save_state` wrote. Every rank calls this. Raises CheckpointError for another's folder."""
+        self._model_of_program("load_state")
+        hook = self.register_load_state_pre_hook(self._load_program)  # which is told the folder that Accelerate chose
+        try:
+            with self._without_parts():
+                super().load_state(*given, **named_options)
+        finally:
+            hook.remove()
 
+    def _load_program(self, models: Any, folder: str) -> None:
+        state, model = Path(folder) / STATE_FOLDER, self._model_of_program("load_state")
+        if not state.is_dir():
+            raise CheckpointError(
+                "the folder has the state of another way to train",
+                values=f"{folder} without {STATE_FOLDER}/",
+                alternatives=["a new run from its weights", "a folder that save_state of this accelerator wrote"],
+            )
+        model.learner.load(state)
+        model.learner.program.update_model(model.step)
+        model.values.note()
 
-def _not_here(what: str, instead: str) -> CheckpointError:
-    return CheckpointError(
-        "every rank has a part of the state",
-        values=f"accelerator.{what}",
-        alternatives=f"model.program.{instead}(model.step, folder) on every rank, and the schedule's state_dict",
-    )
+    @contextlib.contextmanager
+    def _without_parts(self) -> Iterator[None]:
+        """What only the program can write and read is hidden from Accelerate: the optimiser."""
+        held, self._optimizers = self._optimizers, []
+        try:
+            yield
+        finally:
+            self._optimizers = held
+
+    def _model_of_program(self, what: str) -> ProgramModel:
+        if self.program_model is None:
+            raise CheckpointError(f"there is no program whose state {what} could move", alternatives="prepare() first")
+        return self.program_model
 
 
 class ProgramModel:
@@ -163,31 +198,31 @@ class ProgramModel:
     """
 
     def __init__(self, learner: RankLearner) -> None:
-        self._learner, self.training = learner, True
+        self.learner, self.training = learner, True
         self.loop_optimizer: LoopOptimizer | None = None
         self.values, self.pending = ModelValues(learner, learner.program.model), PendingLoss()
 
     @property
     def program(self) -> Any:
-        return self._learner.program
+        return self.learner.program
 
     @property
     def step(self) -> Any:
-        return self._learner.step
+        return self.learner.step
 
     @property
     def module(self) -> nn.Module:
         """The script's model, whose values are brought up to date by `whole` alone."""
-        found: nn.Module = self._learner.program.model
+        found: nn.Module = self.learner.program.model
         return found
 
     def __call__(self, *positional: Any, **keyword: Any) -> LossOutput | Tensor:
         batch = named(self.module, positional, keyword)
         self.values.give()
         if not self.training:
-            return self._output(torch.tensor(self._learner.evaluate(batch)))
-        self.pending.make_room(self._learner.optimizer)
-        return self._output(self.pending.loss(self._learner.forward_backward(batch)))
+            return self._output(torch.tensor(self.learner.evaluate(batch)))
+        self.pending.make_room(self.learner.optimizer)
+        return self._output(self.pending.loss(self.learner.forward_backward(batch)))
 
     def _output(self, loss: Tensor) -> LossOutput | Tensor:
         """As transformers' models return it, or the bare loss, as others do that compute their own."""

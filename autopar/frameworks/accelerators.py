@@ -10,6 +10,7 @@ import functools
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, recursively_apply
@@ -88,6 +89,9 @@ def _parted(what: str) -> CheckpointError:
 
 class ProgramAccelerator(Accelerator):  # type: ignore[misc]
     """An Accelerator that stands in a loop around a program's step; `stand_in` makes one of a given Accelerator."""
+
+    flag_tensor: Any
+    _optimizers: Any
 
     @property
     def distributed_type(self) -> Any:
@@ -174,6 +178,19 @@ class ProgramAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Raises ConstraintError: ranks have parts of the gradients."""
         raise ConstraintError("gradients cannot be clipped one by one", alternatives="clip_grad_norm_")
+
+    def check_trigger(self) -> bool:
+        """Whether a rank has set the trigger since the last time, equal on all, which end together. Collective."""
+        if self.flag_tensor is None:
+            self.flag_tensor = torch.zeros((), dtype=torch.long, device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(self.flag_tensor, dist.ReduceOp.MAX)
+        return bool(super().check_trigger())
+
+    def end_training(self) -> None:
+        """Trackers end. The ranks stay joined, since values that a script saves after this are gathered from them."""
+        for tracker in self.trackers:
+            tracker.finish()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing: the step unscales its gradients itself."""

@@ -30,6 +30,7 @@ from autopar.frameworks.building import (
     rows_of_steps,
 )
 from autopar.frameworks.loops import ModelValues
+from autopar.frameworks.script_callbacks import LookingHandler, may_look
 from autopar.frameworks.trainer_checks import check_trainer
 from autopar.training.feeding import joined
 from autopar.training.learners import RankLearner
@@ -58,6 +59,8 @@ def parallelize(trainer: Trainer, cluster: AnyCluster | str, **options: Any) -> 
     trainer.model.to("cpu")  # the program has the values that train, in its ranks' parts
     own = type(trainer)
     trainer.__class__ = type(own.__name__, (ProgramTrainer, own), {"__module__": own.__module__})
+    handler = trainer.callback_handler
+    handler.__class__, handler.looked, handler.take_values = LookingHandler, {}, trainer._take_values
     return trainer
 
 
@@ -153,7 +156,17 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
         """Raises ConstraintError: trials on several ranks are not supported."""
         raise ConstraintError("hyperparameter_search is not supported", alternatives="a run per trial")
 
+    def log(self, *given: Any, **named: Any) -> None:
+        """As written; a subclass's own may look at the model."""
+        self._take_for("log")
+        super().log(*given, **named)
+
     # Evaluation -------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, *given: Any, **named: Any) -> Any:
+        """As written; a subclass's own may look at the model."""
+        self._take_for("evaluate")
+        return super().evaluate(*given, **named)
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, *given: Any, **named: Any
@@ -176,6 +189,11 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
     def _take_values(self) -> None:
         if self.values is not None:
             self.values.take()
+
+    def _take_for(self, method: str) -> None:
+        own = getattr(super(), method)
+        if own.__func__ is not getattr(Trainer, method) and may_look(own.__func__):
+            self._take_values()
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

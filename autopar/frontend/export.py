@@ -84,8 +84,8 @@ def _untraceable(error: Exception) -> TraceError:
             "torch.export could not trace the model: values of tensors, which a trace lacks, decide what it does",
             values=_BY_SHAPE.format(what) if by_shape else line or what,
             alternatives=[
-                "the line without values of parameters, buffers or the batch (torch.where, torch.cond); values of "
-                "what forward makes of numbers alone are known",
+                "the line without values of parameters, buffers or the batch (torch.where); values of what forward "
+                "makes of numbers alone are known",
                 "an option of the model that leaves the line out, or an input left out that it asks about (a mask "
                 "of ones)",
                 "a torch.library.custom_op around it",

@@ -88,6 +88,10 @@ class _Functionaliser:
         if torch.Tag.nondeterministic_seeded in overload.tags and node.op != _DROPOUT:
             raise refused_random(node.op, at(self.flat, node))
         if functional_name(node.op) is None:
+            out = dict(node.kwargs).get("out")
+            root = self.chain(out)[-1].node if isinstance(out, Ref) else ""
+            if root in self.flat.parameters and root not in self.flat.constants:
+                raise self.refused_update(root, node)
             raise TraceError(
                 "forward calls an operator that writes into its operands",
                 values=f"{node.op}{at(self.flat, node)}",
@@ -141,12 +145,17 @@ class _Functionaliser:
         is_exact = count == 1 or (count > 1 and not self.flat.parameters[name].meta.dtype.is_floating_point)
         if ref == Ref(name) and is_exact:
             return total
-        raise TraceError(
+        raise self.refused_update(name, write)
+
+    def refused_update(self, name: str, write: Node) -> TraceError:
+        """The error for a buffer that forward changes otherwise than by a constant number."""
+        return TraceError(
             "forward updates a buffer with values that a parallel plan does not compute as one process does",
             values=f"{name}: {write.op}{at(self.flat, write)}",
             alternatives=[
                 "a counter: adding a constant number in place (self.count += 1), which is kept",
-                "return the statistic and update the buffer in the training loop",
+                "what follows from parameters and buffers (a mean over steps, a power iteration) in the training loop, "
+                "between step.full_state_dict() and step.load(state)",
                 "batch norm, whose running statistics are kept",
             ],
         )

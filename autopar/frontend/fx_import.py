@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from autopar.errors import TraceError
 from autopar.frontend.composites import definition
 from autopar.frontend.user_line import user_line
+from autopar.frontend.vmaps import BRACKETS, write_out
 from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in, with_refs
 from autopar.ir.operators import arguments_of, may_be_view
 from autopar.rules.creation import LIKE, PLAIN
@@ -104,6 +105,7 @@ def import_program(
     batch: by name, in the order in which it was exported. Raises TraceError for what a graph would hold otherwise than
     forward means it.
     """
+    write_out(program)
     return _Importer(program, module, batch, model).run()
 
 
@@ -235,10 +237,12 @@ class _Importer:
                 ],
             )
         if not isinstance(target, torch._ops.OpOverload):
+            line = user_line(node.meta.get("stack_trace")) or _module_path(node) or "in forward"
+            of_vmap = "what torch.vmap computes written for all elements at once (torch.einsum, torch.bmm)"
             raise TraceError(
                 "an operator that autopar cannot carry over",
-                values=f"{name} at {_module_path(node)}",
-                alternatives="a torch.library.custom_op, or an aten operator",
+                values=f"{name} at {line}",
+                alternatives=of_vmap if name in BRACKETS else "a torch.library.custom_op, or an aten operator",
             )
         parts = definition(target, node)
         if parts is not None:

@@ -43,7 +43,10 @@ def skeleton_of(
     if config is not None and hasattr(config, "use_cache"):
         config.use_cache = False
     # Not by the copy's: what stands for a dropped block has a mode of its own.
-    return skeleton if _is_in_training(model) else skeleton.train()
+    if not _is_in_training(model):
+        return skeleton.train()
+    _check_modes(skeleton)
+    return skeleton
 
 
 def detached_copy(model: Module) -> Module:
@@ -61,6 +64,24 @@ def in_training(model: nn.Module) -> nn.Module:
 
 def _is_in_training(model: nn.Module) -> bool:
     return any(module.training for module in model.modules())
+
+
+def _check_modes(skeleton: nn.Module) -> None:
+    """Raises ModelError where a model's own `train()` leaves parts in evaluation mode that are in training mode now: a
+    training loop begins with it, so what is meant to be frozen would be trained."""
+    if all(getattr(module.train, "__func__", None) is nn.Module.train for module in skeleton.modules()):
+        return
+    before = [(path, module, module.training) for path, module in skeleton.named_modules()]
+    skeleton.train()
+    frozen = [path or "the model" for path, module, was in before if was and not module.training]
+    for _, module, was in before:
+        module.training = was
+    if frozen:
+        raise ModelError(
+            "train() of the model leaves parts in evaluation mode, and has not been called",
+            values=", ".join(frozen[:4]) + (f" and {len(frozen) - 4} more" if len(frozen) > 4 else ""),
+            alternatives="model.train() before the model is given, as a training loop calls it",
+        )
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:

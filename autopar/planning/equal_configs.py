@@ -133,8 +133,8 @@ def meshes_of(request: Request, shape: Shape, zero: int) -> Iterator[Mesh]:
 
 def expert_degrees(request: Request, dp: int, tensor: int) -> list[int]:
     """Over how many of `dp` ranks experts may be shared out: what divides both, or what is pinned. On many devices
-    these are as many as fill, with the `tensor` ranks of ttp x tp, whole nodes. With etp=1 the latter share them out,
-    too."""
+    these are as many as fill, with the `tensor` ranks of ttp x tp, whole nodes, or equal parts of a rack that is one
+    node, of eight devices and more. With etp=1 the latter share them out, too."""
     pinned, graph = request.constraints.degrees.get("ep"), request.trace(request.global_batch_size)
     experts, etp = num_experts(graph), request.constraints.etp
     degrees = divisors(math.gcd(dp, experts) if experts else 1)
@@ -147,6 +147,7 @@ def expert_degrees(request: Request, dp: int, tensor: int) -> list[int]:
         return [ep for ep in degrees if ep == pinned]
     cluster = request.cluster
     whole = {cluster.devices_per_node * nodes // tensor for nodes in EXPERT_NODES}
+    whole |= {size // tensor for size in divisors(cluster.devices_per_node) if size >= FEW_DEVICES}
     return [ep for ep in degrees if ep == 1 or ep in whole or cluster.num_devices <= FEW_DEVICES]
 
 

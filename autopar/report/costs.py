@@ -10,6 +10,7 @@ from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
 from autopar.report.plan_words import plan_words
 from autopar.units import seconds_text
+from cost_models.dispatch import dispatches
 
 REASONS = 3
 ROUND_OFF = 1e-9
@@ -46,7 +47,7 @@ def time_rows(seconds: Mapping[str, float]) -> list[TimeRow]:
 def kind_words(kind: str) -> str:
     """A kind of seconds in words: `all_gather tp` -> `all_gather over tp`."""
     name, _, axis = kind.rpartition(" ")
-    collectives = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+    collectives = ("all_gather", "all_reduce", "reduce_scatter", *dispatches())
     return f"{name} over {axis}" if name in collectives else kind
 
 

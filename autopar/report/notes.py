@@ -1,10 +1,11 @@
-"""What a reader should know of a plan beside its numbers: unknown operators, checks left out, idle axes."""
+"""What a reader should know of a plan beside its numbers: unknown operators, checks left out, idle axes, rows' ways."""
 
 from __future__ import annotations
 
 from autopar.costs.layer_costs import HOST
 from autopar.ir.compression import NOTHING_COMPRESSED
 from autopar.program import GeneratedProgram
+from autopar.report.exchanges import exchange_notes
 from autopar.units import seconds_text
 from codegen.functions import function_of
 
@@ -24,7 +25,7 @@ def notes_of(compiled: GeneratedProgram) -> tuple[str, ...]:
     if compiled.plan.compression and not compiled.plan.compresses:
         notes.append(NOTHING_COMPRESSED)
     notes += [f"nothing is split over {axis}: its ranks repeat the same work" for axis in _idle_axes(compiled)]
-    return (*notes, *_bound_by_host(compiled))
+    return (*notes, *_bound_by_host(compiled), *exchange_notes(compiled))
 
 
 def _bound_by_host(compiled: GeneratedProgram) -> list[str]:

@@ -1,4 +1,4 @@
-"""Cross-entropy and negative log-likelihood over classes."""
+"""Cross-entropy, negative log-likelihood and margins over classes."""
 
 from __future__ import annotations
 
@@ -79,6 +79,25 @@ def nll(call: Call) -> Rule:
     return make_rule(call, [groups[i] for i in range(len(groups))], [out], sizes, blocked=blocked, linear=("self",))
 
 
+def margin(call: Call) -> Rule:
+    """multi_margin_loss and multilabel_margin_loss of [N, C] or [C]: rows apart, a row's classes together.
+
+    A mean is one of rows, whatever the classes' weights.
+    """
+    x, target = call.tensor("self"), call.tensor("target")
+    names = ["n", "c"][-len(x.shape) :]
+    rows, sizes = names[:-1], dict(zip(names, x.shape, strict=True))
+    groups: dict[int, Groups] = {x.index: [[f] for f in names]}
+    groups[target.index] = [[f] for f in (names if target.shape == x.shape else rows)]
+    weight = call.get("weight")
+    if isinstance(weight, Operand):
+        groups[weight.index] = [["c"]]
+    lowerings = {f: Lowering("mean") for f in rows} if call["reduction"] == MEAN else {}
+    out = [[f] for f in rows] if call["reduction"] == NONE else []
+    tensors = [groups[i] for i in range(len(groups))]
+    return make_rule(call, tensors, [out], sizes, blocked={"c"}, lowerings=lowerings)
+
+
 def is_plain_cross_entropy(node: Node, inputs: Sequence[TensorMeta], any_dims: bool = False) -> bool:
     """Class-number targets, no class weights, [N, C] logits, averaged or summed: what the run time's own does.
 
@@ -96,4 +115,6 @@ TABLE = {
     "aten.nll_loss": nll,
     "aten.nll_loss_nd": nll,
     "aten.nll_loss2d": nll,
+    "aten.multi_margin_loss": margin,
+    "aten.multilabel_margin_loss": margin,
 }

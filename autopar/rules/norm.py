@@ -10,7 +10,7 @@ SYNCHRONISED = ("batch_norm", "group_norm")
 
 
 def trailing_norm(call: Call) -> Rule:
-    """layer_norm and rms_norm over the trailing `normalized_shape` dims."""
+    """layer_norm and rms_norm over the trailing `normalized_shape` dims; native_layer_norm gives its statistics too."""
     x = call.tensor("input")
     num_lead = len(x.shape) - len(call["normalized_shape"])
     names = [f"b{i}" for i in range(num_lead)] + [f"h{i}" for i in range(len(x.shape) - num_lead)]
@@ -20,7 +20,9 @@ def trailing_norm(call: Call) -> Rule:
         value = call.get(name)
         if isinstance(value, Operand):
             groups[value.index] = [[f] for f in names[num_lead:]]
-    return make_rule(call, [groups[i] for i in range(len(groups))], [groups[x.index]], sizes, blocked=names[num_lead:])
+    statistics: Groups = [[f] if i < num_lead else [] for i, f in enumerate(names)]
+    outputs = [groups[x.index], *(statistics for _ in call.outputs[1:])]
+    return make_rule(call, [groups[i] for i in range(len(groups))], outputs, sizes, blocked=names[num_lead:])
 
 
 def batch_norm(call: Call) -> Rule:
@@ -86,6 +88,7 @@ def along_dim(call: Call) -> Rule:
 
 TABLE = {
     "aten.layer_norm": trailing_norm,
+    "aten.native_layer_norm": trailing_norm,
     "aten.rms_norm": trailing_norm,
     "aten.batch_norm": batch_norm,
     "aten.group_norm": group_norm,

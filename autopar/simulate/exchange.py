@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.costs.layer_costs import LayerCost, Mode, exposed
+from autopar.costs.layer_costs import HIDDEN, LayerCost, Mode, exposed
 from autopar.costs.liveness import Liveness
 
 
@@ -15,7 +15,8 @@ class Exchange:
     """Seconds by kind of one micro-batch's forward and backward of one call or module.
 
     again: seconds of a forward that is computed again, by recompute mode. forward_bytes, backward_bytes: buffers that
-    are alive meanwhile, beside what the unit itself has.
+    are alive meanwhile, beside what the unit itself has. hidden: the share of forward and backward that other
+    computation hides, if the unit has as much of its own: another micro-batch's, of which a unit computes the same.
     """
 
     forward: Mapping[str, float] = field(default_factory=dict)
@@ -23,6 +24,7 @@ class Exchange:
     again: Mapping[str, float] = field(default_factory=dict)
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
+    hidden: float = 0.0
 
 
 def with_exchanges(costs: Mapping[str, LayerCost], exchanges: Mapping[str, Iterable[Exchange]]) -> dict[str, LayerCost]:
@@ -32,10 +34,14 @@ def with_exchanges(costs: Mapping[str, LayerCost], exchanges: Mapping[str, Itera
     for name, items in exchanges.items():
         cost, own = found[name], list(items)
         forward, backward = defaultdict(float, cost.forward), defaultdict(float, cost.backward)
+        computed = exposed(cost.forward) + exposed(cost.backward)
         for item in own:
+            sent = exposed(item.forward) + exposed(item.backward)
+            hidden = min(item.hidden, computed / sent) if sent else 0.0
             for table, added in ((forward, item.forward), (backward, item.backward)):
                 for kind, value in added.items():
-                    table[kind] += value
+                    table[kind] += (1 - hidden) * value
+                    table[HIDDEN] += hidden * value
         held = max((item.forward_bytes for item in own), default=0.0)
         back = max((item.backward_bytes for item in own), default=0.0)
         modes = {}

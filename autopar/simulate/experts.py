@@ -10,12 +10,12 @@ and the last matmul, and the exchange of tokens, is then priced for the tokens t
 
 Under `ep` the ranks of a group of dp x cp hold E / ep experts each and exchange tokens by all_to_all. Balanced, a rank
 gets as many tokens as it gives: E / ep experts with ep T k / E tokens each, which is what is traced. Per module and
-micro-batch there are two exchanges (dispatch, combine) of T k H elements forward and two backward, all exposed
-(D. Lepikhin et al., "GShard" (2020), section 3; S. Rajbhandari et al., "DeepSpeed-MoE" (2022), section 5). Under
-frameworks that do that (once_per_node), tokens cross between nodes once per node, where that pays
-(costs/expert_exchange.py). A layer that is computed again exchanges again. Gradients of experts are summed, and ZeRO
-shards them, over dp x cp / ep ranks. The ranks of a group of ep are neighbours, tensor-parallel ones aside; under
-sequence parallelism those send a part of the tokens each.
+micro-batch there are two exchanges (dispatch, combine) of T k H elements forward and two backward
+(D. Lepikhin et al., "GShard" (2020), section 3; S. Rajbhandari et al., "DeepSpeed-MoE" (2022), section 5), by the
+fastest of the kinds that the framework has (costs/expert_exchange.py), which their seconds are named after. They are
+exposed but for the share that the kind hides, at most behind all that the layer computes. A layer that is computed
+again exchanges again. Gradients of experts are summed, and ZeRO shards them, over dp x cp / ep ranks. The ranks of a
+group of ep are neighbours, tensor-parallel ones aside; under sequence parallelism those send a part of the tokens each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from autopar.costs.expert_exchange import OncePerNode, nodes_of, pays, seconds_straight
+from autopar.costs.expert_exchange import Mixture
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
@@ -277,28 +277,31 @@ def expert_exchanges(
     group: collective.Group,
     senders: int,
     load: float,
-    once_per_node: bool,
+    dispatches: Iterable[str],
     skew: float,
 ) -> dict[str, list[Exchange]]:
     """Unit -> one exchange per experts module. group: of ep. senders: tensor-parallel ranks that send a part of the
-    tokens each. load: tokens of the fullest rank by the mean. skew: of experts' shares of tokens."""
+    tokens each. load: tokens of the fullest rank by the mean. dispatches: kinds of exchange, of which the fastest is
+    taken. skew: of experts' shares of tokens."""
     call_costs, found = solved_layer.call_costs, dict[str, list[Exchange]]()
     data: Placements = tuple(R for _ in solved_layer.costed.axes)
-    cluster = pricer.cluster
-    nodes = nodes_of(group, cluster) if once_per_node else None
     for (scope, module), calls in (experts.modules or {}).items():
-        given, routed = call_costs.operators[scope, calls[0]].inputs[0], (experts.routed or {}).get((scope, module))
+        given = call_costs.operators[scope, calls[0]].inputs[0]
+        routed = (experts.routed or {}).get((scope, module), Routed(given.shape[0], 0, 1))
         rows = num_local(given, data, solved_layer.costed) / given.shape[-1]
         rows /= solved_layer.costed.num_data_ranks * senders
-        row_bytes = given.shape[-1] * given.dtype.itemsize
-        if nodes and routed and pays(nodes, routed.experts * group.size, routed.choices, cluster):
-            num_experts, choices = routed.experts * group.size, routed.choices
-            way = OncePerNode(nodes=nodes, num_experts=num_experts, choices=choices, tokens=rows / choices, skew=skew)
-            one = way.seconds(row_bytes, row_bytes, load, cluster)
-        else:
-            one = seconds_straight(rows * row_bytes, load, group, cluster)
-        forward = {"all_to_all ep": 2 * one}
+        mixture = Mixture(
+            group,
+            num_experts=routed.experts * group.size,
+            choices=routed.choices,
+            tokens=rows / routed.choices,
+            row_bytes=given.shape[-1] * given.dtype.itemsize,
+            load=load,
+            skew=skew,
+        )
+        kind = mixture.fastest(dispatches, pricer.cluster)
+        forward = {f"{kind.name} ep": 2 * mixture.seconds(kind, pricer.cluster)}
         found.setdefault(scope or segments(call_costs.graph)[calls[0]], []).append(
-            Exchange(forward, forward, again(forward, EXPERT_MODES))
+            Exchange(forward, forward, again(forward, EXPERT_MODES), hidden=kind.hidden)
         )
     return found

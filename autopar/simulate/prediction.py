@@ -15,7 +15,7 @@ from autopar.simulate.scenario import Scenario
 from autopar.simulate.timeline import StepEvent, events_of
 from autopar.simulate.trace_file import write_trace
 from autopar.simulate.what_if import changed
-from cost_models.certainty import Certainty, Fit, spread
+from cost_models.certainty import Certainty, spread
 from cost_models.frameworks import Framework
 from cost_models.hardware import Device, Link
 from cost_models.mixed import AnyCluster
@@ -56,17 +56,6 @@ class StrategyPrediction(Prediction):
         """How sure the fullest rank's bytes are, by rows of this framework (cost_models/certainty.py)."""
         own = spread(self.scenario.framework.name, is_cpu(self.scenario.cluster.groups[0]))
         return own.certainty(self.num_bytes, self.capacity_bytes)
-
-    @property
-    def memory_interval(self) -> tuple[float, float]:
-        """Bytes of the fullest rank between which nine of ten rows of this framework were measured, by how far they are
-        from their predictions."""
-        return self.certainty.low_bytes, self.certainty.high_bytes
-
-    @property
-    def fit(self) -> Fit:
-        """`fits`, as "yes" or "no" where the whole interval says so, else "within the error"."""
-        return self.certainty.fit
 
     @property
     def timeline(self) -> tuple[StepEvent, ...]:

@@ -43,6 +43,7 @@ from autopar.simulate.strategy import Strategy, parse_strategy, profile_of
 from autopar.simulate.terms import Terms, has_kernels, priced_under
 from cost_models import collective
 from cost_models.frameworks import Framework
+from cost_models.hardware import DTYPE_FALLBACKS
 from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster
 from cost_models.schedule import placement
@@ -79,7 +80,8 @@ def predict(
         "groups": [1, 0]        of unlike nodes, the group of every pipeline rank (simulate/stage_meshes.py)
 
     framework: a profile of cost_models/machines/frameworks.toml, or one of your own; "autopar" is what generated
-    programs do, and gives a searched plan's strategy the plan's prediction. precision: fp32, tf32, bf16, fp16 or fp8.
+    programs do, and gives a searched plan's strategy the plan's prediction. precision: fp32, tf32, bf16, fp16, fp8, and
+    mxfp8 or nvfp4 where the devices have them.
     check: raise InfeasibleError where the fullest rank exceeds the strategy's `memory`, or the device's; without it,
     `fits` of the prediction says so. Other arguments as in `compile`. To score many strategies of one model, keep a
     `Predictor`.
@@ -148,7 +150,8 @@ class Predictor:
         precision: str | None = None,
         check: bool = False,
     ) -> StrategyPrediction:
-        """As `autopar.predict`. precision: another one that is traced alike (bf16, fp16, fp8; fp32, tf32)."""
+        """As `autopar.predict`. precision: another one that is traced alike (bf16, fp16, fp8, mxfp8, nvfp4;
+        fp32, tf32)."""
         cluster = as_cluster(cluster_spec)
         profile = profile_of(framework)
         rows = global_batch_size or self.rows
@@ -159,7 +162,7 @@ class Predictor:
             raise ConstraintError(
                 "the model was traced in another precision", values=f"{self.traced_as}, not {precision}"
             )
-        terms = Terms(profile, wanted.attention or profile.attention, PRECISIONS[precision][1])
+        terms = Terms(profile, wanted.attention or profile.attention, _matmul_dtype(precision, cluster))
         share = self.share(wanted.cp, wanted.ep)
         terms = replace(terms, kernels=has_kernels(wanted, cluster, terms, share), load=_fullest_load(wanted, share))
         settings = self._settings(share, cluster, terms, wanted, rows)
@@ -327,7 +330,7 @@ def _exchanges(
                 group=collective.Group(wanted.ep, tp),
                 senders=tp if sp else 1,
                 load=terms.load,
-                once_per_node=profile.once_per_node,
+                dispatches=profile.dispatches,
                 skew=wanted.expert_skew if wanted.capacity_factor is None else 0.0,
             )
         )
@@ -369,6 +372,20 @@ def _pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: boo
 def _usual_training(precision: str, on_gpu: bool) -> Training:
     """How a step is run with the optimiser that stands where none is given."""
     return training_of(adamw, precision, on_gpu)
+
+
+def _matmul_dtype(precision: str, cluster: AnyCluster) -> str:
+    """What matmuls are computed in. Raises ConstraintError where a device has no units for it, nor others for it."""
+    dtype = PRECISIONS[precision][1]
+    for group in cluster.groups:
+        known = group.device.peak_flops_per_second
+        if dtype not in known and not DTYPE_FALLBACKS[dtype]:
+            raise ConstraintError(
+                "the device has no units for this precision",
+                values=f"{precision} on {group.device.name}",
+                alternatives=", ".join(name for name, (_, own) in PRECISIONS.items() if own in known),
+            )
+    return dtype
 
 
 def _traced_as(precision: str) -> str:

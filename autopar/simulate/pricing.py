@@ -21,8 +21,15 @@ PRECISIONS: Mapping[str, tuple[str, str]] = {
     "bf16": ("bf16", "bf16"),
     "fp16": ("bf16", "fp16"),
     "fp8": ("bf16", "fp8"),
+    "mxfp8": ("bf16", "mxfp8"),
+    "nvfp4": ("bf16", "nvfp4"),
 }
-"""Precision -> (how the model is traced, dtype of the matmuls). Of fp8 only linear layers are in fp8."""
+"""Precision -> (how the model is traced, dtype of the matmuls). Of the last three only linear layers are in them."""
+
+CASTS: Mapping[str, float] = {"fp8": 2.0, "mxfp8": 2.03125, "nvfp4": 2.5625}
+"""What casting a tensor moves, by its 16-bit bytes: read once, and written as it is and transposed, with a byte of
+scale for 32 values (mxfp8) or 16 (nvfp4, whose tensor is read once more for a scale of its own). Transformer Engine's
+user guide, "MXFP8" and "NVFP4". fp8 is of delayed scaling, where no tensor is read for its largest value first."""
 
 FORWARD_PASSES = 6.5 / 14.0
 """Share of an unfused attention's passes over the scores that forward makes (frameworks.toml)."""
@@ -47,6 +54,11 @@ class ProfiledPricer(Pricer):
     parts: Mapping[tuple[str, str], Part] = field(default_factory=dict)
     matmul_dtype: str = "bf16"
     attention: str = "flash"
+
+    @property
+    def gathers_again(self) -> bool:
+        """As the framework's linear layers do."""
+        return self.framework.gathers_again
 
     def dtype_name(self, meta: TensorMeta) -> str:
         """What contractions of this dtype are computed in."""
@@ -82,7 +94,7 @@ class ProfiledPricer(Pricer):
         if name == "cross_entropy_loss" and self.framework.loss_bytes:
             moved = self.framework.loss_bytes * num_local(operator.inputs[0], option.inputs[0], self.mesh) / 2
             return self.memory_seconds(moved) + self._inner_seconds(operator, option)[0], self.memory_seconds(moved)
-        if name in MATMULS and self.matmul_dtype == "fp8":
+        if name in MATMULS and self.matmul_dtype in CASTS:
             plain, casts = super().operator_seconds(operator, option), self._cast_seconds(operator, option)
             return plain[0] + casts[0], plain[1] + casts[1]
         part = self.parts.get((operator.scope, operator.node.name))
@@ -115,10 +127,11 @@ class ProfiledPricer(Pricer):
         return whole if launches else max(whole - launch, 0.0)
 
     def _cast_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """fp8: every operand is read in 16 bits and written in 8, as it is and transposed; backward the gradient."""
+        """Every operand is read in 16 bits and written in fewer, as it is and transposed; backward the gradient."""
         sizes = [self._local_bytes(m, p) for m, p in zip(operator.inputs, option.inputs, strict=True)]
         made = self._local_bytes(operator.node.outputs[0], option.outputs[0])
-        return self.memory_seconds(2.0 * sum(sizes)), self.memory_seconds(2.0 * made)
+        moved = CASTS[self.matmul_dtype]
+        return self.memory_seconds(moved * sum(sizes)), self.memory_seconds(moved * made)
 
     def _flash_attention_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         query, key = operator.inputs[0], operator.inputs[1]
@@ -129,7 +142,7 @@ class ProfiledPricer(Pricer):
         flops = 4.0 * heads * queries * keys * width * (0.5 if causal else 1.0)
         moved = sum(self._local_bytes(m, p) for m, p in zip(operator.inputs, option.inputs, strict=True))
         moved += self._local_bytes(operator.node.outputs[0], option.outputs[0])
-        dtype = "bf16" if self.matmul_dtype == "fp8" else self.dtype_name(operator.node.outputs[0])
+        dtype = "bf16" if self.matmul_dtype in CASTS else self.dtype_name(operator.node.outputs[0])
         variant = "fa2" if self.attention == "flash" else self.attention
         return self._flash_seconds(flops, moved, dtype, (heads, queries, keys), causal, variant)
 
@@ -140,7 +153,7 @@ class ProfiledPricer(Pricer):
         rows, width, columns = query.shape[-2], query.shape[-1], key.shape[-2]
         batch = max(local // (rows * width), 1)
         size = query.dtype.itemsize
-        dtype = "bf16" if self.matmul_dtype == "fp8" else self.dtype_name(operator.node.outputs[0])
+        dtype = "bf16" if self.matmul_dtype in CASTS else self.dtype_name(operator.node.outputs[0])
         flops = 2.0 * batch * rows * columns * width
         moved = size * batch * (rows * columns + (rows + columns) * width)
         device = self.cluster.device

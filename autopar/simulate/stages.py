@@ -45,9 +45,7 @@ def cut(
             alternatives=f"at most {len(units)} stages",
         )
     if how == "weights":
-        found = _by_weight([weights[name] for name in units], count)
-        if len(found) == count + 1:
-            return found
+        return _by_weight([weights[name] for name in units], count)
     return _shortest([[own[name].forward_seconds + own[name].backward_seconds for name in units] for own in costs])
 
 
@@ -62,13 +60,22 @@ def _even(layers: Sequence[int], num_units: int, count: int) -> tuple[int, ...]:
 
 
 def _by_weight(weights: Sequence[float], count: int) -> tuple[int, ...]:
-    """A new stage begins where the sum of the weights passes its even share (nanotron's models/base.py)."""
-    total, sum_, firsts = sum(weights), 0.0, [0]
-    for index, weight in enumerate(weights):
+    """A stage ends with the unit by which the sum of the weights passes its even share (nanotron's models/base.py), or
+    reaches it: Llama-1.34B, whose last matrix is four layers, had memory and seconds of five layers on the first of
+    four stages.
+
+    Where the last matrix does so before the last stage, nanotron leaves the loss alone to the next one, and nothing to
+    others. Here both are one unit, the last stage, and the units before it are each a stage, as far as stages are left.
+    """
+    total, sum_, firsts, alone = sum(weights), 0.0, [0], 0
+    for index, weight in enumerate(weights[:-1], 1):
         sum_ += weight
-        if sum_ > total * len(firsts) / count * (1 + 1e-9) and len(firsts) < count:
+        if sum_ > total * len(firsts) / count * (1 - 1e-9) and len(firsts) < count:
             firsts.append(index)
-    return (*dict.fromkeys(firsts), len(weights))
+    while len(firsts) + alone < count:
+        alone += 1
+        firsts = [first for first in firsts if first < len(weights) - alone]
+    return (*firsts, *range(len(weights) - alone, len(weights)), len(weights))
 
 
 def _shortest(seconds: Sequence[Sequence[float]]) -> tuple[int, ...]:

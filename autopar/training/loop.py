@@ -85,9 +85,19 @@ def compile_program(setup: Setup) -> CompiledProgram:
 
 
 def resolve_cluster(cluster: AnyCluster | str, num_processes: int | None = None) -> AnyCluster:
-    """The cluster, with "detect" measured: by rank 0 alone, so that ranks do not disturb one another."""
+    """The cluster, with "detect" measured: by rank 0 alone, so that ranks do not disturb one another.
+
+    Raises ConstraintError for another number of processes than a cluster that is given has devices.
+    """
     if cluster != "detect":
-        return as_cluster(cluster)
+        given = as_cluster(cluster)
+        if num_processes not in (None, given.num_devices):
+            raise ConstraintError(
+                "num_processes says how many processes share a machine that is detected, and this cluster is given",
+                values={"num_processes": num_processes, "cluster": str(cluster)},
+                alternatives=[f"num_processes={given.num_devices}, or none", 'cluster="detect"'],
+            )
+        return given
     if not dist.is_initialized():
         return ClusterSpec.detect(num_processes)
     found: list[Any] = [ClusterSpec.detect(num_processes or dist.get_world_size()) if dist.get_rank() == 0 else None]

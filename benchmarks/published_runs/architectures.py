@@ -54,5 +54,3 @@ def assumed(row: Mapping[str, Any]) -> Iterable[str]:
         yield f"zero_stage taken as {row['zero_stage']}"
         if row["recompute"] == "none":
             yield "recompute absent, taken as none"
-        if "mx" in row["precision"].lower():
-            yield "blocks of MXFP8 multiplied and scaled as fp8 by rows"

@@ -131,7 +131,9 @@ def _inter(row: Row) -> Link:
 def precision_of(row: Row) -> str:
     """Raises SkippedError."""
     text = row["precision"].lower()
-    if text.startswith(("amp_fp8", "fp8", "mxfp8")):
+    if text.startswith(("mxfp8", "fp8-mx")):
+        return "mxfp8"
+    if text.startswith(("amp_fp8", "fp8")):
         return "fp8"
     if text.startswith(("bf16", "amp_bf16")):
         return "bf16"

@@ -24,6 +24,9 @@ CONFIGURATION = ("model", "gpu", "gpus_total", "global_batch", "seq_len")
 PINNED = ("pp", "ddp", "dp", "tp", "cp", "ep", "zero", "micro_batches", "recompute", "schedule", "chunks", "offload")
 """Of a published strategy, what a searched plan can be pinned to."""
 
+FP8 = ("fp8", "mxfp8")
+"""Precisions in whose place autopar's programs have fp8."""
+
 ROOM = "4096GiB"
 """Memory under which a published plan is priced that does not fit as autopar's program."""
 
@@ -100,8 +103,8 @@ def _searched(row: Row, constraints: Mapping[str, Any]) -> Candidate:
     }
     options = CompileOptions(
         example_inputs=whole,
-        precision="bf16" if precision == "fp8" else precision,
-        fp8=precision == "fp8",
+        precision="bf16" if precision in FP8 else precision,
+        fp8=precision in FP8,
         global_batch_size=row["global_batch"],
         constraints=constraints,
     )

@@ -40,8 +40,24 @@ SCHEDULES: Sequence[tuple[str, str]] = (
 )
 """The first whose text is part of a row's schedule, in lower case."""
 
+DISPATCHES: Sequence[tuple[str, str]] = (
+    ("alltoall", "all_to_all"),
+    ("overlap on", "hybrid_ep_overlapped"),
+    ("canonical recipe", "hybrid_ep_overlapped"),
+    ("hybridep", "hybrid_ep"),
+    ("deepep", "deep_ep"),
+)
+"""The first whose text is part of what a row says of experts' rows, in lower case. Qwen3-30B-A3B's canonical recipe
+in bf16 overlaps (NVIDIA-NeMo/Megatron-Bridge@067f987d, perf_recipes/qwen/h100/qwen3_moe.py)."""
+
 OTHER_SCHEDULES = ("half", "vshape", "v-shape", "v-min", "dualpipe", "chimera", "interlaced", "vocab", "redis")
 """Words of schedules that have stages, or a vocabulary, laid out otherwise."""
+
+
+FEW_GPUS, MANY_RANKS = 16, 32
+"""nanotron's runs on at most FEW_GPUS, and others without a pipeline and with fewer than MANY_RANKS of tensor
+parallelism, kept what they gathered; the rest gathered again, as its revision of 27 December 2024 does and those did
+that slept between messages (regret.py). Inferred from their memory, of most: rows do not tell their revision."""
 
 
 def profile_of(row: Row) -> Framework:
@@ -57,10 +73,19 @@ def profile_of(row: Row) -> Framework:
     if is_half or (name == "fsdp" and "PURE" in row["precision"]):
         profile = replace(profile, gradient_bytes=2)
     if "megatron-bridge" in text and row.get("experts"):
-        profile = replace(profile, once_per_node=True)  # its recipes dispatch by HybridEP, and by DeepEP before
+        profile = replace(profile, dispatches=(dispatch_of(row),))
+    if name == "nanotron" and (row["gpus_total"] <= FEW_GPUS or (row["pp"] == 1 and row["tp"] < MANY_RANKS)):
+        profile = replace(profile, gathers_again=False)
     if "composer" in text:
         profile = replace(profile, loss_bytes=10.0)  # llm-foundry's default is flash-attn's fused cross-entropy
     return profile
+
+
+def dispatch_of(row: Row) -> str:
+    """How experts' rows travel. Where a row does not say: most of Megatron-Bridge's recipes have HybridEP with
+    permutation apart and no overlap (the same revision, perf_recipes)."""
+    said = " ".join(str(row.get(name, "")) for name in ("dispatcher", "variant", "notes")).lower()
+    return next((kind for word, kind in DISPATCHES if word in said), "deep_ep")
 
 
 def strategy_of(row: Row) -> dict[str, Any]:
@@ -96,7 +121,7 @@ def strategy_of(row: Row) -> dict[str, Any]:
 
 
 def _recompute(row: Row) -> str:
-    known = {"none": "none", "full": "full", "selective": "selective", "op-level": "selective"}
+    known = {"none": "none", "selective []": "none", "full": "full", "selective": "selective", "op-level": "selective"}
     if row["recompute"] not in known:
         raise SkippedError(f"recompute {row['recompute']!r} is not known")
     return known[row["recompute"]]

@@ -73,7 +73,7 @@ def worst_of(outcome: Outcome) -> Worst:
         on_slow_network=slow.step_seconds,
         with_long_bubble=found.step_seconds + found.seconds.get(BUBBLE, 0.0),
         used=found.peak_bytes / found.capacity_bytes,
-        may_fail=found.fit != "yes",
+        may_fail=found.certainty.fit != "yes",
     )
 
 

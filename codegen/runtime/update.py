@@ -55,7 +55,10 @@ class Update:
             for bucket in (bucket for part in self.parts for bucket in part.trainable()):
                 total = total + bucket.squared_norm()
         if self.mesh.everyone.size > 1:
-            collectives.all_reduce(total, self.mesh.everyone.group)
+            # In fp64 on all ranks: those of a pipeline may have parameters of another dtype, or none that are trained.
+            whole = total.double()
+            collectives.all_reduce(whole, self.mesh.everyone.group)
+            total = whole.to(total.dtype)
         return total.sqrt()
 
     def apply(self, grad_norm: Tensor | None) -> None:

@@ -121,6 +121,7 @@ def test_what_overlaps_already_still_does() -> None:
     assert "tp.for_use(" in program.source and program.source.count("overlapped.addmm(") == 2
 
 
+@pytest.mark.slow
 def test_deferred_gradients_stay_deferred() -> None:
     settings = {"pp": 2, "tp": 2, "dp": 1, "schedule": "zero-bubble", "micro_batches": 2}
     example = EXAMPLES["llama"]()

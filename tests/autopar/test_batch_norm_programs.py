@@ -63,6 +63,7 @@ def test_the_batch_is_not_gathered() -> None:
     assert len(re.findall(r"batch_norm\([^()]*\bdp,?\s*\)", compiled.source)) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_half_precision_takes_statistics_of_float32() -> None:
     compiled = autopar.compile(Images(), "2 cpu", example_inputs=batch(), constraints={"tp": 2}, precision="bf16")

@@ -163,7 +163,13 @@ KINDS = [AllForAll, Copied, Dispatched, DispatchedTogether, WeighedInTheProduct,
 SHAPES = {"up": (EXPERTS, WIDTH, INNER), "bias": (EXPERTS, INNER), "down": (EXPERTS, INNER, WIDTH)}
 
 
-@pytest.mark.parametrize("mixture", KINDS, ids=lambda kind: kind.__name__)
+QUICK = (Dispatched, WeighedInTheProduct, ChosenByExperts)
+
+
+@pytest.mark.parametrize(
+    "mixture",
+    [pytest.param(kind, id=kind.__name__, marks=() if kind in QUICK else pytest.mark.slow) for kind in KINDS],
+)
 def test_what_is_of_experts_is_shared_out(mixture: type[Mixture]) -> None:
     """Over ep, with etp=1 over tp, too, and with etp=2 not over tp."""
     for pins, held in (
@@ -212,6 +218,7 @@ def test_few_experts_are_not_shared_out_as_on_fewer_ranks(monkeypatch: pytest.Mo
         autopar.compile(made(Copied), str(eight), example_inputs=batch(), constraints=pins)
 
 
+@pytest.mark.slow
 def test_the_search_over_ep_equals_trying_every_degree() -> None:
     """With all else free."""
     given = {"example_inputs": batch(), "cluster_spec": IDEAL}

@@ -83,6 +83,7 @@ def test_which_calls_can_be_cut(args: Any, kwargs: Any, can: bool) -> None:
         assert option.inputs[3:] == ((own,) if len(inputs) > 3 else ())
 
 
+@pytest.mark.slow
 def test_windows_can_be_cut_either_way() -> None:
     """Exact on 2 and 3 ranks, in consecutive parts, whose reach differs, and in stripes."""
     for bounds in ({"before": 3, "after": 0}, {"before": 1, "after": 5}, {"after": 0, "chunk": 5}):
@@ -93,6 +94,7 @@ def test_windows_can_be_cut_either_way() -> None:
         assert not prove_rule(node, inputs, rule, search_missed=False).wrong
 
 
+@pytest.mark.slow
 def test_sinks_travel_nowhere() -> None:
     """Causal, in windows and without a mask, exact under every exchange; the sinks are whole on every rank."""
     for own in ({"is_causal": True}, {"before": 3, "after": 0}, {}):
@@ -221,6 +223,7 @@ def test_only_cp_exchanges_keys() -> None:
     assert stored and all(placement.is_replicated for placement in stored)
 
 
+@pytest.mark.slow
 def test_buffers_that_a_call_writes_to_stay_whole() -> None:
     """Batch norm is cut along the sequence on cp, and could be by channel; a moved copy of what is whole would be
     written to."""
@@ -266,6 +269,7 @@ def test_the_search_over_cp_equals_trying_every_degree(
     assert found.mesh.size("cp") == expected
 
 
+@pytest.mark.slow
 def test_refusals() -> None:
     request_for("llama_gqa", cp=4, context="ring").constraints.check(graph_of("llama_gqa"))
     example = EXAMPLES["gpt2"](dropout=0.1)

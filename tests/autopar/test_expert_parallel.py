@@ -162,6 +162,7 @@ def test_experts_on_ranks_of_tp_take_tokens_that_these_cut() -> None:
     assert 'Param((4, 8, 16), ep="S(0)", tp="S(0)")' in text and 'Param((4, 16), ep="S(0)", tp="S(0)")' in text
 
 
+@pytest.mark.slow
 def test_stripes_of_cp_have_all_choices_of_a_token() -> None:
     """So rows that are copies of tokens, and weights of choices, are made and summed where the tokens are."""
     example = ZOO["qwen3_moe"].build()

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cluster import as_cluster
-from autopar.costs.expert_exchange import Nodes, nodes_of, nodes_of_token, pays
+from autopar.costs.expert_exchange import Nodes, nodes_of, parts_of_token, pays
 from autopar.costs.rates import Training
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
 from autopar.ir.mesh import Mesh
 from autopar.options.strategies import operators_of, options_of
 from autopar.planning.request import Request, pricer_for
+from autopar.report.facts import facts_of
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.simulate import meshes, run_ranks
 from autopar.settings.constraints import Constraints
@@ -124,10 +125,25 @@ def test_programs_train_as_one_process_does(two_nodes: str, pins: Mapping[str, A
         assert report.ok(1e-5), f"{routing}: {report}"
 
 
-def source(model: nn.Module, cluster: str, **constraints: Any) -> str:
+def planned(model: nn.Module, cluster: str, **constraints: Any) -> autopar.CompiledProgram:
     torch.manual_seed(0)
-    compiled = autopar.compile(model, cluster, example_inputs=batch("balanced"), constraints=constraints)
-    return str(compiled.source)
+    return autopar.compile(model, cluster, example_inputs=batch("balanced"), constraints=constraints)
+
+
+def source(model: nn.Module, cluster: str, **constraints: Any) -> str:
+    return str(planned(model, cluster, **constraints).source)
+
+
+def test_the_report_names_the_way_of_rows_and_what_others_would_take(two_nodes: str) -> None:
+    notes = facts_of(planned(Mixture(), two_nodes, dp=4, ep=4)).notes
+    told = [note for note in notes if note.startswith("rows of experts over ep, a layer and micro-batch: ")]
+    assert len(told) == 1, notes
+    own, others = told[0].split(": ", 1)[1].split("; not in programs: ")
+    first, second = own.split(", ")
+    assert first.startswith("once_per_node ") and first.endswith(" (in this program)") and "all_to_all " in second
+    assert [each.split()[0] for each in others.split(", ")][0] == "hybrid_ep_overlapped"
+    alone = facts_of(planned(Mixture(), str(IDEAL), dp=4, ep=1)).notes
+    assert not any("rows of experts" in note for note in alone)
 
 
 def test_rows_cross_once_where_the_calls_show_that_they_may_and_the_axis_spans_nodes(two_nodes: str) -> None:
@@ -218,7 +234,7 @@ def test_as_many_bytes_travel_as_are_priced(monkeypatch: pytest.MonkeyPatch, two
 def test_a_token_reaches_as_many_nodes_as_chance_says() -> None:
     every = torch.combinations(torch.arange(16), 3) // 4
     mean = sum(len(set(nodes)) for nodes in every.tolist()) / len(every)
-    assert nodes_of_token(4, 16, 3) == pytest.approx(mean, rel=1e-12)
+    assert parts_of_token(4, 16, 3) == pytest.approx(mean, rel=1e-12)
 
 
 def test_where_the_axis_spans_nodes_and_what_then_pays() -> None:

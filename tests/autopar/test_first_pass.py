@@ -152,7 +152,9 @@ def test_evaluation_gives_the_loss_of_the_whole_batch(pins: dict[str, Any]) -> N
     assert found == pytest.approx(expected, rel=1e-5) and found[0] != pytest.approx(found[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("pins", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "pins", [pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow), {"pp": 2, "dp": 2}], ids=str
+)
 def test_a_forward_more_of_every_micro_batch_is_priced(pins: dict[str, Any]) -> None:
     """The same calls but for one that needs a sum: the step takes one forward of each micro-batch more."""
     model, batch = penalised()

@@ -28,7 +28,11 @@ def compile_fused(name: str, cluster: str, **options):
 
 @pytest.mark.parametrize(
     ("name", "cluster", "constraints"),
-    [("llama", "1 h100-sxm", {}), ("gpt2", "2 h100-sxm", {"pp": 2}), ("mixtral", "2 h100-sxm", {"dp": 2})],
+    [
+        ("llama", "1 h100-sxm", {}),
+        pytest.param("gpt2", "2 h100-sxm", {"pp": 2}, marks=pytest.mark.slow),
+        pytest.param("mixtral", "2 h100-sxm", {"dp": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_program_with_kernels_can_be_sent(name, cluster, constraints):
     program = compile_fused(name, cluster, constraints=constraints)

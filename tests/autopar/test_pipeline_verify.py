@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import autopar
@@ -202,3 +203,26 @@ def test_a_plan_whose_schedule_does_not_fit_its_stages_is_refused(
     path.write_text(text.replace(old, new))
     with pytest.raises(PlanError, match=message):
         autopar.compile(program.model, cluster_of(2), example_inputs=batch, plan=str(path))
+
+
+class FixedPoint(nn.Module):
+    """In fp64; each round needs both layers, so that the second pipeline rank has copies of the first's alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(x)
+        with torch.no_grad():
+            for _ in range(5):
+                found = torch.tanh(self.inner(found) + self.outer(x))
+        return nn.functional.mse_loss(torch.tanh(self.inner(found) + self.outer(x)), target)
+
+
+def test_gradients_in_fp64_are_clipped_where_a_pipeline_rank_trains_copies_alone() -> None:
+    drawn = torch.Generator().manual_seed(0)
+    batch = {name: torch.randn(8, 8, dtype=torch.float64, generator=drawn) for name in ("x", "target")}
+    pins = {"pp": 2, "micro_batches": 2}
+    report = autopar.verify(FixedPoint(), "2 cpu", example_inputs=batch, constraints=pins, max_grad_norm=0.01)
+    assert report.ok(1e-9), str(report)

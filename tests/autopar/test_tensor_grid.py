@@ -79,8 +79,9 @@ MODELS = {"linear": linear, "with bias": lambda: linear(bias=True), "mlp": mlp, 
 
 CASES = [
     *(("linear", grid) for grid in ("ttp2 x tp2", "ttp4 x tp2", "ttp2 x tp4")),
-    *(("with bias", "ttp2 x tp2"), ("mlp", "ttp4 x tp2"), ("small mlp", "ttp2 x tp4")),
-    ("with bias", "dp2 x ttp2 x tp2"),
+    *(("with bias", "ttp2 x tp2"), ("small mlp", "ttp2 x tp4")),
+    pytest.param("mlp", "ttp4 x tp2", marks=pytest.mark.slow),
+    pytest.param("with bias", "dp2 x ttp2 x tp2", marks=pytest.mark.slow),
 ]
 """With data-parallel ranks the stages of ZeRO join the two weights of an MLP, and combinations are too many to try."""
 

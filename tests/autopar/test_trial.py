@@ -274,6 +274,7 @@ def test_two_plans_run_on_two_ranks(tmp_path: Path, cache: Path) -> None:
     assert "note:" not in run("plan", *MODEL, "--quiet").output
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_plan_whose_rank_fails_does_not_end_the_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The cluster is a profile, which keeps what was measured of the other plan, twice."""

@@ -58,7 +58,7 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "pins",
     [
-        {"pp": 4},
+        pytest.param({"pp": 4}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "recompute": "full", "micro_batches": 2}, marks=pytest.mark.slow),
         pytest.param({"pp": 2, "schedule": "interleaved", "chunks": 2, "micro_batches": 4}, marks=pytest.mark.slow),
     ],

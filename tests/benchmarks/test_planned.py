@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from benchmarks import planned as command
 from benchmarks.published_runs import models
 from benchmarks.published_runs.architectures import completed
 from benchmarks.published_runs.machines import cluster_of
-from benchmarks.published_runs.planned import compare, fastest, pins_of
+from benchmarks.published_runs.planned import Comparison, compare, fastest, pins_of
 from tests.benchmarks.test_published import ROW
 
 BRIDGE: dict[str, Any] = {
@@ -72,10 +73,27 @@ def test_experts_whole_on_ranks_of_tp_are_pinned_so() -> None:
     assert (pins["dp"], pins["tp"], pins["ep"], pins["etp"], pins["micro_batches"]) == (4, 2, 4, 1, 4)
 
 
-def test_a_published_plan_has_the_price_of_its_strategy() -> None:
+def printed_of(rows: list[dict[str, Any]], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    assert command.main(["--rows", str(path)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_published_plan_has_the_price_of_its_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`autopar.predict` walks to the same seconds by a path of its own, without a search; a small sum is not there,
     nor its call, for which a host would be waited for."""
-    found = compare(TINY)
+    compared = list[Comparison]()
+
+    def kept(row: Any) -> Comparison:
+        compared.append(compare(row))
+        return compared[-1]
+
+    with mock.patch.object(command, "compare", kept):
+        printed = printed_of([TINY, {**TINY, "gpu": "TPUv9"}], tmp_path, capsys)
+    assert printed.count("own less published") == 1
+    assert "skipped 1: gpu TPUv9 is not in the catalogue" in printed
+    (found,) = compared
     model, batch = models.build(TINY)
     strategy = {"dp": 8, "tp": 1, "pp": 1, "zero": 0, "micro_batches": 1}
     alone = predict(model, cluster_of(TINY), strategy, example_inputs=batch, global_batch_size=16)
@@ -86,10 +104,28 @@ def test_a_published_plan_has_the_price_of_its_strategy() -> None:
     assert found.fits and found.ratio >= 1 - 1e-9
 
 
+@pytest.mark.slow
 def test_the_table_of_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in (TINY, EXPERTS, {**TINY, "gpu": "TPUv9"})), encoding="utf-8")
-    assert command.main(["--rows", str(path)]) == 0
-    printed = capsys.readouterr().out
-    assert printed.count("own less published") == 2
-    assert "skipped 1: gpu TPUv9 is not in the catalogue" in printed
+    assert printed_of([TINY, EXPERTS], tmp_path, capsys).count("own less published") == 2
+
+
+def test_the_record_is_what_the_document_says() -> None:
+    """Each configuration of benchmarks/results/planned.csv is a line of the table of docs/published_runs.md."""
+    text = (Path(__file__).parents[2] / "docs" / "published_runs.md").read_text(encoding="utf-8")
+    record = command.read_record()
+    assert len(record) > 10 and len({row["id"] for row in record}) == len(record)
+    for row in record:
+        published, own = float(row["published_seconds"]), float(row["own_seconds"])
+        assert float(row["ratio"]) == pytest.approx(published / own, abs=0.006)
+        assert published > 0.995 * own, "the search has the published plan, too"
+        profile = "-" if row["profile_seconds"] == "-" else f"{float(row['profile_seconds']):.2f}"
+        seconds = (f"{float(row['measured_seconds']):.2f}", profile, f"{published:.2f}", f"{own:.2f}", row["ratio"])
+        assert f"| {row['id']} |" in text and f"| {' | '.join(seconds)} |" in text, row
+
+
+def test_a_configuration_is_written_over_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "planned.csv")
+    first, second = (dict.fromkeys(command.FIELDS, text) | {"id": text} for text in ("a", "b"))
+    for found in (first, second, first | {"ratio": "1.5"}):
+        command.write(found)
+    assert command.read_record() == [first | {"ratio": "1.5"}, second]

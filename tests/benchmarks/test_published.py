@@ -20,7 +20,7 @@ from benchmarks.published_runs.machines import cluster_of, device_of, precision_
 from benchmarks.published_runs.predictions import Outcome, predict_rows
 from benchmarks.published_runs.rates import fit_rates, left_out_seconds
 from benchmarks.published_runs.rows import SkippedError
-from benchmarks.published_runs.strategies import assumptions, strategy_of
+from benchmarks.published_runs.strategies import assumptions, profile_of, strategy_of
 
 ROW: dict[str, Any] = {
     "id": "r1", "source": "a", "framework": "Megatron-LM v2", "model": "GPT-small", "arch_family": "GPT", "layers": 6,
@@ -69,6 +69,7 @@ def test_rows_that_lack_something_are_skipped_with_the_reason(changed: dict[str,
     assert re.search(words, reason)
 
 
+@pytest.mark.slow
 def test_a_row_with_context_parallelism_is_predicted_at_its_part_of_the_tokens() -> None:
     flash = {**ROW, "pp": 1, "zero_stage": 1, "attention_impl": "flash 2"}
     rows = [{**flash, "dp": 4}, {**flash, "dp": 2, "cp": 2, "global_batch": 8}]
@@ -104,6 +105,19 @@ def test_what_is_assumed_is_told() -> None:
     assert "framework unheard of under the profile megatron-2021" in strange
 
 
+def test_how_rows_of_experts_travel_is_read_from_what_a_row_says() -> None:
+    bridge = {**ROW, "framework": "Megatron-Bridge", "experts": 8}
+
+    def of(**said: str) -> tuple[str, ...]:
+        return profile_of({**bridge, **said}).dispatches
+
+    hybrid = "HybridEP, force balance"
+    assert (of(), of(notes=hybrid, variant="EP overlap off")) == (("deep_ep",), ("hybrid_ep",))
+    assert of(notes=hybrid, variant="EP overlap on (search)") == ("hybrid_ep_overlapped",)
+    assert of(variant="alltoall fallback smoke") == ("all_to_all",)
+    assert profile_of({**ROW, "framework": "Megatron-Core", "experts": 8}).dispatches == ("all_to_all",)
+
+
 def test_devices_by_name_or_by_memory() -> None:
     def of(gpu: str, size: str) -> str:
         return device_of({**ROW, "gpu": gpu, "gpu_mem_gb": size}).name
@@ -121,6 +135,7 @@ def test_precisions() -> None:
     tf32 = "fp32 (TF32 on Ampere+ default)"
     assert [of("amp_bf16/DEFAULT"), of("fp16-mixed"), of("tf32"), of("fp32")] == ["bf16", "fp16", "tf32", "fp32"]
     assert (of(tf32), of(tf32, "V100-32GB"), of("amp_fp8/DEFAULT")) == ("tf32", "fp32", "fp8")
+    assert [of("MXFP8"), of("FP8-MX"), of("FP8-CS")] == ["mxfp8", "mxfp8", "fp8"]
 
 
 def test_tau_counts_pairs_of_one_group_and_leaves_ties_out() -> None:
@@ -170,6 +185,25 @@ def test_memory_is_compared_by_what_was_measured() -> None:
     assert predicted_bytes(smi) == 6.5e9 and measured_bytes(smi.row) == 6e9
     assert predicted_bytes(allocated) == 5e9
     assert measured_bytes(allocated.row) == 5.5 * 2**30
+
+
+def test_memory_of_nanotron_is_what_its_first_rank_reserved() -> None:
+    """Beside the fuller second rank, in units of 2^30, with what the allocator holds of what comes and goes."""
+    first = {"parameters": 4e9, "activations": 2e9, "transient": 1e9, "workspace": 1.5e9}
+    fuller = {**first, "activations": 9e9}
+    row = {**ROW, "framework": "nanotron", "mem_gb": 7.5, "mem_unit": "GB (as printed)"}
+    found = Outcome(row, Prediction({}, fuller, (first, fuller)), "hopper")
+    assert predicted_bytes(found) == pytest.approx(7e9 + 0.15 * 3e9)
+    assert measured_bytes(row) == 7.5 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "tp", "pp", "gathers_again"),
+    [(16, 8, 2, False), (64, 8, 1, False), (64, 8, 2, True), (64, 32, 1, True)],
+)
+def test_later_runs_of_nanotron_gather_again(num_gpus: int, tp: int, pp: int, gathers_again: bool) -> None:
+    row = {**ROW, "framework": "nanotron", "gpus_total": num_gpus, "tp": tp, "pp": pp}
+    assert profile_of(row).gathers_again == gathers_again
 
 
 def test_the_command_prints_every_source_and_writes_every_row(

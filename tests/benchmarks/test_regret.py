@@ -95,6 +95,7 @@ def test_left_out_is_without_the_sources_own_constants() -> None:
     )
 
 
+@pytest.mark.slow
 def test_figures_are_fitted_to_small_runs_and_predict_large_ones() -> None:
     """Runs "measured" with figures of the grid's are predicted exactly by what is fitted to the small ones alone."""
     link = {"inter_node": "HF cluster", "gpu": "H100-80GB", "gpus_per_node": 2, "framework": "nanotron"}

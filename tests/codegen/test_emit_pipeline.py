@@ -166,6 +166,7 @@ def test_gpt2_in_two_stages(golden: Any) -> None:
     golden("programs/gpt2_pp2_dp2_tp2.txt", join(texts))
 
 
+@pytest.mark.slow
 def test_llama_in_three_stages_for_zero_bubble(golden: Any) -> None:
     mesh = {"dp": 2, "tp": 2, "zero": 2}
     pipeline = pipeline_of("llama", (0, 3, 5), layers=6, mesh=mesh, defers_weights=True)
@@ -175,6 +176,7 @@ def test_llama_in_three_stages_for_zero_bubble(golden: Any) -> None:
         assert "F.linear(" not in text and "deferred.linear(" in text
 
 
+@pytest.mark.slow
 def test_equal_stages_share_a_file(golden: Any) -> None:
     modes = {"LlamaDecoderLayer": (("full", 2),)}
     pipeline = pipeline_of("llama", (0, 3, 5, 7, 8), (0, 1, 2, 0, 1), layers=8, recompute=(modes, {}, modes, {}, {}))

@@ -22,6 +22,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "experts": ("mixtral", "2 cpu", {"dp": 2, "ep": 2}, {"kernels": "on"}),
     "async": ("llama", "2 cpu", {"tp": 2}, {"backend": "async-tp"}),
 }
+AT_LENGTH = ("experts", "async")
 FEATURES = {
     "pipeline_executor": {"pp2 x dp2", "zero bubble"},
     "transfer": {"pp2 x dp2", "zero bubble"},
@@ -47,7 +48,9 @@ FEATURES = {
 """Module of the run time -> the cases that have it."""
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(c, marks=pytest.mark.slow if c in AT_LENGTH else ()) for c in CASES]
+)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     name, cluster, constraints, options = CASES[request.param]
     example = EXAMPLES[name]()

@@ -296,7 +296,10 @@ def test_a_rank_that_does_not_know_a_function_has_the_programs_text(monkeypatch:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("functions", [(Tripled, OverBatch), (Clipped, Tripled), (Softmax, Masked, Configured)])
+@pytest.mark.parametrize(
+    "functions",
+    [(Tripled, OverBatch), pytest.param((Clipped, Tripled), marks=pytest.mark.slow), (Softmax, Masked, Configured)],
+)
 @pytest.mark.parametrize("constraints", [{"dp": 2}, {"tp": 2}])
 def test_programs_train_as_one_process_does(functions: Any, constraints: dict[str, int]) -> None:
     torch.manual_seed(0)

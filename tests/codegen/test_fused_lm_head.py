@@ -263,6 +263,7 @@ def test_a_loss_that_shifts_the_logits():
     check(shifted, constraints={"dp": 2, "tp": 2})
 
 
+@pytest.mark.slow
 def test_as_written_in_a_tied_model_with_sharded_vocabulary(golden):
     example = EXAMPLES["gpt2"]()
     constraints = {"dp": 2, "tp": 2, "parameters": {"transformer.wte.weight": {"tp": "S(0)"}}}

@@ -216,9 +216,13 @@ def compiled(name: str, cluster: str = "1 cpu", **options: object):
     [
         ("llama", LLAMA, {"rms_norm": 1, "linear_cross_entropy": 1}),
         # Also queries' and keys' norms.
-        ("qwen3", LLAMA | {"rms_norm": 3}, {"rms_norm": 1, "linear_cross_entropy": 1}),
+        pytest.param(
+            "qwen3", LLAMA | {"rms_norm": 3}, {"rms_norm": 1, "linear_cross_entropy": 1}, marks=pytest.mark.slow
+        ),
         ("gpt2", {"layer_norm": 1, "add_layer_norm": 1}, {"layer_norm": 1, "linear_cross_entropy": 1}),
-        ("bert", {"add_layer_norm": 2}, {"layer_norm": 2, "linear_cross_entropy": 1}),
+        pytest.param(
+            "bert", {"add_layer_norm": 2}, {"layer_norm": 2, "linear_cross_entropy": 1}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_all_that_there_is_in_a_model_is_found(name, in_layer, in_root, precision):
@@ -231,7 +235,13 @@ def test_all_that_there_is_in_a_model_is_found(name, in_layer, in_root, precisio
     ("name", "options", "in_layers", "in_root"),
     [
         ("gpt2", {}, [{"layer_norm": 2, "dropout_add": 2}], {"layer_norm": 1, "linear_cross_entropy": 1}),
-        ("bert", {}, [{"layer_norm": 2, "dropout_add": 2}], {"layer_norm": 2, "linear_cross_entropy": 1}),
+        pytest.param(
+            "bert",
+            {},
+            [{"layer_norm": 2, "dropout_add": 2}],
+            {"layer_norm": 2, "linear_cross_entropy": 1},
+            marks=pytest.mark.slow,
+        ),
         # The first block of a stack has the relative positions; the decoder's also read the encoder.
         pytest.param(
             "t5",

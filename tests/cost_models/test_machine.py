@@ -161,6 +161,7 @@ def test_from_toml_reads_a_file_and_takes_the_usual_links(tmp_path: Path) -> Non
         ('devices_per_node = 1\ndevice = "l5"', "Did you mean 'l4'"),
         ('devices_per_node = 1\ndevice = "l4"\nlink = "pcie4"', r"\['link'\]"),
         ('devices_per_node = 1\n[device]\nname = "x"\nspeed = 3', r"unknown keys \['speed'\], missing keys.*source"),
+        ('devices_per_node = 1\n[device]\nname = "x"', "device x: missing keys"),
         ("devices_per_node = 1\n[device]\nspeed = 3", "needs a name"),
         (
             'devices_per_node = 1\ndevice = "l4"\n[intra_node]\nname = "x"\nsource = "y"\n'

@@ -47,7 +47,8 @@ def test_memory_orders_as_the_datasheets_say() -> None:
 
 
 def test_totals_of_racks_and_units() -> None:
-    """NVL72: 180 PFLOP/s of dense bf16, 576 TB/s, 130 TB/s of NVLink both ways. HGX B300: 72 PFLOP/s of sparse fp8.
+    """NVL72: 180 PFLOP/s of dense bf16, 720 and 1,080 of fp4, 576 TB/s, 130 TB/s of NVLink both ways. HGX B300: 72
+    PFLOP/s of sparse fp8.
     MI300X: 304 compute units of 2048 operations per clock at 2.1 GHz, seven links of 128 GB/s both ways."""
     for name in ("gb200", "gb300"):
         device = catalog.device(name)
@@ -55,6 +56,12 @@ def test_totals_of_racks_and_units() -> None:
         assert 72 * device.memory_bytes_per_second == pytest.approx(576e12, rel=0.01)
         assert 72 * 2 * catalog.link(device.intra_link).bytes_per_second == pytest.approx(130e12, rel=0.01)
     assert 8 * 2 * catalog.device("b300").peak("fp8") == pytest.approx(72e15, rel=0.01)
+    assert 72 * catalog.device("gb200").peak("nvfp4") == pytest.approx(720e15)
+    assert 72 * catalog.device("gb300").peak("nvfp4") == pytest.approx(1080e15)
+    for name in ("b200", "b300", "gb200", "gb300"):
+        assert catalog.device(name).peak("mxfp8") == catalog.device(name).peak("fp8")
+    with pytest.raises(ValueError, match="mxfp8"):
+        catalog.device("h100-sxm").peak("mxfp8")  # which no other units can stand for
     assert catalog.device("mi300x").peak("bf16") == pytest.approx(304 * 2048 * 2.1e9, rel=1e-3)
     both_ways = {"mi300x": 7 * 128e9, "ascend-910b": 392e9, "h800-sxm": 400e9, "a800-80g": 400e9, "h20": 900e9}
     for name, rate in both_ways.items():

@@ -42,6 +42,7 @@ class FromTheTrained(Trainer):
         super().__init__(type(self).trained, config, batches)
 
 
+@pytest.mark.slow
 def test_a_reference_that_starts_from_the_trained_model_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

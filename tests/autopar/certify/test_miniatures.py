@@ -32,12 +32,14 @@ def test_axes_are_paired_in_few_miniatures() -> None:
     assert len(found) == 3 and pairs == set(itertools.combinations(("pp", "dp", "ep", "tp"), 2))
 
 
+@pytest.mark.slow
 def test_unlike_pipeline_ranks_have_a_miniature_of_their_own() -> None:
     cuts, left = cuts_of(unlike().plan)
     assert [str(cut) for cut in cuts] == ["pp2 x dp2", "pp2 (single, dp2)"] and not left
     assert [cut.num_ranks for cut in cuts] == [4, 3]
 
 
+@pytest.mark.slow
 def test_calls_have_counterparts_whatever_their_names_and_casts() -> None:
     small = mixture().best.graph
     model, inputs = EXAMPLES["mixtral"]().model, EXAMPLES["mixtral"]().inputs

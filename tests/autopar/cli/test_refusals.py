@@ -109,3 +109,23 @@ def test_words_of_a_plan_are_no_markup(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["report", str(tmp_path / "plan.yaml")])
     assert found.exit_code == 0, found.stderr
     assert "[/bold] 4 a100-80g [link=x]" in found.stdout
+
+
+def test_processes_that_a_given_cluster_has_not_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text('model: examples.models:gpt2\ncluster: "2 cpu"\nnum_processes: 3\nsteps: 0\n')
+    for words, says in (
+        (("train", str(path)), "num_processes=2, or none"),
+        (("train", str(path), "cluster=3 cpu", "num_processes=2"), "num_processes=3, or none"),
+        (("plan", "examples.models:gpt2", "--cluster", "2 cpu", "--processes", "3"), "num_processes=2, or none"),
+    ):
+        found = CliRunner().invoke(app, list(words))
+        assert found.exit_code == 2 and says in str(found.exception) + found.output, (words, found.output)
+
+
+def test_another_cluster_than_the_file_s_leaves_the_file_s_number_of_processes(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("model: examples.models:gpt2\ncluster: detect\nnum_processes: 3\nsteps: 0\n")
+    for words in (["--cluster", "1 cpu"], ["cluster=1 cpu"]):
+        found = CliRunner().invoke(app, ["train", str(path), *words])
+        assert found.exit_code == 0, (words, found.output, found.exception)

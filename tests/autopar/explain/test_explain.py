@@ -184,6 +184,7 @@ def test_decisions_pin_what_they_say() -> None:
     assert dropped.value == "" and not pins_of(dropped.constraints)
 
 
+@pytest.mark.slow
 def test_recompute_alternatives_are_those_the_plan_lacks() -> None:
     plan = search_plans(request(recompute="full", pp=1), exact_devices=0).best.plan
     assert recompute_modes(plan)["full"] == 3
@@ -312,6 +313,7 @@ SIXTEEN = ("llama", "2x8 a100-80g")
 """More devices than the exact search is made for, so that explanations ask for nothing but what was searched."""
 
 
+@pytest.mark.slow
 def test_what_was_solved_for_the_plan_is_not_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, result = request(*SIXTEEN), searched(*SIXTEEN)
     counted = Counter[str]()

@@ -7,6 +7,8 @@ import resource
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import autopar
@@ -16,6 +18,8 @@ from autopar.errors import OutputError
 from autopar.files import folder_swap
 from autopar.files.folder_swap import MARK
 from autopar.files.outputs import is_ours, require_writable, write_output
+from autopar.trainer import Trainer
+from autopar.training.config import TrainerConfig
 from examples.models import gpt2
 
 GPT2 = ("examples.models:gpt2", "--cluster", "1 cpu", "-o", "layers=1", "-o", "width=16", "-o", "num_heads=2")
@@ -226,3 +230,12 @@ def test_commands_write_over_their_own_files_only(tmp_path: Path) -> None:
     (tmp_path / "profile.jsonl").write_text("mine")
     code, text = run("profile", "--processes", "1", "--quick", "--fresh", "--out", str(tmp_path / "profile.toml"))
     assert code == 2 and (tmp_path / "profile.jsonl").read_text() == "mine"
+
+
+def test_a_trainer_names_no_option_that_it_has_not(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("mine: 1\n")
+    config = TrainerConfig(auto_parallel=False, steps=1, checkpoint_directory=str(tmp_path))
+    with pytest.raises(OutputError, match="another checkpoint_directory") as refused:
+        Trainer(nn.Linear(2, 2), config, [{"input": torch.ones(2, 2)}]).fit()
+    assert "force" not in str(refused.value)
+    assert (tmp_path / "config.yaml").read_text() == "mine: 1\n"

@@ -141,7 +141,6 @@ def test_what_a_script_does_to_gradients_by_hand_is_refused() -> None:
     for refused in (
         lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
         lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], 1.0),
-        lambda: accelerator.save_state("nowhere"),
         lambda: optimizer.state_dict(),
         lambda: optimizer.add_param_group({"params": []}),
         lambda: accelerator.prepare(nn.Linear(2, 2)),
@@ -208,3 +207,71 @@ def test_a_loss_is_gathered_also_after_a_last_batch_of_fewer_rows() -> None:
     ]
     assert [loss.item() for loss, _ in found] == pytest.approx([loss.item() for loss in expected], rel=1e-6)
     assert [len(x) for _, x in found] == [2, 1]
+
+
+STATE_BATCHES = [
+    {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(n)), "y": torch.ones(4, 4)} for n in range(6)
+]
+
+
+def momentum_run(adapt: Callable[[Any], Any], folder: str, *, begin: int, end: int) -> list[float]:
+    """The losses of steps from `begin`, which reads what it goes on from, to `end`, which writes; then the weights."""
+    accelerator = adapt(fresh())
+    torch.manual_seed(begin)  # other values than those that are read
+    model: Any = OwnLoss()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    loader: Any = torch.utils.data.DataLoader(STATE_BATCHES, batch_size=None)  # type: ignore[arg-type]
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    if begin:
+        accelerator.load_state(folder)
+    numbers = []
+    for batch in STATE_BATCHES[begin:end]:
+        loss = model(**batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        numbers += [loss.item(), scheduler.get_last_lr()[0]]
+    accelerator.save_state(folder)
+    accelerator.end_training()  # after which scripts save their model
+    accelerator.wait_for_everyone()
+    return [*numbers, *accelerator.unwrap_model(model).linear.weight.flatten().tolist()]
+
+
+def saving_rank(folder: str) -> list[float]:
+    me = dist.get_rank()
+    os.environ |= {"RANK": str(me), "LOCAL_RANK": str(me), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    return momentum_run(lambda accelerator: parallelize(accelerator, "2 cpu"), folder, begin=0, end=3)
+
+
+@pytest.mark.distributed
+def test_a_saved_state_is_gone_on_from_on_another_number_of_ranks(tmp_path: Any) -> None:
+    run_ranks(saving_rank, (str(tmp_path / "ours"),), 2)
+    ours = momentum_run(lambda a: parallelize(a, "1 cpu"), str(tmp_path / "ours"), begin=3, end=6)
+    momentum_run(lambda a: a, str(tmp_path / "theirs"), begin=0, end=3)
+    theirs = momentum_run(lambda a: a, str(tmp_path / "theirs"), begin=3, end=6)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_state_that_one_process_saved_without_a_program_is_refused(tmp_path: Any) -> None:
+    momentum_run(lambda a: a, str(tmp_path), begin=0, end=1)
+    with pytest.raises(AutoparError, match="another way to train"):
+        momentum_run(lambda a: parallelize(a, "1 cpu"), str(tmp_path), begin=1, end=2)
+
+
+def triggered_rank() -> list[bool]:
+    me = dist.get_rank()
+    os.environ |= {"RANK": str(me), "LOCAL_RANK": str(me), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    accelerator = parallelize(fresh(), "2 cpu")
+    found = [accelerator.check_trigger()]
+    if me == 0:
+        accelerator.set_trigger()
+    return [*found, accelerator.check_trigger(), accelerator.check_trigger()]
+
+
+@pytest.mark.distributed
+def test_a_trigger_that_one_rank_sets_is_seen_by_all() -> None:
+    assert run_ranks(triggered_rank, (), 2) == [[False, True, False]] * 2

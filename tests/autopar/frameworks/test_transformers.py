@@ -219,3 +219,101 @@ def test_processes_that_the_arguments_do_not_know_of_are_refused(
 def test_what_does_not_bear_on_the_plan_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AutoparError, match="bears on the plan"):
         parallelize(trainer_of(tmp_path), "1 cpu", steps=3)
+
+
+def total(model: torch.nn.Module) -> float:
+    return sum(p.abs().sum().item() for p in model.parameters())
+
+
+class Average:
+    """An average of weights, which holds the model by itself."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.seen = model, list[float]()
+
+    def update(self) -> None:
+        self.seen.append(total(self.model))
+
+
+class Averaging(TrainerCallback):
+    def __init__(self, average: Average) -> None:
+        self.average = average
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.average.update()
+
+
+class ByName(TrainerCallback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.seen.append(total(named["model"]))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
+        self.seen.append(total(model))
+
+
+class Logging(Trainer):
+    def log(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
+        super().log(logs | {"total": total(self.model)}, *given, **named)
+
+
+def seen_values(folder: Path, adapt: Callable[[Trainer], Trainer]) -> list[float]:
+    """What callbacks and a subclass find in the model while it is trained."""
+    trainer = adapt(trainer_of(folder, Logging, eval_strategy="no", save_strategy="no"))
+    callbacks = Averaging(Average(trainer.model)), ByName()
+    for each in callbacks:
+        trainer.add_callback(each)
+    trainer.train()
+    logged = [entry["total"] for entry in trainer.state.log_history]
+    return callbacks[0].average.seen + callbacks[1].seen + logged
+
+
+def test_who_looks_at_the_model_in_the_midst_of_training_finds_what_is_trained(tmp_path: Path) -> None:
+    ours = seen_values(tmp_path / "ours", lambda trainer: parallelize(trainer, "1 cpu"))
+    theirs = seen_values(tmp_path / "theirs", lambda trainer: trainer)
+    assert len(set(ours)) == STEPS  # the first step has no rate yet
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+class Watching(TrainerCallback):
+    def __init__(self) -> None:
+        self.steps: dict[str, list[int]] = {"at": []}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.steps["at"].append(state.global_step)
+
+
+def test_values_are_not_gathered_for_a_callback_that_only_counts(tmp_path: Path) -> None:
+    trainer = parallelize(trainer_of(tmp_path, eval_strategy="no", save_strategy="no", max_steps=2), "1 cpu")
+    trainer.add_callback(Watching())
+    gathered: list[int] = []
+    own = trainer.callback_handler.take_values
+    trainer.callback_handler.take_values = lambda: (gathered.append(1), own())
+    trainer.train()
+    assert not gathered
+
+
+class StopsAlone(TrainerCallback):
+    """Ends training on one rank, as one does whose clock is ahead."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if dist.get_rank() == 1:
+            control.should_training_stop = True
+
+
+def stopping_rank(folder: Path) -> list[bool]:
+    me = dist.get_rank()
+    os.environ |= {"RANK": str(me), "LOCAL_RANK": str(me), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    trainer = parallelize(trainer_of(folder), "2 cpu")
+    trainer.add_callback(StopsAlone())
+    handler, control = trainer.callback_handler, trainer.control
+    found = handler.on_step_end(trainer.args, trainer.state, control)
+    return [found.should_training_stop, found.should_epoch_stop]
+
+
+@pytest.mark.distributed
+def test_what_a_callback_asks_for_on_one_rank_is_done_by_all(tmp_path: Path) -> None:
+    assert run_ranks(stopping_rank, (tmp_path,), 2) == [[True, False]] * 2

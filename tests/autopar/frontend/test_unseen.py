@@ -58,6 +58,12 @@ def test_the_message_names_the_buffer_the_line_and_what_to_do() -> None:
     assert "self.count += 1" in str(error.value)
 
 
+def test_a_buffer_that_is_written_as_out_is_named() -> None:
+    model = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    with pytest.raises(TraceError, match=r"parametrizations.weight.0._[uv]"):
+        trace(model, {"input": BATCH["x"], "target": BATCH["target"]}, mean_square)
+
+
 def test_an_embedding_is_renormalised_by_nobody() -> None:
     tokens = {"x": torch.arange(8).reshape(2, 4)}
     trace(Lookup(padding_idx=3), tokens)
@@ -79,6 +85,32 @@ def test_tracing_changes_neither_the_model_nor_generators() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1] and np.array_equal(np.random.get_state()[1], before[2])
+
+
+class FrozenNorm(nn.Module):
+    """Its train() leaves the norm in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.lin(x)).square().mean()
+
+
+def test_what_a_models_own_train_freezes_is_frozen_or_asked_for() -> None:
+    batch = {"x": BATCH["x"]}
+    with pytest.raises(AutoparError, match=r"norm\n.*model.train\(\)"):
+        trace(FrozenNorm(), batch)
+    assert is_exact(FrozenNorm().train(), batch)
+    by_hand = FrozenNorm().train()
+    by_hand.lin.eval()
+    trace(by_hand, batch)  # what a user put into evaluation mode stays so
 
 
 class Counted(nn.Module):

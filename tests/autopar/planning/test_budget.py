@@ -80,6 +80,7 @@ def test_the_search_counts_the_bytes_that_the_prediction_counts(pinned: dict[str
         assert sum(counted.values()) == pytest.approx(total, rel=1e-4), config
 
 
+@pytest.mark.slow
 def test_what_must_not_happen_is_noticed() -> None:
     plan = search_plans(request_for("gpt2", dp=4)).best.plan
     faster = replace(plan, prediction=replace(plan.prediction, seconds={"compute": 1e-9}))

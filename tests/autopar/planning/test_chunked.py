@@ -10,12 +10,12 @@ import pytest
 
 from autopar.planning import chunked
 from autopar.planning.bounds import stored_bound
-from autopar.planning.chunked import CHUNKED, cuts_by_mode
+from autopar.planning.chunked import cuts_by_mode
 from autopar.planning.pipelines import EqualSearch
 from tests.autopar.requests import request_for
 
 
-@pytest.mark.parametrize("schedule", CHUNKED)
+@pytest.mark.parametrize("schedule", [pytest.param("interleaved", marks=pytest.mark.slow), "zero-bubble-v"])
 def test_what_is_soon_found_of_a_cut_is_less_than_its_peak(schedule: str) -> None:
     search = EqualSearch(request_for("llama", "4 a100-80g", pp=2, schedule=schedule))
     configs = [each.under(schedule, 2) for _, each in search.promising()]
@@ -28,7 +28,7 @@ def test_what_is_soon_found_of_a_cut_is_less_than_its_peak(schedule: str) -> Non
     assert shares[len(shares) // 2] > 0.5, shares
 
 
-@pytest.mark.parametrize("schedule", CHUNKED)
+@pytest.mark.parametrize("schedule", ["interleaved", pytest.param("zero-bubble-v", marks=pytest.mark.slow)])
 def test_refined_are_the_first_cuts_that_fit(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a budget between the least and the most that cuts take."""
     free = EqualSearch(request_for("llama", "4 a100-80g", pp=2, schedule=schedule))

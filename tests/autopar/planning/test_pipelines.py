@@ -113,6 +113,7 @@ def test_gradients_of_small_zero_groups_are_reduced_in_two_steps() -> None:
     assert found == pytest.approx(by_hand, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_degrees_need_not_be_powers_of_two() -> None:
     meshes = {(each.pp, str(each.stage_meshes[0])) for each in searched("llama", "6 a100-80g").configs()}
     assert {(3, "dp2"), (3, "tp2"), (1, "dp2 x tp3"), (2, "tp3")} <= meshes

@@ -60,7 +60,14 @@ def refusal(data: Any, name: str = "llama", mesh: str = "dp2 x tp2") -> str:
     return message
 
 
-@pytest.mark.parametrize(("name", "mesh"), [("llama", "dp2 x tp2"), ("gpt2", "tp4"), ("vit", "dp4")])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("llama", "dp2 x tp2"),
+        pytest.param("gpt2", "tp4", marks=pytest.mark.slow),
+        pytest.param("vit", "dp4", marks=pytest.mark.slow),
+    ],
+)
 def test_no_parameter_buffer_or_input_may_be_a_partial_sum(name: str, mesh: str) -> None:
     """Every one of them, on every axis: each was accepted, and trained to something else."""
     data, tried = yaml.safe_load(text_of(name, mesh)), 0

@@ -25,7 +25,7 @@ def slow(*values: Any) -> Any:
     [
         slow("gpt2", "4 a100-80g", {"pp": 2, "schedule": "interleaved"}),
         slow("gpt2", "4 a100-80g", {"pp": 2, "schedule": "zero-bubble-v", "recompute": "full"}),
-        ("gpt2", "4 a100-80g", {"pp": 2, "tp": 2, "schedule": "zero-bubble"}),
+        slow("gpt2", "4 a100-80g", {"pp": 2, "tp": 2, "schedule": "zero-bubble"}),
         slow("llama", "4 a100-80g", {"pp": 2, "micro_batches": 4}),
         slow("llama", "4 a100-80g", {"dp": 4, "zero": 3}),
         slow("llama", "3 a100-80g", {}),

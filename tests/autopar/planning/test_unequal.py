@@ -90,7 +90,7 @@ TIGHT, NOTHING_FITS, AMPLE = 0.7, 0.2, 1.0
 @pytest.mark.parametrize(
     ("name", "cluster", "share"),
     [
-        ("llama", TWO_AND_ONE, TIGHT),
+        slow("llama", TWO_AND_ONE, TIGHT),
         slow("llama", TWO_AND_ONE, NOTHING_FITS),
         slow("llama", "3 a100-80g", AMPLE),
         slow("gpt2", TWO_AND_ONE, AMPLE),
@@ -168,6 +168,7 @@ def test_axes_that_unlike_nodes_do_not_have_are_refused(pins: dict[str, int]) ->
         search_plans(request_for(TWO_AND_ONE, **pins))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_group_by_group() -> None:
     """With the smallest budget that does: every rank's."""
     request = request_for(TWO_AND_ONE, memory=1540 * 2**20, micro_batches=1)
@@ -326,6 +327,7 @@ def test_the_simulation_is_near_the_closed_form(cluster: str) -> None:
     assert seen > 30
 
 
+@pytest.mark.slow
 def test_a_tied_weight_is_counted_whole_on_a_pipeline_rank_of_one_rank() -> None:
     """By hand: fp32 weights, gradients and two moments of all that the last stage holds, none of them sharded."""
     request = request_for("1 a100-80g + 2 a100-80g", "gpt2", tp=1, pp=2, zero=3, micro_batches=4, schedule="1f1b")

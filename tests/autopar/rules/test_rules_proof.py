@@ -96,6 +96,7 @@ ATTENTION = [
 NORM = [
     c("aten.layer_norm.default", f(4, 6, 12), [12], f(12), f(12)),
     c("aten.layer_norm.default", f(4, 6, 12), [6, 12]),
+    c("aten.native_layer_norm.default", f(4, 6, 12), [12], f(12), f(12), 1e-5),
     c("aten.rms_norm.default", f(4, 6, 12), [12], f(12)),
     c("aten.batch_norm.default", f(4, 6, 3, 3), f(6), f(6), None, None, True, 0.1, 1e-5, False),
     c("aten.batch_norm.default", f(4, 6, 4, 3), f(6), f(6), STATS, STATS, False, 0.1, 1e-5, False),
@@ -137,6 +138,11 @@ LOSS = [
     c("aten.cross_entropy_loss.default", f(12, 6), ints(12), STATS),
     c("aten.nll_loss_nd.default", f(12, 6), ints(12)),
     c("aten.nll_loss_nd.default", f(12, 6), ints(12), None, 2),
+    c("aten.multi_margin_loss.default", f(12, 6), ints(12)),
+    c("aten.multi_margin_loss.default", f(12, 6), ints(12), 1, 1.0, STATS, 2),
+    c("aten.multi_margin_loss.default", f(12, 6), ints(12), 1, 1.0, None, 0),
+    c("aten.multilabel_margin_loss.default", f(12, 6), ints(12, 6)),
+    c("aten.multilabel_margin_loss.default", f(12, 6), ints(12, 6), 2),
     c("aten.mse_loss.default", f(4, 6), f(4, 6)),
     c("aten.mse_loss.default", f(4, 6), f(4, 6), 2),
     c("aten.l1_loss.default", f(4, 6), f(4, 6), 0),
@@ -384,8 +390,9 @@ DECLINED = {
     "rms_norm": {"Rp, P -> P"},
     "group_norm": {"Rp, P, P -> P"},
     "instance_norm": {"Rp, P, P -> P"},
-    # Targets given as probabilities are not partial sums either.
+    # Targets given as probabilities are not partial sums either, nor are weights of classes.
     "cross_entropy_loss": {"Rp, P -> P"},
+    "multi_margin_loss": {"Rp, R, P -> P"},
     # Nor is what products scale.
     "scatter_reduce": {"P, R, Rp -> P"},
     # Copies of whole pixels could stay in place; space is not cut.

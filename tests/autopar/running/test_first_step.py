@@ -323,6 +323,7 @@ def own_loop(program: CompiledProgram, ignoring: CompiledProgram | None) -> list
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_all_ranks_of_a_loop_of_ones_own_find_the_same() -> None:
     program, with_more = (
@@ -335,6 +336,7 @@ def test_all_ranks_of_a_loop_of_ones_own_find_the_same() -> None:
     assert one[5] == other[5] and "no part has all of z" in one[5]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_wrong_number_is_found_however_batches_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "ValueSource", WrongOnRank1)

@@ -56,7 +56,7 @@ if __name__ == "__main__":
     [
         ("bare", ["would begin again", "line 24 of", "__main__", "torchrun"]),
         ("guarded", ["must be in a module", "Guarded under", "module of its own", "torchrun"]),
-        ("local", ["must be picklable", "local.<locals>.Local", "torchrun"]),
+        pytest.param("local", ["must be picklable", "local.<locals>.Local", "torchrun"], marks=pytest.mark.slow),
     ],
 )
 def test_what_spawned_ranks_cannot_have_is_refused_before_they_start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.utils.data import DataLoader
 
 import autopar
+from autopar import launch
 from autopar.errors import ConstraintError
 from autopar.files import scratch
 from autopar.launch import RankError, run_ranks
@@ -118,7 +121,7 @@ def swept(temporary: Path) -> bool:
 @pytest.mark.parametrize(
     ("number", "kind"),
     [
-        (signal.SIGKILL, "library"),
+        pytest.param(signal.SIGKILL, "library", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "library", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "command", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, "command", marks=pytest.mark.slow),
@@ -239,6 +242,23 @@ def load_with_workers() -> list[int]:
 @pytest.mark.distributed
 def test_a_rank_may_have_processes_of_its_own() -> None:
     assert run_ranks(load_with_workers, (), 2) == [[6, 22], [6, 22]]
+
+
+def with_tensors() -> dict[str, torch.Tensor]:
+    return {"rank": torch.full((4,), dist.get_rank()), "weight": nn.Parameter(torch.arange(3.0))}
+
+
+@pytest.mark.distributed
+def test_tensors_are_there_when_their_rank_is_gone(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    meeting = partial(launch._file_store, str(tmp_path / "store"), 1)
+    given = ((0, 1, 0, 1), meeting, 60.0, os.getpid(), sender, with_tensors, ())
+    rank = context.Process(target=launch._rank_main, args=given)
+    rank.start()
+    rank.join()
+    kind, found = receiver.recv()
+    assert kind == "ok" and found["rank"].tolist() == [0] * 4 and found["weight"].tolist() == [0.0, 1.0, 2.0]
 
 
 def leave(code: int) -> None:

@@ -89,10 +89,10 @@ def train(compiled, inputs):
     ("make", "constraints"),
     [
         (Complex, {"dp": 2}),
-        (Complex, {"tp": 2}),
-        (Stack, {"tp": 2, "recompute": "selective"}),
+        pytest.param(Complex, {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param(Stack, {"tp": 2, "recompute": "selective"}, marks=pytest.mark.slow),
         pytest.param(Stack, {"tp": 2, "recompute": "full"}, marks=pytest.mark.slow),
-        (partly_frozen, {"dp": 2}),
+        pytest.param(partly_frozen, {"dp": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_trained_as_by_a_plain_loop(make, constraints):
@@ -114,6 +114,7 @@ def test_trained_as_by_a_plain_loop(make, constraints):
         torch.testing.assert_close(torch.as_tensor(found[1][name]), value, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_loss_module_keeps_its_tensors():
     torch.manual_seed(0)
@@ -254,11 +255,13 @@ def freeze_statistics(model):
     ("change", "name"),
     [
         (freeze, "stack.blocks.1.linear.weight: trainable float32 [8, 8] then, frozen"),
-        (freeze_unused, "spare.bias: trainable float32 [8] then, frozen"),
+        pytest.param(freeze_unused, "spare.bias: trainable float32 [8] then, frozen", marks=pytest.mark.slow),
         (untie, "tied to stack.blocks.0.linear.weight then, trainable float32 [8, 8] now"),
-        (tie, "spare.weight: trainable float32 [8, 8] then, trainable float32 [8, 8], tied"),
+        pytest.param(
+            tie, "spare.weight: trainable float32 [8, 8] then, trainable float32 [8, 8], tied", marks=pytest.mark.slow
+        ),
         (halve, "stack.blocks.0.linear.bias: trainable float32 [8] then, trainable float16 [8] now"),
-        (add_parameter, "spare.more: not there then"),
+        pytest.param(add_parameter, "spare.more: not there then", marks=pytest.mark.slow),
         (other_module, "stack.blocks.2.norm: BatchNorm1d then, Identity now"),
         (freeze_statistics, "stack.blocks.3.norm: BatchNorm1d then, BatchNorm1d in evaluation mode now"),
     ],

@@ -6,6 +6,7 @@ What a backend needs of the machine, and how a forward is cut, is in tests/codeg
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-import torch._inductor.compile_fx  # noqa: F401 (here, so that no rank imports it)
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -33,6 +33,12 @@ from examples.models import EXAMPLES
 WIDTH, ROWS = 8, 4
 COMPILING = 900
 """Seconds for a test whose ranks compile from nothing, on cores that others use too."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    """Imported here, so that no rank does, and before these tests only: it takes two CPU-seconds."""
+    importlib.import_module("torch._inductor.compile_fx")
 
 
 class Block(nn.Module):

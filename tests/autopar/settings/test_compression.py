@@ -81,6 +81,7 @@ def test_a_plan_file_keeps_it_and_the_argument_wins() -> None:
         Plan.from_yaml(text.replace("gather: int8", "gather: int4"))
 
 
+@pytest.mark.slow
 def test_nothing_to_compress_is_said() -> None:
     with pytest.warns(UserWarning, match="compression changes nothing"):
         program = compiled(compression=BOTH, constraints={"zero": 0})

@@ -170,6 +170,7 @@ def test_layers_without_a_name_of_their_own():
     assert count_calls(program) == 6
 
 
+@pytest.mark.slow
 def test_parts_that_the_units_do_not_take_stay():
     """16 columns of queries, of which each of two ranks has 8."""
     sizes = {"width": 16, "num_heads": 2}
@@ -186,6 +187,7 @@ def test_parts_that_the_units_do_not_take_stay():
     assert by_weight["self.mlp.down_proj.weight"] == "fp8.linear"
 
 
+@pytest.mark.slow
 def test_says_where_it_changes_nothing():
     with pytest.warns(UserWarning, match="fp8 changes nothing"):
         compiled("llama", constraints={"dp": 2}, sizes={"width": 24, "num_heads": 2, "intermediate_size": 24})

@@ -264,6 +264,7 @@ def stored_of(program):
     return [each for scope in program.plan.scopes.values() for each in scope.parameters.items()]
 
 
+@pytest.mark.slow
 def test_plans_hold_whole_what_must_be():
     """Where one rank cannot update for the others: a coupled update, and one in host memory."""
     with pytest.raises(ConstraintError, match="LBFGS.step needs a closure"):

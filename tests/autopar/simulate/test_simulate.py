@@ -101,6 +101,19 @@ def test_without_sequence_parallelism_activations_are_summed_whole() -> None:
     assert apart.num_bytes["activations"] > together.num_bytes["activations"]
 
 
+@pytest.mark.parametrize("tp", [2, 4])
+def test_what_is_gathered_again_is_kept_as_a_shard(tp: int) -> None:
+    """Of the inputs of attention and of the MLP in three layers, and that of the LM head, a rank keeps its part."""
+    parts = {"dp": 4 // tp, "tp": tp, "zero": 0, "micro_batches": 1, "sp": True}
+    whole, shards = (
+        predicted(profile=replace(framework("megatron-2023"), gathers_again=again), **parts) for again in (False, True)
+    )
+    input_bytes = BATCH * tp // 4 * 32 * 512 * 4
+    fewer = whole.num_bytes["activations"] - shards.num_bytes["activations"]
+    assert fewer == (2 * 3 + 1) * input_bytes * (tp - 1) / tp
+    assert whole.step_seconds == shards.step_seconds
+
+
 def test_unfused_attention_takes_longer_and_keeps_its_scores() -> None:
     with torch.device("meta"):
         example = EXAMPLES["nanogpt"](layers=3, batch_size=BATCH, seq_len=1024, width=512, vocab_size=1024)
@@ -235,6 +248,11 @@ def test_cuts_of_frameworks() -> None:
     assert cut(blocks, {"Layer"}, [costs] * 3, weights, "layers") == (0, 3, 5, 8)
     # 8 units in 2 parts of 4: four layers, then two and the head.
     assert cut(blocks, {"Layer"}, [costs] * 2, weights, "weights") == (0, 5, 8)
+    # Shares of 2 2/3: the third and the sixth layer pass one. Shares of 2: every second layer has it. Shares of 1 3/5:
+    # of 2, 4 and 5 layers the last passes one; then the head would, but comes last, after one layer alone.
+    assert cut(blocks, {"Layer"}, [costs] * 3, weights, "weights") == (0, 4, 7, 8)
+    assert cut(blocks, {"Layer"}, [costs] * 4, weights, "weights") == (0, 3, 5, 7, 8)
+    assert cut(blocks, {"Layer"}, [costs] * 5, weights, "weights") == (0, 3, 5, 6, 7, 8)
     # 9 seconds in 3 parts: three layers, three layers, the head.
     assert cut(blocks, {"Layer"}, [costs] * 3, weights, "time") == (0, 4, 7, 8)
     # Half as long on one of two stages: six layers in 3 seconds before the head, or three of them before 3 + 3 halves.
@@ -406,11 +424,11 @@ def test_what_does_not_fit_is_refused_only_where_asked_with_what_fits() -> None:
     assert whole.fits and whole.capacity_bytes == Cluster.parse("4 a100-80g").device.memory_bytes
     limit = int(whole.peak_bytes - 0.3 * (whole.peak_bytes - whole.num_bytes["workspace"]))
     assert not predicted(**tight | {"memory": limit}).fits
-    low, high = whole.memory_interval
-    assert low < whole.peak_bytes < high and whole.fit == "yes"
-    assert predicted(**tight | {"memory": limit}).fit == "no"
+    low, high = whole.certainty.low_bytes, whole.certainty.high_bytes
+    assert low < whole.peak_bytes < high and whole.certainty.fit == "yes"
+    assert predicted(**tight | {"memory": limit}).certainty.fit == "no"
     near = predicted(**tight | {"memory": int(limit + 0.29 * (whole.peak_bytes - whole.num_bytes["workspace"]))})
-    assert not near.fits and near.fit == "within the error" and near.memory_interval == (low, high)
+    assert not near.fits and near.certainty == replace(whole.certainty, fit="within the error")
     with pytest.raises(InfeasibleError, match="does not fit") as caught:
         predictor("llama").predict("4 a100-80g", tight | {"memory": limit}, global_batch_size=BATCH, check=True)
     assert caught.value.needed_bytes == int(whole.peak_bytes)

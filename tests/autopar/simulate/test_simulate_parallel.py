@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ from autopar.errors import ConstraintError
 from autopar.simulate import Predictor
 from autopar.simulate.experts import balanced_forward
 from cost_models import straggler
-from cost_models.frameworks import framework
+from cost_models.frameworks import Framework, framework
 from cost_models.hardware import Device, Link
 from cost_models.machine import Cluster
 from cost_models.routing import fullest_load
@@ -221,22 +222,42 @@ def test_tokens_are_sent_twice_each_way(recompute: str) -> None:
         assert found.seconds["recomputation"] - plain == pytest.approx(2 * micro * LAYERS * once, rel=1e-4)
 
 
-def test_tokens_cross_between_nodes_once_per_node() -> None:
-    """Two choices among eight experts on two nodes: 2 (1 - C(4, 2) / C(8, 2)) = 11/7 nodes for each token."""
+def test_tokens_cross_between_nodes_as_the_framework_has_it() -> None:
+    """Two choices among eight experts on two nodes: 2 (1 - C(4, 2) / C(8, 2)) = 11/7 nodes for each token, and 13/7
+    ranks. What is hidden is at most all that a layer computes."""
     ep, row = 4, WIDTH * 4
     slow = Link("slow", WIRE / 100, 0.0, "bytes alone")
     strategy = {"dp": 4, "ep": ep, "zero": 0, "micro_batches": 1, "expert_skew": 0.0}
-    found, straight = (
-        sparse().predict(Cluster(IDEAL, 2, 2, LINK, slow), strategy, global_batch_size=ROWS, framework=name)
-        for name in ("autopar", "megatron-2023")
-    )
+
+    def under(name: Framework | str, link: Link = slow) -> Mapping[str, float]:
+        cluster = Cluster(IDEAL, 2, 2, LINK, link)
+        return sparse().predict(cluster, strategy, global_batch_size=ROWS, framework=name).seconds
+
     tokens = ROWS // 4 * TOKENS
     load = fullest_load(ep, EXPERTS, TOP, 4 * tokens, 0.0)
     copies = 11 / 7 * fullest_load(2, EXPERTS, TOP, 4 * tokens, 0.0)
     once = tokens * row * (copies / 2 / (WIRE / 100) + load * TOP / 2 / WIRE)
-    assert found.seconds["all_to_all ep"] == pytest.approx(4 * LAYERS * once)
+    assert under("autopar")["once_per_node ep"] == pytest.approx(4 * LAYERS * once)
     across = load * tokens * TOP * row / 2 / (WIRE / 100)
-    assert straight.seconds["all_to_all ep"] == pytest.approx(4 * LAYERS * across)
+    assert under("megatron-2023")["all_to_all ep"] == pytest.approx(4 * LAYERS * across)
+
+    bridge = replace(framework("megatron-2023"), dispatches=("all_to_all", "hybrid_ep"), overlap=0.0)
+    at_once = math.hypot(tokens * row * copies / 2 / (WIRE / 100), load * tokens * 13 / 7 * row / 2 / WIRE)
+    assert under(bridge)["hybrid_ep ep"] == pytest.approx(4 * LAYERS * at_once)
+    overlapped = replace(bridge, dispatches=("hybrid_ep_overlapped",))
+    fast = Link("fast", WIRE, 0.0, "bytes alone")
+    assert "all_to_all ep" in under(bridge, fast)  # where both links are as fast, and at once, once per rank is slower
+    bridge = replace(bridge, dispatches=("hybrid_ep",))
+    exposed = (under(overlapped, fast)["hybrid_ep_overlapped ep"], under(bridge, fast)["hybrid_ep ep"])
+    assert exposed[0] == pytest.approx(exposed[1] / 2)
+    none = Link("none", WIRE / 1e9, 0.0, "bytes alone")
+    slowest = under(overlapped, none)
+    kinds = ("matmuls", "attention", "memory-bound kernels")
+    head = 3 * 2 * tokens * WIDTH * VOCAB / 1e12  # is no layer's
+    computed = sum(slowest.get(f"{way} {kind}", 0.0) for way in ("forward", "backward") for kind in kinds)
+    assert slowest["hidden communication"] - under(bridge, none)["hidden communication"] == pytest.approx(
+        computed - head, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("strategy", [{"capacity_factor": 1.5}, {"capacity_factor": None, "expert_skew": 0.4}])
@@ -299,3 +320,29 @@ def test_a_graph_at_hand_has_no_shares() -> None:
     given = Predictor.of_trace(dense().share(1, 1).traced, ROWS, "fp32")
     with pytest.raises(ConstraintError, match="whole rows"):
         predicted(given, 2, cp=2)
+
+
+# --- narrow formats ---------------------------------------------------------------------------------------------------
+
+
+def test_narrow_formats_multiply_at_their_peak_and_cast_what_they_read() -> None:
+    """Operands are read in 16 bits and written narrow twice, and gradients of results."""
+    peaks = {"fp32": 1e9, "fp16": 1e9, "bf16": 1e9, "mxfp8": 2e9, "nvfp4": 4e9}
+    device, rows, rate = replace(IDEAL, peak_flops_per_second=peaks, memory_bytes_per_second=1e9), 512, 1e9
+    with torch.device("meta"):
+        example = EXAMPLES["mlp"](layers=LAYERS, batch_size=rows)
+    model = Predictor(example.model, example_inputs=example.inputs, loss_fn=example.loss_fn, precision="bf16")
+
+    def of(precision: str, on: Device = device) -> Mapping[str, float]:
+        strategy = {"dp": 1, "zero": 0, "micro_batches": 1}
+        given = {"global_batch_size": rows, "framework": "megatron-2023", "precision": precision}
+        return model.predict(Cluster(on, 1, 1, LINK, LINK), strategy, **given).seconds
+
+    linears = [each for each in example.model.modules() if isinstance(each, torch.nn.Linear)]
+    flops = sum(2 * rows * each.weight.numel() for each in linears)
+    read = sum(2 * (each.weight.numel() + rows * each.in_features) for each in linears)
+    for precision, bits, passes in (("mxfp8", 8 + 8 / 32, 1), ("nvfp4", 4 + 8 / 16, 2)):
+        casts = read * (passes * 16 + 2 * bits) / 16 / rate
+        assert of(precision)["forward matmuls"] == pytest.approx(flops / peaks[precision] + casts, rel=1e-3)
+    with pytest.raises(ConstraintError, match="no units for this precision"):
+        of("nvfp4", IDEAL)

@@ -335,6 +335,7 @@ def test_loaders_that_would_end_a_run_are_refused_before_it() -> None:
         Trainer(net(), CONFIG, [empty(batch(0))], F.cross_entropy)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_loader_of_tuples_trains_as_one_process() -> None:
     """A DataLoader collates pairs to lists; here with a seeded shuffle, over more than one epoch."""

@@ -32,7 +32,8 @@ def run_python(arguments: list[str], interpret: bool, cache: Path) -> subprocess
 @pytest.mark.parametrize(
     ("files", "interpret"),
     [
-        ("swiglu cross_entropy", True),
+        ("swiglu", True),
+        pytest.param("cross_entropy", True, marks=pytest.mark.slow),
         pytest.param("rms_norm layer_norm rotary gelu dropout_add", True, marks=pytest.mark.slow),
         pytest.param("tiles", True, marks=pytest.mark.slow),
         pytest.param("linear_cross_entropy grouped_linear", True, marks=pytest.mark.slow),

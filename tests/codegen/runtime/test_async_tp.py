@@ -210,7 +210,7 @@ def compare(rank: int, size: int, kind: str) -> int:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("size", "kind"),
-    [(2, "reference"), (2, "decomposed"), (4, "decomposed"), pytest.param(4, "reference", marks=pytest.mark.slow)],
+    [(2, "reference"), (2, "decomposed"), *(pytest.param(4, kind, marks=pytest.mark.slow) for kind in KINDS)],
 )
 def test_the_same_as_whole_products(size: int, kind: str) -> None:
     assert kind in KINDS

@@ -127,8 +127,8 @@ def on_rank(rank: int, size: int, dtype: torch.dtype, per_rank: int) -> dict[tup
     [
         (2, torch.float64, 1e-12, PER_RANK),
         (3, torch.float64, 1e-12, 4),
-        (4, torch.float32, 5e-6, PER_RANK),
-        (3, torch.bfloat16, 0.06, PER_RANK),
+        pytest.param(4, torch.float32, 5e-6, PER_RANK, marks=pytest.mark.slow),
+        pytest.param(3, torch.bfloat16, 0.06, PER_RANK, marks=pytest.mark.slow),
         (2, torch.float64, 1e-12, 1),
     ],
 )

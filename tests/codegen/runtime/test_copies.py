@@ -42,7 +42,11 @@ def errors_of(program: autopar.CompiledProgram) -> list[str]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("axes", "refused"),
-    [({"zero": 3}, 4), ({"tp": 2, "parameters": {"*.q_proj.weight": {"tp": "S(0)"}}}, 4), ({"zero": 0}, 3)],
+    [
+        ({"zero": 3}, 4),
+        pytest.param({"tp": 2, "parameters": {"*.q_proj.weight": {"tp": "S(0)"}}}, 4, marks=pytest.mark.slow),
+        ({"zero": 0}, 3),
+    ],
 )
 def test_a_ranks_module_is_neither_copied_nor_read_in_parts(axes: dict[str, Any], refused: int) -> None:
     constraints = {"dp": 2 // axes.get("tp", 1), **axes}

@@ -233,6 +233,7 @@ def test_refuses_what_it_cannot_do() -> None:
 # Activations ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_offloaded_activations_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "MIN_BYTES", 1)
     for micro in (1, 4):

@@ -1,0 +1,75 @@
+"""Allocations alive during one unit's forward or backward: results in variables, and gradients on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from autopar.costs.events import Key
+
+
+@dataclass(slots=True)
+class Gradients:
+    """Gradients that are alive. Several keys may share one allocation."""
+
+    of: dict[Key, int] = field(default_factory=dict)
+    sizes: dict[int, float] = field(default_factory=dict)
+    holders: dict[int, int] = field(default_factory=dict)
+    total: float = 0.0
+
+    def new(self, num_bytes: float) -> int:
+        number = len(self.sizes)
+        self.sizes[number], self.holders[number] = num_bytes, 0
+        self.total += num_bytes
+        return number
+
+    def hold(self, number: int) -> None:
+        self.holders[number] += 1
+
+    def drop(self, number: int) -> None:
+        self.holders[number] -= 1
+        if self.holders[number] == 0:
+            self.total -= self.sizes[number]
+
+    def add(self, key: Key, number: int) -> None:
+        """The gradient `number` of `key`, added to one that is there: in place, or anew if others hold that."""
+        self.hold(number)
+        if key not in self.of:
+            self.of[key] = number
+            return
+        old = self.of[key]
+        if self.holders[old] > 1:
+            total = self.new(self.sizes[old])
+            self.hold(total)
+            self.of[key] = total
+            self.drop(old)
+        self.drop(number)
+
+
+@dataclass(slots=True)
+class Variables:
+    """Results that nothing keeps, which live as long as a variable has them or a view of them."""
+
+    of: dict[str, Key] = field(default_factory=dict)
+    sizes: dict[Key, float] = field(default_factory=dict)
+    total: float = 0.0
+
+    def made(self, key: Key, num_bytes: float) -> None:
+        self.sizes[key] = num_bytes
+        self.total += num_bytes
+
+    def assign(self, name: str, key: Key) -> None:
+        """`name` has `key` from now on, and no longer what it had."""
+        old, self.of[name] = self.of.get(name), key
+        if old is not None:
+            self.drop_unnamed([old])
+
+    def drop_unnamed(self, keys: Iterable[Key]) -> None:
+        """Frees those of `keys` that no variable has."""
+        for key in set(keys) - set(self.of.values()):
+            self.total -= self.sizes.pop(key, 0.0)
+
+    def forget(self, names: Collection[str]) -> None:
+        """Variables that are gone."""
+        gone = [self.of.pop(name) for name in names if name in self.of]
+        self.drop_unnamed(gone)

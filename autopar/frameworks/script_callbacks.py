@@ -1,0 +1,122 @@
+"""A user's callbacks of transformers' Trainer: which may look at the model, whose tensors are old between a program's
+steps, and what they ask for, which must be the same on all ranks.
+
+A function cannot be asked. It may look if it names a model, if its object holds anything but plain values (an average
+of the model's weights, the Trainer), or if it refers to anything from outside that may have one: a module, a Trainer,
+an object or module of the script's own, a function that may look. What is found too often costs
+a gathering of the values, what is found too seldom would be silently wrong.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import PurePath
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
+
+logger = logging.getLogger("autopar")
+
+PLAIN = (int, float, complex, str, bytes, PurePath, logging.Logger, type(None))
+ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+OF_A_STEP = ("on_step_begin", "on_substep_end", "on_optimizer_step", "on_step_end")
+AGREED_AFTER = ("on_train_begin", "on_epoch_begin", *OF_A_STEP, "on_evaluate", "on_epoch_end")
+"""Events that the Trainer's loop has on all ranks."""
+
+
+class LookingHandler(CallbackHandler):  # type: ignore[misc]
+    """A CallbackHandler that has the trained values in the model before it calls who may look at them.
+
+    take_values: puts them there; collective, as every rank has the same callbacks.
+    """
+
+    take_values: Callable[[], None]
+    looked: dict[tuple[type, str], bool]
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
+        """As transformers' own. What a script's callback asks for on one rank, by its clock or rank, all ranks do."""
+        if any(self._looks(each, event) for each in self.callbacks):
+            self.take_values()
+        control = super().call_event(event, args, state, control, **named)
+        if event in AGREED_AFTER and any(_is_own(each, event) for each in self.callbacks):
+            _agree(control, args.device)
+        return control
+
+    def _looks(self, callback: TrainerCallback, event: str) -> bool:
+        key = type(callback), event
+        if key not in self.looked:
+            function = getattr(type(callback), event, None)
+            found = _is_own(callback, event) and (may_look(function) or holds_more(callback))
+            self.looked[key] = found
+            if found:
+                logger.info("%s.%s may look at the model: it has the trained values then", key[0].__name__, event)
+        return self.looked[key]
+
+
+def _is_own(callback: TrainerCallback, event: str) -> bool:
+    """Whether a script, and not transformers, says what is done at an event."""
+    is_empty = getattr(type(callback), event, None) is getattr(TrainerCallback, event, None)
+    return not is_empty and not type(callback).__module__.startswith("transformers.")
+
+
+def _agree(control: Any, device: torch.device) -> None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    asked = torch.tensor([int(getattr(control, name)) for name in ASKED], device=device)
+    dist.all_reduce(asked, dist.ReduceOp.MAX)
+    for name, value in zip(ASKED, asked.tolist(), strict=True):
+        setattr(control, name, bool(value))
+
+
+def may_look(function: Any, seen: frozenset[Any] = frozenset()) -> bool:
+    """Whether a function's code names a model, or refers to something outside that is or may reach one. seen: functions
+    that are being asked."""
+    function = inspect.unwrap(function) if callable(function) else function
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return True
+    if "model" in _names(code):
+        return True
+    found = inspect.getclosurevars(function)
+    outside = (*found.nonlocals.values(), *found.globals.values())
+    return any(_reaches(each, seen | {function}) for each in outside if not isinstance(each, PLAIN))
+
+
+def _reaches(value: Any, seen: frozenset[Any]) -> bool:
+    """Installed packages and classes know of no model. A script's own modules and objects are not gone through."""
+    if inspect.isfunction(value):
+        return not _is_installed(inspect.getmodule(value)) and value not in seen and may_look(value, seen)
+    if inspect.ismodule(value):
+        return not _is_installed(value)
+    return not (inspect.isbuiltin(value) or isinstance(value, type) or _is_plain(value))
+
+
+def _is_installed(module: Any) -> bool:
+    name, file = (getattr(module, key, None) or "" for key in ("__name__", "__file__"))
+    return name.partition(".")[0] in sys.stdlib_module_names - {"__main__"} or "-packages" in file
+
+
+def _names(code: CodeType) -> set[Any]:
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    texts = {each for each in code.co_consts if isinstance(each, str)}
+    return {*code.co_names, *code.co_varnames, *code.co_freevars, *texts}.union(*(_names(each) for each in inner))
+
+
+def holds_more(held: Any) -> bool:
+    """Whether an object's attributes are more than plain values: numbers, texts, paths, lists and mappings of them."""
+    return any(not _is_plain(value) for value in getattr(held, "__dict__", {}).values())
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set)):
+        return all(_is_plain(each) for each in value)
+    if isinstance(value, dict):
+        return all(_is_plain(each) for each in (*value.keys(), *value.values()))
+    return isinstance(value, PLAIN)

@@ -1,0 +1,63 @@
+"""Which functions of a script may look at the model, found from their code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tests.autopar.frameworks as own_module
+from autopar.frameworks.script_callbacks import holds_more, may_look
+
+logger = logging.getLogger(__name__)
+layer = nn.Linear(2, 2)
+holder: Any = type("Holder", (), {})()
+holder.held = layer
+
+
+def norm_of_it() -> float:
+    return float(layer.weight.norm())
+
+
+def norm_by_another() -> float:
+    return norm_of_it()
+
+
+def plain() -> str:
+    return json.dumps({"at": time.time()})
+
+
+def itself(count: int) -> int:
+    return itself(count - 1) if count else 0
+
+
+@pytest.mark.parametrize(
+    ("function", "looks"),
+    [
+        (lambda control, **named: logger.info("%s", plain()), False),
+        (lambda control, **named: print(torch.zeros(2).sum(), itself(3)), False),
+        (lambda control, model, **named: None, True),
+        (lambda control, **named: named["model"], True),
+        (lambda control, **named: norm_of_it(), True),
+        (lambda control, **named: norm_by_another(), True),
+        (lambda control, **named: holder.held, True),
+        (lambda control, **named: own_module.__doc__, True),
+        (len, True),
+    ],
+)
+def test_a_function_may_look_by_its_code_and_by_what_it_calls(function: Callable[..., Any], looks: bool) -> None:
+    assert may_look(function) == looks
+
+
+def test_an_object_holds_more_than_plain_values() -> None:
+    held: Any = type("Callback", (), {})()
+    held.losses, held.best = [1.0, 2.0], {"step": 3}
+    assert not holds_more(held)
+    held.average = [layer.weight]
+    assert holds_more(held)

@@ -1,0 +1,64 @@
+"""Where tests run, which with xdist is not the process that deals them out: one thread, fixed seeds, shared traces.
+
+conftest.py loads it; the process that deals tests out would import torch for nothing, while the workers wait for it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Generator
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+from autopar.frontend.fakes import count_devices
+from tests.shared_traces import shared
+
+# Tests make fake tensors and compile before they fork ranks.
+count_devices()
+# `with torch.device` keeps the constructors of its first use; transformers replaces linspace while it loads a model.
+with torch.device("meta"):
+    torch.empty(0)
+
+_TRACING = {Path(__file__).parent / "autopar" / name for name in ("frontend", "frameworks")}
+"""Tests of tracing, and of what happens while a model is traced, such as a LightningModule's `log`."""
+
+# Equal examples on every run; HYPOTHESIS_PROFILE=explore looks further.
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: looking through it for garbage again and again takes a tenth of a run."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Equal models share their traces (shared_traces.py), but in folders of _TRACING and where a test has replaced
+    something; SHARED_TRACES=0 does without."""
+
+    def has_replaced() -> bool:
+        patch = getattr(item, "funcargs", {}).get("monkeypatch")
+        return bool(patch and patch._setattr)
+
+    if not _TRACING.isdisjoint(item.path.parents) or os.environ.get("SHARED_TRACES") == "0":
+        return (yield)
+    with shared(has_replaced):
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def reproducible() -> None:
+    """Every test starts from the same random state, on one thread."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
