@@ -23,13 +23,14 @@ from autopar.planning.planner import search_plans
 from autopar.planning.request import HIDDEN_FRACTION, Request, pricer_for
 from codegen.overlap import overlap
 from codegen.program import Call, Program
+from cost_models.machine import Cluster
 from examples.models import EXAMPLES
-from tests.autopar.requests import Setting, request_for, setting
+from tests.autopar.requests import Setting, hostless, request_for, setting
 
 Layers = tuple[str, frozenset[str]]
 """(class, weights of the layers)"""
 
-GPUS = "1x8 h100-sxm"
+GPUS = hostless(Cluster.parse("1x8 h100-sxm"))
 SIZES = {"layers": 3, "width": 1024, "num_heads": 16, "seq_len": 512, "batch_size": 8, "vocab_size": 1024}
 COLUMNS = {f"*.{name}_proj.weight": {"tp": "S(0)"} for name in ("q", "k", "v", "gate", "up")}
 
