@@ -100,6 +100,7 @@ BY_HAND: dict[str, list[tuple[Any, ...]]] = {
     **{f"adaptive_{k}_pool{n}d.default": [(f(2, 4, *([6] * n)), [3] * n)] for n in (1, 2, 3) for k in ("max", "avg")},
     "scaled_dot_product_attention.default": [(f(2, 4, 6, 4), f(2, 4, 6, 4), f(2, 4, 6, 4))],
     "layer_norm.default": [(f(4, 6, 12), [12])],
+    "native_layer_norm.default": [(f(4, 6, 12), [12], f(12), f(12), 1e-5)],
     "rms_norm.default": [(f(4, 6, 12), [12])],
     "batch_norm.default": [
         (f(4, 6, 4), f(6), f(6), T((6,), grad=False), T((6,), grad=False), training, 0.1, 1e-5, False)
@@ -121,6 +122,8 @@ BY_HAND: dict[str, list[tuple[Any, ...]]] = {
     "nll_loss.default": [(f(12, 6), ints(12))],
     "nll_loss_nd.default": [(f(12, 6), ints(12)), (f(4, 6, 12), ints(4, 12))],
     "nll_loss2d.default": [(f(4, 6, 4, 2), ints(4, 4, 2))],
+    "multi_margin_loss.default": [(f(12, 6), ints(12)), (f(6), ints())],
+    "multilabel_margin_loss.default": [(f(12, 6), ints(12, 6))],
     "view.default": [
         (f(4, 6, 12), [24, 12]),
         (
@@ -350,7 +353,7 @@ def _tensors(name: str, base: Written) -> tuple[Any, ...]:
         return (f(shape[-1]),)
     if packet == "group_norm":
         return (f(shape[1]),)
-    if packet in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"):
+    if packet in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "multi_margin_loss"):
         return (T((shape[1] if len(shape) > 1 else shape[0],), grad=False),)
     if packet == "scaled_dot_product_attention":
         return (bools(2, 1, 6, 6), f(1, 4, 6, 6))
