@@ -9,10 +9,12 @@ import pytest
 import autopar
 from autopar.planning.request import Request
 from autopar.verify import verify_program
+from cost_models.machine import Cluster
 from examples.models import EXAMPLES
+from tests.autopar.requests import hostless
 
 IDEAL = str(Path(__file__).resolve().parents[3] / "examples" / "clusters" / "ideal.toml")
-GPUS = "1x8 h100-sxm"
+GPUS = hostless(Cluster.parse("1x8 h100-sxm"))
 MEDIUM = {"layers": 4, "width": 1024, "num_heads": 16, "seq_len": 512, "batch_size": 8, "vocab_size": 1024}
 COLUMN_PARALLEL = {
     "gpt2": {"*.c_fc.weight": {"tp": "S(1)"}},
@@ -20,7 +22,7 @@ COLUMN_PARALLEL = {
 }
 
 
-def compiled(name: str, cluster: str, constraints: dict, **options: object) -> autopar.CompiledProgram:
+def compiled(name: str, cluster: Cluster | str, constraints: dict, **options: object) -> autopar.CompiledProgram:
     sizes, dropout = (MEDIUM, 0.0) if cluster == GPUS else ({}, 0.1 if name == "gpt2" else 0.0)
     example = EXAMPLES[name](dropout=dropout, **sizes)
     return autopar.compile(
