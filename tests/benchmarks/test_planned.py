@@ -117,7 +117,7 @@ def test_the_record_is_what_the_document_says() -> None:
     for row in record:
         published, own = float(row["published_seconds"]), float(row["own_seconds"])
         assert float(row["ratio"]) == pytest.approx(published / own, abs=0.006)
-        assert published > 0.995 * own, "the search has the published plan, too"
+        assert row["fits"] or published > 0.995 * own, "the search has the published plan, too, if it fits"
         profile = "-" if row["profile_seconds"] == "-" else f"{float(row['profile_seconds']):.2f}"
         seconds = (f"{float(row['measured_seconds']):.2f}", profile, f"{published:.2f}", f"{own:.2f}", row["ratio"])
         assert f"| {row['id']} |" in text and f"| {' | '.join(seconds)} |" in text, row
