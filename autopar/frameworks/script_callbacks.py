@@ -1,10 +1,10 @@
 """A user's callbacks of transformers' Trainer: which may look at the model, whose tensors are old between a program's
 steps, and what they ask for, which must be the same on all ranks.
 
-A function cannot be asked. It may look if it names a model, if its object holds anything but plain values (an average
-of the model's weights, the Trainer), or if it refers to anything from outside that may have one: a module, a Trainer,
-an object or module of the script's own, a function that may look. What is found too often costs
-a gathering of the values, what is found too seldom would be silently wrong.
+A function cannot be asked. It may look if it, or another method of its class, names a model, if its object holds
+anything but plain values (an average of the model's weights, the Trainer), or if it refers to anything from outside
+that may have one: a module, a Trainer, an object or module of the script's own, a function that may look. What is found
+too often costs a gathering of the values, what is found too seldom would be silently wrong.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class LookingHandler(CallbackHandler):  # type: ignore[misc]
 
     take_values: Callable[[], None]
     looked: dict[tuple[type, str], bool]
+    """By what is written; what an object holds may change."""
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
         """As transformers' own. What a script's callback asks for on one rank, by its clock or rank, all ranks do."""
@@ -50,20 +51,26 @@ class LookingHandler(CallbackHandler):  # type: ignore[misc]
         return control
 
     def _looks(self, callback: TrainerCallback, event: str) -> bool:
+        if not _is_own(callback, event):
+            return False
         key = type(callback), event
         if key not in self.looked:
-            function = getattr(type(callback), event, None)
-            found = _is_own(callback, event) and (may_look(function) or holds_more(callback))
-            self.looked[key] = found
-            if found:
+            self.looked[key] = any(map(may_look, (getattr(type(callback), event), *_helpers(type(callback)))))
+            if self.looked[key]:
                 logger.info("%s.%s may look at the model: it has the trained values then", key[0].__name__, event)
-        return self.looked[key]
+        return self.looked[key] or holds_more(callback)
 
 
 def _is_own(callback: TrainerCallback, event: str) -> bool:
     """Whether a script, and not transformers, says what is done at an event."""
     is_empty = getattr(type(callback), event, None) is getattr(TrainerCallback, event, None)
     return not is_empty and not type(callback).__module__.startswith("transformers.")
+
+
+def _helpers(kind: type) -> list[Any]:
+    """Methods that a script's class has beside those that the Trainer calls."""
+    own = {name: value for each in kind.__mro__ for name, value in vars(each).items() if inspect.isfunction(value)}
+    return [value for name, value in own.items() if not (name.startswith("__") or hasattr(TrainerCallback, name))]
 
 
 def _agree(control: Any, device: torch.device) -> None:

@@ -30,7 +30,7 @@ from autopar.frameworks.building import (
     rows_of_steps,
 )
 from autopar.frameworks.loops import ModelValues
-from autopar.frameworks.script_callbacks import LookingHandler, may_look
+from autopar.frameworks.script_callbacks import LookingHandler
 from autopar.frameworks.trainer_checks import check_trainer
 from autopar.training.feeding import joined
 from autopar.training.learners import RankLearner
@@ -191,8 +191,7 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
             self.values.take()
 
     def _take_for(self, method: str) -> None:
-        own = getattr(super(), method)
-        if own.__func__ is not getattr(Trainer, method) and may_look(own.__func__):
+        if getattr(super(), method).__func__ is not getattr(Trainer, method):
             self._take_values()
 
     def prediction_step(

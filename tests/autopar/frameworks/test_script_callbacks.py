@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 import tests.autopar.frameworks as own_module
-from autopar.frameworks.script_callbacks import holds_more, may_look
+from autopar.frameworks.script_callbacks import LookingHandler, holds_more, may_look
 
 logger = logging.getLogger(__name__)
 layer = nn.Linear(2, 2)
@@ -61,3 +62,36 @@ def test_an_object_holds_more_than_plain_values() -> None:
     assert not holds_more(held)
     held.average = [layer.weight]
     assert holds_more(held)
+
+
+class Late(TrainerCallback):
+    """Holds what it is given, which may be in the midst of training."""
+
+    def __init__(self, held: Any = None) -> None:
+        self.held = held
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        print(self.held)
+
+
+class ByHelper(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        self.told()
+
+    def told(self) -> None:
+        print(norm_of_it())
+
+
+def test_objects_of_one_class_are_asked_one_by_one_and_each_time() -> None:
+    handler = LookingHandler.__new__(LookingHandler)
+    handler.looked = {}
+    first, second = Late(), Late(layer)
+    assert [handler._looks(each, "on_step_end") for each in (first, second)] == [False, True]
+    first.held = layer
+    assert handler._looks(first, "on_step_end") and not handler._looks(first, "on_epoch_end")
+
+
+def test_what_a_callback_does_by_another_method_is_its_own() -> None:
+    handler = LookingHandler.__new__(LookingHandler)
+    handler.looked = {}
+    assert handler._looks(ByHelper(), "on_step_end")
