@@ -49,9 +49,10 @@ def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
     if terms.is_planners:
         if not has_experts:
             return plain
-        rates = plain.hidden_fraction, plain.fragmentation
+        rates = plain.hidden_fraction, plain.fragmentation, plain.overlap_share
         kind = KernelExpertPricer if isinstance(plain, KernelPricer) else ExpertPricer
-        return kind(plain.mesh, plain.cluster, plain.training, *rates, **own)
+        host = plain.host_call_seconds, plain.is_compiled
+        return kind(plain.mesh, plain.cluster, plain.training, *rates, *host, **own)
     profile = terms.framework
     profiled = ProfiledExpertPricer if has_experts else ProfiledPricer
     return profiled(

@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from autopar.costs.layer_costs import HOST
 from autopar.errors import ConstraintError
 from autopar.simulate import Predictor
 from autopar.simulate.experts import balanced_forward
@@ -270,6 +271,19 @@ def test_experts_and_exchanges_take_as_long_as_on_the_fullest_rank(strategy: dic
     more = found.seconds["forward compute"] - even.seconds["forward compute"]
     assert more == pytest.approx((load - 1) * arithmetic, rel=1e-3)
     assert found.seconds["all_to_all ep"] == pytest.approx(load * even.seconds["all_to_all ep"])
+
+
+def test_experts_wait_for_their_host_as_other_layers_do() -> None:
+    """Where nothing but a host takes time, one half as fast makes a step twice as long."""
+    given = {"dp": 4, "zero": 0, "micro_batches": 1, "kernels": "off"}
+    one, two = (
+        sparse().predict(
+            Cluster(replace(IDEAL, host_call_seconds=rate), 1, 4, LINK, LINK), given, global_batch_size=ROWS
+        )
+        for rate in (10.0, 20.0)
+    )
+    assert one.seconds[HOST] > 0.99 * one.step_seconds
+    assert two.step_seconds == pytest.approx(2 * one.step_seconds, rel=1e-3)
 
 
 def test_one_rank_that_has_all_experts_waits_for_none() -> None:
