@@ -1,4 +1,4 @@
-"""What a host takes to issue calls of generated programs: the ratios of autopar/costs/host.py.
+"""What a host takes to issue calls of generated programs: the ratios of autopar/costs/host_calls.py.
 
     OMP_NUM_THREADS=1 python -m benchmarks.host_calls
 

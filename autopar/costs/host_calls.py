@@ -44,6 +44,8 @@ PRODUCT, PRODUCT_GRADIENT = 1.5, 1.3
 FUNCTION = 1.0
 LAUNCH = 6.0
 COLLECTIVE = 7.0
+GATHERED: Calls = (COLLECTIVE, 2 * COLLECTIVE)
+"""Of ZeRO-3, per group of ranks and unit: gathered in forward and in backward, whose gradients are scattered."""
 LAYER = 2.0
 """A layer is called, as a module with hooks."""
 TRAINED = 0.7

@@ -87,7 +87,7 @@ class Walk:
         self.scale = 1.0 + pricer.fragmentation
         self.ran = tuple(event for event in self.events if isinstance(event, Ran))
         self.roots: dict[Key, Key] = {}
-        self.gathered: set[Key] = set()
+        self.gathered: dict[Key, Placements] = {}
         for event in self.events:
             self._find_roots(event)
         self.kept = {ran.name: self._kept(ran, saved.get(ran.name, ())) for ran in self.ran}
@@ -101,7 +101,7 @@ class Walk:
             if event.is_free or is_gathered:
                 self.roots[event.ref, event.target] = self._root(event.ref, event.source)
             if is_gathered:
-                self.gathered.add((event.ref, event.target))
+                self.gathered[event.ref, event.target] = event.source
             return
         node, option = event.operator.node, event.option
         if base_name(node.op) in VIEWS and node.inputs:
@@ -122,9 +122,8 @@ class Walk:
         for ref in refs:
             own = ref.node == node.name
             placements = option.outputs[ref.index] if own else option.inputs[node.inputs.index(ref)]
-            storage = self._root(ref, placements)
-            kept_as = storage[1] if (ref, placements) in self.gathered else placements
-            found.append((storage, self._bytes(self.scope.metas[ref], kept_as)))
+            kept_as = self.gathered.get((ref, placements), placements)
+            found.append((self._root(ref, placements), self._bytes(self.scope.metas[ref], kept_as)))
         if any(meta.requires_grad for meta in node.outputs):
             local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
             extra = self.pricer.extra_saved_bytes(node, ran.operator.inputs, local) + _statistics(node, local)
@@ -195,7 +194,7 @@ class Walk:
         """New allocations by storage."""
         if isinstance(event, Moved):
             made = {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
-            return {} if event.is_free or made.keys() <= self.gathered else made
+            return {} if event.is_free or made.keys() <= self.gathered.keys() else made
         node = event.operator.node
         if base_name(node.op) in VIEWS:
             return {}
@@ -239,7 +238,7 @@ class Walk:
 
     def _again(self, keys: Iterable[Key]) -> float:
         """Bytes of those that are gathered for one call at a time."""
-        return sum(self._bytes(self.scope.metas[key[0]], key[1]) for key in self.gathered.intersection(keys))
+        return sum(self._bytes(self.scope.metas[key[0]], key[1]) for key in self.gathered.keys() & set(keys))
 
     def _copies(self, move: Moved) -> float:
         """Contiguous copies around collectives along dims other than 0 (reshard.py `split_parts`, `join_parts`)."""

@@ -121,14 +121,13 @@ def stored_costs(
 
 
 def _issue(unit: StoredCost, pricer: Pricer, num_trained: int, num_gathered: int) -> None:
-    """The host's seconds for trained parameters. Under ZeRO-3 a unit is gathered in forward and in backward, and its
-    gradients are scattered, in so many collectives. An update waits for what was read of the gradients, so nothing
-    hides what issues it."""
+    """The host's seconds for trained parameters, of which ZeRO-3 gathers so many groups. An update waits for what was
+    read of the gradients, so nothing hides what issues it."""
     one = pricer.host_call_seconds
     if not one:
         return
-    forward = num_gathered * host_calls.COLLECTIVE
-    unit.host = one * forward, one * (2 * forward + host_calls.TRAINED * num_trained)
+    forward, backward = (num_gathered * calls for calls in host_calls.GATHERED)
+    unit.host = one * forward, one * (backward + host_calls.TRAINED * num_trained)
     if not pricer.writes_copies and not pricer.training.offload:
         unit.per_step[HOST] += one * host_calls.UPDATED * num_trained
 

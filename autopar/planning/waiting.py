@@ -10,10 +10,10 @@ to a choice. Both are sums over options and reshards, so for any share 0 <= mu <
     (1 - mu) D + mu H
 
 is no more than that, and the integer program minimises it. What it finds is as good as can be where mu is W in scopes
-whose host is behind and 0 in those whose host is ahead. Shares begin at 0, which is the search by the device alone,
-and become those of what was found last, for at most ROUNDS: with equal shares twice nothing better exists, else the
-best of the found ones is within what its seconds are above the largest minimum. Where no host is behind, nothing but
-the device's problem is solved.
+whose host is behind and 0 in those whose host is ahead. Shares of 0 are the search by the device alone. Where hosts are
+behind in what that finds, W is tried everywhere, then the shares that this finding asks for, then those that the found
+ones ask for, MOST_TRIED in all, and the best is taken. A scope whose host is behind in one direction alone has a share
+between: its optimum is not proven. Where no host is behind, nothing but the device's problem is solved.
 
 Options differ in their host's calls by reshards here, by the function that joins a sum with the layers that read its
 tensor, and by gathers of ZeRO-3. Which calls a kernel joins is not known before there is a program (emitted.py), of
@@ -130,7 +130,7 @@ def priced(search_space: SearchSpace, pricer: Pricer, shares: Shares) -> Problem
         else:
             edges[each.source, each.target] = edges[each.source, each.target] + calls
     for index, count in search_space.gathers.items():
-        stages = [3.0 * host_calls.COLLECTIVE if stage == 3 else 0.0 for stage in search_space.variables[index].options]
+        stages = [sum(host_calls.GATHERED) * (stage == 3) for stage in search_space.variables[index].options]
         costs[index] = costs[index] + one * own[index] * count * np.array(stages)
     variables = tuple(replace(v, costs=c) for v, c in zip(problem.variables, costs, strict=True))
     return Problem(variables, tuple(Edge(a, b, c) for (a, b), c in edges.items()), problem.limit)

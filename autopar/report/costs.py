@@ -109,7 +109,7 @@ def tie_words(chosen: str, seconds: float, others: Sequence[RunnerUp]) -> str:
         return may and f"Of the plans {may} within {TIED:.0%}, which predictions do not tell apart"
     named = [f"{plan} ({more:+.1%})" for plan, more in tied[:NAMED_TIES]]
     named += [f"{len(tied) - NAMED_TIES} more"] if len(tied) > NAMED_TIES else []
-    is_fastest = all(more >= 0 for _, more in tied)
+    is_fastest = all(more > -10 * ROUND_OFF for _, more in tied)  # plans are ordered by nine digits
     reason = "is predicted fastest" if is_fastest else "works its devices less while they wait for their hosts"
     return (
         f"{len(tied) + 1} plans are within {TIED:.0%}, which predictions do not tell apart: {chosen} (chosen, as it "
