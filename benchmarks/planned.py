@@ -28,7 +28,7 @@ import transformers
 if not __package__:  # run as a file, which leaves the repository's root out of the path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.published_runs.planned import Comparison, compare, fastest
+from benchmarks.published_runs.planned import CONFIGURATION, Comparison, compare, fastest
 from benchmarks.published_runs.predictions import Predictions
 from benchmarks.published_runs.rows import Row, SkippedError, read
 
@@ -36,7 +36,7 @@ DIFFERING = 4
 """Parts of predictions that are shown."""
 
 RESULTS = Path(__file__).parent / "results" / "planned.csv"
-CONFIGURED = ("model", "gpu", "gpus_total", "precision", "seq_len", "global_batch")
+CONFIGURED = (*CONFIGURATION, "precision")
 """Fields of a row that name a configuration."""
 
 FIELDS = (
