@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .boxes import Piece as Piece
+from .checkpoint_manifest import FORMAT as FORMAT
+from .checkpoint_manifest import MANIFEST as MANIFEST
+from .checkpoint_manifest import OLD_FORMAT as OLD_FORMAT
+from .checkpoint_manifest import CheckpointError as CheckpointError
+from .checkpoint_manifest import Chunk as Chunk
+from .checkpoint_manifest import DamagedError as DamagedError
+from .checkpoint_manifest import Manifest as Manifest
+from .checkpoint_manifest import Stored as Stored
+from .checkpoint_manifest import problem_of_file
+from .checkpoint_manifest import read_manifest as read_manifest
 from .optimizers import settings_of
 
-MANIFEST = "manifest.json"
-OLD_FORMAT = ".metadata"
-"""What a checkpoint of torch.distributed.checkpoint has, which is pickled."""
-FORMAT = "autopar checkpoint 1"
 FILE_BYTES = 256 * 2**20
 """Bytes of one file, about: what is held in host memory at a time."""
 _READ_BYTES = 4 * 2**20
@@ -36,47 +40,12 @@ Gather = Callable[[Any], list[Any]]
 """This rank's object -> those of all ranks, by rank."""
 
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be written, or is not this program's."""
-
-
 class UnsavableError(CheckpointError):
     """The optimiser keeps what no checkpoint of ours can hold, wherever it lies."""
 
 
-class DamagedError(CheckpointError):
-    """A checkpoint is not as it was written."""
-
-
 class DiskError(CheckpointError):
     """The file system does not do what it is asked: there is no room, or no permission."""
-
-
-class Chunk(NamedTuple):
-    """Where a box of a tensor is."""
-
-    file: str
-    key: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of a checkpoint."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a checkpoint holds. files: name -> (bytes, CRC-32). record: what the writer noted (JSON)."""
-
-    tensors: Mapping[str, Stored]
-    files: Mapping[str, tuple[int, int]]
-    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 def in_unison(gather: Gather, action: Callable[[], T]) -> T:
@@ -213,67 +182,26 @@ def _sync_folder(folder: Path) -> None:
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """Raises DamagedError where it is not as it was written, CheckpointError for another format."""
-    if (directory / OLD_FORMAT).exists():
-        raise CheckpointError(
-            f"{directory} is in torch.distributed.checkpoint's format, which an older autopar wrote; loading it can "
-            "execute code, so it is not read: train anew in another folder, or convert it with that autopar"
-        )
-    try:
-        data = (directory / MANIFEST).read_bytes()
-    except OSError as error:
-        raise DamagedError(f"{directory} has no {MANIFEST} that can be read ({error.strerror})") from None
-    try:
-        head_line, body, rest = data.decode().split("\n")
-        head = json.loads(head_line)
-        is_known = head["format"] == FORMAT
-        is_intact = head["sha256"] == hashlib.sha256(body.encode()).hexdigest() and not rest
-        found = _parse(json.loads(body)) if is_known and is_intact else None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{directory / MANIFEST} is damaged ({type(error).__name__}: {error})") from None
-    if found is None:
-        raise DamagedError(f"{directory / MANIFEST} is damaged: its checksum or format differs")
-    return found
-
-
-def _parse(body: Any) -> Manifest:
-    tensors = {}
-    for name, each in body["tensors"].items():
-        dtype = getattr(torch, each["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{each['dtype']!r} is no dtype")
-        chunks = tuple(Chunk(f, k, tuple(offsets), tuple(shape)) for f, k, offsets, shape in each["chunks"])
-        tensors[name] = Stored(tuple(each["shape"]), dtype, chunks)
-    files = {name: (int(num_bytes), int(checksum)) for name, (num_bytes, checksum) in body["files"].items()}
-    if any(Path(name).name != name or name in (".", "..") for name in files):
-        raise ValueError("a file outside of the checkpoint")
-    record = body["record"]
-    if not all(isinstance(record["progress"][name], int) for name in ("step", "num_samples", "seed")):
-        raise ValueError("its progress is no number of steps")
-    scale = record["progress"].get("loss_scale", {"value": 1.0, "num_good": 0})
-    if not (0 < float(scale["value"]) < math.inf and isinstance(scale["num_good"], int)):
-        raise ValueError("its loss scale is no number above 0")
-    optimizer = record["optimizer"]
-    if not optimizer["kinds"] or len(optimizer["initial"]) != len(optimizer["groups"]):
-        raise ValueError("its optimiser's groups differ in number")
-    return Manifest(tensors, files, {"numbers": {}, **record})
-
-
 def require_intact(directory: Path, manifest: Manifest, rank: int, size: int) -> None:
     """Look through this rank's share of the files. Raises DamagedError."""
     for name in sorted(manifest.files)[rank::size]:
         num_bytes, checksum = manifest.files[name]
-        found = length = 0
         try:
-            with (directory / name).open("rb") as file:
-                while data := file.read(_READ_BYTES):
-                    found, length = zlib.crc32(data, found), length + len(data)
+            problem = problem_of_file(directory / name, num_bytes)
+            if not problem and _checksum(directory / name) != checksum:
+                problem = "differs from its checksum"
         except OSError as error:
             raise DamagedError(f"{directory / name} cannot be read ({error.strerror})") from None
-        if (length, found) != (num_bytes, checksum):
-            what = f"has {length} bytes instead of {num_bytes}" if length != num_bytes else "differs from its checksum"
-            raise DamagedError(f"{directory / name} {what}")
+        if problem:
+            raise DamagedError(f"{directory / name} {problem}")
+
+
+def _checksum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            found = zlib.crc32(data, found)
+    return found
 
 
 def fill(directory: Path, manifest: Manifest, pieces: Sequence[Piece]) -> None:

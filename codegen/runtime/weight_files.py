@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .checkpoint_manifest import is_file_name
+
 BLOCK_BYTES = 64 * 2**20
 """What is mapped at a time, about."""
 
@@ -135,7 +137,7 @@ def files_of(folder: Path, stem: str) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise WeightFileError(f"{index} cannot be read ({type(error).__name__}: {error})") from None
-    if strange := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+    if strange := [name for name in names if not is_file_name(name)]:
         raise WeightFileError(f"{index} names a file outside of its folder: {strange[0]!r}")
     return [folder / name for name in names]
 
