@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from codegen.text import visible
 from cost_models.certainty import Certainty
 
 Values = str | Mapping[str, object]
@@ -25,7 +26,8 @@ class AutoparError(ValueError):
           got: values
           instead: alternatives
 
-    and lines whose part is missing are left out. Errors survive pickling, so they cross process borders whole.
+    and lines whose part is missing are left out. Control characters are escaped. Errors survive pickling, so they cross
+    process borders whole.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ def _message(constraint: str, values: Values | None, alternatives: Alternatives 
     choices = [alternatives] if isinstance(alternatives, str) else list(alternatives or ())
     lines += _labelled("got", found)
     lines += _labelled("instead", [choice for choice in choices if choice])
-    return "\n".join(lines)
+    return visible("\n".join(lines))
 
 
 def _labelled(label: str, items: list[str]) -> list[str]:

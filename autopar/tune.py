@@ -5,7 +5,6 @@ What is chosen, and how, is said in codegen/kernels/tuning.py, which also does i
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from unittest import mock
 import torch
 
 from autopar.errors import AutoparError
+from autopar.files.text_files import parse_json
 from autopar.launch import launch_main
 from autopar.plan import Plan
 from autopar.running.folder import TUNING_FILE
@@ -66,7 +66,7 @@ def tune(folder: str | Path, steps: int = 1) -> tuple[list[Choice], list[Choice]
 def read_choices(path: Path) -> list[Choice]:
     """All entries of a file of launch parameters; none where it cannot be understood."""
     try:
-        sections = json.loads(path.read_text(encoding="utf-8"))
+        sections = parse_json(path.read_text(encoding="utf-8"))
         return [
             Choice(device, case, entry["tile"], entry["milliseconds"])
             for device, section in sections.items()

@@ -23,6 +23,13 @@ def plain(text: str) -> str:
     return line.translate(_TO_PLAIN).replace("%(", "(").rstrip()
 
 
+def visible(text: str) -> str:
+    """Return `text` with control characters, but newlines and tabs, as escapes: a name cannot steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value is numbers, text and None, in dicts, lists and tuples: Python reads back what it prints."""
     if type(value) in (list, tuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import platform
 import signal
 import sys
+import warnings
 from importlib import metadata
 from typing import Annotated
 
@@ -26,6 +27,7 @@ from autopar.cli import running as cli_running
 from autopar.cli import trying as cli_trying
 from autopar.cli.options import as_command, shows_traceback
 from autopar.running.supervise import exit_on
+from codegen.text import visible
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,6 +38,8 @@ app = typer.Typer(
 def main() -> None:
     """The console script; `--traceback` may stand anywhere. SIGINT, SIGTERM and SIGHUP end it with 128 + number."""
     exit_on(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    as_text = warnings.formatwarning
+    warnings.formatwarning = lambda *given, **named: visible(as_text(*given, **named))
     words = sys.argv[1:]
     asked = ["--traceback"] if "--traceback" in words else []
     app([*asked, *(word for word in words if word != "--traceback")])

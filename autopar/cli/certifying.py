@@ -22,6 +22,7 @@ from autopar.cli.options import (
     program_of_source,
     require_outputs,
 )
+from autopar.cli.output import say
 from autopar.errors import ModelError
 from autopar.files.outputs import write_output
 from autopar.integrations.job import load_job
@@ -59,9 +60,9 @@ def certify(
     for panel in found.panels():
         console().print(panel)
     if plan_file is not None:
-        print(f"plan written to {write_output(plan_file, compiled.plan.to_yaml(), force)}")
+        say(f"plan written to {write_output(plan_file, compiled.plan.to_yaml(), force)}")
     if file is not None:
-        print(f"certificate written to {found.write(file, force)}")
+        say(f"certificate written to {found.write(file, force)}")
     if not found.ok:
         raise typer.Exit(1)
 

@@ -9,6 +9,7 @@ import torch
 import typer
 
 from autopar.cli.options import Force, Options
+from autopar.cli.output import say
 from autopar.errors import CheckpointError, ConstraintError, OutputError
 from autopar.files.folder_swap import require_replaceable
 from autopar.files.outputs import require_folder
@@ -61,10 +62,10 @@ def export(
         require_same_model(made, manifest, directory)
         with readable():
             folder = save_pretrained(checkpoint_values(directory, manifest), made, hf, source=source, dtype=wanted)
-        print(f"{directory} written to {folder}")
+        say(f"{directory} written to {folder}")
     elif safetensors is not None:
         _write_file(directory, manifest, model, options, wanted, Path(safetensors), force)
-        print(f"{directory} written to {safetensors}")
+        say(f"{directory} written to {safetensors}")
 
 
 def _found(checkpoint: Path) -> tuple[Path, Manifest]:

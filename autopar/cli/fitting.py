@@ -49,7 +49,7 @@ def fit(
 ) -> None:
     """Will it fit, with which longest sequence, largest batch and fewest GPUs, and where is it cheapest."""
     prices = parse_settings(price or (), "--price")
-    clusters = [read_cluster(text, flags.processes) for text in cluster]
+    clusters = [read_cluster(text, flags.processes, model) for text in cluster]
     asking = _Planner(model, flags, clusters[0].num_devices)
     seq_len, no_seq = asking.sequence()
     with working("planning for " + ", ".join(map(str, clusters))):

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from autopar.cli.output import words_to, working
+from autopar.cli.output import say, words_to, working
 from autopar.compile import compile_with, planned_alone
 from autopar.compiled import CompiledProgram
 from autopar.costs.updates import OptimizerFactory
@@ -29,11 +29,13 @@ from autopar.errors import AutoparError, ModelError, OutputError, PlanError
 from autopar.files.folder_swap import require_replaceable
 from autopar.files.outputs import require_writable
 from autopar.integrations.job import Job, constraints_of, load_job, parse_settings
+from autopar.integrations.loading import require_model
 from autopar.ir.plan_data import Basis
 from autopar.launch import RankError
 from autopar.plan import Plan
 from autopar.planning.planner import Planned
-from autopar.report.tables import WIDTH
+from autopar.report.tables import WIDTH, VisibleConsole
+from autopar.settings.arguments import check_numbers
 from autopar.settings.compile_options import CompileOptions
 from autopar.training.loop import resolve_cluster
 from autopar.units import bytes_text, seconds_text
@@ -44,7 +46,9 @@ USER_ERROR, RANK_FAILED, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 1, 70, 13
 shows_traceback: ContextVar[bool] = ContextVar("shows_traceback", default=False)
 """Whether the command line has --traceback."""
 
-Model = Annotated[str, typer.Argument(help="module:factory, or hf:path/to/config.json", show_default=False)]
+Model = Annotated[
+    str, typer.Argument(help="module:factory, file.py:factory, or hf:path/to/config.json", show_default=False)
+]
 ClusterText = Annotated[
     str, typer.Option(help='"4x8 h100-sxm", a TOML file, or "detect": what this machine has, measured')
 ]
@@ -167,11 +171,14 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
             taken.append(parameter)
     taken.append(inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet))
 
+    numbers = [each.name for each in taken if _is_number(each.annotation)]
+
     @functools.wraps(function)
     def called(**given: Any) -> None:
-        if "flags" in signature.parameters:
-            given["flags"] = Flags(**{name: given.pop(name) for name in parts})
         try:
+            check_numbers({name: given[name] for name in numbers if given[name] is not None})
+            if "flags" in signature.parameters:
+                given["flags"] = Flags(**{name: given.pop(name) for name in parts})
             with words_to(given.pop("quiet"), given.get("as_json", False)):
                 function(**given)
                 sys.stdout.flush()
@@ -189,6 +196,12 @@ def as_command(function: Callable[..., None]) -> Callable[..., None]:
     called.__signature__ = signature.replace(parameters=taken)  # type: ignore[attr-defined]
     called.__annotations__ = {each.name: each.annotation for each in taken}
     return called
+
+
+def _is_number(annotation: Any) -> bool:
+    """Whether an option takes a number; `codegen.runtime.options.RANGES` has the range of each by its name."""
+    kind = get_args(annotation)[0]
+    return not {int, float}.isdisjoint((kind, *get_args(kind)))
 
 
 def _tell(error: Exception) -> int:
@@ -213,7 +226,7 @@ def _tell(error: Exception) -> int:
         what = " ".join(f"{type(error).__name__}: {error}".split())
         kind, code = "internal error", INTERNAL_ERROR
         text = f"this is a defect of autopar, not of what it was given: {what} ({_place(error)}){advice}"
-    Console(stderr=True, soft_wrap=True, highlight=False).print(Text.assemble((kind, "bold red"), ": ", text))
+    VisibleConsole(stderr=True, soft_wrap=True, highlight=False).print(Text.assemble((kind, "bold red"), ": ", text))
     return code
 
 
@@ -225,13 +238,18 @@ def _place(error: Exception) -> str:
     return f"{Path(own[-1].filename).relative_to(home)}, line {own[-1].lineno}" if own else "outside of autopar"
 
 
-def read_cluster(text: str, processes: int | None) -> AnyCluster:
-    """The cluster that --cluster names; what was noted while measuring one goes to stderr."""
+def read_cluster(text: str, processes: int | None, model: str | None = None) -> AnyCluster:
+    """Return the cluster that --cluster names; notes of its measurement go to stderr.
+
+    model: the name of the model that is planned on it. A misspelled one is refused before anything is measured.
+    """
+    if model is not None:
+        require_model(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         spec = resolve_cluster(text, processes)
     for warning in caught:
-        print(f"note: {warning.message}", file=sys.stderr)
+        say(f"note: {warning.message}", as_note=True)
     return spec
 
 
@@ -255,7 +273,7 @@ def compile_job(
 def plan_of_model(source: str, cluster: str | None, flags: Flags) -> Planned:
     """The plan that is chosen for a model, without its program."""
     options = flags.plan_options()
-    spec = read_cluster(cluster or "detect", flags.processes)
+    spec = read_cluster(cluster or "detect", flags.processes, source)
     job = read_job(source, spec.num_devices, flags, meta=True)
     asked = CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, **options)
     with working(f"planning for {spec}"):
@@ -269,13 +287,13 @@ def program_of_source(source: str, model: str | None, cluster: str | None, flags
     """
     options = flags.plan_options()
     if not is_plan_file(source):
-        spec = read_cluster(cluster or "detect", flags.processes)
+        spec = read_cluster(cluster or "detect", flags.processes, source)
         return compile_job(read_job(source, spec.num_devices, flags, meta=True), spec, options)
     given = Plan.from_file(source)
     if model is None:
         raise PlanError("a plan file alone cannot be priced", alternatives="--model with the model that it is for")
     name = cluster or ("detect" if "measured" in given.cluster else given.cluster)
-    spec = read_cluster(name, flags.processes or (given.num_ranks if name == "detect" else None))
+    spec = read_cluster(name, flags.processes or (given.num_ranks if name == "detect" else None), model)
     basis = given.basis or Basis()
     job = _job_of_plan(model, spec.num_devices, flags, given.global_batch_size, basis.seq_len)
     kernels = {} if given.basis is None else {"kernels": "on" if basis.kernels else "off"}
@@ -306,7 +324,7 @@ def _tell_differences(given: Plan, found: Plan) -> None:
         reasons.append(f"cluster {found.cluster} instead of {given.cluster}")
     figures = [f"{seconds_text(each.step_seconds)} and {bytes_text(each.peak_bytes)}" for each in (first, second)]
     why = "; ".join(reasons) or "another version or profile, or an edited plan"
-    print(f"note: the file says {figures[0]}, priced anew the plan has {figures[1]} ({why})", file=sys.stderr)
+    say(f"note: the file says {figures[0]}, priced anew the plan has {figures[1]} ({why})", as_note=True)
 
 
 def require_outputs(code: str | None, files: list[str | None], force: bool) -> None:
@@ -333,5 +351,5 @@ def is_plan_file(source: str) -> bool:
 
 def console() -> Console:
     """A console as wide as the terminal, up to the report's width, which is also what a file gets."""
-    made = Console(highlight=False)
-    return Console(highlight=False, markup=False, width=min(made.width, WIDTH) if made.is_terminal else WIDTH)
+    made = VisibleConsole(highlight=False)
+    return VisibleConsole(highlight=False, markup=False, width=min(made.width, WIDTH) if made.is_terminal else WIDTH)

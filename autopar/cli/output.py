@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
+from codegen.text import visible
+
 SECONDS_OF_SILENCE = 3.0
 """After which a command on a terminal says what it is doing."""
 
@@ -35,6 +37,11 @@ def words_to(quiet: bool, as_json: bool) -> Iterator[None]:
     finally:
         _results.reset(before)
         _is_quiet.reset(was_quiet)
+
+
+def say(text: object, *, as_note: bool = False) -> None:
+    """Print a line of words, with control characters escaped. as_note: to standard error."""
+    print(visible(str(text)), file=sys.stderr if as_note else None)
 
 
 def print_json(found: dict[str, Any]) -> None:

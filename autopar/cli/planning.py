@@ -36,7 +36,7 @@ from autopar.cli.options import (
     read_job,
     require_outputs,
 )
-from autopar.cli.output import print_json, working
+from autopar.cli.output import print_json, say, working
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
 from autopar.explain.compare import compare as compare_plans
@@ -78,16 +78,16 @@ def plan(
 ) -> None:
     """Choose the fastest plan that fits, and report what it does."""
     require_outputs(code, [out, timeline, html], force)
-    spec = read_cluster(cluster, flags.processes)
+    spec = read_cluster(cluster, flags.processes, model)
     job = read_job(model, spec.num_devices, flags, meta=code is None, lazy=True)
     compiled = compile_job(job, spec, flags.plan_options(backend=backend, fp8=fp8))
     _print_report(compiled, as_json)
     for note in trial_notes(compiled, profile_of(cluster)):
-        print(f"note: {note}")
+        say(f"note: {note}")
     if out:
-        print(f"plan written to {write_output(out, compiled.plan.to_yaml(), force)}")
+        say(f"plan written to {write_output(out, compiled.plan.to_yaml(), force)}")
     if code:
-        print(f"program written to {compiled.save(code)}")
+        say(f"program written to {compiled.save(code)}")
     _write_timeline(compiled, timeline, force)
     _write_page(compiled, html, None, force)
 
@@ -115,7 +115,7 @@ def report(
             return
         for panel in plan_summary(given):
             console().print(panel)
-        print(f"`autopar report {source} --model MODEL` explains every layer and prices the plan anew.")
+        say(f"`autopar report {source} --model MODEL` explains every layer and prices the plan anew.")
         return
     compiled = program_of_source(source, model, cluster, flags)
     _print_report(compiled, as_json)
@@ -153,7 +153,7 @@ def simulate(
     """Predict a strategy given with --set (dp, tp, pp, cp, ep, zero, micro_batches, ...), without searching."""
     require_outputs(None, [timeline], force)
     changes = parse_changes(parse_settings(what_if or (), "--what-if"))
-    spec = read_cluster(cluster, processes)
+    spec = read_cluster(cluster, processes, model)
     flags = Flags(batch=batch, seq=seq, option=option, settings=settings, memory=memory, constraints=constraints)
     job = read_job(model, spec.num_devices, flags, meta=True)
     found = predict(
@@ -168,12 +168,12 @@ def simulate(
         check=check,
     )
     for line in (*prediction_lines(found), *fit_lines(found)):
-        print(line)
+        say(line)
     if changes:
         for line in ("", *comparison_lines(found.what_if(**changes))):
-            print(line)
+            say(line)
     if timeline is not None:
-        print(f"timeline written to {found.write_timeline(timeline, force)}")
+        say(f"timeline written to {found.write_timeline(timeline, force)}")
 
 
 def explain(
@@ -250,9 +250,9 @@ def _write_page(compiled: CompiledProgram, path: str | None, log: str | None, fo
     if path is not None:
         with working("pricing what-ifs and leaner plans"):
             written = compiled.report_html(path, log=log, force=force)
-        print(f"page written to {written}")
+        say(f"page written to {written}")
 
 
 def _write_timeline(compiled: CompiledProgram, path: str | None, force: bool) -> None:
     if path is not None:
-        print(f"timeline written to {write_timeline(compiled, path, force)}")
+        say(f"timeline written to {write_timeline(compiled, path, force)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +22,7 @@ from autopar.cli.options import (
     read_cluster,
     read_job,
 )
+from autopar.cli.output import say
 from autopar.cluster import as_cluster
 from autopar.errors import ConstraintError
 from autopar.files.text_files import read_mapping
@@ -34,7 +34,6 @@ from autopar.profiling.profile import profile as measure
 from autopar.profiling.profile import summary_table
 from autopar.running.launched import under_launcher
 from autopar.running.surroundings import check_starting
-from autopar.settings.arguments import check_numbers
 from autopar.settings.compile_options import check_verify
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig, overridden
@@ -63,24 +62,23 @@ def verify(
 ) -> None:
     """Run the generated program beside the single-process model on this machine, and compare."""
     check_verify(steps, max_grad_norm, 0)
-    check_numbers({"tolerance": tolerance})
-    spec = read_cluster(cluster, flags.processes)
+    spec = read_cluster(cluster, flags.processes, model)
     job = read_job(model, spec.num_devices, flags, meta=False)
     options = flags.plan_options(backend=backend, fp8=fp8, plan=plan)
     compiled = compile_job(job, spec, options, sgd_with_momentum)
     found = verify_program(compiled, job.inputs, steps=steps, max_grad_norm=max_grad_norm)
-    print(found)
+    say(found)
     if found.rounds and tolerance is None:
         faults = "; ".join(found.faults())
-        print(f"DIFFERENT: {faults}" if faults else f"equal but for what {' and '.join(found.rounds)} rounds")
+        say(f"DIFFERENT: {faults}" if faults else f"equal but for what {' and '.join(found.rounds)} rounds")
         if faults:
             raise typer.Exit(1)
         return
     tolerance = found.tolerance if tolerance is None else tolerance
     is_ok = found.ok(tolerance)
-    print(f"{'equal' if is_ok else 'DIFFERENT'} within {tolerance:g}")
+    say(f"{'equal' if is_ok else 'DIFFERENT'} within {tolerance:g}")
     if is_ok and found.explained(tolerance):
-        print(f"(or as near to it as the model's own training is to fp64: {', '.join(found.explained(tolerance))})")
+        say(f"(or as near to it as the model's own training is to fp64: {', '.join(found.explained(tolerance))})")
     if not is_ok:
         raise typer.Exit(1)
 
@@ -103,7 +101,7 @@ def profile(
     found = measure(processes, out=out, level=level, fresh=fresh, like=given, console=console(), force=force)
     if found is not None:
         console().print(summary_table(found))
-        print(f"profile written to {out}")
+        say(f"profile written to {out}")
 
 
 def tune(
@@ -113,12 +111,12 @@ def tune(
     """Choose the launch parameters of a saved program's kernels, on this machine's GPUs, into its tuning.json."""
     found = fill(folder, steps)
     if found is None:
-        print("there is no GPU here, so there is nothing to tune: on a CPU the kernels' torch formulas run")
+        say("there is no GPU here, so there is nothing to tune: on a CPU the kernels' torch formulas run")
         return
     chosen, before = found
     for choice in chosen:
-        print(choice)
-    print(f"{len(chosen)} cases tuned, {len(before)} were known before: {Path(folder) / 'tuning.json'}")
+        say(choice)
+    say(f"{len(chosen)} cases tuned, {len(before)} were known before: {Path(folder) / 'tuning.json'}")
 
 
 def train(
@@ -204,13 +202,13 @@ def _train(trainer: Any, config: TrainerConfig) -> None:
     """Fit with a word before and after, on the first rank only."""
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and config.auto_parallel and not under_launcher():
-        print(f"{trainer.compile()!r}")
+        say(f"{trainer.compile()!r}")
     try:
         result: TrainResult = trainer.fit()
     except RankError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}", as_note=True)
         if config.checkpoint_directory:
-            print("the same command continues from the last checkpoint", file=sys.stderr)
+            say("the same command continues from the last checkpoint", as_note=True)
         raise typer.Exit(1) from None
     if is_first:
         console().print(train_summary(result))
@@ -233,7 +231,9 @@ def _training_job(name: str, config: TrainerConfig, flags: Flags) -> tuple[Job, 
     num_devices = int(os.environ.get("WORLD_SIZE", "1"))
     if config.auto_parallel and not under_launcher():
         spec = (
-            as_cluster(config.cluster) if config.cluster != "detect" else read_cluster("detect", config.num_processes)
+            as_cluster(config.cluster)
+            if config.cluster != "detect"
+            else read_cluster("detect", config.num_processes, name)
         )
         config, num_devices = replace(config, cluster=spec), spec.num_devices
     flags = replace(flags, batch=config.global_batch_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -21,7 +20,7 @@ from autopar.cli.options import (
     read_job,
     require_outputs,
 )
-from autopar.cli.output import print_json, working
+from autopar.cli.output import print_json, say, working
 from autopar.errors import ConstraintError
 from autopar.files.outputs import write_output
 from autopar.profiling.trials import profile_of
@@ -58,7 +57,7 @@ def trial(
             values="--cluster detect",
             alternatives=['--cluster "2x8 h100-sxm", as it is', "--cluster mine.toml, which autopar profile wrote"],
         )
-    spec = read_cluster(cluster, flags.processes)
+    spec = read_cluster(cluster, flags.processes, model)
     job = read_job(model, spec.num_devices, flags, meta=False)
     options = TrialOptions(
         example_inputs=job.inputs,
@@ -70,7 +69,7 @@ def trial(
         **flags.plan_options(backend=backend, fp8=fp8),
     )
     if is_first() and (note := shared_cores(spec)):
-        print(f"note: {note}", file=sys.stderr)
+        say(f"note: {note}", as_note=True)
     with working(f"planning for {spec}"):
         compiled = first_program(job.model, spec, options)
     with working("measuring"):
@@ -79,9 +78,9 @@ def trial(
         return
     _print(found.report, as_json)
     if out:
-        print(f"plan written to {write_output(out, found.plan.to_yaml(), force)}")
+        say(f"plan written to {write_output(out, found.plan.to_yaml(), force)}")
     if code:
-        print(f"program written to {found.program.save(code)}")
+        say(f"program written to {found.program.save(code)}")
 
 
 def _print(report: TrialReport, as_json: bool) -> None:
@@ -91,9 +90,9 @@ def _print(report: TrialReport, as_json: bool) -> None:
     console().print(_table(report))
     for each in report.plans:
         if each.problem:
-            print(f"did not run: {each.words}: {each.problem}")
-    print(report.words)
-    print(f"written to {report.records}")
+            say(f"did not run: {each.words}: {each.problem}")
+    say(report.words)
+    say(f"written to {report.records}")
 
 
 def _table(report: TrialReport) -> Table:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from autopar.errors import OutputError
 from autopar.files.outputs import require_folder
+from autopar.files.text_files import parse_json
 
 MARK = ".autopar.json"
 """The list of a folder's files, relative paths with their sha256, which makes the folder autopar's."""
@@ -79,7 +80,7 @@ def _require_ours(directory: Path) -> None:
 def read_mark(directory: Path) -> dict[str, str] | None:
     """The files of a folder of ours with their checksums; None for another's."""
     try:
-        found = json.loads((directory / MARK).read_text(encoding="utf-8"))
+        found = parse_json((directory / MARK).read_text(encoding="utf-8"))
         files = found["files"]
         is_ours = found["written by"] == "autopar" and all(isinstance(v, str) for v in files.values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

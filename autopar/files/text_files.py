@@ -6,6 +6,7 @@ YAML is read without tags, dates and merge keys; a key may be there once; aliase
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -77,6 +78,14 @@ def parse_yaml(text: str, source: str, kind: type[AutoparError] = ConstraintErro
         return None, {}
     builder = _Builder(loader, source, kind)
     return builder.build(root, ()), builder.lines
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text says. Raises ValueError for what is not JSON, and for brackets that nest too deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("brackets within brackets without end") from None
 
 
 def near(name: object, known: Iterable[str]) -> list[str]:

@@ -1,4 +1,5 @@
-"""A model from its name on the command line: `module:factory`, `hf:path/to/config.json` or `hf:folder/with/weights`.
+"""A model from its name on the command line: `module:factory`, `path/to/file.py:factory`, `hf:path/to/config.json` or
+`hf:folder/with/weights`.
 
 A factory is any callable without required arguments. It returns the module, or an object with attributes `model`,
 `inputs` and `loss_fn` (such as `examples.models.Example`), or a tuple (model, inputs) or (model, inputs, loss_fn).
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
+import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import ModelError
-from autopar.files.text_files import shown
+from autopar.files.text_files import parse_json, shown
 from autopar.frontend.uncollected import uncollected
 from autopar.integrations.lazy_weights import NotOneToOne, lazy_model
 
 _FORMS = (
     "module:factory, for example examples.models:gpt2",
+    "path/to/file.py:factory",
     "hf:path/to/config.json",
     "hf:folder/with/config/and/weights",
 )
@@ -53,9 +55,7 @@ def load_model(spec: str, *, meta: bool = False, lazy: bool = False, **options: 
     Random weights are seeded with 0 unless the factory seeds them itself, so every process builds the same model; the
     caller's random state is left alone. Raises ModelError.
     """
-    scheme, _, rest = spec.partition(":") if isinstance(spec, str) else ("", "", "")
-    if not scheme or not rest:
-        raise ModelError("a model is named by where it comes from", values=shown(spec), alternatives=_FORMS)
+    scheme, rest = _parts(spec)
     with torch.device("meta"):
         # torch keeps the constructors that it finds at the first use of a device, which would otherwise be while
         # transformers loads weights, with a torch.linspace of its own: torch's then ignored devices ever after.
@@ -71,8 +71,27 @@ def load_model(spec: str, *, meta: bool = False, lazy: bool = False, **options: 
     return loaded
 
 
-def _from_factory(module_name: str, factory_name: str, options: Mapping[str, Any]) -> LoadedModel:
-    spec = f"{module_name}:{factory_name}"
+def require_model(spec: str) -> None:
+    """Raise ModelError where `load_model` would for the name: its module, factory or configuration file is missing."""
+    scheme, rest = _parts(spec)
+    if scheme == "hf":
+        path = Path(rest)
+        _read_architectures(path / "config.json" if path.is_dir() else path)
+    else:
+        _factory(scheme, rest)
+
+
+def _parts(spec: str) -> tuple[str, str]:
+    """Split `module:factory` at its colon, `hf:path` after the scheme."""
+    if isinstance(spec, str):
+        head, _, tail = spec.partition(":") if spec.startswith("hf:") else spec.rpartition(":")
+        if head and tail:
+            return head, tail
+    hint = f"{spec}:FACTORY" if isinstance(spec, str) and spec.endswith(".py") else ""
+    raise ModelError("a model is named by where it comes from", values=shown(spec), alternatives=(hint, *_FORMS))
+
+
+def _factory(module_name: str, factory_name: str) -> Callable[..., Any]:
     module = _import(module_name)
     factory: Any = module
     for part in factory_name.split("."):
@@ -83,6 +102,13 @@ def _from_factory(module_name: str, factory_name: str, options: Mapping[str, Any
             values=f"{getattr(module, '__file__', module_name)}",
             alternatives="its own callables: " + ", ".join(_callables(module)),
         )
+    found: Callable[..., Any] = factory
+    return found
+
+
+def _from_factory(module_name: str, factory_name: str, options: Mapping[str, Any]) -> LoadedModel:
+    spec = f"{module_name}:{factory_name}"
+    factory = _factory(module_name, factory_name)
     try:
         made = factory(**options)
     except (Exception, SystemExit) as error:  # the factory is the user's code: its error is the message
@@ -98,22 +124,53 @@ def _from_factory(module_name: str, factory_name: str, options: Mapping[str, Any
 
 
 def _import(module_name: str) -> Any:
-    """Import from the working folder too, as `python -m` does and a console script does not."""
-    folder = str(Path.cwd())
-    added = folder not in sys.path and "" not in sys.path
-    if added:
-        sys.path.append(folder)  # last, so that a file there hides no installed module
+    """Import a module by its name or its file, with the working folder and the module's own folder on `sys.path`.
+
+    Both come last there, so that a file in them hides no installed module. They stay: the factory, and processes that
+    are started later, may import from them, too.
+    """
+    _add_to_path(Path.cwd())
+    path = Path(module_name)
+    is_file = module_name.endswith(".py")
     try:
+        if is_file:
+            if not path.is_file():
+                raise ModelError("there is no such file", values=module_name, alternatives=_FORMS)
+            module_name = path.stem
+            _add_to_path(path.resolve().parent)
+        origin = _file_of(module_name)
+        if origin is not None:
+            _add_to_path(origin.parent)
+        if is_file and origin != path.resolve():
+            raise ModelError(
+                f"another module is imported by the name {module_name!r}",
+                values=f"{path} is hidden by {origin or 'a module of Python itself'}",
+                alternatives=["another name for the file", f"package.{module_name}:FACTORY, where it is in a package"],
+            )
         return importlib.import_module(module_name)
+    except ModelError:
+        raise
     except (Exception, SystemExit) as error:  # whatever the user's module raises when imported
         raise ModelError(
             f"module {module_name!r} could not be imported",
             values=f"{type(error).__name__}: {error}",
             alternatives=_FORMS,
         ) from error
-    finally:
-        if added:
-            sys.path.remove(folder)
+
+
+def _file_of(module_name: str) -> Path | None:
+    """Return the file that an import of `module_name` runs, or ran."""
+    if module_name in sys.modules:
+        file = getattr(sys.modules[module_name], "__file__", None)
+    else:
+        found = importlib.util.find_spec(module_name)
+        file = found.origin if found is not None and found.has_location else None
+    return Path(file).resolve() if file else None
+
+
+def _add_to_path(folder: Path) -> None:
+    if str(folder) not in sys.path and not (folder == Path.cwd() and "" in sys.path):
+        sys.path.append(str(folder))
 
 
 def _callables(module: Any) -> list[str]:
@@ -229,7 +286,7 @@ def _with_weights(folder: Path, config: Any, model_class: Any) -> nn.Module:
 
 def _read_architectures(path: Path) -> list[str]:
     try:
-        fields = json.loads(path.read_text())
+        fields = parse_json(path.read_text())
     except OSError as error:
         raise ModelError(
             "an hf: model is a configuration file on this machine",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from autopar.errors import CheckpointError, ModelError
 from autopar.files.folder_swap import new_folder
 from autopar.files.tensor_files import MOST_BYTES, TensorFiles, TensorSpec
+from autopar.files.text_files import parse_json
 from autopar.integrations.lazy_weights import stored_of
 from codegen.runtime import checkpoint_files as files
 from codegen.runtime.checkpoint import NON_PERSISTENT, OPTIMIZER
@@ -158,7 +159,7 @@ def _write_config(model: Any, config: Any, folder: Path, home: Path, dtype: torc
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import OutputError
+from autopar.files.text_files import parse_json
 from autopar.page.markup import Child, Markup, element, legend, section, table
 from autopar.report.facts import Facts
 from autopar.report.tables import percent
@@ -25,6 +25,8 @@ FIELDS = (
     "peak_bytes",
     "learning_rate",
 )
+LARGEST = 1e100
+"""Larger numbers are left out: sums and differences of them are not finite."""
 MOST_POINTS = 600
 """Points of a curve; of more steps, the mean of several."""
 
@@ -38,8 +40,11 @@ class LoggedStep:
 
 
 def read_log(path: str | Path) -> tuple[LoggedStep, ...]:
-    """The steps of a log. Keys that are missing, null or no finite numbers are left out; a step that was repeated after
-    a restart counts once, as it ran last. Raises OutputError for what is no such log."""
+    """Return the steps of a log.
+
+    Keys that are missing, null, or no numbers up to LARGEST are left out. A step that was repeated after a restart
+    counts once, as it ran last. Raises OutputError for what is no such log.
+    """
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -50,7 +55,7 @@ def read_log(path: str | Path) -> tuple[LoggedStep, ...]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError as error:
             if number == len(lines):  # a run that still writes, or was cut off
                 continue
@@ -65,7 +70,7 @@ def read_log(path: str | Path) -> tuple[LoggedStep, ...]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def _no_log(where: str, what: str) -> OutputError:

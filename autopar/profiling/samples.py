@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from autopar.files.text_files import parse_json
 from autopar.profiling import blocks
 from autopar.profiling.cases import Case, Family, Topology
 from autopar.profiling.clock import Timing
@@ -150,7 +151,7 @@ class Samples:
         """What the file holds up to its last whole line; None if there is no file of this format."""
         try:
             head, *lines = path.read_text(encoding="utf-8").splitlines()
-            fields = json.loads(head)
+            fields = parse_json(head)
             if fields.pop("format") != FORMAT:
                 return None
             found = Samples(Provenance(**fields), path)
@@ -158,10 +159,11 @@ class Samples:
             return None
         for line in lines:
             try:
-                value = json.loads(line)
-            except ValueError:
-                break  # cut off while it was written
-            found.samples.append(Sample(Case.from_json(value["case"]), value["round"], Timing(**value["timing"])))
+                value = parse_json(line)
+                sample = Sample(Case.from_json(value["case"]), value["round"], Timing(**value["timing"]))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                break  # cut off while it was written, or damaged
+            found.samples.append(sample)
         return found
 
     @property

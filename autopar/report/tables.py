@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
+
+from codegen.text import visible
 
 WIDTH = 110
 """Columns of what is printed, unless a terminal is narrower. Everything can be read at 80."""
@@ -50,10 +53,18 @@ def percent(part: float, whole: float) -> str:
     return f"{share:.1f}%" if share < 9.95 else f"{share:.0f}%"
 
 
+class VisibleConsole(Console):
+    """A console that escapes control characters of what it is given: names come from models and files."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
 def plain_text(panels: Iterable[RenderableType], width: int) -> str:
     """What a terminal would print, without colours and trailing spaces."""
     stream = io.StringIO()
-    console = Console(file=stream, width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console = VisibleConsole(file=stream, width=width, color_system=None, force_terminal=False, legacy_windows=False)
     for panel in panels:
         console.print(panel, highlight=False)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import TracebackType
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from autopar.report.summary import short_table
+from autopar.report.tables import VisibleConsole
 from autopar.training.result import TrainResult
 from autopar.units import bytes_text, count_text, seconds_text
 
@@ -25,7 +26,7 @@ class TrainingProgress:
     ) -> None:
         self.label, self.steps, self.num_items, self.unit = label, steps, num_items, unit
         self.predicted_seconds, self.log_every = predicted_seconds, log_every
-        self.console = Console(quiet=not log_every, highlight=False)
+        self.console = VisibleConsole(quiet=not log_every, highlight=False)
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

@@ -22,6 +22,7 @@ from autopar.compiled import CompiledProgram
 from autopar.costs.flops import model_flops_utilisation
 from autopar.errors import ConstraintError, OutputError
 from autopar.files.outputs import replace_file, require_folder
+from autopar.files.text_files import parse_json
 from autopar.report.figures import figures_of
 from autopar.training.config import Batch, TrainerConfig
 from autopar.training.loaders import leaves_of_batch, num_rows
@@ -188,7 +189,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     found = []
     for line in _lines(Path(path)):
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
+            found.append(parse_json(line))
     return found
 
 
@@ -199,7 +200,7 @@ def _lines(path: Path) -> list[str]:
 def _step_of(line: str) -> float:
     """The step of a line; one that cannot be read is later than all."""
     try:
-        found = json.loads(line)
+        found = parse_json(line)
         return float(found["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf

@@ -49,8 +49,14 @@ RANGES = {
     "max_grad_norm": Range(0, math.inf, is_open=True, is_optional=True),  # inf only computes the norm
     "collective_seconds": Range(0, 1e9, is_open=True, is_optional=True),  # clocks count nanoseconds in 64 bits
     "tolerance": Range(0, is_optional=True),
+    "batch": Range(1, 1e12, is_whole=True, is_optional=True),
+    "seq": Range(1, 1e12, is_whole=True, is_optional=True),
+    "processes": Range(1, 1e6, is_whole=True, is_optional=True),
+    "seconds": Range(0, 1e9),
+    "plans": Range(1, 1e6, is_whole=True),
+    "rounds": Range(1, 1e6, is_whole=True),
 }
-"""The ranges of numbers by the names that TrainerConfig has."""
+"""The ranges of numbers, by the names of TrainerConfig's fields and of the command line's options."""
 
 
 def problem(name: str, value: object) -> str:

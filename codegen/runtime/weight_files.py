@@ -135,7 +135,7 @@ def files_of(folder: Path, stem: str) -> list[Path]:
         return []
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise WeightFileError(f"{index} cannot be read ({type(error).__name__}: {error})") from None
     if strange := [name for name in names if not is_file_name(name)]:
         raise WeightFileError(f"{index} names a file outside of its folder: {strange[0]!r}")

@@ -429,7 +429,7 @@ def test_absurd_values_are_refused(field: dict[str, Any]) -> None:
 
 def test_none_is_a_number_where_it_is_the_default() -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(TrainerConfig)} | {"tolerance": None}
-    for name, allowed in RANGES.items():
-        assert (None in allowed) == (defaults[name] is None), name
+    for name in RANGES.keys() & defaults.keys():
+        assert (None in RANGES[name]) == (defaults[name] is None), name
     with pytest.raises(ConstraintError, match="seed is a whole number"):
         TrainerConfig(seed=None)
