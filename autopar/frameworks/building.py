@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -123,11 +124,16 @@ def plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, list) else batch
 
 
+_FROZEN = object()
+"""Stands for a frozen parameter while an optimizer is copied."""
+
+
 class SameOptimizer:
     """A factory `named_parameters -> optimizer` that makes an optimiser anew as a script made it.
 
     It is copied with stand-ins in the places of the model's parameters, so groups, settings and what its class keeps
-    beside them are the script's. Raises ConstraintError for one that has trained, or of other parameters.
+    beside them are the script's. Frozen parameters have no gradients, so that no optimizer of torch updates them: they
+    are left out. Raises ConstraintError for an optimizer that has trained, or of other parameters.
     """
 
     takes_names = True
@@ -154,9 +160,13 @@ class SameOptimizer:
         given = dict(named_parameters)
         memo: dict[int, Any] = {}
         for parameter in self._held:
-            if (name := self._names[id(parameter)]) in given:
-                memo[id(parameter)] = given[name]
+            memo[id(parameter)] = given.get(self._names[id(parameter)], _FROZEN)
         made = copy.deepcopy(self._optimizer, memo)
+        for group in made.param_groups:
+            kept = [parameter is not _FROZEN for parameter in group["params"]]
+            if "param_names" in group:
+                group["param_names"] = list(itertools.compress(group["param_names"], kept))
+            group["params"][:] = itertools.compress(list(group["params"]), kept)  # in place: wrappers share the lists
         for name, value in vars(self._optimizer).items():
             # torch copies what every optimiser has. A schedule's wrapper around `step` belongs to the original.
             if name not in vars(made) and name != "step":

@@ -19,13 +19,14 @@ import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .checkpoint_files import continue_settings, optimizer_record
-from .optimizers import Factory, GlobalParameter, OptimizerError, settings_of, whole_optimizer
+from .optimizers import Factory, GlobalParameter, OptimizerError, needs_closure, settings_of, whole_optimizer
 
 STEPS = 8
 """Enough for what starts late (Lookahead's fifth step, RAdam's sixth)."""
@@ -216,15 +217,37 @@ class _Trial:
                     tensor.grad = course.gradients[step].clone()
                 optimizer.step()
         except Exception as error:
+            if self._wants_closure(courses):
+                raise needs_closure(f"{self.optimizer}.step fails without a closure") from error
             raise _StepError(
                 f"{self.optimizer} cannot step on small dense tensors of a CPU with nothing but their gradients",
                 f"{type(error).__name__}: {error}",
+                "an optimizer that keeps what it knows of a parameter in self.state[parameter], makes it in its first "
+                "step, and reads its settings from param_groups",
             ) from error
         self._look_at_state(optimizer, tensors)
         return [
             [tensor.detach() - course.value for tensor, course in zip(own, given, strict=True)]
             for own, given in zip(tensors, courses, strict=True)
         ]
+
+    def _wants_closure(self, courses: Sequence[Sequence[_Course]]) -> bool:
+        """Whether steps that fail without a closure succeed with one."""
+        tensors = [[nn.Parameter(course.value.clone()) for course in each] for each in courses]
+        optimizer: Any = self._made(tensors)
+
+        def give_gradients(step: int) -> Tensor:
+            for tensor, course in _both(tensors, courses):
+                tensor.grad = course.gradients[step].clone()
+            return torch.zeros(())
+
+        try:
+            for step in range(STEPS):
+                give_gradients(step)
+                optimizer.step(partial(give_gradients, step))
+        except Exception:  # then it fails for another reason
+            return False
+        return True
 
     def _made(self, tensors: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
         made = whole_optimizer(self.factory, self.parameters)

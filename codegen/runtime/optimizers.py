@@ -159,8 +159,8 @@ def check_members(optimizer: Any, given: Iterable[Tensor]) -> None:
         raise OptimizerError(
             "the optimiser factory must return a torch.optim.Optimizer",
             f"a {type(optimizer).__name__}",
-            "for several optimisers, one with several param_groups; for what wraps an optimiser and is none, a class "
-            "derived from torch.optim.Optimizer, or the inner one",
+            "for several optimizers of one model, one with several param_groups; for networks that are updated in turn "
+            "(a GAN's), a program for each; for a wrapper, a subclass of torch.optim.Optimizer, or the inner optimizer",
         )
     kind = type(optimizer).__name__
     given = list(given)
@@ -182,11 +182,16 @@ def check_members(optimizer: Any, given: Iterable[Tensor]) -> None:
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise OptimizerError(
-            "optimisers whose step evaluates the loss again are not supported",
-            f"{kind}.step needs a closure",
-            "an optimiser that steps from the gradients alone, such as AdamW or SGD",
-        )
+        raise needs_closure(f"{kind}.step needs a closure")
+
+
+def needs_closure(found: str) -> OptimizerError:
+    """The error for an optimizer whose step runs forward and backward again, as SAM's and LBFGS's do."""
+    return OptimizerError(
+        "optimizers whose step evaluates the loss again are not supported",
+        found,
+        "an optimizer that steps from the gradients alone: AdamW, SGD, or the optimizer that this one wraps",
+    )
 
 
 class ThinState(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class hook
