@@ -21,6 +21,7 @@ class TensorType:
 
     requires_grad: whether the loss is differentiated through it. tensor: the graph's tensor that it stands for, as the
     name of a node, parameter or input and the number of the output; the name is "" where the graph has no such tensor.
+    strides: all that one rank's part may have (strides.py); None where nothing is known of them.
     """
 
     shape: tuple[int, ...]
@@ -28,6 +29,7 @@ class TensorType:
     placements: tuple[tuple[str, str], ...] = ()
     requires_grad: bool = False
     tensor: tuple[str, int] = ("", 0)
+    strides: frozenset[tuple[int, ...]] | None = field(default=None, compare=False)
 
     def placement(self, axis: str) -> str:
         """How it lies on an axis, as text: "R", "Rp", "S(1)", "P"."""

@@ -20,6 +20,7 @@ from codegen.logits import with_logits
 from codegen.pipeline_source import emit_pipeline
 from codegen.program import Call, PipelineProgram, Program
 from codegen.schemas import EmissionError
+from codegen.strides import with_strides
 from codegen.verify import check_types
 from cost_models.schedule import make_schedule, placement, schedule_text
 
@@ -31,7 +32,7 @@ def program_of(candidate: Candidate, passes: Sequence[Pass]) -> Program | Pipeli
     program = _checked(_lowered(candidate))
     for rewrite in (follows_training, *passes):
         program = _checked(program.map(rewrite))
-    return program.map(with_logits)
+    return _checked(program.map(with_logits).map(with_strides))
 
 
 def _checked(program: Program | PipelineProgram) -> Program | PipelineProgram:
