@@ -17,12 +17,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.frontend.uncollected import uncollected
 
 CPU = torch.device("cpu")
+
+UNDECIDED = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+"""Errors of calls about which fake tensors say nothing: they need values, or an operator has no shapes of its own."""
 
 _BY_DEVICE = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
 """Operators that choose a kernel by device, and lay their results out as it does."""

@@ -9,6 +9,7 @@ from functools import partial
 from autopar.errors import InternalError
 from autopar.ir.plan_data import Pipeline, PlanData
 from autopar.ir.stage_mesh import first_ranks
+from autopar.lowering.dry_run import dry_run
 from autopar.lowering.lower import Modes, Staging, lower, lower_stages
 from autopar.lowering.passes import Pass
 from autopar.options.assignment import Candidate
@@ -113,6 +114,7 @@ def files_of(program: Program | PipelineProgram) -> dict[str, str]:
     try:
         files = emit_pipeline(program) if isinstance(program, PipelineProgram) else {"model.py": emit_model(program)}
         check_files({name: text for name, text in files.items() if name.endswith(".py")})
+        dry_run(program, files)
     except EmissionError as error:
         raise _internal(f"{error}{_operator_of(program, error.call)}") from error
     return files
