@@ -83,7 +83,7 @@ FAULTS = {
     "a dtype": (planted("F.linear(gelu,", "F.linear(gelu.to(torch.float16),"), "dtype"),
     "a name": (planted("F.gelu(up)", "F.gelu(upper)"), "upper"),
     "an import of torch": (lambda text: dropped(text, "import torch.nn.functional as F"), "F"),
-    "an import of the run time": (lambda text: dropped(text, "from .runtime.cross_entropy"), "cross_entropy"),
+    "an import of the run time": (lambda text: dropped(text, "from .runtime.cross_entropy"), "count_valid"),
     "a reshard that is not there": (lambda text: dropped(text, "attention = tp.all_to_all("), "linear"),
     "a reshard of another dim": (planted("(norm, dim=1)", "(norm, dim=2)"), "linear"),
     "the wrong part of a parameter": (planted('(48, 32), dp="Rp", tp="S(0)"', '(48, 32), dp="Rp", tp="S(1)"'), "linear"),
