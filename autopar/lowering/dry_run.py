@@ -46,9 +46,12 @@ def dry_run(program: Program | PipelineProgram, files: Mapping[str, str]) -> Non
         try:
             with fakes.Strict():
                 _run(program, files)  # on meta tensors, which take a tenth of the time and know fewer operators
-        except EmissionError:
+        except EmissionError as error:
             with fakes.mode(), fakes.Strict():
-                _run(program, files)
+                try:
+                    _run(program, files)
+                except EmissionError:
+                    raise error from None  # whose words are those that a rank's error would have
 
 
 def _run(program: Program | PipelineProgram, files: Mapping[str, str]) -> None:
