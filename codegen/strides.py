@@ -15,18 +15,26 @@ strides of each of them.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from codegen.program import UNREAD, Call, LayerLoop, ModuleClass, Program, Raw, Reshard, Statement, TensorType, Var
-from codegen.program import assigns, reads
+from codegen.layout_answers import Operand, Strides, answer, contiguous, evened, follows_operands, ordered_like
+from codegen.program import (
+    UNREAD,
+    Call,
+    LayerLoop,
+    ModuleClass,
+    Program,
+    Raw,
+    Reshard,
+    Statement,
+    TensorType,
+    Var,
+    reads,
+)
 from codegen.runtime.parameters import parse_placement
 
-Strides = tuple[int, ...]
 Layouts = frozenset[Strides] | None
 """All strides that a value may have; None where nothing is known of them."""
 
@@ -61,22 +69,6 @@ _PACKED = frozenset(
 _SAME_MEMORY = frozenset({"for_use", "first_rank_only", "first_rank_grad"})
 """Reshards that return their operand."""
 
-_asked: dict[tuple[str, ...], tuple[Strides, ...] | None] = {}
-"""What torch said, by call and layouts of the operands."""
-_MOST_ASKED = 20_000
-
-
-@dataclass(frozen=True, slots=True)
-class _Operand:
-    """A tensor as torch is asked about it."""
-
-    shape: tuple[int, ...]
-    strides: Strides
-    dtype: str
-
-    def made(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=getattr(torch, self.dtype), device="meta")
-
 
 def with_strides(program: Program) -> Program:
     """The program with calls that run for all strides that their operands may have. Results have their strides."""
@@ -92,12 +84,6 @@ def with_strides(program: Program) -> Program:
         giving_logits=found.logits,
         logits_at=at,
     )
-
-
-def contiguous(shape: Sequence[int]) -> Strides:
-    """The strides of a contiguous tensor."""
-    steps = itertools.accumulate((max(size, 1) for size in reversed(shape[1:])), lambda a, b: a * b, initial=1)
-    return tuple(steps)[::-1] if shape else ()
 
 
 def local_shape(held: TensorType, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -197,10 +183,7 @@ class _Scope:
 
     def noted(self, statement: Statement, layouts: tuple[Layouts, ...]) -> Statement:
         """The statement whose results have these layouts."""
-        if isinstance(statement, Reshard):
-            results = (statement.result,)
-        else:
-            results = statement.results
+        results = (statement.result,) if isinstance(statement, Reshard) else statement.results
         made = []
         for result, known in itertools.zip_longest(results, layouts[: len(results)]):
             if result != UNREAD:
@@ -227,7 +210,7 @@ class _Scope:
         if call.target in _VIEWS and operands is None:
             return [replace(call, target=_VIEWS[call.target])]
         cases = self.cases(call) if operands is not None else []
-        if all(_answer(call, case) is not None for case in cases):
+        if all(answer(call, case) is not None for case in cases):
             return [_named_view(call)]
         if call.target in _VIEWS:
             return [replace(call, target=_VIEWS[call.target])]
@@ -236,7 +219,7 @@ class _Scope:
     def packed(self, call: Call) -> list[Statement]:
         """The call of contiguous operands; itself where torch does not take those either."""
         packed = {each.name: _operand(each, self.shape(each)) for each in reads(call)}
-        if _answer(call, packed) is None:
+        if answer(call, packed) is None:
             return [call]
         before: list[Statement] = []
         for variable in dict.fromkeys(reads(call)):
@@ -251,13 +234,16 @@ class _Scope:
         known = [each for each in found if each is not None]
         return known if len(known) == len(found) else None
 
-    def cases(self, call: Call) -> list[dict[str, _Operand]]:
+    def cases(self, call: Call) -> list[dict[str, Operand]]:
         """Every choice of one layout for each operand."""
         variables = list(dict.fromkeys(reads(call)))
         layouts = [sorted(self.of(each) or ()) for each in variables]
         choices = itertools.product(*layouts)
         return [
-            {each.name: _operand(each, self.shape(each), strides) for each, strides in zip(variables, case, strict=True)}
+            {
+                each.name: _operand(each, self.shape(each), strides)
+                for each, strides in zip(variables, case, strict=True)
+            }
             for case in itertools.islice(choices, MOST_CASES + 1)
         ]
 
@@ -287,10 +273,10 @@ class _Scope:
         found = {contiguous(shape)}
         if len(shape) == 4:
             batch, heads, length, width = shape
-            found.add(_even(shape, (heads * length * width, width, heads * width, 1)))
+            found.add(evened(shape, (heads * length * width, width, heads * width, 1)))
         if queries is None:
             return None
-        found |= {_even(shape, _ordered(shape, strides)) for strides in queries}
+        found |= {evened(shape, ordered_like(shape, strides)) for strides in queries}
         return _few(found)
 
     def operator(self, call: Call) -> tuple[Layouts, ...]:
@@ -300,17 +286,17 @@ class _Scope:
         if not cases or len(cases) > MOST_CASES:
             return (None,) * count
         for case in cases:
-            answer = _answer(call, case)
-            if answer is None or len(answer) < count:
+            said = answer(call, case)
+            if said is None or len(said) < count:
                 return (None,) * count
             is_packed = all(each.strides == contiguous(each.shape) for each in case.values())
-            for number, strides in enumerate(answer[:count]):
+            for number, strides in enumerate(said[:count]):
                 shape = self.shape(call.results[number]) if call.results[number] != UNREAD else ()
                 found[number].add(strides)
-                if not is_packed and not _follows(call.target) and len(shape) == len(strides):
+                if not is_packed and not follows_operands(call.target) and len(shape) == len(strides):
                     found[number].add(contiguous(shape))  # as kernels of another device may have it
                 if call.target == "aten.matmul.default" and len(strides) > 2 and len(strides) == len(shape):
-                    found[number].add(_even(shape, (*contiguous(shape)[:-2], 1, shape[-2])))
+                    found[number].add(evened(shape, (*contiguous(shape)[:-2], 1, shape[-2])))
         return tuple(map(_few, found))
 
 
@@ -329,77 +315,8 @@ def _named_view(call: Call) -> Call:
     return replace(call, target="aten.view.default") if call.target == "aten._unsafe_view.default" else call
 
 
-def _operand(variable: Var, shape: tuple[int, ...], strides: Strides | None = None) -> _Operand:
-    return _Operand(shape, contiguous(shape) if strides is None else strides, variable.type.dtype)
-
-
-def _answer(call: Call, operands: Mapping[str, _Operand]) -> tuple[Strides, ...] | None:
-    """The strides of the results for these operands; None where torch does not take them."""
-    args, kwargs = _filled(call.args, operands), {name: _filled(value, operands) for name, value in call.kwargs}
-    key = call.target, repr(args), repr(kwargs)
-    if key not in _asked:
-        if len(_asked) >= _MOST_ASKED:
-            _asked.clear()
-        _asked[key] = _ask(call.target, args, kwargs)
-    return _asked[key]
-
-
-def _filled(value: Any, operands: Mapping[str, _Operand]) -> Any:
-    if isinstance(value, Var):
-        return operands[value.name]
-    return [_filled(item, operands) for item in value] if isinstance(value, tuple) else value
-
-
-def _ask(target: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Strides, ...] | None:
-    operator: Any = torch.ops
-    try:
-        for part in target.split("."):
-            operator = getattr(operator, part)
-        with torch.no_grad():
-            result = operator(*_made(args), **{name: _made(value) for name, value in kwargs.items()})
-    except Exception:  # of whatever class: torch does not take these operands, or has no such operator for meta tensors
-        return None
-    results = result if isinstance(result, (tuple, list)) else (result,)
-    return tuple(_even(tuple(each.shape), each.stride()) for each in results if isinstance(each, torch.Tensor))
-
-
-def _made(value: Any) -> Any:
-    if isinstance(value, _Operand):
-        return value.made()
-    return [_made(item) for item in value] if isinstance(value, list) else value
-
-
-def _follows(target: str) -> bool:
-    """Whether an operator's result lies as its operands say on every device: a view, or elementwise."""
-    operator: Any = torch.ops
-    for part in target.split("."):
-        operator = getattr(operator, part, None)
-    is_alias = any(each.alias_info is not None for each in operator._schema.returns)
-    return is_alias or torch.Tag.pointwise in operator.tags
-
-
-def _ordered(shape: tuple[int, ...], like: Strides) -> Strides:
-    """Strides of a tensor without gaps whose dims are in the order of those of `like`."""
-    if len(like) != len(shape):
-        return contiguous(shape)
-    strides, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
-        strides[dim], step = step, step * max(shape[dim], 1)
-    return tuple(strides)
-
-
-def _even(shape: tuple[int, ...], strides: Strides) -> Strides:
-    """Strides with those of dims of one element as of a contiguous tensor: they say nothing."""
-    if 0 in shape:
-        return contiguous(shape)
-    found, step = list(strides), 1
-    for dim in reversed(range(len(shape))):
-        if shape[dim] == 1:
-            found[dim] = step
-        step = found[dim] * shape[dim]
-    packed = contiguous(shape)
-    is_packed = all(size == 1 or a == b for size, a, b in zip(shape, found, packed, strict=True))
-    return packed if is_packed else tuple(found)
+def _operand(variable: Var, shape: tuple[int, ...], strides: Strides | None = None) -> Operand:
+    return Operand(shape, contiguous(shape) if strides is None else strides, variable.type.dtype)
 
 
 def _joined(one: Layouts, other: Layouts) -> Layouts:

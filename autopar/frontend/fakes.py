@@ -105,12 +105,13 @@ _ONE_DTYPE = frozenset(
 _NORMS = frozenset({torch.ops.aten.native_layer_norm, torch.ops.aten.native_group_norm})
 """Operators whose kernels take parameters of half precision for operands of half precision only."""
 _ACROSS = frozenset(
-    getattr(torch.ops.aten, name) for name in ("copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_")
+    getattr(torch.ops.aten, name)
+    for name in ("copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_")
 )
 """Operators that take tensors of two devices."""
 
 
-class Strict(TorchDispatchMode):
+class Strict(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises for calls that meta tensors let pass and devices do not: operands on two devices, or of two dtypes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

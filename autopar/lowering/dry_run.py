@@ -12,6 +12,7 @@ Not covered: layouts that only a device's kernel chooses (codegen/strides.py cou
 from __future__ import annotations
 
 import builtins
+import contextlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -151,10 +152,8 @@ class _Failing:
 def _line_of_backward(again: Callable[[], Any], files: Mapping[str, str]) -> tuple[str, int] | None:
     with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True, check_nan=False):
         warnings.simplefilter("always")
-        try:
+        with contextlib.suppress(Exception):  # that it fails is known
             again()
-        except Exception:  # that it fails is known
-            pass
     for warning in caught:
         for line in reversed(str(warning.message).splitlines()):
             parts = line.strip().split('"')

@@ -121,9 +121,8 @@ class Bucket:
         self.is_complete = False
         self._work: Work | None = None
         self._sent: Tensor | None = None
-        floating = key.dtype.is_floating_point
         self.compute_dtype = used_dtype(key.dtype, compute_dtype)
-        self.master_dtype = torch.float32 if floating and key.dtype.itemsize < 4 else key.dtype
+        self.master_dtype = torch.float32 if key.dtype.is_floating_point and key.dtype.itemsize < 4 else key.dtype
         can_compress = compression is not None and self.axis.size > 1 and self.master_dtype == torch.float32
         self.compression = compression if can_compress else None
         shapes = [slot.spec.local_shape(mesh) for slot in slots]

@@ -76,17 +76,26 @@ def planted(old: str, new: str) -> Callable[[str], str]:
 
 FAULTS = {
     "view of strides that do not fit": (planted(".reshape(BATCH, SEQUENCE, 16)", ".view(BATCH, SEQUENCE, 16)"), "view"),
-    "wrong sizes": (planted("q.view(BATCH, SEQUENCE, HEADS, HEAD_DIM)", "q.view(BATCH, SEQUENCE, HEADS, 7)"), "invalid"),
+    "wrong sizes": (
+        planted("q.view(BATCH, SEQUENCE, HEADS, HEAD_DIM)", "q.view(BATCH, SEQUENCE, HEADS, 7)"),
+        "invalid",
+    ),
     "a dim too many": (planted("HEAD_DIM).transpose(1, 2)", "HEAD_DIM).transpose(1, 4)"), "out of range"),
     "another dim": (planted("HEAD_DIM).transpose(1, 2)", "HEAD_DIM).transpose(2, 3)"), "attention"),
-    "operands in another order": (planted("F.linear(gelu, self.down.weight", "F.linear(self.down.weight, gelu"), "linear"),
+    "operands in another order": (
+        planted("F.linear(gelu, self.down.weight", "F.linear(self.down.weight, gelu"),
+        "linear",
+    ),
     "a dtype": (planted("F.linear(gelu,", "F.linear(gelu.to(torch.float16),"), "dtype"),
     "a name": (planted("F.gelu(up)", "F.gelu(upper)"), "upper"),
     "an import of torch": (lambda text: dropped(text, "import torch.nn.functional as F"), "F"),
     "an import of the run time": (lambda text: dropped(text, "from .runtime.cross_entropy"), "count_valid"),
     "a reshard that is not there": (lambda text: dropped(text, "attention = tp.all_to_all("), "linear"),
     "a reshard of another dim": (planted("(norm, dim=1)", "(norm, dim=2)"), "linear"),
-    "the wrong part of a parameter": (planted('(48, 32), dp="Rp", tp="S(0)"', '(48, 32), dp="Rp", tp="S(1)"'), "linear"),
+    "the wrong part of a parameter": (
+        planted('(48, 32), dp="Rp", tp="S(0)"', '(48, 32), dp="Rp", tp="S(1)"'),
+        "linear",
+    ),
     "a parameter that does not divide": (planted('(48,), dp="Rp", tp="S(0)"', '(47,), dp="Rp", tp="S(0)"'), "divide"),
     "another device": (planted("F.gelu(up)", "F.gelu(up + torch.ones(1))"), "device"),
     "fewer results than there are": (planted("q, k, v = ", "q, k = "), "unpack"),
