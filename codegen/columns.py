@@ -40,14 +40,17 @@ def documented(doc: str) -> list[str]:
 
 
 def _fit_code(indent: str, code: str) -> list[str]:
-    """A statement."""
-    target, equals, value = code.partition(" = ") if " = " in code else ("", "", "")
-    if len(indent) + len(target) + len(" = (") > COLUMNS:
-        return [f"{indent}(", *_fit_inner(indent + _STEP, target), *_fit_code(indent, f"){equals}{value}")]
+    """A statement; as it is where there is no place to break it."""
+    at = next((at for at, char, depth in _outside(code) if depth == 0 and code.startswith(" = ", at)), 0)
+    target, value = code[:at], code[at:]
+    if at and not target.startswith(")") and len(indent) + at + len(" = (") > COLUMNS:
+        return [f"{indent}(", *_fit_inner(indent + _STEP, target), *_fit_code(indent, f"){value}")]
     found = _fit_brackets(indent, code)
     if found:
         return found
-    start = "return " if code.startswith("return ") else f"{target} = "
+    start = f"{target} = " if at else "return " if code.startswith("return ") else ""
+    if not start:
+        return [indent + code]
     return [f"{indent}{start}(", *_fit_operators(indent + _STEP, code.removeprefix(start)), f"{indent})"]
 
 

@@ -48,6 +48,8 @@ _RUNTIME_HOME = {
 }
 _RUNTIME_MODULES = frozenset({"async_tp", "deferred", "fp8", "grouped", "overlapped"})
 """Modules of the run time whose functions are called by the module's name and theirs."""
+_DIFFERENTIABLE = ("float", "bfloat", "complex")
+"""How the names of dtypes begin that can have gradients."""
 _LOGITS = "LogitsModule"
 """The base of a root class whose forward can give the model's logits."""
 _DRAW_MASKS = frozenset({"self.same_dropout", "self.dropout_attention", "kernels.dropout_add"})
@@ -332,5 +334,5 @@ def _spec(spec: Spec) -> str:
     parts += [f'padded="{spec.padded}"'] if spec.padding and spec.padded != "S(0)" else []
     parts += ["persistent=False"] if not spec.persistent else []
     parts += [f"increment={literal(spec.increment)}"] if spec.increment else []
-    parts += ["requires_grad=False"] if not spec.requires_grad and spec.dtype.startswith(("float", "bfloat")) else []
+    parts += ["requires_grad=False"] if not spec.requires_grad and spec.dtype.startswith(_DIFFERENTIABLE) else []
     return f"Param({', '.join(parts)})"

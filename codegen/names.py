@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import keyword
 import unicodedata
 from collections.abc import Collection
@@ -12,6 +13,9 @@ from codegen.runtime.names import ARGUMENTS
 from codegen.runtime.parameters import Module
 from codegen.runtime.whole_sums import SUMMING_ATTRIBUTES, SummingModule
 from codegen.text import quoted
+
+MOST_CHARACTERS = 64
+"""Of a name that generated source defines."""
 
 _BASES = (DropoutModule, SummingModule, LogitsModule)
 _OWN = frozenset(
@@ -46,10 +50,18 @@ def is_plain_name(name: str) -> bool:
     return name.isidentifier() and not keyword.iskeyword(name) and unicodedata.normalize("NFKC", name) == name
 
 
+def shortened(name: str) -> str:
+    """The name where it is short; else its beginning, and digits that follow from all of it."""
+    if len(name) <= MOST_CHARACTERS:
+        return name
+    digits = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: MOST_CHARACTERS - 9].rstrip('_')}_{digits}"
+
+
 def class_name(wish: str, taken: Collection[str] = ()) -> str:
     """An identifier like `wish` that is neither in `taken` nor what generated files use themselves."""
     name = "".join(char if f"_{char}".isidentifier() else "_" for char in unicodedata.normalize("NFKC", wish))
-    name = name if is_plain_name(name) and not name.startswith("__") else f"Class{name}"
+    name = shortened(name if is_plain_name(name) and not name.startswith("__") else f"Class{name}")
     base, count = name, 2
     while name in taken or name in _CLASSES or (name.startswith("Stage") and name[5:].isdigit()):
         name, count = f"{base}{count}" if not base[-1:].isdigit() else f"{base}_{count}", count + 1

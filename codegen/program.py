@@ -1,7 +1,6 @@
 """The lowered program: frozen values that `emit.py` turns into source. No torch, no graph, no plan.
 
-A program has one class per layer class and one root class. A class' body is a list of statements on local tensors:
-calls, reshards, and (in the root) loops over layers.
+A program has a class per layer class and a root class, whose bodies are calls, reshards and (the root's) layer loops.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from codegen.text import axes_text, meshes_text
 class TensorType:
     """What a variable holds: global shape, dtype name ("float32"), placement text per axis (R left out).
 
-    requires_grad: whether the loss is differentiated through it. tensor: the graph's tensor that it stands for, as the
-    name of a node, parameter or input and the number of the output; the name is "" where the graph has no such tensor.
+    requires_grad: whether the loss is differentiated through it. tensor: the graph's tensor that it stands for (name of
+    a node, parameter or input, number of the output), or "". strides: all that a rank's part may have (strides.py).
     """
 
     shape: tuple[int, ...]
@@ -28,6 +27,7 @@ class TensorType:
     placements: tuple[tuple[str, str], ...] = ()
     requires_grad: bool = False
     tensor: tuple[str, int] = ("", 0)
+    strides: frozenset[tuple[int, ...]] | None = field(default=None, compare=False)
 
     def placement(self, axis: str) -> str:
         """How it lies on an axis, as text: "R", "Rp", "S(1)", "P"."""

@@ -17,12 +17,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autopar.frontend.uncollected import uncollected
 
 CPU = torch.device("cpu")
+
+UNDECIDED = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    NotImplementedError,
+)
+"""Errors of calls about which fake tensors say nothing: they need values, or an operator has no shapes of its own."""
 
 _BY_DEVICE = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
 """Operators that choose a kernel by device, and lay their results out as it does."""
@@ -79,6 +95,44 @@ def mode() -> FakeTensorMode:
     """A mode in which tensors are fake, and the model's own may be read."""
     count_devices()
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+_ONE_DTYPE = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "linear", "_convolution")
+)
+"""Operators whose kernels take operands of one dtype."""
+_NORMS = frozenset({torch.ops.aten.native_layer_norm, torch.ops.aten.native_group_norm})
+"""Operators whose kernels take parameters of half precision for operands of half precision only."""
+_ACROSS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_")
+)
+"""Operators that take tensors of two devices."""
+
+
+class Strict(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises for calls that meta tensors let pass and devices do not: operands on two devices, or of two dtypes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = list(_tensors((*args, *(kwargs or {}).values())))
+        if len(tensors) > 1:
+            devices = {each.device.type for each in tensors if each.ndim or each.device != CPU}
+            if len(devices) > 1 and func.overloadpacket not in _ACROSS:
+                raise RuntimeError(f"{func} takes tensors of one device, got {' and '.join(sorted(devices))}")
+            is_single = func.overloadpacket in _ONE_DTYPE
+            is_single = is_single or (func.overloadpacket in _NORMS and tensors[0].dtype == torch.float32)
+            if is_single and len({each.dtype for each in tensors}) > 1:
+                raise RuntimeError(f"{func} takes one dtype, got {', '.join(str(each.dtype) for each in tensors)}")
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for each in value:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _tensors(each)
 
 
 @functools.cache

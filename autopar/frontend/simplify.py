@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +71,7 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     write_sinks(flat, constants)
     write_bags(flat, constants)
     share_keys(flat)
+    write_reshapes(flat)
     unpack_attention_defaults(flat)
     eliminate_dead(flat)
     write_out_constants(flat)
@@ -258,6 +260,23 @@ def _attention_node(node: Node, arguments: dict[str, Any]) -> Node:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     rest = (("scale", arguments["scale"]), ("enable_gqa", arguments["enable_gqa"]))
     return replace(node, args=tuple(arguments[name] for name in names), kwargs=rest)
+
+
+def write_reshapes(flat: FlatGraph) -> None:
+    """What torch's own functions (tensordot, reshape under autograd) make of a reshape: a copy that nothing else reads,
+    then `_unsafe_view`. Whether a copy is needed follows from how a program's tensors lie (codegen/strides.py)."""
+    metas, made = flat.metas(), {Ref(node.name): node for node in flat.nodes}
+    uses = Counter(ref for node in flat.nodes for ref in node.inputs)
+    for position, node in enumerate(flat.nodes):
+        if node.op != "aten._unsafe_view.default":
+            continue
+        source, sizes = node.args[0], node.args[1]
+        maker = made.get(source)
+        is_copy = maker is not None and maker.op == "aten.clone.default" and uses[source] == 1
+        if is_copy and maker is not None and not _stops_gradients(metas[maker.args[0]], maker.meta):
+            flat.nodes[position] = replace(node, op="aten.reshape.default", args=(maker.args[0], sizes))
+        else:
+            flat.nodes[position] = replace(node, op="aten.view.default", args=(source, sizes))
 
 
 def unpack_attention_defaults(flat: FlatGraph) -> None:

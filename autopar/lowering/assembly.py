@@ -9,6 +9,7 @@ from functools import partial
 from autopar.errors import InternalError
 from autopar.ir.plan_data import Pipeline, PlanData
 from autopar.ir.stage_mesh import first_ranks
+from autopar.lowering.dry_run import dry_run
 from autopar.lowering.lower import Modes, Staging, lower, lower_stages
 from autopar.lowering.passes import Pass
 from autopar.options.assignment import Candidate
@@ -20,6 +21,7 @@ from codegen.logits import with_logits
 from codegen.pipeline_source import emit_pipeline
 from codegen.program import Call, PipelineProgram, Program
 from codegen.schemas import EmissionError
+from codegen.strides import with_strides
 from codegen.verify import check_types
 from cost_models.schedule import make_schedule, placement, schedule_text
 
@@ -31,7 +33,7 @@ def program_of(candidate: Candidate, passes: Sequence[Pass]) -> Program | Pipeli
     program = _checked(_lowered(candidate))
     for rewrite in (follows_training, *passes):
         program = _checked(program.map(rewrite))
-    return program.map(with_logits)
+    return _checked(program.map(with_logits).map(with_strides))
 
 
 def _checked(program: Program | PipelineProgram) -> Program | PipelineProgram:
@@ -112,6 +114,7 @@ def files_of(program: Program | PipelineProgram) -> dict[str, str]:
     try:
         files = emit_pipeline(program) if isinstance(program, PipelineProgram) else {"model.py": emit_model(program)}
         check_files({name: text for name, text in files.items() if name.endswith(".py")})
+        dry_run(program, files)
     except EmissionError as error:
         raise _internal(f"{error}{_operator_of(program, error.call)}") from error
     return files

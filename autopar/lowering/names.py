@@ -23,7 +23,7 @@ from autopar.ir.graph import (
 )
 from autopar.options.scopes import scopes_of
 from autopar.rules.lookup import BAGS
-from codegen.names import is_plain_name
+from codegen.names import is_plain_name, shortened
 from codegen.runtime.names import ARGUMENTS, argument
 
 _RESHAPING = frozenset(
@@ -204,7 +204,7 @@ def _unique(wish: str, taken: set[str]) -> str:
         base = f"n{base}"
     elif not is_plain_name(base) or base.startswith("__"):
         base = f"{base.lstrip('_')}_"
-    name = free_name(base, taken)
+    name = free_name(shortened(base), taken)
     taken.add(name)
     return name
 

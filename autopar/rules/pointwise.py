@@ -196,7 +196,8 @@ def cast(call: Call) -> Rule:
     factors = [f"d{i}" for i in range(len(shape))]
     sizes = dict(zip(factors, shape, strict=True))
     own = [[f] for f in factors]
-    widening = source.is_floating_point and torch.promote_types(source, target) == target
+    is_float = source.is_floating_point and source.itemsize > 1  # torch promotes no float8, of which there are no sums
+    widening = is_float and torch.promote_types(source, target) == target
     # A second tensor only lends its dtype. It has no factor in common with the result, so its own are blocked.
     others: list[list[list[str]]] = []
     for number, meta in enumerate(call.inputs[1:]):

@@ -26,10 +26,14 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_MOVED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8})
+"""Dtypes that every backend moves as they are."""
+
+
 def as_sent(x: Tensor) -> Tensor:
-    """The bytes of x, flat (gloo compares shapes), in a dtype that every backend moves (gloo knows no bool, no fp8)."""
+    """The bytes of x, flat (gloo compares shapes), in a dtype that every backend moves (gloo: not bool, fp8, int16)."""
     flat = x.view(-1)
-    return flat.view(torch.uint8) if x.dtype.itemsize == 1 else flat
+    return flat if x.dtype in _MOVED else flat.view(torch.uint8)
 
 
 def all_gather(output: Tensor, part: Tensor, group: Group, async_op: bool = False) -> Work | None:

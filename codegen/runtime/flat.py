@@ -20,6 +20,7 @@ from . import collectives
 from .collectives import Work
 from .mesh import Axis, Mesh
 from .parameters import ZERO_AXES, Param, Slot, parse_placement
+from .precision import used_dtype
 
 if TYPE_CHECKING:
     # Only programs that compress or offload have these beside them.
@@ -120,9 +121,8 @@ class Bucket:
         self.is_complete = False
         self._work: Work | None = None
         self._sent: Tensor | None = None
-        floating = key.dtype.is_floating_point
-        self.compute_dtype = compute_dtype if compute_dtype is not None and floating else key.dtype
-        self.master_dtype = torch.float32 if floating and key.dtype.itemsize < 4 else key.dtype
+        self.compute_dtype = used_dtype(key.dtype, compute_dtype)
+        self.master_dtype = torch.float32 if key.dtype.is_floating_point and key.dtype.itemsize < 4 else key.dtype
         can_compress = compression is not None and self.axis.size > 1 and self.master_dtype == torch.float32
         self.compression = compression if can_compress else None
         shapes = [slot.spec.local_shape(mesh) for slot in slots]

@@ -69,12 +69,14 @@ class Param:
         kept = {axis: text for axis, text in placements.items() if text != "R"}
         for text in kept.values():
             parse_placement(text)
+        held: torch.dtype = getattr(torch, dtype)
+        requires_grad = requires_grad and (held.is_floating_point or held.is_complex)
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero}")
         if zero and requires_grad and not any(kept.get(axis) == "Rp" for axis in ZERO_AXES):
             lies = ", ".join(f"{axis} has {kept.get(axis, 'R')}" for axis in ZERO_AXES)
             raise ValueError(f"ZeRO shards over an Rp axis only, {lies}")
-        about = (getattr(torch, dtype), requires_grad, persistent, increment, padding, padded)
+        about = (held, requires_grad, persistent, increment, padding, padded)
         values = (tuple(shape), kept, zero, tuple(aliases), *about)
         for name, value in zip(Param.__slots__, values, strict=True):
             object.__setattr__(self, name, value)

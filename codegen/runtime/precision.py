@@ -18,3 +18,8 @@ _COMPUTE_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def compute_dtype(precision: str) -> torch.dtype | None:
     """What floating-point parameters, inputs and activations are computed with; None: as they are."""
     return _COMPUTE_DTYPES.get(precision)
+
+
+def used_dtype(stored: torch.dtype, computed: torch.dtype | None) -> torch.dtype:
+    """What a tensor of dtype `stored` is computed with, where floats are with `computed` (None: as they are)."""
+    return stored if computed is None or not stored.is_floating_point else computed

@@ -278,11 +278,10 @@ class Mailbox:
         for message_slice in message.slices:
             if message_slice.source != self._rank:
                 continue
-            content = x[message_slice.source_box]
+            content = x[message_slice.source_box].contiguous()  # as a program takes what its stage receives
             if message_slice.target == self._rank:
                 self._arrivals.setdefault(message, _Arrival()).parts.append((message_slice.target_box, content, None))
                 continue
-            content = content.contiguous()
             group, tag = self._channels.group(message_slice), self._tag(message_slice)
             work = dist.isend(as_sent(content), message_slice.target, group=group, tag=tag)
             assert work is not None

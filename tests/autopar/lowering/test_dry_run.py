@@ -1,0 +1,148 @@
+"""A dry run takes every program that runs, and catches what was planted in one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import InternalError
+from autopar.lowering import assembly
+from autopar.lowering.assembly import files_of
+from autopar.lowering.dry_run import dry_run
+from codegen.schemas import EmissionError
+
+IDEAL = str(Path(__file__).resolve().parents[3] / "examples" / "clusters" / "ideal.toml")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(32), nn.Linear(32, 96)
+        self.proj, self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        heads = (part.view(rows, length, 4, 8).transpose(1, 2) for part in self.qkv(self.norm(x)).split(32, 2))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).contiguous().view(rows, length, width))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(48, 32), nn.Linear(32, 48)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@cache
+def compiled(**pins: Any) -> Any:
+    batch = {"ids": torch.zeros(8, 16, dtype=torch.long), "targets": torch.zeros(8, 16, dtype=torch.long)}
+    return autopar.compile(Net(), IDEAL, example_inputs=batch, constraints=pins, kernels="off")
+
+
+sharded = partial(compiled, dp=2, tp=2)
+
+
+def dropped(text: str, word: str) -> str:
+    """The text without its first line with `word`."""
+    lines = text.splitlines(keepends=True)
+    at = next(number for number, line in enumerate(lines) if word in line)
+    return "".join(lines[:at] + lines[at + 1 :])
+
+
+def swapped(text: str, old: str, new: str) -> str:
+    assert old in text, (old, text)
+    return text.replace(old, new, 1)
+
+
+def planted(old: str, new: str) -> Callable[[str], str]:
+    return lambda text: swapped(text, old, new)
+
+
+FAULTS = {
+    "view of strides that do not fit": (planted(".reshape(BATCH, SEQUENCE, 16)", ".view(BATCH, SEQUENCE, 16)"), "view"),
+    "wrong sizes": (
+        planted("q.view(BATCH, SEQUENCE, HEADS, HEAD_DIM)", "q.view(BATCH, SEQUENCE, HEADS, 7)"),
+        "invalid",
+    ),
+    "a dim too many": (planted("HEAD_DIM).transpose(1, 2)", "HEAD_DIM).transpose(1, 4)"), "out of range"),
+    "another dim": (planted("HEAD_DIM).transpose(1, 2)", "HEAD_DIM).transpose(2, 3)"), "attention"),
+    "operands in another order": (
+        planted("F.linear(gelu, self.down.weight", "F.linear(self.down.weight, gelu"),
+        "linear",
+    ),
+    "a dtype": (planted("F.linear(gelu,", "F.linear(gelu.to(torch.float16),"), "dtype"),
+    "a name": (planted("F.gelu(up)", "F.gelu(upper)"), "upper"),
+    "an import of torch": (lambda text: dropped(text, "import torch.nn.functional as F"), "F"),
+    "an import of the run time": (lambda text: dropped(text, "from .runtime.cross_entropy"), "count_valid"),
+    "a reshard that is not there": (lambda text: dropped(text, "attention = tp.all_to_all("), "linear"),
+    "a reshard of another dim": (planted("(norm, dim=1)", "(norm, dim=2)"), "linear"),
+    "the wrong part of a parameter": (
+        planted('(48, 32), dp="Rp", tp="S(0)"', '(48, 32), dp="Rp", tp="S(1)"'),
+        "linear",
+    ),
+    "a parameter that does not divide": (planted('(48,), dp="Rp", tp="S(0)"', '(47,), dp="Rp", tp="S(0)"'), "divide"),
+    "another device": (planted("F.gelu(up)", "F.gelu(up + torch.ones(1))"), "device"),
+    "fewer results than there are": (planted("q, k, v = ", "q, k = "), "unpack"),
+    "a call that backward cannot follow": (planted("F.gelu(up)", "F.gelu(up.exp().exp_().add_(1))"), "backward"),
+}
+
+
+def test_what_is_emitted_runs_dry() -> None:
+    for program in (sharded(), compiled(pp=2, dp=2), compiled(dp=4, zero=3)):
+        dry_run(program.program, program.files)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_emission_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, word = FAULTS[name]
+    program, text = sharded().program, plant(sharded().files["model.py"])
+    if "torch." in text and "\nimport torch\n" not in text:
+        text = swapped(text, "\nfrom .", "\nimport torch\nfrom .")
+    with pytest.raises(EmissionError) as found:
+        dry_run(program, {"model.py": text})
+    assert word in str(found.value)
+    monkeypatch.setattr(assembly, "emit_model", lambda _: text)
+    with pytest.raises(InternalError, match="autopar emitted a program that cannot run"):
+        files_of(program)
+
+
+def test_the_line_and_the_reason_are_named() -> None:
+    text = swapped(sharded().files["model.py"], "F.linear(gelu,", "F.linear(gelu[:, :, :60],")
+    number = next(n for n, line in enumerate(text.splitlines(), 1) if ":60]" in line)
+    with pytest.raises(EmissionError) as found:
+        dry_run(sharded().program, {"model.py": text})
+    assert found.value.where == f"model.py, line {number}"
+    assert "60" in found.value.problem and found.value.call.startswith("down = F.linear(gelu[:, :, :60]")
+
+
+def test_the_line_of_a_failing_backward_is_named() -> None:
+    text = swapped(sharded().files["model.py"], "F.gelu(up)", "F.gelu(up.exp().exp_().add_(1))")
+    number = next(n for n, line in enumerate(text.splitlines(), 1) if "exp_()" in line)
+    with pytest.raises(EmissionError, match=f"model.py, line {number}.*inplace operation.*in backward"):
+        dry_run(sharded().program, {"model.py": text})
+
+
+def test_every_stage_of_a_pipeline_runs() -> None:
+    program = compiled(pp=2, dp=2)
+    holding = [file for file, text in program.files.items() if "F.linear(" in text]
+    assert len(holding) > 1
+    for file in holding:
+        broken = program.files | {file: swapped(program.files[file], ".weight, ", ".weight[:, 1:], ")}
+        with pytest.raises(EmissionError, match=file):
+            dry_run(program.program, broken)
