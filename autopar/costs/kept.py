@@ -6,7 +6,8 @@ indices, a copy in another dtype). Tensors of one number and Python objects are 
 
 Three kinds of calls cannot be asked, and say it themselves:
 
-- Fused kernels and functions of the run time that choose kernels by device have a record `SAVED` beside their code.
+- Fused kernels say what they save in their pattern (codegen/fusion), functions of the run time that choose kernels by
+  device in a record `SAVED` beside their code.
 - Attention on a GPU: a CPU cannot say what torch's flash kernels save. They save q, k, v, the result and one fp32
   logsumexp per query and head (`_scaled_dot_product_flash_attention` in torch's derivatives.yaml). A mask is kept too:
   a boolean one as a copy in q's dtype (`convert_boolean_attn_mask` in ATen's attention.cpp).
@@ -31,11 +32,13 @@ from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name, has_dropou
 from autopar.ir.mesh import Mesh
 from autopar.ir.operators import may_be_view
 from autopar.ir.placement import local_shape
+from autopar.options.fused import OTHER_RESULT
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.execute import run_alone
 from autopar.rules.localize import local_call
 from autopar.rules.rule import AxisOption
+from codegen.fusion import PATTERNS
 
 Metas = tuple[TensorMeta, ...]
 
@@ -51,7 +54,7 @@ _RECORDED = {
     "autopar.window_attention": "codegen.runtime.windows",
     "autopar.expert_linear": "codegen.runtime.experts",
 }
-"""Functions of the run time with a record, and the modules that have it; a kernel's module has the kernel's name."""
+"""Functions of the run time with a record, and the modules that have it."""
 
 _LARGEST_CACHE = 1 << 14
 
@@ -145,10 +148,14 @@ def _found(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
 
 @cache
 def _record(op: str) -> tuple[tuple[int, ...], bool, int] | None:
-    """What a kernel or a function of the run time says that it saves; None where torch can be asked."""
+    """What a kernel or a function of the run time says that it saves: (positions of arguments, whether the result,
+    bytes per row of the first argument). None where torch can be asked."""
     space, _, name = op.partition(".")
-    is_kernel = space in ("kernels", "fused")  # "fused.": results of a kernel beside its last one
-    module = f"codegen.kernels.{name}" if is_kernel else _RECORDED.get(op.rpartition(".")[0], "")
+    if space in ("kernels", OTHER_RESULT.removesuffix(".")):
+        pattern = next(pattern for pattern in PATTERNS if pattern.target == f"kernels.{name}")
+        held = tuple(pattern.leaves.index(leaf) for leaf in pattern.saves)
+        return held, False, pattern.row_bytes if space == "kernels" else 0
+    module = _RECORDED.get(op.rpartition(".")[0])
     return importlib.import_module(module).SAVED if module else None
 
 

@@ -1,7 +1,7 @@
 """Prices where fused kernels run (`kernels=` of autopar.compile): what each saves of the calls that it stands for.
 
 A fused call reads what enters its run and writes what leaves it, once; backward it reads the results' gradients and
-what it kept (`SAVED` of codegen/kernels), and writes the gradients of what entered. With r and w the bytes of what
+what it kept (`saves` of its pattern), and writes the gradients of what entered. With r and w the bytes of what
 enters and leaves, k of what is kept, and g of the gradients that are made, all on one rank,
 
     forward = time(r + w) + launches,    backward = time(w + k + g) + launches

@@ -17,10 +17,6 @@ Where lines belong, from what all kernels share to what one has:
 So a new operation is a file with its formula, its candidate tiles, `<operation>_reference`, the function, kernels named
 `_<what>_kernel`, and an autograd function that saves as little as it can. A tile's arithmetic that two kernels have to
 the bit is a `@jit` function in a file of its own or of the family; where roundings differ, each has its own lines.
-
-`SAVED` of a file says what its autograd function saves, which the planner counts as memory: (positions of arguments,
-whether the result, bytes per row of the first argument). Arguments are those of the pattern that finds the kernel
-(codegen/fusion); of a sum and its norm the first is the sum.
 """
 
 from .adamw import adamw_, adamw_table

@@ -11,16 +11,11 @@ Shapes: N rows (all leading dims), H hidden.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
 from .dispatch import check_agree, check_last_dim, use_triton
 from .layer_norm import layer_norm_reference
 from .norm_launches import AddNorm
-
-SAVED: Final = ((0, 1), False, 8)
-"""What autograd keeps (see `__init__.py`): of (sum, weight, bias), the sum, weight, mean, rstd (and bias, unread)."""
 
 
 def add_layer_norm_reference(

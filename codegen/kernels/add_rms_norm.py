@@ -11,16 +11,11 @@ Shapes: N rows (all leading dims), H hidden.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
 from .dispatch import check_agree, check_last_dim, use_triton
 from .norm_launches import AddNorm
 from .rms_norm import rms_norm_reference
-
-SAVED: Final = ((0, 1), False, 4)
-"""What autograd keeps (see `__init__.py`): of (sum, weight), both; rstd."""
 
 
 def add_rms_norm_reference(

@@ -41,10 +41,6 @@ BACKWARD_TILES: Final = (
 )
 
 
-SAVED: Final = ((0, 1), False, 0)
-"""What autograd keeps (see `__init__.py`): x and bias."""
-
-
 def bias_gelu_reference(x: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """The formula in torch operations: x `[..., C]`, bias `[C]` -> `[..., C]` in x's dtype."""
     return torch.nn.functional.gelu((x + bias).to(x.dtype), approximate=approximate)

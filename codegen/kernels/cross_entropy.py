@@ -36,10 +36,6 @@ FORWARD_TILES: Final = (
 BACKWARD_TILES: Final = (Tile(8192), Tile(8192, per_warp=256), Tile(4096), Tile(2048), Tile(1024))
 
 
-SAVED: Final = ((0, 1), False, 8)
-"""What autograd keeps (see `__init__.py`): logits, target, maxima and sums of exponentials."""
-
-
 def cross_entropy_reference(logits: torch.Tensor, target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     """The formula in torch operations; raises torch's own error for targets outside `[0, V)` on CPU."""
     logits_compute = logits.to(torch.promote_types(logits.dtype, torch.float32))

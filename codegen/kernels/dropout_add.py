@@ -82,10 +82,6 @@ def _threshold(p: float) -> int:
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
-SAVED: Final = ((), False, 0)
-"""What autograd keeps (see `__init__.py`): nothing, since backward draws the mask again."""
-
-
 def dropout_add_reference(
     x: torch.Tensor, residual: torch.Tensor, p: float, *, key: int, grid: IndexGrid, row_offset: int = 0
 ) -> torch.Tensor:

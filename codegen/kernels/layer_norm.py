@@ -20,15 +20,10 @@ Shapes: N rows (all leading dims), H hidden. norm_kernels.py says in which preci
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
 from .dispatch import check_last_dim, use_triton
 from .norm_launches import Norm
-
-SAVED: Final = ((0, 1), False, 8)
-"""What autograd keeps (see `__init__.py`): x, weight, mean, rstd (and bias, which is not read)."""
 
 
 def layer_norm_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -73,10 +73,6 @@ class VocabAxis(Protocol):
         ...
 
 
-SAVED: Final = ((), False, 0)
-"""What autograd keeps (see `__init__.py`): gradients only, which autopar/costs/kernels.py counts."""
-
-
 def linear_cross_entropy_reference(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -14,15 +14,10 @@ Shapes: N rows (all leading dims), H hidden. norm_kernels.py says in which preci
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
 from .dispatch import check_last_dim, use_triton
 from .norm_launches import Norm
-
-SAVED: Final = ((0, 1), False, 4)
-"""What autograd keeps (see `__init__.py`): x, weight, rstd."""
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

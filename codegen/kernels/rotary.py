@@ -34,10 +34,6 @@ from .tuning import launch
 TILES: Final = (Tile(4096), Tile(4096, per_warp=1024), Tile(2048), Tile(8192), Tile(8192, per_warp=1024))
 
 
-SAVED: Final = ((1, 2), False, 0)
-"""What autograd keeps (see `__init__.py`): cos and sin."""
-
-
 def rotary_reference(
     q: torch.Tensor,
     k: torch.Tensor,

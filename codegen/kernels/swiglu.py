@@ -13,15 +13,10 @@ two inputs are saved.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 
 from .dispatch import check_agree, use_triton
 from .gated import Gated
-
-SAVED: Final = ((0, 1), False, 0)
-"""What autograd keeps (see `__init__.py`): gate and up."""
 
 
 def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
