@@ -19,6 +19,7 @@ from autopar.costs.layer_costs import ComputeSeconds, LayerCost
 from autopar.costs.liveness import Walk
 from autopar.costs.overlap import Overlaps
 from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu
 from autopar.costs.recompute_modes import recompute_modes
 from autopar.costs.saved import saved_tensors
 from autopar.ir.chain import chain, segments
@@ -188,7 +189,8 @@ class _Evaluation:
         ran = {event.name: event for event in events if isinstance(event, Ran)}
         copies = {(event.ref, event.target) for event in events if isinstance(event, Moved) and not event.is_free}
         nodes = tuple(event.operator.node for event in ran.values())
-        kept = saved_tensors(nodes, scope.metas, parameters, partial(_copied, ran, copies))
+        on_cpu = is_cpu(self.pricer.cluster)
+        kept = saved_tensors(nodes, scope.metas, parameters, partial(_copied, ran, copies), on_cpu)
         for name, unit in units.items():
             self.found[name].live = Walk(scope, unit, self.pricer, kept, parameters).measure()
 

@@ -1,8 +1,8 @@
 """Prices where fused kernels run (`kernels=` of autopar.compile): what each saves of the calls that it stands for.
 
 A fused call reads what enters its run and writes what leaves it, once; backward it reads the results' gradients and
-what it kept (`KEEPS_INPUTS`), and writes the gradients of what entered. With r and w the bytes of what enters and
-leaves, k of what is kept, and g of the gradients that are made, all on one rank,
+what it kept (`saves` of its pattern), and writes the gradients of what entered. With r and w the bytes of what
+enters and leaves, k of what is kept, and g of the gradients that are made, all on one rank,
 
     forward = time(r + w) + launches,    backward = time(w + k + g) + launches
 
@@ -24,9 +24,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.costs.kept import kept
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu, num_local_dim
-from autopar.costs.saved import KEEPS_INPUTS
+from autopar.costs.saved import Saved
 from autopar.costs.specials import specials
 from autopar.ir.graph import Ref, TensorMeta, base_name
 from autopar.ir.placement import Placements
@@ -204,11 +205,11 @@ class KernelPricer(Pricer):
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
-    def saved_bytes(self, operator: Operator, option: Option, kept: tuple[Ref, ...]) -> float:
+    def saved_bytes(self, operator: Operator, option: Option, saved: tuple[Saved, ...]) -> float:
         """Activations that this call is first to keep: those that enter its run here."""
         fusion = self.fused(operator, option)
         if fusion is None:
-            return super().saved_bytes(operator, option, kept)
+            return super().saved_bytes(operator, option, saved)
         scale = 1.0 + self.fragmentation
         if fusion.name == LM_HEAD:
             is_layer = base_name(operator.node.op) == "linear"
@@ -218,7 +219,12 @@ class KernelPricer(Pricer):
         results = (Ref(name, index) for index in range(len(operator.node.outputs)))
         own += zip(results, operator.node.outputs, option.outputs, strict=True)
         sizes = {ref: num_local(meta, lies, self.mesh) * meta.dtype.itemsize for ref, meta, lies in own}
-        return scale * sum(size for ref, size in sizes.items() if ref in held and fusion.charged[ref] == name)
+        first = fusion.node.inputs[0]
+        rows = 0.0
+        if fusion.charged[first] == name:  # numbers per row go with the rows
+            whole = sum(kept(fusion.node, tuple(fusion.tensors[ref] for ref in fusion.node.inputs), False).made)
+            rows = whole * sizes[first] / fusion.tensors[first].num_bytes
+        return scale * (sum(size for ref, size in sizes.items() if ref in held and fusion.charged[ref] == name) + rows)
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
         """(kept beside inputs and results, temporaries of the forward) of a fused call."""
@@ -294,5 +300,6 @@ def is_whole(fusion: Fusion, operator: Operator, option: Option) -> bool:
 
 def kept_by(fusion: Fusion) -> frozenset[Ref]:
     """What a run keeps for its backward, of what enters it and of its results."""
-    held = ((node.inputs, KEEPS_INPUTS.get(base_name(node.op)) or ()) for node in fusion.nodes)
-    return frozenset(inputs[i] for inputs, positions in held for i in positions if i < len(inputs))
+    metas = fusion.tensors
+    held = ((node.inputs, kept(node, tuple(metas[ref] for ref in node.inputs), False).inputs) for node in fusion.nodes)
+    return frozenset(inputs[position] for inputs, positions in held for position in positions)

@@ -14,13 +14,17 @@ from dataclasses import dataclass
 
 from autopar.costs.allocations import Gradients, Variables
 from autopar.costs.events import Event, Key, Moved, Ran, Unit
+from autopar.costs.kept import is_view
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
-from autopar.costs.saved import PARTS
-from autopar.ir.graph import ATTENTION, DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
+from autopar.costs.saved import Saved
+from autopar.ir.graph import DEFERRABLE, VIEWS, Ref, TensorMeta, base_name, has_dropout
 from autopar.ir.placement import Placements
 from autopar.options.scopes import Scope
 from autopar.options.strategies import num_local
+
+PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "chunk", "narrow", "unbind"])
+"""Views of a part of their input, whose gradient is a part of the whole's."""
 
 HANDED_ON = VIEWS - PARTS | {"contiguous", "clone", "add", "sub", "cat", "stack"}
 """Operators whose backward gives (a view of) the gradient itself where shapes and dtypes are equal."""
@@ -58,14 +62,6 @@ class Liveness:
     leaving: float = 0.0
 
 
-def _statistics(node: Node, num_local: int) -> float:
-    """Bytes of what is kept per row in fp32: mean and deviation of a layer norm, logsumexp of attention."""
-    widths = {"layer_norm": 8.0, **dict.fromkeys(ATTENTION, 4.0)}
-    if base_name(node.op) not in widths:
-        return 0.0
-    return widths[base_name(node.op)] * (num_local // max(node.outputs[0].shape[-1], 1))
-
-
 class Walk:
     """The events of one unit in order.
 
@@ -78,7 +74,7 @@ class Walk:
         scope: Scope,
         unit: Unit,
         pricer: Pricer,
-        saved: Mapping[str, tuple[Ref, ...]],
+        saved: Mapping[str, tuple[Saved, ...]],
         parameters: frozenset[str],
     ) -> None:
         self.scope, self.events, self.ends, self.rebound = scope, unit.events, unit.ends, unit.rebound
@@ -104,7 +100,7 @@ class Walk:
                 self.gathered[event.ref, event.target] = event.source
             return
         node, option = event.operator.node, event.option
-        if base_name(node.op) in VIEWS and node.inputs:
+        if is_view(node):
             root = self._root(node.inputs[0], option.inputs[0])
             self.roots |= {(Ref(node.name, i), lies): root for i, lies in enumerate(option.outputs)}
 
@@ -115,18 +111,20 @@ class Walk:
     def _bytes(self, meta: TensorMeta, placements: Placements) -> float:
         return num_local(meta, placements, self.pricer.mesh) * meta.dtype.itemsize * self.scale
 
-    def _kept(self, ran: Ran, refs: tuple[Ref, ...]) -> list[tuple[Key | None, float]]:
+    def _kept(self, ran: Ran, saved: tuple[Saved, ...]) -> list[tuple[Key | None, float]]:
         """(storage, bytes) of what a call is first to keep; None: made by the call for itself."""
         node, option = ran.operator.node, ran.option
         found: list[tuple[Key | None, float]] = []
-        for ref in refs:
+        for ref, num_bytes in saved:
             own = ref.node == node.name
             placements = option.outputs[ref.index] if own else option.inputs[node.inputs.index(ref)]
             kept_as = self.gathered.get((ref, placements), placements)
-            found.append((self._root(ref, placements), self._bytes(self.scope.metas[ref], kept_as)))
+            meta = self.scope.metas[ref]
+            share = num_local(meta, kept_as, self.pricer.mesh) / max(meta.numel, 1)
+            found.append((self._root(ref, placements), share * num_bytes * self.scale))
         if any(meta.requires_grad for meta in node.outputs):
             local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
-            extra = self.pricer.extra_saved_bytes(node, ran.operator.inputs, local) + _statistics(node, local)
+            extra = self.pricer.made_bytes(ran.operator, option)
             extra += self.pricer.window_bytes(ran.operator, ran.option, local)
             extra += self.pricer.kernel_bytes(ran.operator, option)[0]
             found.append((None, extra * self.scale))
@@ -196,7 +194,7 @@ class Walk:
             made = {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
             return {} if event.is_free or made.keys() <= self.gathered.keys() else made
         node = event.operator.node
-        if base_name(node.op) in VIEWS:
+        if is_view(node):
             return {}
         return {
             (Ref(node.name, i), where): self._bytes(meta, where)
@@ -225,10 +223,11 @@ class Walk:
         node = ran.operator.node
         if base_name(node.op) != "scaled_dot_product_attention":
             return 0.0
-        local = num_local(node.outputs[0], ran.option.outputs[0], self.pricer.mesh)
-        extra = self.pricer.extra_saved_bytes(node, ran.operator.inputs, local)
-        width = node.outputs[0].dtype.itemsize
-        return extra * width / (2 * width + 1) * self.scale if has_dropout(node) else 0.0
+        if not has_dropout(node):
+            return 0.0
+        output, (query, key) = node.outputs[0], ran.operator.inputs[:2]
+        rows = num_local(output, ran.option.outputs[0], self.pricer.mesh) // query.shape[-1]
+        return float(rows * key.shape[-2] * output.dtype.itemsize) * self.scale
 
     def _chunk(self, ran: Ran) -> float:
         """Cross-entropy's fp32 chunk of half-precision logits, and on a GPU that of logsumexp."""

@@ -13,8 +13,10 @@ from typing import ClassVar
 from autopar.costs import host
 from autopar.costs.context import window_tiles
 from autopar.costs.contractions import Contractions
+from autopar.costs.kept import made_bytes
 from autopar.costs.parameter_prices import ParameterPrices
-from autopar.costs.saved import extra_saved_bytes
+from autopar.costs.rates import is_cpu
+from autopar.costs.saved import Saved
 from autopar.costs.specials import specials
 from autopar.ir.graph import (
     ATTENTION,
@@ -23,9 +25,6 @@ from autopar.ir.graph import (
     SINK_ATTENTION,
     VIEWS,
     WINDOW_ATTENTION,
-    Node,
-    Ref,
-    TensorMeta,
     base_name,
 )
 from autopar.ir.operators import arguments_of
@@ -145,19 +144,19 @@ class Pricer(Contractions, ParameterPrices):
                     total += 3 * self.collective_seconds("all_reduce", axis, 4.0 * tokens)
         return total, backward
 
-    def saved_bytes(self, operator: Operator, option: Option, kept: tuple[Ref, ...]) -> float:
+    def saved_bytes(self, operator: Operator, option: Option, saved: tuple[Saved, ...]) -> float:
         """Activations that this call is first to keep for one micro-batch's backward."""
         total = 0.0
-        for ref in kept:
+        for ref, num_bytes in saved:
             if ref.node == operator.node.name:
                 meta, placements = operator.node.outputs[ref.index], option.outputs[ref.index]
             else:
                 position = operator.node.inputs.index(ref)
                 meta, placements = operator.inputs[position], option.inputs[position]
-            total += num_local(meta, placements, self.mesh) * meta.dtype.itemsize
+            total += num_local(meta, placements, self.mesh) / max(meta.numel, 1) * num_bytes
         if any(meta.requires_grad for meta in operator.node.outputs):
             local = num_local(operator.node.outputs[0], option.outputs[0], self.mesh)
-            total += self.extra_saved_bytes(operator.node, operator.inputs, local)
+            total += self.made_bytes(operator, option)
             total += self.window_bytes(operator, option, local) + self.halo_bytes(operator, option)[0]
         return total * (1.0 + self.fragmentation)
 
@@ -170,9 +169,9 @@ class Pricer(Contractions, ParameterPrices):
         kept = (masks + (num_local if num_tiles > 1 else 0)) * operator.node.outputs[0].dtype.itemsize
         return kept + self.repeated_bytes(operator, option)
 
-    def extra_saved_bytes(self, node: Node, inputs: tuple[TensorMeta, ...], num_local: int) -> int:
-        """Bytes kept that are neither inputs nor outputs (saved.py); num_local: elements of this rank's result."""
-        return extra_saved_bytes(node, inputs, num_local)
+    def made_bytes(self, operator: Operator, option: Option) -> float:
+        """Bytes kept that are neither inputs nor outputs (kept.py)."""
+        return made_bytes(operator, option, self.mesh, is_cpu(self.cluster))
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
         """(kept beside inputs and results, temporaries of the forward) of a call; see kernels.py, fp8.py too."""

@@ -23,6 +23,7 @@ import numpy as np
 
 from autopar.costs.overlap import Overlaps
 from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu
 from autopar.costs.saved import saved_tensors
 from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta
 from autopar.ir.mesh import ZERO_AXES, Mesh
@@ -163,7 +164,7 @@ class _Builder:
 
     def _add_operators(self, scope: Scope) -> None:
         parameters = self.stored_names | frozenset(p.name for p in (scope.layer.parameters if scope.layer else ()))
-        kept = saved_tensors(scope.nodes, scope.metas, parameters)
+        kept = saved_tensors(scope.nodes, scope.metas, parameters, on_cpu=is_cpu(self.pricer.cluster))
         micro = self.pricer.training.num_micro_batches
         for node in scope.nodes:
             operator = self.operators[scope.name, node.name]

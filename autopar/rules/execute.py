@@ -7,28 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import Node, map_refs
+from autopar.ir.graph import Node, TensorMeta, base_name, map_refs
 from autopar.ir.operators import arguments_of, find_op
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.call import Call, Operand
 from autopar.rules.convolution import HALO, halo_dim
 from autopar.rules.experts import ROUTED, routed_linear
 from autopar.rules.localize import LocalCall, LoweringCall
+from autopar.rules.loss import is_plain_cross_entropy
 from autopar.rules.norm import SYNCHRONISED
 from autopar.rules.simulate import SimulatedMesh, meshes
-from codegen.runtime.attention import attention
+from codegen.functions import applied, function_of
+from codegen.runtime.attention import attention, attention_with
 from codegen.runtime.batch_norm import batch_norm, group_norm
 from codegen.runtime.context_attention import context_attention
 from codegen.runtime.cross_entropy import cross_entropy
-from codegen.runtime.dropout import dropout
+from codegen.runtime.dropout import dropout, masked
 from codegen.runtime.embedding import vocab_embedding
 from codegen.runtime.halo import halo_convolution
-from codegen.runtime.layout import Layout
+from codegen.runtime.layout import AxisLike, Layout
 
 Tensors = tuple[Tensor, ...]
 DROPOUT_KEY = 1234
@@ -41,16 +44,17 @@ def call_op(
     kwargs: Sequence[tuple[str, Any]],
     inputs: Sequence[Tensor],
     device: str = "cpu",
+    copies: bool = True,
 ) -> Tensors:
     """The operator's outputs; `inputs` replace the Refs in order, and `device`, where they lie, every named device.
 
-    Raises ValueError for an op torch does not have.
+    copies: whether in-place forms write to copies of the inputs. Raises ValueError for an op torch does not have.
     """
     overload = find_op(op)
     if overload is None:
         raise ValueError(f"torch has no operator {op!r}")
     # A copy keeps in-place forms from writing to leaves.
-    feed = (tensor.clone() for tensor in inputs)
+    feed = (tensor.clone() if copies else tensor for tensor in inputs)
     bound_args = [_as_list(map_refs(value, lambda _: next(feed)), device) for value in args]
     bound_kwargs = {name: _as_list(map_refs(value, lambda _: next(feed)), device) for name, value in kwargs}
     result = overload(*bound_args, **bound_kwargs)
@@ -62,6 +66,38 @@ def _as_list(value: Any, device: str) -> Any:
     if isinstance(value, torch.device):
         return torch.device(device)
     return [_as_list(item, device) for item in value] if isinstance(value, tuple) else value
+
+
+def run_alone(node: Node, metas: tuple[TensorMeta, ...], inputs: Sequence[Tensor]) -> Tensors:
+    """The call as a program writes it where nothing is cut: the run time's own function where it has one.
+
+    Inputs are written to by in-place forms. Masks of dropout are not drawn.
+    """
+    device = next((str(tensor.device) for tensor in inputs), "cpu")
+    function = function_of(node.op)
+    if function is not None:
+        feed = iter(inputs)
+        result = applied(function.function, *function.given(map_refs(node.args, lambda _: next(feed))))
+        return tuple(result) if isinstance(result, tuple | list) else (result,)
+    call, name = Call.of(node, metas), base_name(node.op)
+    if is_plain_cross_entropy(node, metas, any_dims=True):
+        return (_cross_entropy(LoweringCall("cross_entropy"), call, inputs, meshes(())[()], torch.tensor(1.0)),)
+    if name == "batch_norm":
+        return (_batch_norm(call, inputs),)
+    if name == "dropout" and call["train"] and 0.0 < call["p"] < 1.0:
+        return (_masked(inputs[0], call["p"]),)
+    if name == "scaled_dot_product_attention" and call["dropout_p"] > 0.0:
+        q, k, v = (inputs[call.tensor(argument).index] for argument in ("query", "key", "value"))
+        mask = call.get("attn_mask")
+        given = inputs[mask.index] if isinstance(mask, Operand) else None
+        drop = partial(_masked, p=call["dropout_p"])
+        return (attention_with(drop, q, k, v, given, call["is_causal"], call["scale"], call["enable_gqa"]),)
+    return call_op(node.op, node.args, node.kwargs, inputs, device, copies=False)
+
+
+def _masked(x: Tensor, p: float) -> Tensor:
+    """Dropout by a mask that nobody drew."""
+    return masked(x, torch.empty_like(x, dtype=torch.bool), p) if p < 1.0 else x * 0.0
 
 
 def run_whole(node: Node, call: Call, lowering: LoweringCall | None, inputs: Sequence[Tensor]) -> Tensors:
@@ -124,7 +160,8 @@ def _lowered(
     if lowering.name in EXCHANGES:
         return (_context_attention(lowering, call, inputs, mesh),)
     if lowering.name == "batch_norm":
-        return (_batch_norm(lowering, call, inputs, mesh),)
+        copies = tuple(each if each.requires_grad else each.clone() for each in inputs)  # of running statistics
+        return (_batch_norm(call, copies, *(mesh.axes[number] for number in lowering.axes)),)
     if lowering.name == "group_norm":
         return (_group_norm(local, lowering, call, inputs, mesh),)
     if lowering.name == HALO:
@@ -163,12 +200,11 @@ def _halo(
     return halo_convolution(x, weight, bias, mesh.axes[lowering.axes[0]], dim=found[0], **sizes)
 
 
-def _batch_norm(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh) -> Tensor:
+def _batch_norm(call: Call, inputs: Sequence[Tensor], *axes: AxisLike) -> Tensor:
     names = ("input", "weight", "bias", "running_mean", "running_var")
     given = [inputs[found.index] if isinstance(found := call.get(name), Operand) else None for name in names]
-    x, weight, bias, mean, var = (each if each is None or each.requires_grad else each.clone() for each in given)
+    x, weight, bias, mean, var = given
     assert x is not None
-    axes = (mesh.axes[number] for number in lowering.axes)
     return batch_norm(x, weight, bias, mean, var, call["training"], call["momentum"], call["eps"], *axes)
 
 

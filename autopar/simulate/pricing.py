@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.costs.price import Pricer
-from autopar.costs.saved import extra_saved_bytes
-from autopar.ir.graph import ATTENTION, MATMULS, Node, TensorMeta, base_name, has_dropout, is_causal
+from autopar.ir.graph import ATTENTION, MATMULS, TensorMeta, base_name, has_dropout, is_causal
 from autopar.ir.placement import Placements, Stored
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.simulate.fusion import Part
@@ -195,15 +194,17 @@ class ProfiledPricer(Pricer):
 
     # --- activations ------------------------------------------------------------------------------------------
 
-    def extra_saved_bytes(self, node: Node, inputs: tuple[TensorMeta, ...], num_local: int) -> int:
+    def made_bytes(self, operator: Operator, option: Option) -> float:
         """An unfused attention keeps its probabilities; with dropout also what is left of them, and the mask. An
         unfused loss keeps its softmax."""
+        node, inputs = operator.node, operator.inputs
         if base_name(node.op) == "cross_entropy_loss" and self.framework.loss_bytes >= UNFUSED_LOSS_BYTES:
             # The softmax, in fp32; the vocabulary is cut where matrices are.
             ways = self.mesh.num_ranks if self.framework.shards_weights else self.mesh.num_data_ranks
             return 4 * inputs[0].numel // ways
         if base_name(node.op) not in ATTENTION or self.attention != "unfused":
-            return extra_saved_bytes(node, inputs, num_local)
+            return super().made_bytes(operator, option)
         query, key = inputs[0], inputs[1]
-        scores = math.ceil(num_local / query.shape[-1]) * key.shape[-2]
+        rows = num_local(node.outputs[0], option.outputs[0], self.mesh) / query.shape[-1]
+        scores = math.ceil(rows) * key.shape[-2]
         return scores * (2 * query.dtype.itemsize + 1 if has_dropout(node) else query.dtype.itemsize)

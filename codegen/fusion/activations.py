@@ -97,6 +97,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         template=_mul(Op("aten.silu.default", (Leaf("gate"),)), Leaf("up")),
         fits=_gated_fits,
         build=_build_swiglu,
+        saves=("gate", "up"),
     ),
     Pattern(
         name="GeGLU",
@@ -105,6 +106,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         template=_mul(_gelu(Leaf("gate")), Leaf("up")),
         fits=_gated_fits,
         build=_build_geglu,
+        saves=("gate", "up"),
     ),
     *(
         Pattern(
@@ -114,6 +116,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
             template=form,
             fits=_bias_gelu_fits,
             build=_build_bias_gelu,
+            saves=("x", "bias"),
         )
         for form in _forms(_gelu(_BIASED))
     ),

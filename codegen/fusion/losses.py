@@ -153,5 +153,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         template=_cross_entropy_template(),
         fits=_cross_entropy_fits,
         build=_cross_entropy,
+        saves=("logits", "target"),
+        row_bytes=8,  # the largest logit and the logarithm of the sum
     ),
 )

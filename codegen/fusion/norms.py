@@ -97,6 +97,8 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         fits=partial(_agrees, _rms_norm_fits),
         build=partial(_norm, "kernels.add_rms_norm", ("x", "residual", "weight")),
         results=(Result("sum", ("x", "residual"), is_call=True),),
+        saves=("sum", "weight"),
+        row_bytes=4,  # rstd
     ),
     Pattern(
         name="sum and LayerNorm",
@@ -106,6 +108,8 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         fits=partial(_agrees, _layer_norm_fits),
         build=partial(_norm, "kernels.add_layer_norm", ("x", "residual", "weight", "bias")),
         results=(Result("sum", ("x", "residual"), is_call=True),),
+        saves=("sum", "weight"),
+        row_bytes=8,  # mean and rstd
     ),
     Pattern(
         name="RMSNorm",
@@ -114,6 +118,8 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         template=_rms_norm_template(Leaf("x")),
         fits=_rms_norm_fits,
         build=partial(_norm, "kernels.rms_norm", ("x", "weight")),
+        saves=("x", "weight"),
+        row_bytes=4,
     ),
     Pattern(
         name="LayerNorm",
@@ -122,5 +128,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         template=_layer_norm_template(Leaf("x")),
         fits=_layer_norm_fits,
         build=partial(_norm, "kernels.layer_norm", ("x", "weight", "bias")),
+        saves=("x", "weight"),
+        row_bytes=8,
     ),
 )

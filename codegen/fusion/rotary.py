@@ -88,6 +88,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = tuple(
         build=_build,
         beside=(rotated("q", interleaved, partial),),
         results=(Result("rotated q", ("q", "cos", "sin")),),
+        saves=("cos", "sin"),
     )
     for interleaved in (False, True)
     for partial in (True, False)

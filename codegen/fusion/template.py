@@ -100,6 +100,9 @@ class Pattern:
     (bindings, the pattern's last call) -> the calls that take its place, of which the last makes the same results; one
     that nobody reads is UNREAD there. pays: whether it is worth it, where so many ranks share the rows of
     a micro-batch; if not, another pattern may have some of the calls.
+
+    saves: leaves that the kernel's autograd function saves for backward, parameters that it does not read left out.
+    row_bytes: further bytes that it saves for each row of the first leaf.
     """
 
     name: str
@@ -111,6 +114,8 @@ class Pattern:
     pays: Callable[[Bindings, int], bool] = _always
     beside: tuple[Op, ...] = ()
     results: tuple[Result, ...] = ()
+    saves: tuple[str, ...] = ()
+    row_bytes: int = 0
 
 
 def is_dtype(bound: Bound, name: str) -> bool:

@@ -6,6 +6,8 @@ Shapes: B batch, H heads, G key/value heads (G divides H), L queries, S keys, E 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -54,14 +56,26 @@ def attention(
         )
     if layout is None:
         raise ValueError("attention with dropout needs the layout of the probabilities [B, H, L, S]")
+    drop = partial(dropout, p=dropout_p, key=key, layout=layout, mesh=mesh, batch_offset=batch_offset)
+    return attention_with(drop, q, k, v, mask, is_causal, scale, enable_gqa)
+
+
+def attention_with(
+    drop: Callable[[Tensor], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Attention in its mathematical form. drop: what becomes of the probabilities [B, H, L, S] before they weigh v."""
     if enable_gqa:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
         v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
     probabilities = _probabilities(q, k, mask, is_causal, 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    dropped = dropout(
-        probabilities.to(v.dtype), dropout_p, key=key, layout=layout, mesh=mesh, batch_offset=batch_offset
-    )
-    return dropped @ v
+    return drop(probabilities.to(v.dtype)) @ v
 
 
 def _causal_mask(layout: Layout, mesh: object, device: torch.device) -> Tensor:

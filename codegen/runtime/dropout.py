@@ -161,6 +161,12 @@ def _kept(x: Tensor, keep: Tensor, scale: float) -> Tensor:
     return torch.where(keep, x, 0.0).mul_(scale)
 
 
+def masked(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """x / (1 - p) where the mask `keep` is True, else zero, in x's dtype. Saves the mask for backward."""
+    out: Tensor = _Dropout.apply(x, keep, 1.0 / (1.0 - p))  # type: ignore[no-untyped-call]
+    return out
+
+
 def dropout(x: Tensor, p: float, *, key: int, layout: Layout, mesh: object, batch_offset: int = 0) -> Tensor:
     """Inverted dropout: zero with probability p, else x / (1 - p), in x's dtype; equal to the one-rank run's part.
 
@@ -183,5 +189,4 @@ def dropout(x: Tensor, p: float, *, key: int, layout: Layout, mesh: object, batc
     if p == 1.0:
         return x * 0.0
     keep = keep_mask(p, key=key, layout=layout, mesh=mesh, device=x.device, batch_offset=batch_offset)
-    out: Tensor = _Dropout.apply(x, keep, 1.0 / (1.0 - p))  # type: ignore[no-untyped-call]
-    return out
+    return masked(x, keep, p)

@@ -9,7 +9,7 @@ back: between `dispatch` and `combine` may be anything that does with each row t
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,11 @@ def combine(rows: Tensor, routes: Routes) -> Tensor:
         rows = taken(rows, routes.arranged.argsort())
         rows = exchanged(rows, routes.axis, routes.received, routes.sent)
     return taken(rows, routes.order.argsort())
+
+
+SAVED: Final = ((0, 1, 2), False, 8)
+"""What autograd keeps: (positions of arguments, whether the result, bytes per row of the first argument): sorted rows,
+weight, routes, and the order of rows on their way there or back."""
 
 
 def expert_linear(rows: Tensor, weight: Tensor, routes: Routes, bias: Tensor | None = None) -> Tensor:

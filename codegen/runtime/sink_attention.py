@@ -16,7 +16,7 @@ gradient of out', that of a sink is a sum over the rows of its head:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .attention_blocks import Block, WindowedKeys, block_attention, block_gradients
 from .windows import Positions, Window
+
+SAVED: Final = ((0, 1, 2, 3), True, 4)
+"""What autograd keeps: (positions of arguments, whether the result, bytes per row of the first argument): q, k, v,
+sinks, out and lse."""
 
 
 def with_sinks(block: Block, sinks: Tensor, dtype: torch.dtype) -> Block:

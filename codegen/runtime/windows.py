@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+SAVED: Final = ((0, 1, 2), True, 4)
+"""What autograd keeps: (positions of arguments, whether the result, bytes per row of the first argument): q, k, v,
+out, the logsumexp of the flash kernels. autopar/costs/price.py counts what tiles and masks add (`window_bytes`)."""
 
 MIN_ROWS = 128
 """Rows of a tile at least: smaller kernels take as long."""

@@ -15,7 +15,7 @@ import torch
 from autopar.costs import evaluate
 from autopar.costs.placer import Placer
 from autopar.costs.price import Pricer
-from autopar.costs.rates import Training
+from autopar.costs.rates import Training, is_cpu
 from autopar.costs.saved import saved_tensors
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
@@ -99,7 +99,7 @@ def searched_activation_bytes(it: Setting, assignment: Assignment) -> float:
     top, total = {p.name for p in it.graph.parameters}, 0.0
     for scope in scopes_of(it.graph):
         own = top | {p.name for p in (scope.layer.parameters if scope.layer else ())}
-        kept = saved_tensors(scope.nodes, scope.metas, frozenset(own))
+        kept = saved_tensors(scope.nodes, scope.metas, frozenset(own), on_cpu=is_cpu(it.pricer.cluster))
         for node in scope.nodes:
             key = scope.name, node.name
             refs = kept.get(node.name, ())

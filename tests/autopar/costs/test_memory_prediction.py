@@ -10,7 +10,7 @@ import autopar
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.liveness import Liveness
 from autopar.costs.peak import Life, Slot, at_peak, peaks
-from autopar.costs.saved import saved_tensors
+from autopar.costs.saved import Saved, saved_tensors
 from autopar.costs.stage_costs import holding_states
 from autopar.costs.updates import training_of
 from autopar.errors import InfeasibleError
@@ -135,11 +135,11 @@ def test_what_two_calls_keep_in_two_layouts_is_two_tensors() -> None:
     nodes = tuple(Node(n, "aten.linear.default", (Ref("x"), Ref("w")), (), (meta,)) for n in ("a", "b"))
     metas = {Ref(name): meta for name in ("x", "w", "a", "b")}
     parameters = frozenset("w")
-    assert saved_tensors(nodes, metas, parameters) == {"a": (Ref("x"),), "b": ()}
+    assert saved_tensors(nodes, metas, parameters) == {"a": (Saved(Ref("x"), 64),), "b": ()}
     moved = saved_tensors(
         nodes, metas, parameters, lambda node, ref: "S" if (node.name, ref.node) == ("b", "x") else None
     )
-    assert moved == {"a": (Ref("x"),), "b": (Ref("x"),)}
+    assert moved == {"a": (Saved(Ref("x"), 64),), "b": (Saved(Ref("x"), 64),)}
 
 
 def test_the_tracker_counts_what_autograd_keeps() -> None:

@@ -1,0 +1,245 @@
+"""What autograd keeps of one call for its backward, asked of torch.
+
+Each distinct call runs once, as programs write it, on tensors without memory, under hooks that see every tensor that is
+saved: an input, a result, a view of either, or a tensor that the call makes for its backward alone (a mask, statistics,
+indices, a copy in another dtype). Tensors of one number and Python objects are not counted.
+
+Three kinds of calls cannot be asked, and say it themselves:
+
+- Fused kernels say what they save in their pattern (codegen/fusion), functions of the run time that choose kernels by
+  device in a record `SAVED` beside their code.
+- Attention on a GPU: a CPU cannot say what torch's flash kernels save. They save q, k, v, the result and one fp32
+  logsumexp per query and head (`_scaled_dot_product_flash_attention` in torch's derivatives.yaml). A mask is kept too:
+  a boolean one as a copy in q's dtype (`convert_boolean_attn_mask` in ATen's attention.cpp).
+- A call that torch cannot run without memory is taken to keep all its inputs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.frontend.fakes import empty, mode, probing
+from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name, has_dropout, map_refs
+from autopar.ir.mesh import Mesh
+from autopar.ir.operators import may_be_view
+from autopar.ir.placement import local_shape
+from autopar.options.fused import OTHER_RESULT
+from autopar.options.strategies import Operator, Option, num_local
+from autopar.rules.attention import EXCHANGES
+from autopar.rules.execute import run_alone
+from autopar.rules.localize import local_call
+from autopar.rules.rule import AxisOption
+from codegen.fusion import PATTERNS
+
+Metas = tuple[TensorMeta, ...]
+
+_BY_DEVICE = frozenset({"scaled_dot_product_attention", "batch_norm", "lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""Calls that choose an implementation by device: these run on fake tensors of a CPU, all others on meta tensors, which
+is faster and gives the same answer."""
+
+_COPIES = frozenset({"contiguous", "to"})
+"""Calls that return their input if they can, and mostly cannot."""
+
+_RECORDED = {
+    "autopar.sink_attention": "codegen.runtime.sink_attention",
+    "autopar.window_attention": "codegen.runtime.windows",
+    "autopar.expert_linear": "codegen.runtime.experts",
+}
+"""Functions of the run time with a record, and the modules that have it."""
+
+_LARGEST_CACHE = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """inputs, outputs: positions of those that are kept. made: bytes of each further tensor.
+
+    shares: label of an option -> whether it cuts each of these further tensors, filled when it is asked for.
+    """
+
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    made: tuple[int, ...] = ()
+    shares: dict[str, tuple[bool, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+
+_NOTHING = Kept()
+_BY_NODE: dict[tuple[int, bool], tuple[Node, Metas, Kept]] = {}
+_BY_CALL: dict[Any, Kept] = {}
+
+
+def kept(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
+    """What the call keeps. on_cpu: whether it runs on a CPU."""
+    if not any(meta.requires_grad for meta in node.outputs):
+        return _NOTHING
+    known = _BY_NODE.get((id(node), on_cpu))  # the node is stored with it, so that no other has its id
+    if known is not None and known[1] == inputs:
+        return known[2]
+    if len(_BY_NODE) > _LARGEST_CACHE:
+        _BY_NODE.clear()
+        _BY_CALL.clear()
+    numbers = count()
+    given = map_refs((node.args, node.kwargs), lambda ref: Ref("", next(numbers)))
+    key = node.op, given, inputs, on_cpu
+    try:
+        found = _BY_CALL.get(key)
+        if found is None:
+            found = _BY_CALL[key] = _found(node, inputs, on_cpu)
+    except TypeError:  # an argument that cannot be a key
+        found = _found(node, inputs, on_cpu)
+    _BY_NODE[id(node), on_cpu] = node, inputs, found
+    return found
+
+
+def made_bytes(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> float:
+    """Bytes that a rank keeps of what the call makes for its backward alone."""
+    node, inputs = operator.node, operator.inputs
+    whole = kept(node, inputs, on_cpu)
+    if not whole.made:
+        return 0.0
+    sizes = [float(size) for size in whole.made]
+    share = num_local(inputs[0], option.inputs[0], mesh) / max(inputs[0].numel, 1)
+    if _record(node.op) is not None:  # numbers per row of the first argument, whose rows are whole
+        return sum(sizes) * share
+    if any(chosen.lowering in EXCHANGES for chosen in option.axes):  # the logsumexp of a rank's queries
+        return 4.0 * share * inputs[0].numel / inputs[0].shape[-1]
+    for chosen, ranks in zip(option.axes, mesh.sizes, strict=True):
+        if ranks > 1 and operator.rule.sharded_by(chosen.label, ranks):
+            cut = whole.shares.get(chosen.label)
+            if cut is None:
+                cut = whole.shares[chosen.label] = _cut(operator, chosen, ranks, whole, on_cpu)
+            sizes = [size / ranks if is_cut else size for size, is_cut in zip(sizes, cut, strict=True)]
+    return sum(sizes)
+
+
+def is_view(node: Node) -> bool:
+    """Whether the results share memory with the first input."""
+    name = base_name(node.op)
+    return bool(node.inputs) and (name in VIEWS or (name not in _COPIES and may_be_view(node.op)))
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def _found(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
+    record = _record(node.op)
+    if record is not None:
+        arguments, has_result, row_bytes = record
+        rows = inputs[0].numel // max(inputs[0].shape[-1], 1)
+        held = tuple(position for position in arguments if position < len(inputs))
+        return Kept(held, (0,) if has_result else (), (row_bytes * rows,) if row_bytes else ())
+    name = base_name(node.op)
+    if name == "scaled_dot_product_attention" and not on_cpu and not has_dropout(node):
+        return _flash(node, inputs)
+    try:
+        return _asked(node, inputs, on_fakes=name in _BY_DEVICE)
+    except Exception:  # no kernel for tensors without memory, or one that reads values
+        return Kept(tuple(range(len(inputs))))
+
+
+@cache
+def _record(op: str) -> tuple[tuple[int, ...], bool, int] | None:
+    """What a kernel or a function of the run time says that it saves: (positions of arguments, whether the result,
+    bytes per row of the first argument). None where torch can be asked."""
+    space, _, name = op.partition(".")
+    if space in ("kernels", OTHER_RESULT.removesuffix(".")):
+        pattern = next(pattern for pattern in PATTERNS if pattern.target == f"kernels.{name}")
+        held = tuple(pattern.leaves.index(leaf) for leaf in pattern.saves)
+        return held, False, pattern.row_bytes if space == "kernels" else 0
+    module = _RECORDED.get(op.rpartition(".")[0])
+    return importlib.import_module(module).SAVED if module else None
+
+
+def _flash(node: Node, inputs: Metas) -> Kept:
+    query = inputs[0]
+    masks = [(position, meta) for position, meta in enumerate(inputs) if position > 2]
+    rows = query.numel // query.shape[-1]
+    copies = [meta.numel * query.dtype.itemsize for _, meta in masks if meta.dtype == torch.bool]
+    held = [position for position, meta in masks if meta.dtype != torch.bool]
+    return Kept((0, 1, 2, *held), (0,), (4 * rows, *copies))
+
+
+def _asked(node: Node, inputs: Metas, on_fakes: bool) -> Kept:
+    """The answer of a run."""
+    is_in_place = node.op.split(".")[1].endswith("_")
+    with probing(), torch.inference_mode(False), torch.enable_grad(), _disable_current_modes():
+        fake = mode() if on_fakes else None
+        leaves = [_tensor(meta, fake) for meta in inputs]
+        if fake is not None:
+            with fake:
+                return _watched(lambda values: run_alone(node, inputs, values), leaves, is_in_place)
+        return _watched(lambda values: run_alone(node, inputs, values), leaves, is_in_place)
+
+
+def _tensor(meta: TensorMeta, fake: Any) -> Tensor:
+    made = (
+        torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+        if fake is None
+        else empty(fake, meta.shape, meta.dtype)
+    )
+    return made.requires_grad_(meta.requires_grad)
+
+
+def _watched(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], leaves: Sequence[Tensor], is_in_place: bool) -> Kept:
+    """Runs the call and looks up each saved tensor's storage. What is written in place is a result."""
+    values = [leaf.clone() for leaf in leaves] if is_in_place else leaves
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        results = run(values)
+    inputs = {_storage(value): position for position, value in reversed(list(enumerate(values)))}
+    outputs = {_storage(value): position for position, value in reversed(list(enumerate(results)))}
+    held: set[int] = set()
+    returned: set[int] = set()
+    made: dict[int, int] = {}
+    for tensor in saved:
+        storage = _storage(tensor)
+        if storage in inputs and not (is_in_place and storage in outputs):
+            held.add(inputs[storage])
+        elif storage in outputs:
+            returned.add(outputs[storage])
+        elif tensor.dim():
+            made[storage] = tensor.untyped_storage().nbytes()
+    return Kept(tuple(sorted(held)), tuple(sorted(returned)), tuple(size for size in made.values() if size))
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+# --- shares of ranks --------------------------------------------------------------------------------------------------
+
+
+def _cut(operator: Operator, chosen: AxisOption, ranks: int, whole: Kept, on_cpu: bool) -> tuple[bool, ...]:
+    """Whether an option makes each further tensor smaller, found by running the call of one rank."""
+    node, sizes = operator.node, (ranks,)
+    try:
+        local = local_call(node, operator.rule, (chosen,), operator.inputs, sizes)
+        metas = _local(operator.inputs, chosen.inputs, sizes)
+        outputs = _local(node.outputs, chosen.outputs, sizes)
+    except ValueError:
+        return (False,) * len(whole.made)
+    part = kept(replace(node, op=local.op, args=local.args, kwargs=local.kwargs, outputs=outputs), metas, on_cpu)
+    if len(part.made) != len(whole.made):
+        return (False,) * len(whole.made)
+    return tuple(own < size for own, size in zip(part.made, whole.made, strict=True))
+
+
+def _local(metas: Metas, placements: Sequence[Any], sizes: tuple[int, ...]) -> Metas:
+    return tuple(
+        TensorMeta(local_shape(meta.shape, (place,), sizes), meta.dtype, meta.requires_grad)
+        for meta, place in zip(metas, placements, strict=True)
+    )
