@@ -66,10 +66,13 @@ class ComputeSeconds:
     ) -> float:
         """Seconds of all forwards of a micro-batch and its backward under a schedule, those of waiting at WAITED.
         exposed: of the traffic of its parameters; stored: what these take to be issued."""
-        forward = self.forward + WAITED * max(self.host[0] + stored[0] - self.forward, 0.0)
         late = self.late(exposed, stored)
         beside = max(self.overlapped - late, 0.0) if defers_weights(schedule) else 0.0
-        return num_forwards * forward + self.backward + exposed + WAITED * late + beside
+        return self.ahead(num_forwards, stored) + self.backward + exposed + WAITED * late + beside
+
+    def ahead(self, num_forwards: int, stored: tuple[float, float] = (0.0, 0.0)) -> float:
+        """Of `under`, seconds of all forwards."""
+        return num_forwards * (self.forward + WAITED * max(self.host[0] + stored[0] - self.forward, 0.0))
 
     def late(self, exposed: float, stored: tuple[float, float]) -> float:
         """Seconds of backward in which the device waits for its host."""

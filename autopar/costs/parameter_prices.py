@@ -93,9 +93,10 @@ class ParameterPrices(Rates):
             return reduces + (self.num_forwards + 1) * gathers, 0.0
         return (reduces, gathers) if stored.zero == 2 else (0.0, reduces + gathers)
 
-    def optimizer_seconds(self, meta: TensorMeta, stored: Stored) -> float:
+    def optimizer_seconds(self, meta: TensorMeta, stored: Stored, count: int = 1) -> float:
         """The update of one parameter's stored part and of what the model computes with of it, bandwidth only (kernels
-        are shared by many parameters)."""
+        are shared by many parameters), and on a CPU launches. count: of parameters that have these elements together.
+        """
         if not meta.requires_grad:
             return 0.0
         elements = self.stored_elements(meta, stored)
@@ -112,7 +113,7 @@ class ParameterPrices(Rates):
         moved += elements * self.copy_traffic(meta, stored)
         beside = self.whole_update_seconds(meta, stored)
         if is_cpu(self.cluster):
-            launches = host.UPDATE * host.launch_seconds(self.cluster)
+            launches = count * host.UPDATE * host.launch_seconds(self.cluster)
             return moved / device.host_memory_bytes_per_second + launches + beside
         return moved / (device.memory_bytes_per_second * device.memory_efficiency) + beside
 
@@ -194,8 +195,9 @@ class ParameterPrices(Rates):
         is_gathered = bool(self.training.compression.gather) and stored.zero in (1, 2) and self.zero_size(stored) > 1
         return is_gathered and can_compress(meta)
 
-    def accumulation_seconds(self, meta: TensorMeta, stored: Stored) -> float:
+    def accumulation_seconds(self, meta: TensorMeta, stored: Stored, count: int = 1) -> float:
         """Seconds per micro-batch to move a parameter's gradient into the line that is reduced, and to add it up there.
+        count: of parameters that have these elements together.
 
         With c and g the bytes of an element as computed and as reduced, and m micro-batches: read c, write g, and from
         the second micro-batch on read g; where every micro-batch is reduced (zero 2 and 3), its shard is added up.
@@ -208,7 +210,7 @@ class ParameterPrices(Rates):
         is_whole = stored.zero < 2 or self.zero_size(stored) == 1
         summed = again * wide if is_whole else again * 3 * wide / self.zero_size(stored)
         moved = local * (meta.dtype.itemsize + wide + summed)
-        added = host.GRADIENT * host.launch_seconds(self.cluster)
+        added = count * host.GRADIENT * host.launch_seconds(self.cluster)
         return moved / (device.memory_bytes_per_second * device.memory_efficiency) + added
 
     def rounding_seconds(self, meta: TensorMeta, stored: Stored) -> float:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from autopar.costs import host_calls
 from autopar.costs.host import OWN_CORES, Host
-from autopar.costs.layer_costs import FETCHING, FIRST_PASS, HIDDEN, HOST, RECOMPUTATION, LayerCost
+from autopar.costs.layer_costs import FETCHING, FIRST_PASS, HIDDEN, HOST, RECOMPUTATION, WAITED, LayerCost
 from autopar.costs.peak import Holding, Life, Peaks, Slot, at_peak, peaks
 from autopar.ir.plan_data import Pipeline, Prediction, StagePlan
 from cost_models.schedule import Shape, StageTimes, Timeline, make_schedule, placement, simulate
@@ -28,7 +28,8 @@ class StageCost:
     micro, step: seconds by kind per micro-batch and per step. forward, backward, weight: exposed seconds per
     micro-batch; weight is the part of backward that can be deferred, deferring what schedules that do so take more.
     fixed: bytes that stay, by kind. peaks: of the rest. overlapped: seconds by kind of sums beside weight gradients,
-    which are not in micro and backward; schedules that defer these have them.
+    which are not in micro and backward; schedules that defer these have them. waiting: of forward and backward, seconds
+    in which the device waits for its host.
     """
 
     micro: Mapping[str, float]
@@ -40,6 +41,18 @@ class StageCost:
     peaks: Peaks
     deferring: float = 0.0
     overlapped: Mapping[str, float] = field(default_factory=dict)
+    waiting: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def times(self) -> StageTimes:
+        """Of its actions."""
+        return StageTimes(self.forward, self.backward, self.backward - self.weight, self.weight)
+
+    @property
+    def chosen_times(self) -> StageTimes:
+        """The same as choices count them."""
+        forward, backward = (own * (1.0 - WAITED) for own in self.waiting)
+        return replace(self, forward=self.forward - forward, backward=self.backward - backward).times
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,10 @@ def stage_cost(
         peaks=held,
         deferring=deferring,
         overlapped=overlapped,
+        waiting=(
+            sum(costs[name].forward.get(HOST, 0.0) for name in own) + late.forward,
+            sum(costs[name].backward.get(HOST, 0.0) for name in own) + late.backward,
+        ),
     )
 
 
@@ -180,7 +197,8 @@ def simulated(
     pipeline ranks share.
 
     Seconds by kind are those of the busiest pipeline rank, the rest of the simulated time is the bubble, and what is
-    done once per step is that of the slowest pipeline rank. A first pass (`FIRST_PASS`) is simulated as the first half
+    done once per step is that of the slowest pipeline rank. Waiting for hosts is what the whole step has of it: several
+    times what it would take less if a part of it were gone (`WAITED`), wherever that is. A first pass (`FIRST_PASS`) is simulated as the first half
     of every forward: as long as forwards that are all run ahead, whose fill is that of the schedule, but for messages.
     """
     schedule, pp, chunks = pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks
@@ -191,9 +209,9 @@ def simulated(
         stages = [_apart(stage) for stage in stages]
     if pp > 1 and host.action_seconds:
         stages = [_in_actions(stage, host.action_seconds, defers) for stage in stages]
-    times = [StageTimes(s.forward, s.backward, s.backward - s.weight, s.weight) for s in stages]
     home = placement(schedule, pp, chunks)
-    timeline = simulate(lines, times, transfers, Shape(num_micro_batches, home))
+    shape = Shape(num_micro_batches, home)
+    timeline = simulate(lines, [stage.times for stage in stages], transfers, shape)
     tables = [_of_rank(stages, home, rank, num_micro_batches, tied) for rank in range(pp)]
     exposed = [sum(v for k, v in table.items() if k != HIDDEN) for table, _ in tables]
     busiest = max(range(pp), key=lambda rank: exposed[rank])
@@ -204,6 +222,11 @@ def simulated(
         least = max(own + waits for own, waits in zip(exposed, lost, strict=True))
         # On shared cores a pipeline rank is the faster the more of the others wait.
         timeline = timeline.scaled(max(host.core_share, least / timeline.makespan))
+    if pp > 1 and any(any(stage.waiting) for stage in stages):
+        less = simulate(lines, [stage.chosen_times for stage in stages], transfers, shape).makespan
+        waiting = min((timeline.makespan - less) / (1.0 - WAITED), timeline.makespan - exposed[busiest] + seconds[HOST])
+        exposed[busiest] += waiting - seconds[HOST]
+        seconds[HOST] = waiting
     bubble = timeline.makespan - exposed[busiest]
     if pp > 1:
         seconds[BUBBLE] = bubble if bubble > ROUND_OFF * timeline.makespan else 0.0

@@ -52,10 +52,11 @@ Trained = tuple[str, TensorMeta, Stored]
 
 @dataclass(frozen=True, slots=True)
 class StoredParameters:
-    """Parameters as they are stored on some axes. elements: of all that are alike. trained: by unit. scope_bytes: of
+    """Parameters as they are stored on some axes. elements: of all that are alike; numbers: how many these are. trained: by unit. scope_bytes: of
     the trained ones of every scope."""
 
     elements: Mapping[Alike, int]
+    numbers: Mapping[Alike, int]
     trained: Mapping[str, list[Trained]]
     scope_bytes: Mapping[str, int]
 
@@ -70,14 +71,17 @@ class StoredParameters:
         metas = {scope.name: scope.metas for scope in scopes}
         trained: dict[str, list[Trained]] = defaultdict(list)
         elements: dict[Alike, int] = defaultdict(int)
+        numbers: dict[Alike, int] = defaultdict(int)
         scope_bytes: dict[str, int] = defaultdict(int)
         for (scope, name), stored in chosen.items():
             meta, where = metas[scope][Ref(name)], scope or homes[name]
             if meta.requires_grad:
                 scope_bytes[scope] += meta.num_bytes
                 trained[where].append(("" if scope else name, meta, stored))
-            elements[scope, where, stored, meta.dtype, meta.requires_grad] += meta.numel
-        return cls(elements, trained, scope_bytes)
+            alike = scope, where, stored, meta.dtype, meta.requires_grad
+            elements[alike] += meta.numel
+            numbers[alike] += 1
+        return cls(elements, numbers, trained, scope_bytes)
 
 
 def stored_costs(
@@ -90,8 +94,10 @@ def stored_costs(
     hidden = pricer.hidden_fraction
     gathered: dict[str, set[int]] = defaultdict(set)
     found: dict[str, StoredCost] = defaultdict(StoredCost)
-    # All prices are linear in the elements of parameters that share buffers: those stored alike are priced as one.
-    for (scope, where, stored, dtype, requires_grad), elements in parameters.elements.items():
+    # All prices are linear in the elements of parameters that share buffers, but for launches: those stored alike are
+    # priced as one.
+    for alike, elements in parameters.elements.items():
+        (scope, where, stored, dtype, requires_grad), number = alike, parameters.numbers[alike]
         unit, meta = found[where], TensorMeta((elements,), dtype, requires_grad)
         unit_bytes = parameters.scope_bytes.get(scope, 0)
         if stored.zero == 3 and requires_grad:
@@ -100,7 +106,7 @@ def stored_costs(
         for table, exposed in ((unit.per_micro, per_micro), (unit.per_step, per_step)):
             table[SYNCHRONISATION] += exposed
             table[HIDDEN] += exposed * hidden / (1.0 - hidden)
-        unit.per_micro[ACCUMULATION] += pricer.accumulation_seconds(meta, stored)
+        unit.per_micro[ACCUMULATION] += pricer.accumulation_seconds(meta, stored, number)
         if rounding := pricer.rounding_seconds(meta, stored):
             unit.per_micro[ROUNDING] += rounding
         for table, quantising in zip(
@@ -108,7 +114,7 @@ def stored_costs(
         ):
             if quantising:
                 table[QUANTISING] += quantising
-        unit.per_step["optimizer"] += pricer.optimizer_seconds(meta, stored)
+        unit.per_step["optimizer"] += pricer.optimizer_seconds(meta, stored, number)
         for kind, size in zip(FIXED_KINDS, pricer.parameter_bytes(meta, stored), strict=True):
             unit.fixed[kind] += size
         unit.gathered_bytes += pricer.gathered_bytes(meta, stored)

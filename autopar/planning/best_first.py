@@ -65,7 +65,8 @@ class BestFirst(ABC, Generic[Tried, Solution]):
 
     @abstractmethod
     def solve(self, candidate: Tried, cutoff: float) -> tuple[float, Solution] | None:
-        """Its best solution with the seconds of that; None where it has none, or none that takes less than `cutoff`."""
+        """Its best solution with the seconds of that; None where it has none, or none that takes less than `cutoff`
+        seconds; one that takes more may be returned."""
 
     @abstractmethod
     def layout(self, candidate: Tried) -> Hashable:
@@ -91,26 +92,32 @@ class BestFirst(ABC, Generic[Tried, Solution]):
         for queue in queues.values():
             heapq.heapify(queue)
         found: dict[Hashable, tuple[float, Tried, Solution]] = {}
+        slower: list[tuple[float, int, Tried, Bound]] = []
         best, turn, num_solved = cutoff, 0, 0
         while heads := [queue for queue in queues.values() if queue and queue[0][0] < best * (1 - self.gap)]:
             queue = heads[turn % len(heads)] if best == math.inf else min(heads, key=lambda head: head[0][:2])
-            _, number, candidate, known = heapq.heappop(queue)
+            least, number, candidate, known = heapq.heappop(queue)
             if known < Bound.TIGHT:
                 for seconds, each, now in self.closer(candidate, known):
+                    entry = seconds, number if each is candidate else next(numbers), each, now
                     if seconds < best * (1 - self.gap):
-                        heapq.heappush(queue, (seconds, number if each is candidate else next(numbers), each, now))
+                        heapq.heappush(queue, entry)
+                    elif seconds < math.inf:
+                        slower.append(entry)
                 continue
             turn, num_solved = turn + 1, num_solved + 1
             if found and num_solved > self.most_solved:
                 break
-            solution = self.solve(candidate, best * (1 - self.gap))
+            cutoff = best * (1 - self.gap)
+            solution = self.solve(candidate, cutoff)
             if solution is None:
+                slower += [(max(least, cutoff), number, candidate, known)] if cutoff < math.inf else []
                 continue
             seconds, layout = solution[0], self.layout(candidate)
             best = min(best, seconds)
             if layout not in found or seconds < found[layout][0]:
                 found[layout] = seconds, candidate, solution[1]
-        left = sorted(itertools.chain(*queues.values()), key=lambda each: each[:2])
+        left = sorted(itertools.chain(slower, *queues.values()), key=lambda each: each[:2])
         missing = {self.layout(each): (seconds, each) for seconds, _, each, _ in reversed(left)}
         return Searched(
             tuple(each for *_, each in sorted(found.values(), key=lambda each: (each[0], self.key(each[1])))),

@@ -1,11 +1,10 @@
 """Seconds that no pipeline under a parallel config can undercut, whatever its cut and its order of stage meshes.
 
-With t_c,h the seconds per micro-batch of a unit of class c on stage mesh h, u_c,h those once per step, n_c units of
-the class, m micro-batches, and every unit on the mesh that is best for it:
+Below, S is what all units take per micro-batch, each on the mesh that is best for it; T is what the busiest stage takes
+at least per micro-batch, and U what it takes at least once per step. p is the number of pipeline ranks, and m the
+number of micro-batches. The bound is one of the simulated step, so it follows from the order of actions on a rank.
 
-    bound = sum_c n_c min_h t_c,h + (m - 1) T + U
-
-T and U are what the busiest stage takes at least per micro-batch and per step: the larger of two bounds.
+T and U are each the larger of two bounds.
 
 Area. A stage of r devices that is busy for t has r t device-seconds, and all stages together have as many devices R as
 there are. So T >= sum_c n_c min_h (r_h t_c,h) / R. Where all stage meshes are alike that is an even cut.
@@ -15,14 +14,32 @@ times as long on the mesh of g as on the first, in T seconds N_g stages do at mo
 first. So T >= sum_c n_c t_c,1 / sum_g (N_g / rho_g).
 
 T is also no less than the sum of all units over the largest number p of stages, nor than the ceil(n_c / p) units of a
-class that one of them has. Zero bubble fills its drain with weight gradients, w of t: in the first sum it counts
-t - 2 w, and T is stretched (stage_points.py).
+class that one of them has.
+
+From T to the step. Stage s takes f_s forward and b_s backward, t_s together, and R_s stands for the stages behind it.
+It begins w_s = min(m, p - s) forwards before its first backward, which waits for R_s after the first forward ends. Its
+last backward waits for R_s after the last forward ends. So stage s is idle for at least R_s - (w_s - 1) f_s in the
+first wait and R_s - (w_s - 1) b_s in the last one. Both waits are one where m = w_s. With the stages ahead of s:
+
+    step >= S + (m - w_s) t_s + R_s                    where m > w_s
+    step >= S + (m - 1) max(f_s, b_s)                  where m = w_s
+
+An average over the stages has the same weight for all units, whatever the cut: `one_forward_one_backward`. With
+m > p that is S + (m - 1) S / p, the time of an even cut. A cut that is not even may undercut S + (m - 1) T.
+GPipe's last stage runs all forwards first, so its step takes S + (m - 1) (max f + max b). Zero bubble may end with
+weight gradients anywhere, so only its first wait counts: `zero_bubble`.
+
+On a CPU a stage is faster while others wait, down to `core_share` of its time, and every action takes its host longer.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from operator import mul
+
+import numpy as np
 
 from autopar.costs.layer_costs import Mode
 from autopar.costs.stage_boundaries import hop_seconds
@@ -31,31 +48,35 @@ from autopar.planning.config_costs import ClassSeconds, ConfigCosts
 from autopar.planning.memory_fit import least_kept, least_recompute
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.solved_layers import SolvedLayer
-from autopar.planning.stage_points import HOLDING, stretched
+from autopar.planning.stage_points import HOLDING
 
 
-def bound(costs: ConfigCosts, config: ParallelConfig, recompute_seconds: float = 0.0) -> float:
-    """With memory and transfers free. recompute_seconds: of all layers per micro-batch, that any plan has."""
-    if recompute_seconds:
-        return _bound(costs, config, [costs.seconds(config, own) for own in config.stage_meshes], recompute_seconds)
+EXACT_DEVICES = 8
+"""Devices up to which no pipeline is missed whose plan predicts less than its closed form."""
+
+Seconds = np.ndarray
+"""Of every class of units."""
+
+def bound(costs: ConfigCosts, config: ParallelConfig) -> float:
+    """With memory and transfers free."""
     known = costs.known.bounds
     if config not in known:
-        known[config] = _bound(costs, config, [costs.seconds(config, own) for own in config.stage_meshes], 0.0)
+        known[config] = _bound(costs, config, [costs.seconds(config, own) for own in config.stage_meshes])
     return known[config]
 
 
 def bound_without_parameters(costs: ConfigCosts, config: ParallelConfig) -> float:
     """The same whatever becomes of the parameters."""
     totals = [costs.seconds_without_parameters(config, own) for own in config.stage_meshes]
-    return _bound(costs, config, totals, 0.0)
+    return _bound(costs, config, totals)
 
 
 def bound_of_many_rows(costs: ConfigCosts, config: ParallelConfig, many: SolvedLayer, rows: int) -> float:
     """The same from what `rows` rows of a data-parallel rank take: one takes no less where there are fewer of them."""
     (own,) = config.stage_meshes
     share, busy = config.rows_on(own) / rows, costs.busy(many, config)
-    micro, weight = ([share * seconds for seconds in kind] for kind in (busy.micro, busy.weight))
-    return _bound(costs, config, [ClassSeconds(micro, weight, busy.step)], 0.0)
+    micro, weight, forward = ([share * seconds for seconds in kind] for kind in (busy.micro, busy.weight, busy.forward))
+    return _bound(costs, config, [ClassSeconds(micro, weight, busy.step, forward)])
 
 
 def tightened(costs: ConfigCosts, config: ParallelConfig) -> float:
@@ -70,13 +91,15 @@ def _tightened(costs: ConfigCosts, config: ParallelConfig) -> float:
     recompute_seconds = recompute_bound(costs, config)
     if recompute_seconds == math.inf:
         return math.inf
-    found = bound(costs, config, recompute_seconds)
-    crossed = min(config.pipeline_ranks) - 1
+    crossing, crossed = 0.0, min(config.pipeline_ranks) - 1
     if crossed:
         boundaries = [costs.solved_layer(config, own).call_costs.boundary_bytes for own in config.stage_meshes]
         rates = byte_seconds(costs, config, boundaries)
-        found += 2 * crossed * min(rates.values()) * min(max(own) for own in list(zip(*boundaries, strict=True))[1:])
-    return found
+        crossing = 2 * crossed * min(rates.values()) * min(max(own) for own in list(zip(*boundaries, strict=True))[1:])
+    if not recompute_seconds and not crossing:
+        return bound(costs, config)
+    totals = [costs.seconds(config, own) for own in config.stage_meshes]
+    return _bound(costs, config, totals, recompute_seconds, crossing)
 
 
 def byte_seconds(
@@ -140,19 +163,114 @@ def _kept_of_units(costs: ConfigCosts, config: ParallelConfig) -> tuple[list[tup
     return units, stored_bound(costs, config)
 
 
-def _bound(costs: ConfigCosts, config: ParallelConfig, totals: list[ClassSeconds], recompute_seconds: float) -> float:
-    """totals: on every stage mesh."""
-    counts, p = list(costs.counts.values()), config.pp
+def _bound(
+    costs: ConfigCosts,
+    config: ParallelConfig,
+    totals: list[ClassSeconds],
+    recompute_seconds: float = 0.0,
+    crossing: float = 0.0,
+) -> float:
+    """totals: on every stage mesh. recompute_seconds: of all layers per micro-batch, that any plan has. crossing:
+    seconds of a micro-batch's messages in both directions."""
+    counts, p, count, host = list(costs.counts.values()), config.pp, config.num_micro_batches, costs.host
     micro = _least([own.micro for own in totals])
-    fill = least = _total(counts, micro) + recompute_seconds
-    busy = _bottleneck(costs, config, [own.micro for own in totals])
-    busy = max(busy, least / p, *(n * t for n, t in zip((math.ceil(n / p) for n in counts), micro, strict=True)))
-    if config.schedule == "zero-bubble":
+    acting = _acting(costs, config)
+    work = _total(counts, micro) + recompute_seconds + min(config.pipeline_ranks) * acting
+    busy = _bottleneck(costs, config, [own.micro for own in totals]) + acting
+    busy = max(busy, work / p, *(n * t for n, t in zip((math.ceil(n / p) for n in counts), micro, strict=True)))
+    if len(totals) > 1 and costs.request.whole.num_devices > EXACT_DEVICES:
+        least = _closed_form(counts, totals, config, work, busy) + crossing
+    elif config.schedule == "zero-bubble":
+        least = zero_bubble(counts, totals, config, recompute_seconds, crossing) + count * acting
+    else:
+        least = min(LEAST[config.schedule](work, busy, p, count) for p in config.pipeline_ranks) + crossing
+    # Of what the busiest stage itself takes no message is a part.
+    least = max(host.core_share * least if p > 1 and host.carries else least, count * busy)
+    return least + _bottleneck(costs, config, [own.step for own in totals])
+
+
+def _acting(costs: ConfigCosts, config: ParallelConfig) -> float:
+    """Seconds of a host beside what a stage does with one micro-batch."""
+    if config.pp == 1 or not costs.host.action_seconds:
+        return 0.0
+    num_forwards = 2 if costs.has_first_pass(config) else 1
+    return costs.host.action_seconds * (num_forwards + (2 if config.schedule == "zero-bubble" else 1))
+
+
+def _closed_form(
+    counts: list[int], totals: list[ClassSeconds], config: ParallelConfig, work: float, busy: float
+) -> float:
+    """Seconds of all micro-batches by the closed form of `search.inter_op`, which on many devices is what pipelines of
+    unlike stage meshes are searched by (see `GAP` of pipelines.py). No bound of theirs is told."""
+    count, sums = config.num_micro_batches, [(_total(counts, own.weight), _total(counts, own.micro)) for own in totals]
+    if config.schedule == "zero-bubble" and count > 1:
         drained = [[t - 2 * w for t, w in zip(own.micro, own.weight, strict=True)] for own in totals]
-        fill = _total(counts, _least(drained)) + recompute_seconds
-        sums = [(_total(counts, own.weight), _total(counts, own.micro)) for own in totals]
-        busy *= min(stretched(weight, each, config.num_micro_batches) for weight, each in sums)
-    return fill + (config.num_micro_batches - 1) * busy + _bottleneck(costs, config, [own.step for own in totals])
+        work += _total(counts, _least(drained)) - _total(counts, _least([own.micro for own in totals]))
+        busy *= 1.0 + 2.0 * min(weight / each for weight, each in sums) / (count - 1)
+    return work + (count - 1) * busy
+
+
+def one_forward_one_backward(work: float, busy: float, p: int, count: int) -> float:
+    """Seconds of 1F1B's micro-batches. work: of all stages per micro-batch; busy: of the busiest one."""
+    if count > p:
+        return max(work + (count - 1) * work / p, 2 * work + (count - p - 1) * busy)
+    # max(f, b) is at least half of a stage, and there are p - m + 1 stages of which only that counts.
+    return work + (work * (count - 1) / (count - 1 + 2 * (p - count + 1)) if count > 1 else 0.0)
+
+
+def _all_forward_all_backward(work: float, busy: float, p: int, count: int) -> float:
+    """Seconds of GPipe's micro-batches."""
+    return work + (count - 1) * busy
+
+
+LEAST: Mapping[str, Callable[[float, float, int, int], float]] = {
+    "": one_forward_one_backward,
+    "1f1b": one_forward_one_backward,
+    "gpipe": _all_forward_all_backward,
+}
+"""By schedule, seconds of all micro-batches."""
+
+
+def zero_bubble(
+    counts: list[int], totals: list[ClassSeconds], config: ParallelConfig, recompute_seconds: float, crossing: float
+) -> float:
+    """Seconds of zero bubble's micro-batches.
+
+    A backward is i_s seconds of input gradients, then weight gradients at any time. The stages ahead of s take their
+    forwards, and those behind it forwards and input gradients, before s has its first gradient. So for any weights l of
+    the stages, with L_s the sum of those ahead of s,
+
+        step >= sum_s l_s (m t_s + sum_(r < s) f_r + sum_(r > s) (f_r + i_r) - (w_s - 1) f_s)
+             >= sum over units of min_s (l_s m t + (1 - l_s w_s) f + L_s i)
+    """
+    found, first = math.inf, totals[0]
+    busy, forward, weight = (_total(counts, each) or 1.0 for each in (first.micro, first.forward, first.weight))
+    shares = round(forward / busy, 2), round((busy - forward - weight) / busy, 2)
+    for p in config.pipeline_ranks:
+        weights = _weights(p, config.num_micro_batches, *shares)
+        own = [_on_best_stage(each, weights) for each in totals]
+        recomputed = recompute_seconds * float((weights[0] + weights[2]).min())
+        found = min(found, float(np.minimum.reduce(own) @ np.array(counts)) + recomputed + crossing / 2)
+    return found
+
+
+def _on_best_stage(seconds: ClassSeconds, weights: np.ndarray) -> Seconds:
+    """What a unit adds to the sum of `zero_bubble` on the stage where that is least."""
+    micro, forward, weight = np.array((seconds.micro, seconds.forward, seconds.weight))
+    least: Seconds = (weights.T @ np.array((micro, forward, micro - forward - weight))).min(axis=0)
+    return least
+
+
+@lru_cache(maxsize=4096)
+def _weights(p: int, count: int, forward: float, gradients: float) -> np.ndarray:
+    """By stage l_s m, 1 - l_s w_s and L_s, such that a unit of these shares of forwards and input gradients adds as much
+    on every stage."""
+    begun, weights, ahead = [min(count, p - stage) for stage in range(p)], list[float](), 0.0
+    for number in begun:
+        weights.append(max((1.0 - gradients * ahead) / (count - number * forward), 0.0))
+        ahead += weights[-1]
+    own = np.array(weights) / ahead
+    return np.array((own * count, 1.0 - own * np.array(begun), np.cumsum(own) - own))
 
 
 def _least(seconds: list[list[float]]) -> list[float]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.costs.cost_table import combined
+from autopar.costs.host import host_of
 from autopar.costs.layer_costs import SYNCHRONISATION, LayerCost, Mode, exposed
 from autopar.costs.pipeline_costs import ChainCosts
 from autopar.costs.price import Pricer
@@ -20,7 +21,7 @@ from autopar.planning.known_costs import Limits, known_costs
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, pricer_for, usable_bytes
 from autopar.planning.shared_assignments import SharedAssignments
-from autopar.planning.solved_layers import SolvedLayer, SolvedLayers
+from autopar.planning.solved_layers import SolvedLayer, SolvedLayers, named_mesh
 from autopar.planning.stage_points import modes_of
 
 Solved = SolvedLayers | SharedAssignments
@@ -31,11 +32,12 @@ differs only in what they do not depend on (see solved_layers.py)."""
 @dataclass(frozen=True, slots=True)
 class ClassSeconds:
     """Of every class of units on one stage mesh, in the order of `ConfigCosts.counts`: busy per micro-batch, of this
-    weight gradients, and once per step."""
+    forwards and weight gradients, and once per step. forward: only under zero bubble."""
 
     micro: list[float]
     weight: list[float]
     step: list[float]
+    forward: list[float] = field(default_factory=list)
 
 
 class ConfigCosts:
@@ -51,6 +53,7 @@ class ConfigCosts:
         self.groups = [request.of_group(number) for number in range(len(request.whole.groups))]
         self.usable_bytes = [usable_bytes(group) for group in self.groups]
         self.is_on_cpu = is_cpu(request.whole.groups[0])
+        self.host = host_of(pricer_for(self.groups[0], named_mesh(1, 1), 1).cluster)
         self.known = known_costs(solved.known_costs, request)
         self.limits: Limits = request.constraints.recompute, tuple(self.usable_bytes)
         self._none = [0.0] * len(self.counts)
@@ -94,14 +97,18 @@ class ConfigCosts:
         """per_micro, per_step, host, sent: of the parameters of every class."""
         own = solved_layer.call_costs.seconds
         busy = [own[name] for name in self.counts]
-        num_forwards = 2 if self._has_first_pass(config) else 1
+        num_forwards = 2 if self.has_first_pass(config) else 1
         stored = list(zip(busy, per_micro, host, strict=True))
         micro = [each.under(config.schedule, num_forwards, exposed, issued) for each, exposed, issued in stored]
         late = (each.late(exposed, issued) for each, exposed, issued in stored)
         step = [once - min(own, waits) for once, own, waits in zip(per_step, sent, late, strict=True)]
-        return ClassSeconds(micro, [each.weight for each in busy], step)
+        found = ClassSeconds(micro, [each.weight for each in busy], step)
+        if config.schedule == "zero-bubble":
+            found.forward.extend(each.ahead(num_forwards, issued) for each, _, issued in stored)
+        return found
 
-    def _has_first_pass(self, config: ParallelConfig) -> bool:
+    def has_first_pass(self, config: ParallelConfig) -> bool:
+        """Whether micro-batches are run forward twice."""
         return self.request.trace.has_first_pass(config.num_micro_batches)
 
     def modes(self, cost: LayerCost) -> Mapping[str, Mode]:
@@ -113,7 +120,7 @@ class ConfigCosts:
         solved_layer = self.solved_layer(config, stage_mesh)
         # Gradients that are summed over micro-batches take room of their own, however many there are.
         # A first pass gathers parameters once more.
-        kind = config.num_micro_batches > 1, self._has_first_pass(config)
+        kind = config.num_micro_batches > 1, self.has_first_pass(config)
         key = stage_mesh, solved_layer.storage, config.zero, config.offload, kind
         if key not in self.known.stored:
             parameters = self._parameters(solved_layer, config.zero)
@@ -154,5 +161,5 @@ class ConfigCosts:
     def _pricer(self, config: ParallelConfig, stage_mesh: StageMesh) -> Pricer:
         """Prices of what is stored on a stage mesh."""
         group = self.groups[stage_mesh.group]
-        count, has_first_pass = config.num_micro_batches, self._has_first_pass(config)
+        count, has_first_pass = config.num_micro_batches, self.has_first_pass(config)
         return pricer_for(group, stage_mesh.mesh, count, config.offload, has_first_pass)

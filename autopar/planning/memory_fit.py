@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from autopar.costs.layer_costs import Mode
 from autopar.costs.memory_bound import least_seconds
 from autopar.planning.stage_points import Holding
-from search.inter_op import solve_pipeline
+from search.inter_op import NothingBelowCutoffError, solve_pipeline
 from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution
 
 WithLimits = Callable[[Mapping[str, float]], PipelineProblem]
@@ -99,7 +99,7 @@ def found_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolut
     for number in range(MAX_ROUNDS):
         try:
             solution = solve_pipeline(fitting.problem(limits), cutoff=cutoff)
-        except PipelineInfeasibleError:
+        except (PipelineInfeasibleError, NothingBelowCutoffError):
             if not number:
                 raise
             break

@@ -83,10 +83,11 @@ def lower_bound(mesh: Mesh, request: Request) -> float:
 
 
 def free_optimum(mesh: Mesh, request: Request, count: int) -> float:
-    """Step time on `mesh` with `count` micro-batches if memory were free; it does not fall as the count grows."""
+    """Step time on `mesh` with `count` micro-batches if memory were free, which no plan there undercuts; it does not
+    fall as the count grows."""
     graph = request.trace(request.global_batch_size // count)
     pricer = pricer_for(request, mesh, count, has_first_pass=graph.has_first_pass)
-    search_space = build_search_space(graph, operators_of(graph), pricer, request.constraints)
+    search_space = build_search_space(graph, operators_of(graph), pricer, request.constraints, is_bound=True)
     return solve(search_space.problem).objective
 
 

@@ -1,9 +1,9 @@
 """The search over pipelines: parallel configs, best bound first, each cut into stages to optimality.
 
 A config's bound is what its units take with memory to spare and evenly cut (bounds.py); configs are solved
-(stage_problem.py) in the order of their bounds until the next bound is no better than the best solution. The objective
-is the closed form of `search.inter_op`; the plan that wins is then simulated event by event, which is what its
-prediction says.
+(stage_problem.py) in the order of their bounds until the next bound is no better than the best solution. A config's
+cut is the one that is best by the closed form of `search.inter_op`. Its plan is then simulated event by event, and
+what that predicts is what configs are compared by.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import math
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator
 
+from autopar.costs.layer_costs import chosen_seconds
 from autopar.ir.chain import chain
 from autopar.planning.best_first import BestFirst, Bound
-from autopar.planning.bounds import bound, bound_of_many_rows, bound_without_parameters, tightened
+from autopar.planning.bounds import EXACT_DEVICES, bound, bound_of_many_rows, bound_without_parameters, tightened
+from autopar.planning.candidates import candidate_of
 from autopar.planning.config_costs import ConfigCosts, Solved
 from autopar.planning.equal_configs import equal_configs
 from autopar.planning.layer_pool import LayerPool
 from autopar.planning.parallel_config import ParallelConfig
+from autopar.planning.predict import chosen
 from autopar.planning.request import Request
 from autopar.planning.shared_assignments import SharedAssignments
 from autopar.planning.solved_layers import MULTIPLIERS, SolvedLayer, SolvedLayers
@@ -67,23 +70,60 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
             yield tightened(self.costs, candidate), candidate, Bound.TIGHT
 
     def solve(self, candidate: ParallelConfig, cutoff: float) -> tuple[float, Found] | None:
-        """The best cut and its seconds by the closed form.
+        """The cut that is best by the closed form, and the seconds that its plan predicts, as choices count them; None
+        where the plan needs more memory than it was priced for, too."""
+        found = self.cut(candidate, cutoff * self.slack(candidate))
+        if found is None:
+            return None
+        priced = StageProblem.of(self.costs, candidate).assembled(found.pipeline).simulated().prediction
+        if chosen_seconds(priced.seconds) >= cutoff:
+            return None
+        plan = candidate_of(found, self.request, self.costs.known).plan
+        fits = plan.prediction.peak_bytes <= self.request.capacity_bytes(plan.fullest_group)
+        return (chosen(plan), found) if fits else None
 
-        What was found under one cutoff is no answer under another: of cuts that are as good the solver may take another
-        one, which the simulation tells from the first. That there is nothing below one is.
+    def slack(self, config: ParallelConfig) -> float:
+        """A factor by which the closed form of a config's cut is at most more than what its plan predicts; on more than
+        EXACT_DEVICES they are taken to be alike.
+
+        The closed form has S + (m - 1) T. A step with that busiest stage takes m T at least, and S less what of the
+        first wait the stage fills with forwards (see bounds.py): (w - 1) min(f, b) under 1F1B. On a CPU stages run
+        faster while others wait, and all cuts are looked at.
         """
-        known, key = self.costs.known.solutions, (self.costs.limits, candidate)
+        if self.request.whole.num_devices > EXACT_DEVICES:
+            return 1.0
+        p, count = config.pp, config.num_micro_batches
+        if p == 1:
+            return 1.0
+        if self.costs.host.carries:
+            return math.inf
+        if config.schedule == "zero-bubble":
+            return 1.0 + min((p + 1) / count, 1.0 + 1.0 / count)
+        return 1.0 + (min(count, p) - 1) / (2 * count) if config.schedule == "1f1b" else 1.0
+
+    def cut(self, config: ParallelConfig, cutoff: float = math.inf) -> Found | None:
+        """The config's best cut by the closed form; None where none takes less than `cutoff` by it.
+
+        A cut is the same whatever the cutoff: of cuts that are as good the solver may find another one below a cutoff,
+        which the simulation tells from the first. On more than EXACT_DEVICES that is let be.
+        """
+        known, key = self.costs.known.solutions, (self.costs.limits, config)
         found, tried = known.get(key, (None, -math.inf))
-        if tried < cutoff or (found is not None and tried != cutoff):
-            found = self._solved(candidate, cutoff)
+        if found is None and tried < cutoff:
+            found = self._solved(config, cutoff)
+            if found is not None and cutoff < math.inf and self.request.whole.num_devices <= EXACT_DEVICES:
+                found = self._solved(config, math.inf)
             known[key] = found, cutoff
-        return None if found is None else (found.objective, found)
+        return found  # type: ignore[no-any-return]
 
     def _solved(self, candidate: ParallelConfig, cutoff: float) -> Found | None:
         try:
             return StageProblem.of(self.costs, candidate).solve(cutoff)
-        except (PipelineInfeasibleError, NothingBelowCutoffError):
+        except NothingBelowCutoffError:
             return None
+        except PipelineInfeasibleError:
+            # Below a cutoff the leanest pipeline is not tried.
+            return self._solved(candidate, math.inf) if cutoff < math.inf else None
 
     def layout(self, candidate: ParallelConfig) -> Hashable:
         """Its pipeline ranks and stage meshes."""

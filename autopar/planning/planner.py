@@ -51,8 +51,7 @@ UNEQUAL_GAIN = 0.01
 NEVER_UNLIKE = ("ddp", "cp", "ep", "ttp")
 """Axes that pipelines with unlike stage meshes do not have."""
 MOST_CANDIDATES = 4
-"""Parallel configs, best first by the closed form of `search.inter_op`, whose step is simulated and told of as
-runners-up."""
+"""Parallel configs, best first, that are told of as runners-up."""
 MOST_CHUNKED = 2
 """The same under schedules with several stages per pipeline rank."""
 MOST_ALIKE = 3
@@ -124,7 +123,7 @@ def search_plans(
     pipelines = search.run()
     chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
     known = search.costs.known
-    found = list(itertools.islice(_fitting(pipelines.found, request, known), MOST_CANDIDATES))
+    found = [candidate_of(each, request, known) for each in pipelines.found[:MOST_CANDIDATES]]
     if isinstance(shared, LayerPool) and found:
         shared.fitted(pipelines.found[0].config)
     found += itertools.islice(_fitting(chunked, request, known), MOST_CHUNKED)
@@ -138,7 +137,7 @@ def search_plans(
         if not found:
             raise
     found += one.found
-    times = [chosen(c.plan) for c in found] + [each.objective for each in pipelines.found]
+    times = [chosen(c.plan) for c in found]
     unlike = _unequal(request) if exact_devices else None
     better = unlike.run(min(times, default=math.inf) * (1 - UNEQUAL_GAIN)).best if unlike is not None else None
     found += [candidate_of(better, request)] if better is not None else []
@@ -179,8 +178,7 @@ def fits_soon(request: Request, pool: LayerPool) -> bool:
 
 def _fits_under(search: EqualSearch, config: ParallelConfig) -> bool:
     """Whether a pipeline fits under a config."""
-    solved = search.solve(config, math.inf)
-    return solved is not None and any(True for _ in _fitting([solved[1]], search.request, search.costs.known))
+    return search.solve(config, math.inf) is not None
 
 
 def _alike(search: EqualSearch, known: ParallelConfig) -> Iterator[ParallelConfig]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.costs.layer_costs import WAITED
 from autopar.costs.overlap import Overlaps
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
@@ -89,9 +90,12 @@ def build_search_space(
     pricer: Pricer,
     constraints: Constraints,
     memory_limit: float = float("inf"),
+    is_bound: bool = False,
 ) -> SearchSpace:
-    """All variables and prices. memory_limit: bytes per rank for what the variables account for."""
-    builder = _Builder(graph, operators, pricer, constraints)
+    """All variables and prices. memory_limit: bytes per rank for what the variables account for. is_bound: prices that
+    add up to no more than what a plan predicts. Else a reshard counts once for every call that reads its result, and
+    gradients as if they were never sent while the device waits for its host."""
+    builder = _Builder(graph, operators, pricer, constraints, is_bound)
     builder.add_variables()
     builder.add_edges()
     variables = tuple(
@@ -116,6 +120,7 @@ class _Builder:
     operators: Mapping[tuple[str, str], Operator]
     pricer: Pricer
     constraints: Constraints
+    is_bound: bool = False
     variables: list[SearchVariable] = field(default_factory=list)
     costs: list[np.ndarray] = field(default_factory=list)
     usage: list[np.ndarray] = field(default_factory=list)
@@ -234,6 +239,9 @@ class _Builder:
                 options.append(Stored(placements, zero))
         options = list(self.constraints.allowed_stored(scope, name, tuple(options), pricer.mesh))
         seconds = [pricer.stored_seconds(meta, o, unit_bytes) for o in options]
+        if self.is_bound and pricer.host_call_seconds:
+            sent = [pricer.sync_parts(meta, o, unit_bytes)[1] for o in options]
+            seconds = [whole - (1.0 - WAITED) * own for whole, own in zip(seconds, sent, strict=True)]
         usage = [sum(pricer.parameter_bytes(meta, o)) for o in options]
         variable = SearchVariable(
             ("parameter", scope.name, name, 0), tuple(options), tuple((o.placements,) for o in options)
@@ -352,7 +360,8 @@ class _Builder:
         if variable.key[0] == "parameter":
             is_single = len(self.uses[scope.name][ref]) == 1
             matrix = matrix + self._parameter_bar(made, wanted, is_single, is_written)
-        self._add_matrix(origin, target, matrix * weight)
+        readers = max(len(self.uses[scope.name].get(ref, ())), 1) if self.is_bound else 1
+        self._add_matrix(origin, target, matrix * (weight / readers))
         is_joined = self.overlaps.is_joined((scope.name, ref))
         self._reshards(origin, target, made, wanted, scope.metas[ref], weight, is_joined)
 

@@ -50,11 +50,6 @@ SEARCHED_SCHEDULES = ("1f1b", "zero-bubble")
 """Of these the closed form is minimised; those with several stages per pipeline rank refine the best (chunked.py)."""
 
 
-def stretched(weight: float, busy: float, num_micro_batches: int) -> float:
-    """The factor 1 + 2 w / (f + i + w) / (m - 1); 1 for one micro-batch."""
-    return 1.0 + 2.0 * weight / busy / (num_micro_batches - 1) if num_micro_batches > 1 else 1.0
-
-
 def stretch_of(costs: Mapping[str, LayerCost], counts: Mapping[str, int], schedule: str, count: int) -> float:
     """The factor on the bottleneck's time per micro-batch under zero bubble. counts: of every unit; count: of
     micro-batches.
@@ -68,7 +63,7 @@ def stretch_of(costs: Mapping[str, LayerCost], counts: Mapping[str, int], schedu
     own = [(costs[name], number) for name, number in counts.items()]
     busy = sum((c.chosen_seconds + c.overlapped_seconds) * number for c, number in own)
     weight = sum(c.weight_seconds * number for c, number in own)
-    return stretched(weight, busy, count)
+    return 1.0 + 2.0 * weight / busy / (count - 1) if busy else 1.0
 
 
 def modes_of(cost: LayerCost, pinned: str | None = None, has_host: bool = True) -> Mapping[str, Mode]:
