@@ -48,6 +48,7 @@ RANGES = {
     "weight_decay": Range(0),
     "max_grad_norm": Range(0, math.inf, is_open=True, is_optional=True),  # inf only computes the norm
     "collective_seconds": Range(0, 1e9, is_open=True, is_optional=True),  # clocks count nanoseconds in 64 bits
+    "max_restarts": Range(0, math.inf, is_whole=True),
     "tolerance": Range(0, is_optional=True),
 }
 """The ranges of numbers by the names that TrainerConfig has."""
@@ -56,6 +57,12 @@ RANGES = {
 def problem(name: str, value: object) -> str:
     """What is wrong with a number of that name, in one clause; "" if nothing is."""
     return "" if value in RANGES[name] else f"{name} is {RANGES[name]}"
+
+
+def require(name: str, value: object, said: str = "") -> None:
+    """Raise ValueError for a number that is none of that name. said: what a method calls it, where that differs."""
+    if wrong := problem(name, value):
+        raise ValueError(f"{wrong.replace(name, said or name)}, got {value!r}")
 
 
 def check_step(
@@ -69,9 +76,8 @@ def check_step(
     if has_loss_scale != (precision == "fp16"):
         wrong = "needs a loss_scale (LossScale())" if precision == "fp16" else "has no loss_scale, which is for 'fp16'"
         raise ValueError(f"precision {precision!r} {wrong}")
-    for name, value in (("max_grad_norm", max_grad_norm), ("seed", seed)):
-        if wrong := problem(name, value):
-            raise ValueError(f"{wrong}, got {value!r}")
+    require("max_grad_norm", max_grad_norm)
+    require("seed", seed)
 
 
 def number(name: str) -> Callable[[str], float]:
