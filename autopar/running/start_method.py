@@ -20,8 +20,8 @@ def why_not_forked() -> str:
         return GPUS
     if not _fork_has_gradients():
         return (
-            "processes cannot be forked here, since this one has run a backward on threads (torch.compile, a checkpoint "
-            "with use_reentrant=True) that a fork lacks. Those that are spawned instead"
+            "processes cannot be forked here, since autograd has started threads in this one (a compiled backward, or "
+            "nested reentrant checkpoints), which a fork lacks. Those that are spawned instead"
         )
     return ""
 

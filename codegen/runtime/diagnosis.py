@@ -72,21 +72,13 @@ def cause_of(records: Sequence[Record | None], now: float) -> str:
 
     now: the time at which they were read.
     """
+    if certain := certain_cause_of(records):
+        return certain
     known = [each for each in records if each is not None]
-    own = [each for each in known if each.raised and each.is_own]
-    if own:
-        first = min(own, key=lambda each: each.raised_at)
-        return f"rank {first.rank} raised {first.raised}"
     # A rank that raised out of a collective waited for another one: who raised is no cause from here on.
     missing = [rank for rank, each in enumerate(records) if each is None]
     if missing:
         return f"{_ranks(missing)} did not join the others"
-    gone = [each for each in known if each.is_gone and not each.raised and not each.has_ended]
-    if gone:
-        said = (f"rank {each.rank} (process {each.process}) ended without an error, {each.where}" for each in gone)
-        return "; ".join(said) + ": it was killed (the system does so when memory runs out), or has left"
-    if found := mismatch(known):
-        return found
     living = [each for each in known if not each.raised]
     silent = [each for each in living if now - each.beat > SILENT_SECONDS]
     if silent:
@@ -97,6 +89,20 @@ def cause_of(records: Sequence[Record | None], now: float) -> str:
         )
         return "; ".join(said) + ": it has ended, is stopped, or runs code that keeps Python's lock"
     return _behind(known, living)
+
+
+def certain_cause_of(records: Sequence[Record | None]) -> str:
+    """Return a cause that no later record can change: an error of a rank's own, its end, or other calls."""
+    known = [each for each in records if each is not None]
+    own = [each for each in known if each.raised and each.is_own]
+    if own:
+        first = min(own, key=lambda each: each.raised_at)
+        return f"rank {first.rank} raised {first.raised}"
+    gone = [each for each in known if each.is_gone and not each.raised and not each.has_ended]
+    if gone:
+        said = (f"rank {each.rank} (process {each.process}) ended without an error, {each.where}" for each in gone)
+        return "; ".join(said) + ": it was killed (the system does so when memory runs out), or has left"
+    return mismatch(known)
 
 
 def mismatch(records: Sequence[Record]) -> str:
@@ -136,7 +142,8 @@ def _behind(known: Sequence[Record], living: Sequence[Record]) -> str:
     if (ahead.count, ahead.is_inside) > least and not first.is_inside:
         return f"{_ranks([each.rank for each in late])} did not take part in {call} for {first.idle:.0f} s: {said}"
     call = first.calls.get(first.count - 1, "") if first.is_inside else ""
-    return f"the others wait for {_ranks([each.rank for each in late])}{f' in {call}' if call else ''}: {said}"
+    what = f"{f' in {call}' if call else ''} (for {first.idle:.0f} s)"
+    return f"the others wait for {_ranks([each.rank for each in late])}{what}: {said}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

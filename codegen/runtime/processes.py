@@ -120,14 +120,14 @@ def exit_at_once(number: int, frame: FrameType | None) -> None:
 class Ending:
     """Notes that this run is told to end (SIGTERM), so that it can end after a step and not within one.
 
-    A handler of the script's own is called as well. Outside of the main thread, which alone hears signals, nobody tells
-    it. `close` puts back the handler that was there.
+    is_alone: a handler that was there is not called as well. Outside of the main thread, which alone hears signals,
+    nobody tells it. `close` puts back the handler that was there.
     """
 
     EXIT_CODE = 128 + signal.SIGTERM
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device, self._is_told = torch.device(device), False
+    def __init__(self, device: torch.device | str = "cpu", is_alone: bool = False) -> None:
+        self._device, self._is_told, self._is_alone = torch.device(device), False, is_alone
         self._is_installed = threading.current_thread() is threading.main_thread()
         if self._is_installed:
             self._before = signal.signal(signal.SIGTERM, self._note)
@@ -135,7 +135,7 @@ class Ending:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._is_told = True
-        if callable(self._before) and self._before is not exit_at_once:
+        if callable(self._before) and self._before is not exit_at_once and not self._is_alone:
             self._before(number, frame)
 
     def is_told(self) -> bool:

@@ -262,8 +262,8 @@ class Step:
 
         A step that `non_finite` or an overflow in fp16 makes skip changes neither parameters nor the optimiser's state
         nor buffers, on any rank, but counts: the next one reads on in the data. Raises FloatingPointError where
-        training is to stop, and RuntimeError where a script did to gradients or optimiser what would be dropped or
-        differ between ranks.
+        training is to stop, RuntimeError where a script did to gradients or optimiser what would be dropped or
+        differ between ranks, and ValueError for a learning rate that is negative, inf or nan.
         """
         self._update_parameters(is_at_once=False)
 
@@ -282,6 +282,9 @@ class Step:
             self._update_all(is_at_once)
 
     def _update_all(self, is_at_once: bool) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(rate := group.get("lr"), (int, float)):
+                require("learning_rate", rate, said="the learning rate of an optimizer's group")
         self._by_hand.before_update(is_at_once)
         if self._update.max_grad_norm is not None or self.guard.is_on:
             self.grad_norm = self._update.global_norm()

@@ -28,13 +28,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .diagnosis import SAME_BATCHES, SILENT_SECONDS, Record, cause_of, mismatch
+from .diagnosis import SAME_BATCHES, SILENT_SECONDS, Record, cause_of, certain_cause_of, mismatch
 
 BOARD = "AUTOPAR_BOARD"
 """The environment variable with the board's file, where the process that started the ranks made one."""
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_BETWEEN_NODES = 2.0
+_SECONDS_TO_END = 1.0
 _KEPT = 8
 """Calls that a record remembers."""
 _HEADER = struct.Struct(f"<3Q{_KEPT}Q")
@@ -51,6 +52,11 @@ class RanksDiffer(RuntimeError):
 
 class DataDiffer(RanksDiffer):
     """The ranks of a run read other batches."""
+
+
+def error_of(cause: str) -> RanksDiffer:
+    """Return the error that tells a cause."""
+    return DataDiffer(cause) if cause.endswith(SAME_BATCHES) else RanksDiffer(cause)
 
 
 class Board:
@@ -150,9 +156,9 @@ class Watch:
                 self._enter(name)
             yield
         except BaseException as error:
-            if self.depth == 1 and not isinstance(error, (SystemExit, GeneratorExit)):
-                if cause := self.note(error):
-                    raise RanksDiffer(cause) from error
+            is_end = isinstance(error, (SystemExit, GeneratorExit))
+            if self.depth == 1 and not is_end and (cause := self.note(error)):
+                raise error_of(cause) from error
             raise
         finally:
             self.depth -= 1
@@ -186,7 +192,7 @@ class Watch:
             if rank != self.rank and index < count < index + _KEPT and digests[index % _KEPT] != own:
                 records = [each for each in self.board.records() if each is not None]
                 said = mismatch(records) or f"rank {rank} does not make the call of rank {self.rank}: {name}"
-                raise DataDiffer(said) if said.endswith(SAME_BATCHES) else RanksDiffer(said)
+                raise error_of(said)
 
     def note(self, error: BaseException) -> str:
         """Note an error that ends this rank; return its cause on another rank, "" where it is this one's own."""
@@ -201,9 +207,12 @@ class Watch:
             self.publish()
         if self.is_own or isinstance(error, RanksDiffer):
             return ""
-        if not self.board.is_shared:  # until the others have written what they do, or are seen not to
-            time.sleep(SILENT_SECONDS + _SECONDS_BETWEEN_NODES)
-        return cause_of(self.board.records(), time.time())
+        # Until a rank that is being killed is gone, or the records of other machines are here, or are seen not to come.
+        wait = _SECONDS_TO_END if self.board.is_shared else SILENT_SECONDS + _SECONDS_BETWEEN_NODES
+        deadline = time.monotonic() + wait
+        while not (cause := certain_cause_of(records := self.board.records())) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return cause or cause_of(records, time.time())
 
     def publish(self) -> None:
         """Write where this rank is now."""
@@ -300,10 +309,11 @@ def end() -> None:
 def _noting(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Note the error that ends this process before it is printed."""
 
-    def noted(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:
-        if _process.watch is not None:
-            _process.watch.note(error)
-        return hook(kind, error, traceback)
+    def noted(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        cause = "" if _process.watch is None else _process.watch.note(error)
+        hook(kind, error, traceback)
+        if cause:
+            print(f"[rank{dist.get_rank() if dist.is_initialized() else '?'}]: {cause}", file=sys.stderr, flush=True)
 
     return hook if getattr(hook, "is_watch", False) else _marked(noted)
 
