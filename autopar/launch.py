@@ -42,7 +42,7 @@ from autopar.running.start_method import GPUS, why_not_forked
 from autopar.running.supervise import STOPPED_SECONDS, collect, end, exit_on, passing_on_sigterm
 from autopar.running.supervise import RankError as RankError
 from autopar.running.surroundings import check_starting
-from autopar.settings.arguments import check_numbers
+from autopar.settings.arguments import check_numbers, whole
 from autopar.settings.backend import patience_seconds
 from codegen.runtime import watch
 from codegen.runtime.diagnosis import THE_END, cause_of
@@ -235,7 +235,8 @@ def launch_program(
     Raises AutoparError as a rank raised it, RankError for anything else that ends a rank.
     """
     check_starting("launch")
-    check_numbers({"collective_seconds": collective_seconds, "max_restarts": max_restarts})
+    check_numbers({"collective_seconds": collective_seconds})
+    whole("max_restarts", max_restarts, 0)
     compiled.require_runnable()
     patience = group_seconds(compiled, collective_seconds)
     for attempts_left in reversed(range(max_restarts + 1)):

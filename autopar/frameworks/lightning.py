@@ -262,7 +262,7 @@ class _Ending(Callback):  # type: ignore[misc]
             trainer.save_checkpoint(Path(folder) / LAST_FILE)
             raise SystemExit(Ending.EXIT_CODE)
 
-    def teardown(self, *given: Any) -> None:
+    def teardown(self, *given: Any, **named: Any) -> None:
         if self._ending is not None:
             self._ending.close()
             self._ending = None

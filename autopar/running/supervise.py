@@ -70,7 +70,7 @@ def passing_on_sigterm() -> Iterator[Sigterm]:
     told = Sigterm()
     is_ours = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM) if is_ours else None
-    is_ours = is_ours and (before in (signal.SIG_DFL, exit_at_once) or isinstance(_owner(before), Sigterm))
+    is_ours = is_ours and (before == signal.SIG_DFL or is_own(before))
     if is_ours:
         signal.signal(signal.SIGTERM, told.note)
     try:
@@ -80,9 +80,9 @@ def passing_on_sigterm() -> Iterator[Sigterm]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _owner(handler: Any) -> Any:
-    """The object whose method a handler is."""
-    return getattr(handler, "__self__", None)
+def is_own(handler: Any) -> bool:
+    """Whether a handler of a signal is autopar's, and not the caller's."""
+    return handler is exit_at_once or isinstance(getattr(handler, "__self__", None), Sigterm)
 
 
 def collect(

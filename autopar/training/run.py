@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import statistics
 import sys
 import time
@@ -17,6 +18,7 @@ import yaml
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError, TrainingError
 from autopar.files.outputs import write_output
+from autopar.running.supervise import is_own
 from autopar.training import checkpoints
 from autopar.training.callbacks import Callbacks, TrainState, device
 from autopar.training.config import Batch
@@ -72,7 +74,7 @@ class Run:
         config, learner, is_first = self.config, self.learner, self.rank == 0
         with contextlib.ExitStack() as stack:
             if config.checkpoint_directory is not None:
-                self._ending = Ending(device())
+                self._ending = Ending(device(), is_alone=is_own(signal.getsignal(signal.SIGTERM)))
                 stack.callback(self._ending.close)
             if is_first:
                 stack.enter_context(checkpoints.locked(config.checkpoint_directory))

@@ -107,11 +107,11 @@ def certain_cause_of(records: Sequence[Record | None]) -> str:
 
 def mismatch(records: Sequence[Record]) -> str:
     """Return which ranks made different calls, in the place of one another; "" where none did."""
-    shared = set.intersection(*(set(each.calls) for each in records)) if records else set()
-    for number in sorted(shared):
+    for number in sorted({number for each in records for number in each.calls}):
         names: dict[str, list[int]] = {}
         for each in records:
-            names.setdefault(each.calls[number], []).append(each.rank)
+            if number in each.calls:
+                names.setdefault(each.calls[number], []).append(each.rank)
         if len(names) > 1:
             # Who is alone is likely the one to blame: named first.
             told = sorted(names.items(), key=lambda item: (len(item[1]), -item[1][0]))

@@ -48,7 +48,6 @@ RANGES = {
     "weight_decay": Range(0),
     "max_grad_norm": Range(0, math.inf, is_open=True, is_optional=True),  # inf only computes the norm
     "collective_seconds": Range(0, 1e9, is_open=True, is_optional=True),  # clocks count nanoseconds in 64 bits
-    "max_restarts": Range(0, math.inf, is_whole=True),
     "tolerance": Range(0, is_optional=True),
 }
 """The ranges of numbers by the names that TrainerConfig has."""

@@ -8,6 +8,7 @@ records say who is behind once a collective gives up (`diagnosis.py`).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dis
 import mmap
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .diagnosis import SAME_BATCHES, SILENT_SECONDS, Record, cause_of, certain_cause_of, mismatch
+from .diagnosis import SAME_BATCHES, SILENT_SECONDS, THE_END, Record, cause_of, certain_cause_of, mismatch
 
 BOARD = "AUTOPAR_BOARD"
 """The environment variable with the board's file, where the process that started the ranks made one."""
@@ -153,7 +154,7 @@ class Watch:
         self.depth += 1
         try:
             if self.depth == 1:
-                self._enter(name)
+                self.enter(name)
             yield
         except BaseException as error:
             is_end = isinstance(error, (SystemExit, GeneratorExit))
@@ -166,7 +167,8 @@ class Watch:
                 self._changed = time.monotonic()
                 self._write(is_inside=False)
 
-    def _enter(self, name: str) -> None:
+    def enter(self, name: str) -> None:
+        """Note the begin of a call, as `entered` does, whose end is not noted."""
         self.raised = ""  # whoever goes on has survived it
         self.names = [*self.names[1 - _KEPT :], name]
         self._digests[self.count % _KEPT] = zlib.crc32(name.encode())
@@ -295,6 +297,8 @@ def start(seconds: float | None = None, board: Board | None = None) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if board is None and (path := os.environ.get(BOARD)):
         board = Board.at(path, size)
+    if board is None:
+        atexit.register(_come_to_the_end)
     _process.watch, _process.group = Watch(board or _agreed_board(rank, size), rank, seconds), group
     sys.excepthook = _noting(sys.excepthook)
 
@@ -304,6 +308,14 @@ def end() -> None:
     if _process.watch is not None:
         _process.watch.stop()
     _process.watch = _process.group = None
+
+
+def _come_to_the_end() -> None:
+    """Let ranks that still wait for this one, a script's that ends, know why."""
+    if _process.watch is not None and not _process.watch.raised:
+        with contextlib.suppress(RanksDiffer):
+            _process.watch.enter(THE_END)
+        _process.watch.publish()
 
 
 def _noting(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -380,7 +392,8 @@ def _is_waiting(frame: FrameType) -> bool:
 
 
 def _is_runtime(frame: FrameType) -> bool:
-    return _is_in(frame, _RUNTIME) or str(frame.f_globals.get("__package__")).endswith(".runtime")
+    package = str(frame.f_globals.get("__package__"))
+    return _is_in(frame, _RUNTIME) or (package.startswith("autopar_program") and package.endswith(".runtime"))
 
 
 def _is_in(frame: FrameType, folder: str) -> bool:
