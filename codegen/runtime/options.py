@@ -58,10 +58,16 @@ def problem(name: str, value: object) -> str:
     return "" if value in RANGES[name] else f"{name} is {RANGES[name]}"
 
 
-def require(name: str, value: object, said: str = "") -> None:
-    """Raise ValueError for a number that is none of that name. said: what a method calls it, where that differs."""
+def require(name: str, value: object) -> None:
+    """Raise ValueError for a number that is none of that name."""
     if wrong := problem(name, value):
-        raise ValueError(f"{wrong.replace(name, said or name)}, got {value!r}")
+        raise ValueError(f"{wrong}, got {value!r}")
+
+
+def require_argument(name: str, value: object, said: str) -> None:
+    """Raise ValueError where a method's argument is no number of that name, or None. said: what the method calls it."""
+    if value is None or value not in RANGES[name]:
+        raise ValueError(f"{said} is {RANGES[name]}, got {value!r}")
 
 
 def check_step(

@@ -19,7 +19,7 @@ from .flat import Bucket, Entry
 from .guard import Guard, NonFinite
 from .mesh import Mesh
 from .optimizers import Factory, GlobalParameter, is_elementwise, settings_of
-from .options import check_step, require
+from .options import check_step, require_argument
 from .parameters import Module, RngState
 from .part import Part, PartOptions, Source
 from .precision import Precision
@@ -272,7 +272,7 @@ class Step:
 
         max_norm: as max_grad_norm, so that inf only computes the norm. Raises ValueError for another number.
         """
-        require("max_grad_norm", max_norm, said="max_norm")
+        require_argument("max_grad_norm", max_norm, "max_norm")
         with watch.entered(f"step.clip after step {self.rng.step + 1}"):
             self._update.max_grad_norm, self.grad_norm = float(max_norm), self._update.global_norm()
         return self.grad_norm
@@ -284,7 +284,7 @@ class Step:
     def _update_all(self, is_at_once: bool) -> None:
         for group in self.optimizer.param_groups:
             if isinstance(rate := group.get("lr"), (int, float)):
-                require("learning_rate", rate, said="the learning rate of an optimizer's group")
+                require_argument("learning_rate", rate, "the learning rate of an optimizer's group")
         self._by_hand.before_update(is_at_once)
         if self._update.max_grad_norm is not None or self.guard.is_on:
             self.grad_norm = self._update.global_norm()

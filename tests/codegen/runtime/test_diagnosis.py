@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from codegen.runtime.diagnosis import BATCH, SAME_BATCHES, THE_END, Record, cause_of
+from codegen.runtime.diagnosis import BATCH, SAME_BATCHES, SAME_CALLS, THE_END, Record, cause_of
 
 NOW = 1000.0
 
@@ -31,7 +31,7 @@ def record(rank: int, *calls: str, inside: bool = True, waiting: bool = True, **
         ),
         (
             [record(0, "step 1", "step.evaluate"), record(1, "step 1", "step 2"), record(2, "step 1", "step 2")],
-            "rank 0 calls step.evaluate; ranks 1 and 2 call step 2: every rank must make the same calls in the same order",
+            f"rank 0 calls step.evaluate; ranks 1 and 2 call step 2: {SAME_CALLS}",
         ),
         (
             [record(0, f"step 1{BATCH}8 rows"), record(1, f"step 1{BATCH}4 rows")],
@@ -39,7 +39,7 @@ def record(rank: int, *calls: str, inside: bool = True, waiting: bool = True, **
         ),
         (
             [record(0, "step 1", "step 2"), record(1, "step 1", THE_END, inside=False)],
-            f"rank 1 calls {THE_END}; rank 0 calls step 2: every rank must make the same calls in the same order",
+            f"rank 1 calls {THE_END}; rank 0 calls step 2: {SAME_CALLS}",
         ),
         ([record(0, "step 1"), None], "rank 1 did not join the others"),
         ([record(rank, "step 1") for rank in range(3)], ""),
