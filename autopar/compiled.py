@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from autopar.errors import ConstraintError
 from autopar.explain import explain, render_explanation
 from autopar.frontend.inputs import name_inputs
 from autopar.launch import launch_program
@@ -19,6 +20,7 @@ from autopar.running.batch import local_batch
 from autopar.running.build import build_step, load_package
 from autopar.running.folder import save_program
 from autopar.running.state import load_checkpoint, save_checkpoint, update_model, write_pretrained
+from autopar.settings.arguments import whole
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,4 +54,7 @@ class CompiledProgram(GeneratedProgram):
         """One rank's part of a whole global batch (this rank's by default): rows of each micro-batch in turn."""
         if rank is None:
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        elif whole("rank", rank, 0) >= self.plan.num_ranks:
+            last = self.plan.num_ranks - 1
+            raise ConstraintError("rank is one of the plan's", values=str(rank), alternatives=f"0 to {last}")
         return local_batch(self.program, name_inputs(self.model, global_batch, self.loss_fn), rank)

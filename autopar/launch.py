@@ -1,13 +1,15 @@
 """Starting a program's ranks as processes of this machine.
 
-`launch_program` and `launch_main` go through torch's elastic launcher: errors of one rank end all. `run_ranks` is the
-plain form that verification uses: forked processes where nothing but the CPU is used (half a second instead of
-fifteen), spawned ones otherwise.
+`run_ranks` forks them where that is safe (half a second instead of fifteen) and spawns them otherwise; `launch_main`
+runs a script through torch's elastic launcher, as torchrun does. Both have a board (`codegen/runtime/watch.py`), from
+which they say which rank the others waited for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import math
 import multiprocessing as mp
 import os
 import pickle
@@ -15,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -24,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -36,11 +38,16 @@ from autopar.running.beside import Beside
 from autopar.running.build import build_step, share_packages
 from autopar.running.launched import has_gpus
 from autopar.running.sendable import CANNOT_BE_SENT, check_sendable, not_sendable
-from autopar.running.supervise import STOPPED_SECONDS, collect, end, ending_on_sigterm, exit_on
+from autopar.running.start_method import GPUS, why_not_forked
+from autopar.running.supervise import STOPPED_SECONDS, collect, end, exit_on, passing_on_sigterm
 from autopar.running.supervise import RankError as RankError
 from autopar.running.surroundings import check_starting
+from autopar.settings.arguments import check_numbers, whole
 from autopar.settings.backend import patience_seconds
-from codegen.runtime.processes import LOST, after_the_first, end_with_parent, join
+from codegen.runtime import watch
+from codegen.runtime.diagnosis import THE_END, cause_of
+from codegen.runtime.processes import LOST, after_the_first, end_with_parent
+from codegen.runtime.watch import BOARD, Board
 
 TIMEOUT_SECONDS = 600.0
 GROUP_SECONDS = 120.0
@@ -61,7 +68,8 @@ def run_ranks(
     beside: torchrun's ranks, each of which makes this call and starts its own rank alone.
     Raises AutoparError as a rank raised it, RankError for anything else, also for a rank that dies without a word, is
     stopped for stopped_seconds, or does not answer in time, all in timeout_seconds and within a collective in
-    group_seconds. No process is left behind, even if this one is killed.
+    group_seconds, SystemExit where this process is told to end (SIGTERM), once the ranks have ended. No process is left
+    behind, even if this one is killed.
     """
     context: Any = mp.get_context(_start_method())
     processes: list[Any] = []
@@ -69,21 +77,24 @@ def run_ranks(
     are_done = False
     is_forked = context.get_start_method() == "fork"
     if not is_forked:
-        check_sendable(function, args)
+        check_sendable(function, args, who=why_not_forked() or GPUS)
     ranks = range(num_ranks) if beside is None else [beside.rank]
     programs = [given for given in args if isinstance(given, GeneratedProgram)] if is_forked else []
-    with temporary_folder() as folder, ending_on_sigterm(), share_packages(programs, folder):
+    with temporary_folder() as folder, passing_on_sigterm() as told, share_packages(programs, folder):
         meeting: Callable[[float], Any]
         local: tuple[int, int] | None
         if beside is None:
             meeting, local = partial(_file_store, str(folder / "store"), num_ranks), None
+            board_path = str(folder / "board")
+            board = Board.at(board_path, num_ranks)
         else:
+            board_path, board = "", None
             meeting, local = beside.next_run(), (beside.local_rank, beside.local_size)
         try:
             for rank in ranks:
                 receiver, sender = context.Pipe(duplex=False)
                 place = (rank, num_ranks, *(local or (rank, num_ranks)))
-                given = (place, meeting, group_seconds, os.getpid(), sender, function, args)
+                given = (place, meeting, group_seconds, os.getpid(), sender, function, args, board_path)
                 # Not a daemon: a rank may have processes of its own, such as a DataLoader's workers.
                 process = context.Process(target=_rank_main, name=f"rank {rank}", args=given, daemon=False)
                 _start(process)
@@ -92,7 +103,7 @@ def run_ranks(
                 processes.append(process)
                 receivers.append(receiver)
             if beside is None:
-                found = collect(processes, receivers, timeout_seconds, stopped_seconds)
+                found = collect(processes, receivers, timeout_seconds, stopped_seconds, board, told)
             else:
                 found = _collect_beside(beside, processes, receivers, timeout_seconds, stopped_seconds)
             are_done = True
@@ -106,12 +117,12 @@ def _start(process: Any) -> None:
     try:
         process.start()
     except CANNOT_BE_SENT as error:
-        raise not_sendable(error) from error
+        raise not_sendable(error, why_not_forked() or GPUS) from error
 
 
 def _start_method() -> str:
-    """How ranks are started: CUDA, once asked for a device, does not work in a fork."""
-    return "fork" if not torch.cuda.is_available() and os.name == "posix" else "spawn"
+    """How ranks are started."""
+    return "spawn" if why_not_forked() else "fork"
 
 
 def _file_store(path: str, num_ranks: int, seconds: float) -> Any:
@@ -162,6 +173,7 @@ def _rank_main(
     sender: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    board: str = "",
 ) -> None:
     end_with_parent(parent)
     # A forked rank need not look for garbage in what its parent has made, which would also copy it page by page.
@@ -179,59 +191,101 @@ def _rank_main(
         timeout = timedelta(seconds=group_seconds)
         store = meeting(group_seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        watch.start(group_seconds, Board.at(board, num_ranks) if board else None)
         with after_the_first():
             value = function(*args)
-            dist.barrier()
+            with watch.entered(THE_END):
+                dist.barrier()  # a rank that leaves while others still use their connections to it can abort
         # The bytes themselves: what torch would send of a tensor is fetched from its process, which is gone by then.
         sender.send_bytes(pickle.dumps(("ok", value)))
     except AutoparError as error:
+        _note(error)
         sender.send(("error", error))
     except SystemExit:
         raise
-    except BaseException:
+    except BaseException as error:
+        _note(error)
         sender.send(("error", traceback.format_exc()))
     finally:
+        watch.end()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending, and has files to remove
         sender.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
+def _note(error: BaseException) -> None:
+    """Let the other ranks, and this process's parent, know what ends this rank."""
+    if (own := watch.current()) is not None:
+        own.note(error)
+
+
 def launch_program(
-    compiled: GeneratedProgram, function: Callable[..., Any], *args: Any, max_restarts: int = 0
+    compiled: GeneratedProgram,
+    function: Callable[..., Any],
+    *args: Any,
+    max_restarts: int = 0,
+    collective_seconds: float | None = None,
 ) -> list[Any]:
     """Run `function(step, *args)` on every rank, as processes of this machine; returns the results by rank.
 
-    torch's elastic launcher starts them, so a rank that dies ends the others with its error. `function`, `args` and the
-    optimiser factory must be picklable (defined at module level).
+    collective_seconds: how long ranks wait for one another, by default 120; a rank that the others wait for longer ends
+    the run with an error that names it. max_restarts: how often all ranks are started again after an error.
+    Where ranks are spawned (GPUs), `function`, `args` and the optimizer factory must be picklable.
+    Raises AutoparError as a rank raised it, RankError for anything else that ends a rank.
     """
     check_starting("launch")
+    check_numbers({"collective_seconds": collective_seconds})
+    whole("max_restarts", max_restarts, 0)
     compiled.require_runnable()
-    if _start_method() != "fork":
-        check_sendable(compiled, function, args)
-    count = compiled.plan.num_ranks
-    results = elastic_launch(_elastic_config(count, max_restarts), _elastic_main)(compiled, function, args)
-    return [results[rank] for rank in range(count)]
+    patience = group_seconds(compiled, collective_seconds)
+    for attempts_left in reversed(range(max_restarts + 1)):
+        try:
+            return run_ranks(_launched, (compiled, function, args), compiled.plan.num_ranks, math.inf, patience)
+        except (AutoparError, RankError):
+            if not attempts_left:
+                raise
+    raise AssertionError("no attempt")
+
+
+def _launched(compiled: GeneratedProgram, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What a launched rank does: it finds its place in the environment too, as under torchrun."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return function(build_step(compiled), *args)
 
 
 def launch_main(main: Path, arguments: Sequence[str], num_ranks: int) -> None:
     """Run a script, such as a saved program's `main.py`, as torchrun would.
 
-    Raises RankError where a rank fails, with the last line that it wrote to stderr (all of which is seen as it comes):
-    the first to end, or one that says what went wrong where that one only lost another.
+    Raises RankError where a rank fails, with what its record says, or the last line that it wrote to stderr (all of
+    which is seen as it comes); SystemExit where this process, or a rank, was told to end and the ranks have ended.
     """
     with temporary_folder() as folder:
         logs = DefaultLogsSpecs(log_dir=str(folder), tee=Std.ERR)
+        board = Board.at(folder / "board", num_ranks)
         try:
-            elastic_launch(_elastic_config(num_ranks, 0, logs), sys.executable)(str(main), *arguments)
+            with _in_environment(BOARD, str(folder / "board")):
+                elastic_launch(_elastic_config(num_ranks, logs), sys.executable)(str(main), *arguments)
+        except SignalException as error:
+            raise SystemExit(128 + int(error.sigval)) from None
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
+            if failure.exitcode == 128 + signal.SIGTERM:
+                raise SystemExit(failure.exitcode) from None
+            if cause := cause_of(board.records(), time.time()):
+                raise RankError(f"{main}: {cause}") from None
             said = _last_words(folder, rank) or _end_of(failure.exitcode)
-            others = {other: _last_words(folder, other) for other in range(num_ranks) if other != rank}
-            if _is_of_another(said):
-                causes = (each for each in others.items() if "Error" in each[1] and not _is_of_another(each[1]))
-                rank, said = next(causes, (rank, said))
             raise RankError(f"rank {rank} of {main}: {said}") from None
+
+
+@contextlib.contextmanager
+def _in_environment(name: str, value: str) -> Iterator[None]:
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _last_words(folder: Path, rank: int) -> str:
@@ -242,16 +296,11 @@ def _last_words(folder: Path, rank: int) -> str:
     return ([line for line in lines if line.startswith(mark)] or lines or [""])[-1].removeprefix(mark)
 
 
-def _is_of_another(said: str) -> bool:
-    """Whether an error tells of another rank that is gone."""
-    return any(word in said.lower() for word in LOST)
-
-
 def _end_of(code: int) -> str:
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _elastic_config(count: int, max_restarts: int, logs: Any = None) -> Any:
+def _elastic_config(count: int, logs: Any) -> Any:
     # A restarted attempt must not meet the keys of the one before it (pytorch's shared rendezvous store does).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return LaunchConfig(
@@ -261,24 +310,7 @@ def _elastic_config(count: int, max_restarts: int, logs: Any = None) -> Any:
         run_id=f"autopar_{os.getpid()}_{time.monotonic_ns()}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=max_restarts,
-        start_method=_start_method(),
+        max_restarts=0,
         monitor_interval=0.1,
         logs_specs=logs,
     )
-
-
-def _elastic_main(compiled: GeneratedProgram, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    on_gpu = torch.cuda.is_available() and not is_cpu(compiled.cluster.groups[0])
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    else:
-        torch.set_num_threads(1)
-    join("nccl" if on_gpu else "gloo")
-    try:
-        with after_the_first():
-            result = function(build_step(compiled), *args)
-            dist.barrier()  # a rank that leaves while others still use their connections to it can abort
-        return result
-    finally:
-        dist.destroy_process_group()

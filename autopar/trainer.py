@@ -17,6 +17,7 @@ from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
 from autopar.files.outputs import require_folder, require_writable
 from autopar.running.launched import under_launcher
+from autopar.running.supervise import passing_on_sigterm
 from autopar.training.callbacks import Callback, check_callbacks
 from autopar.training.config import Batches, TrainerConfig
 from autopar.training.feeding import check_evaluation
@@ -25,9 +26,10 @@ from autopar.training.loop import compile_program, fit_locally, fit_plain, fit_r
 from autopar.training.metrics import Metric, metrics_of
 from autopar.training.optimizers import Schedule, optimizer_factory, schedule_of
 from autopar.training.records import check_logging
-from autopar.training.result import TrainResult
+from autopar.training.result import TOLD_TO_END, TrainResult
 from autopar.training.run import CONFIG_FILE
 from autopar.training.setup import Setup
+from codegen.runtime.processes import Ending
 
 
 class Trainer:
@@ -98,8 +100,9 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Train up to `config.steps` steps, from the last checkpoint if there is one.
 
-        Raises AutoparError for what cannot be planned, launch.RankError when a rank fails; started again, training
-        continues from the last checkpoint.
+        Raises AutoparError for what cannot be planned, launch.RankError when a rank fails, SystemExit with code 143
+        where it is told to end (SIGTERM to this process, to a rank, or to all of them) and, if there is a
+        checkpoint_directory, has written a last checkpoint. Started again, training continues from the last checkpoint.
         """
         config = self.setup.config
         if config.checkpoint_directory is not None:
@@ -107,6 +110,13 @@ class Trainer:
             own = Path(config.checkpoint_directory) / CONFIG_FILE
             require_writable(own, instead=f"another checkpoint_directory, or {CONFIG_FILE} moved elsewhere")
         check_logging(config)
+        with passing_on_sigterm():
+            result = self._fitted(config)
+        if result.stopped == TOLD_TO_END:
+            raise SystemExit(Ending.EXIT_CODE)
+        return result
+
+    def _fitted(self, config: TrainerConfig) -> TrainResult:
         if not config.auto_parallel:
             return fit_plain(self.setup)
         if under_launcher():

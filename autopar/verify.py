@@ -116,13 +116,17 @@ def sgd_with_momentum(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _rotated(batch: NamedBatch, rows: int, shift: int) -> NamedBatch:
-    """The batch with `rows` rows (repeated or cut), rotated by `shift`."""
+    """The batch with `rows` rows (repeated or cut), rotated by `shift`; its tensors are leaves, so that steps share no
+    graph."""
     own = next(v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0)
     index = (torch.arange(rows) + shift) % own
 
     def rotate(value: Any) -> Any:
-        is_batched = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == own
-        return value[index] if is_batched else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        leaf = value.detach()
+        leaf = leaf[index] if leaf.dim() > 0 and leaf.shape[0] == own else leaf
+        return leaf.requires_grad_(value.requires_grad)
 
     return batch.map(rotate)
 
@@ -229,8 +233,8 @@ class _Comparison:
             if mask.double().mean() <= 0.5:
                 kept = ~mask
                 own = state[name].cpu() if name in state else initial[name].detach()
-                parameters[name] = relative_error(own[kept], trained[name][kept])
-                floors[name] = relative_error(rounded[name][kept], exact[name][kept])
+                parameters[name] = _stored_error(own[kept], trained[name][kept])
+                floors[name] = _stored_error(rounded[name][kept], exact[name][kept])
         buffers, buffer_floors = self._buffers(state)
         partly = (n for n, mask in self.noise.items() if mask.any() and n in parameters)
         counted = {f"{n} ({int(self.noise[n].sum())} of {self.noise[n].numel()} elements)" for n in partly}
@@ -263,8 +267,8 @@ class _Comparison:
         errors, floors = {}, {}
         for name, buffer in self.reference.model.named_buffers():
             if name in persistent:
-                errors[name] = _buffer_error(state[name].cpu(), buffer) if name in state else math.inf
-                floors[name] = _buffer_error(rounded.get(name, buffer), exact[name])
+                errors[name] = _stored_error(state[name].cpu(), buffer) if name in state else math.inf
+                floors[name] = _stored_error(rounded.get(name, buffer), exact[name])
         return errors, floors
 
     def _proves_nothing(
@@ -285,15 +289,16 @@ class _Comparison:
         return tuple(found)
 
 
-def _buffer_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The relative error of a buffer, where equal infinities (of masks) and truth values are equal too."""
+def _stored_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The relative error of a parameter or buffer, where equal truth values, infinities (of masks) and nan (of what
+    nothing uses) are equal too."""
     if found.shape != expected.shape:
         return math.inf
     if found.is_complex() or not expected.is_floating_point():
         return relative_error(found.to(expected.dtype), expected) if not torch.equal(found, expected) else 0.0
     own, one = found.double(), expected.double()
     usual = torch.isfinite(one)
-    is_alike = torch.equal(torch.isfinite(own), usual) and torch.equal(own[~usual], one[~usual])
+    is_alike = torch.equal(torch.isfinite(own), usual) and torch.allclose(own[~usual], one[~usual], equal_nan=True)
     return relative_error(own[usual], one[usual]) if is_alike else math.inf
 
 

@@ -9,7 +9,8 @@ Batches are those of one process: every rank's loader gives the whole batch, and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,10 +33,13 @@ from autopar.frameworks.building import (
 from autopar.frameworks.loops import LoopOptimizer, ModelValues, PendingLoss
 from autopar.training.config import TrainerConfig
 from autopar.training.learners import RankLearner
+from codegen.runtime.processes import Ending
 from cost_models.mixed import AnyCluster
 
 STATE_FOLDER = "autopar"
 """What `save_state` writes of the program beside Accelerate's files."""
+LAST_FOLDER = "last"
+"""Of the project, where the state is written when the run is told to end and checkpoints are not named by number."""
 
 
 def parallelize(accelerator: Accelerator, cluster: AnyCluster | str, **options: Any) -> ProgramAccelerator:
@@ -98,6 +102,8 @@ class LoopAccelerator(ProgramAccelerator):
         learner = build_learner(model, self.config_of_program, factory, first_step(prepared, 1))
         check_rows(learner, {rows for each in loaders for rows in rows_of_steps(each, 1)})
         self.program_model = ProgramModel(learner)
+        if self.project_dir is not None:
+            self.program_model.before_step = partial(self._end_if_told, Ending(learner.step.mesh.device))
         made = LoopOptimizer(learner, self.program_model.values, self.program_model.pending)
         self.program_model.loop_optimizer = made
         places = {id(model): self.program_model, id(optimizer): made, id(loaders[0]): prepared}
@@ -152,6 +158,13 @@ class LoopAccelerator(ProgramAccelerator):
         learner.save(Path(folder) / STATE_FOLDER, {})
         return folder
 
+    def _end_if_told(self, ending: Ending) -> None:
+        """Write the state and exit with code 143 where a rank was told to end (SIGTERM). Collective."""
+        if ending.is_told():
+            is_numbered = self.project_configuration.automatic_checkpoint_naming
+            self.save_state(None if is_numbered else str(Path(self.project_dir) / LAST_FOLDER))
+            raise SystemExit(Ending.EXIT_CODE)
+
     def load_state(self, *given: Any, **named_options: Any) -> None:
         """Go on from what `save_state` wrote. Every rank calls this. Raises CheckpointError for another's folder."""
         self._model_of_program("load_state")
@@ -200,6 +213,7 @@ class ProgramModel:
     def __init__(self, learner: RankLearner) -> None:
         self.learner, self.training = learner, True
         self.loop_optimizer: LoopOptimizer | None = None
+        self.before_step: Callable[[], None] = _nothing
         self.values, self.pending = ModelValues(learner, learner.program.model), PendingLoss()
 
     @property
@@ -221,6 +235,7 @@ class ProgramModel:
         self.values.give()
         if not self.training:
             return self._output(torch.tensor(self.learner.evaluate(batch)))
+        self.before_step()
         self.pending.make_room(self.learner.optimizer)
         return self._output(self.pending.loss(self.learner.forward_backward(batch)))
 
@@ -253,6 +268,10 @@ class ProgramModel:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name}: a program's model is called, and accelerator.unwrap_model(model) has the rest")
+
+
+def _nothing() -> None:
+    """Where a run that is told to end (SIGTERM) has nowhere to write to, it ends as any process does."""
 
 
 class HeldParameter:

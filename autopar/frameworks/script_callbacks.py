@@ -22,6 +22,8 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
+from codegen.runtime.processes import Ending
+
 logger = logging.getLogger("autopar")
 
 PLAIN = (int, float, complex, str, bytes, PurePath, logging.Logger, type(None))
@@ -34,8 +36,12 @@ AGREED_AFTER = ("on_train_begin", "on_epoch_begin", *OF_A_STEP, "on_evaluate", "
 class LookingHandler(CallbackHandler):  # type: ignore[misc]
     """A CallbackHandler that has the trained values in the model before it calls who may look at them.
 
-    take_values: puts them there; collective, as every rank has the same callbacks.
+    take_values: puts them there; collective, as every rank has the same callbacks. ending: where SIGTERM is noted while
+    the Trainer trains. is_ending: whether it came.
     """
+
+    ending: Ending | None
+    is_ending = False
 
     take_values: Callable[[], None]
     looked: dict[tuple[type, str], bool]
@@ -48,6 +54,8 @@ class LookingHandler(CallbackHandler):  # type: ignore[misc]
         control = super().call_event(event, args, state, control, **named)
         if event in AGREED_AFTER and any(_is_own(each, event) for each in self.callbacks):
             _agree(control, args.device)
+        if event == "on_step_end" and self.ending is not None and self.ending.is_told():
+            self.is_ending = control.should_save = control.should_training_stop = True
         return control
 
     def _looks(self, callback: TrainerCallback, event: str) -> bool:

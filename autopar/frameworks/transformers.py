@@ -34,6 +34,7 @@ from autopar.frameworks.script_callbacks import LookingHandler
 from autopar.frameworks.trainer_checks import check_trainer
 from autopar.training.feeding import joined
 from autopar.training.learners import RankLearner
+from codegen.runtime.processes import Ending
 from cost_models.mixed import AnyCluster
 
 STATE_FOLDER, SCHEDULE_FILE = "autopar", "scheduler.pt"
@@ -61,6 +62,7 @@ def parallelize(trainer: Trainer, cluster: AnyCluster | str, **options: Any) -> 
     trainer.__class__ = type(own.__name__, (ProgramTrainer, own), {"__module__": own.__module__})
     handler = trainer.callback_handler
     handler.__class__, handler.looked, handler.take_values = LookingHandler, {}, trainer._take_values
+    handler.ending = None
     return trainer
 
 
@@ -78,6 +80,20 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
     values: ModelValues | None
 
     # Training ---------------------------------------------------------------------------------------------------------
+
+    def train(self, *given: Any, **named: Any) -> Any:
+        """As the Trainer's own. Where a rank is told to end (SIGTERM), it writes a checkpoint after the step and exits
+        with code 143; `resume_from_checkpoint=True` goes on from there."""
+        handler, ending = self.callback_handler, Ending(self.args.device)
+        handler.ending = ending
+        try:
+            found = super().train(*given, **named)
+        finally:
+            handler.ending = None
+            ending.close()
+        if handler.is_ending:
+            raise SystemExit(Ending.EXIT_CODE)
+        return found
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Plan and build the program; its optimiser is what the Trainer would have made of the whole model."""

@@ -30,6 +30,7 @@ from autopar.running.surroundings import check_training
 from autopar.running.weights import Init, ValueSource
 from autopar.settings.arguments import check_numbers, yes_no_or_none
 from autopar.settings.loss_scale import loss_scale_of
+from codegen.runtime import watch
 from codegen.runtime.loss_scale import LossScale
 from codegen.runtime.optimizer_trial import OptimizerTrial
 from cost_models.mixed import AnyCluster
@@ -71,6 +72,7 @@ def build_step(
     scale = loss_scale_of(loss_scale, compiled.plan.precision)
     _check_world_size(compiled.plan)
     check_training("build")
+    watch.start()
     compiled.require_runnable()
     package = load_package(compiled)
     where = device or ("cuda" if torch.cuda.is_available() and not is_cpu(compiled.cluster.groups[0]) else "cpu")
@@ -134,9 +136,11 @@ def load_package(compiled: GeneratedProgram) -> ModuleType:
     package = _shared.pop(id(compiled), None) or _write_package(compiled, lasting_folder())
     sys.path.insert(0, str(package.parent))
     try:
-        return importlib.import_module(package.name)
+        found = importlib.import_module(package.name)
     finally:
         sys.path.remove(str(package.parent))
+    watch.share(importlib.import_module(f"{package.name}.runtime.watch"))
+    return found
 
 
 @contextlib.contextmanager

@@ -21,9 +21,10 @@ CANNOT_BE_SENT = (pickle.PicklingError, AttributeError, TypeError)
 _TORCHRUN = "torchrun --nproc-per-node N script.py, whose processes each make their own"
 
 
-def check_sendable(*values: Any) -> None:
+def check_sendable(*values: Any, who: str) -> None:
     """Raises ConstraintError, before any process is spawned, where one could not be sent these or would start more.
 
+    who: the processes, with the reason why they are spawned, as the subject of a sentence.
     Each of them imports the script's file, so what stands under `if __name__ == "__main__":` is not there for them, and
     what stands outside of it runs again.
     """
@@ -32,12 +33,12 @@ def check_sendable(*values: Any) -> None:
     is_imported = path is not None and not (spec is not None and spec.name.endswith("__main__"))
     body = _statements(Path(path)) if is_imported and path is not None else None
     if body is not None:
-        _refuse_rerun(main, body)
+        _refuse_rerun(main, body, who)
     references = _References()
     try:
         references.dump(values)
     except CANNOT_BE_SENT as error:
-        raise not_sendable(error) from error
+        raise not_sendable(error, who) from error
     except RuntimeError:
         pass  # what only a process that is being started may be given, such as a queue
     names = references.of_main
@@ -45,17 +46,17 @@ def check_sendable(*values: Any) -> None:
     if missing:
         where = 'under `if __name__ == "__main__":`' if is_imported else "in a session without a script"
         raise ConstraintError(
-            "processes of a machine with GPUs import the script, so classes and functions of the model and its training"
-            " must be in a module that they can import",
+            f"{who} import the script, so classes and functions of the model and its training must be in a module that "
+            "they can import",
             values=f"{', '.join(sorted(missing))} {where}",
             alternatives=["at the level of the script above that line, or in a module of its own", _TORCHRUN],
         )
 
 
-def not_sendable(error: BaseException) -> ConstraintError:
+def not_sendable(error: BaseException, who: str) -> ConstraintError:
     """What to tell of something that pickling refused."""
     return ConstraintError(
-        "processes of a machine with GPUs are sent what they work on, so it must be picklable",
+        f"{who} are sent what they work on, so it must be picklable",
         values=f"{type(error).__name__}: {error}",
         alternatives=["functions and classes of a module's own level, in place of lambdas and local ones", _TORCHRUN],
     )
@@ -107,7 +108,7 @@ def _guarded(body: list[ast.stmt]) -> set[str]:
     return inside - defined([each for each in body if each not in guards])
 
 
-def _refuse_rerun(main: Any, body: list[ast.stmt]) -> None:
+def _refuse_rerun(main: Any, body: list[ast.stmt], who: str) -> None:
     """Raises ConstraintError where the call is made at the script's own level, outside of a condition on `__name__`."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is vars(main)):
@@ -115,7 +116,7 @@ def _refuse_rerun(main: Any, body: list[ast.stmt]) -> None:
     if frame is None or any(guard.lineno <= frame.f_lineno <= (guard.end_lineno or 0) for guard in _guards(body)):
         return
     raise ConstraintError(
-        "processes of a machine with GPUs import the script, and would begin again with what started them",
+        f"{who} import the script, and would begin again with what started them",
         values=f"line {frame.f_lineno} of {frame.f_code.co_filename}, which runs whenever the file is imported",
         alternatives=['`if __name__ == "__main__":` around it', _TORCHRUN],
     )

@@ -15,6 +15,7 @@ from autopar.errors import AutoparError, CheckpointError
 from autopar.integrations.pretrained import notes_of, save_pretrained
 from autopar.program import GeneratedProgram
 from autopar.running.weights import LazyState, set_values
+from autopar.settings.arguments import check_path
 from codegen.runtime import checkpoint_files as files
 
 
@@ -48,6 +49,7 @@ def save_checkpoint(
     notes: texts to find in `load_checkpoint`, such as a schedule's state. Raises CheckpointError where the folder is
     taken or cannot be written, FloatingPointError where a parameter is not finite.
     """
+    check_path("directory", directory)
     model = compiled.model
     said = {"plan": compiled.plan.to_yaml(), **notes_of(model), **(notes or {})}
     runtime = _runtime_of(step)
@@ -60,6 +62,7 @@ def load_checkpoint(compiled: GeneratedProgram, step: Any, directory: str | Path
 
     Raises CheckpointError for another model or optimiser, or a damaged checkpoint, before anything is changed.
     """
+    check_path("directory", directory)
     runtime = _runtime_of(step)
     with readable(runtime):
         runtime.load(step, directory, others=LazyState(compiled.model))
@@ -85,6 +88,7 @@ def write_pretrained(compiled: GeneratedProgram, step: Any, directory: str | Pat
 
     Raises ModelError for a model that is not of transformers, OutputError for a folder that autopar did not write.
     """
+    check_path("directory", directory)
     values = step.whole_tensors(rank0_only=True)
     try:
         if step.mesh.everyone.rank == 0:

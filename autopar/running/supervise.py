@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -13,6 +14,10 @@ from types import FrameType
 from typing import Any
 
 from autopar.errors import AutoparError
+from codegen.runtime.diagnosis import cause_of
+from codegen.runtime.processes import exit_at_once
+from codegen.runtime.processes import exit_on as exit_on
+from codegen.runtime.watch import Board
 
 STOPPED_SECONDS = 10.0
 """Seconds after which a rank that is stopped (SIGSTOP, Ctrl-Z of it alone) counts as lost."""
@@ -20,46 +25,118 @@ STOPPED_SECONDS = 10.0
 _LOOK_SECONDS = 0.25
 _LEAVE_SECONDS = 30.0
 """Seconds for ranks that have answered to leave; on a busy machine they may have to wait for it."""
-_SILENT_SECONDS = 10.0
-"""Seconds for ranks that wait for one that has given up to notice, and to say so."""
+_CAUSE_SECONDS = 0.5
+"""Seconds for ranks to say what became of them, or to be seen as dead, after the first one said so."""
 _END_SECONDS = 2.0
 """Seconds for ranks to remove their files in, when they are told to end."""
 
 
 class RankError(RuntimeError):
-    """A rank died or raised; the message holds its number and traceback."""
+    """A rank died, raised, or kept the others waiting; the message has its number and what happened."""
+
+
+class Sigterm:
+    """What becomes of SIGTERM while ranks run: they are told, and end as they see fit.
+
+    Ranks that train write a last checkpoint first. A second signal ends this process at once, as the first one does
+    before there are ranks. is_told: whether a signal came.
+    """
+
+    def __init__(self) -> None:
+        self.is_told = False
+        self.processes: Sequence[Any] = ()
+        self._passed_on: set[int] = set()
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Handle the signal."""
+        if self.is_told or not self.processes:
+            exit_at_once(number, frame)
+        self.is_told = True
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Tell the ranks that do not know yet, if there is something to tell."""
+        for process in self.processes if self.is_told else ():
+            if process.pid not in self._passed_on and process.is_alive():
+                self._passed_on.add(process.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def passing_on_sigterm() -> Iterator[Sigterm]:
+    """SIGTERM is passed on to ranks in the block, which then ends as an exit with code 143; a caller's own handler
+    stays."""
+    told = Sigterm()
+    is_ours = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM) if is_ours else None
+    is_ours = is_ours and (before == signal.SIG_DFL or is_own(before))
+    if is_ours:
+        signal.signal(signal.SIGTERM, told.note)
+    try:
+        yield told
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGTERM, before)
+
+
+def is_own(handler: Any) -> bool:
+    """Whether a handler of a signal is autopar's, and not the caller's."""
+    return handler is exit_at_once or isinstance(getattr(handler, "__self__", None), Sigterm)
 
 
 def collect(
-    processes: Sequence[Any], receivers: Sequence[Connection], timeout_seconds: float, stopped_seconds: float
+    processes: Sequence[Any],
+    receivers: Sequence[Connection],
+    timeout_seconds: float,
+    stopped_seconds: float,
+    board: Board | None = None,
+    told: Sigterm | None = None,
 ) -> list[Any]:
     """What every process answers, in order; an answer is ("ok", value) or ("error", an AutoparError or a traceback).
 
-    processes: of ranks, named so ("rank 3").
-    Raises an AutoparError as a rank raised it, RankError for anything else.
+    processes: of ranks, named so ("rank 3"). board: their records. told: where SIGTERM is noted.
+    Raises an AutoparError as a rank raised it, RankError for anything else, and SystemExit with code 143 once ranks
+    that were told to end have.
     """
     found: dict[int, Any] = {}
     stops = _Stops(processes, stopped_seconds)
-    deadline = time.monotonic() + timeout_seconds
+    deadline, told = time.monotonic() + timeout_seconds, told or Sigterm()
+    told.processes = processes
     while len(found) < len(processes):
         open_ranks = [rank for rank in range(len(processes)) if rank not in found]
         if not wait([processes[r].sentinel for r in open_ranks] + [receivers[r] for r in open_ranks], _LOOK_SECONDS):
             stops.look(found)
+        told.pass_on()
+        if told.is_told and not _are_finishing(board, open_ranks):
+            break  # nothing is lost with them: whoever called ends them
         for rank in open_ranks:
             code = processes[rank].exitcode  # asked first: what it sent before it ended is there now
             answer = _answer(receivers[rank])
             if answer is None and code is not None:
+                if told.is_told:
+                    raise SystemExit(128 + signal.SIGTERM)
                 raise RankError(f"{processes[rank].name} {_end_of(code)}")
             if answer is None:
                 continue
             outcome, value = answer
             if outcome == "error":
-                _raise(processes, receivers, rank, value, found)
+                if told.is_told and not isinstance(value, AutoparError):
+                    raise SystemExit(128 + signal.SIGTERM)
+                _raise(processes, receivers, rank, value, board)
             found[rank] = value
         if time.monotonic() > deadline:
             missing = ", ".join(each.name for rank, each in enumerate(processes) if rank not in found)
             raise RankError(f"no answer in {timeout_seconds:.0f} s from {missing}")
+    if told.is_told:
+        raise SystemExit(128 + signal.SIGTERM)
     return [found[rank] for rank in range(len(processes))]
+
+
+def _are_finishing(board: Board | None, ranks: Sequence[int]) -> bool:
+    """Whether one of these ranks has something to write before it ends."""
+    records = [] if board is None else [board.read(rank) for rank in ranks if rank < board.size]
+    return any(each is not None and each.is_finishing for each in records)
 
 
 def _answer(receiver: Connection) -> tuple[str, Any] | None:
@@ -73,16 +150,32 @@ def _answer(receiver: Connection) -> tuple[str, Any] | None:
 
 
 def _raise(
-    processes: Sequence[Any], receivers: Sequence[Connection], rank: int, value: Any, found: dict[int, Any]
+    processes: Sequence[Any], receivers: Sequence[Connection], rank: int, value: Any, board: Board | None
 ) -> None:
+    """Raise what went wrong: a rank's own error rather than the error of one that waited for it."""
     if isinstance(value, AutoparError):
         raise value
-    time.sleep(0.5)  # a rank that died breaks the others' connections: name it first
-    causes = [f"{p.name} {_end_of(p.exitcode)}; " for p in processes if p.exitcode not in (None, 0)]
-    if not causes and "imed out" in str(value):
-        silent = _silent(processes, receivers, {rank, *found})
-        causes = [f"{processes[r].name} (process {processes[r].pid}) stands still; " for r in silent]
-    raise RankError(f"{''.join(causes)}{processes[rank].name}: {value}")
+    said = {rank: value}
+    deadline = time.monotonic() + _CAUSE_SECONDS
+    while time.monotonic() < deadline and len(said) < len(processes):
+        for other in range(len(processes)):
+            answer = None if other in said else _answer(receivers[other])
+            if answer is not None:
+                said[other] = answer[1] if answer[0] == "error" else ""
+                if isinstance(said[other], AutoparError):
+                    raise said[other]
+        time.sleep(0.02)
+    causes = [f"{p.name} {_end_of(p.exitcode)}" for p in processes if p.exitcode not in (None, 0)]
+    records = [] if board is None else board.records()
+    own = [each for each in records if each is not None and each.raised and each.is_own]
+    if causes:  # a rank that died breaks the others' connections: it is named first
+        raise RankError(f"{'; '.join(causes)}; {processes[rank].name}: {value}")
+    if own:  # the first to raise: what others raise after it may come from its end
+        first = min(own, key=lambda each: each.raised_at)
+        raise RankError(f"rank {first.rank}: {said.get(first.rank) or first.raised}")
+    if cause := cause_of(records, time.time()) if records else "":
+        raise RankError(cause)
+    raise RankError(f"{processes[rank].name}: {value}")
 
 
 def _end_of(code: int) -> str:
@@ -90,20 +183,6 @@ def _end_of(code: int) -> str:
     number = -code if code < 0 else code - 128
     by = f" (ended by {signal.Signals(number).name})" if number in set(signal.Signals) else ""
     return f"died with exit code {code}{by}"
-
-
-def _silent(processes: Sequence[Any], receivers: Sequence[Connection], heard: set[int]) -> list[int]:
-    """Ranks that neither answer nor end after another one has given up waiting: they are not in a collective, which its
-    end breaks off."""
-    deadline, heard = time.monotonic() + _SILENT_SECONDS, set(heard)
-    while time.monotonic() < deadline and len(heard) < len(processes):
-        heard |= {
-            r
-            for r, process in enumerate(processes)
-            if r not in heard and (_answer(receivers[r]) is not None or process.exitcode is not None)
-        }
-        time.sleep(0.05)
-    return [rank for rank in range(len(processes)) if rank not in heard]
 
 
 class _Stops:
@@ -152,32 +231,3 @@ def end(processes: Sequence[Any], are_done: bool = False) -> None:
         if process.is_alive():
             process.kill()
         process.join()
-
-
-def exit_on(*numbers: int) -> None:
-    """Let signals end this process as an exit with code 128 + number, so that it cleans up. In the main thread only.
-
-    Those that are ignored stay so (nohup).
-    """
-    for number in numbers:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, _exit)
-
-
-@contextlib.contextmanager
-def ending_on_sigterm() -> Iterator[None]:
-    """SIGTERM ends the block as an exit with code 143, unless the caller has a handler of its own for it."""
-    is_ours = threading.current_thread() is threading.main_thread()
-    is_ours = is_ours and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if is_ours:
-        exit_on(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _exit(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the cleaning
-    raise SystemExit(128 + number)

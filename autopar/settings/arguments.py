@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,3 +65,9 @@ def check_numbers(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if wrong := problem(name, value):
             raise ConstraintError(wrong, values=shown(value))
+
+
+def check_path(name: str, value: Any) -> None:
+    """Raises ConstraintError for what names no file or folder."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ConstraintError(f"{name} is a path", values=shown(value), alternatives='"runs/first", or a pathlib.Path')

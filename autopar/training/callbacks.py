@@ -69,7 +69,7 @@ class Callbacks:
         """Whether to end, as rank 0 has it. Collective where there are callbacks."""
         if self.callbacks and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             said: list[Any] = [self.wants_stop]
-            dist.broadcast_object_list(said, src=0, device=_device())
+            dist.broadcast_object_list(said, src=0, device=device())
             self.wants_stop = said[0]
         return bool(self.wants_stop)
 
@@ -114,5 +114,7 @@ def _is_sendable(value: Any) -> bool:
     return True
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+def device() -> torch.device:
+    """Return where tensors that ranks exchange are."""
+    is_nccl = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda" if is_nccl else "cpu")

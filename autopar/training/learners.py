@@ -28,6 +28,8 @@ from autopar.training.config import Batch, TrainerConfig
 from autopar.training.loaders import num_rows
 from autopar.training.metrics import NO_LOGITS
 from autopar.training.shapes import is_of_another_shape, program_of_shape
+from codegen.runtime import watch
+from codegen.runtime.diagnosis import BATCH
 from codegen.runtime.guard import Guard, NonFinite
 from codegen.runtime.optimizers import call, settings_of
 from codegen.runtime.part import loss_gradient
@@ -80,32 +82,40 @@ class RankLearner:
         return None if self.step.loss_scaling is None else float(self.step.loss_scaling.value)
 
     def __call__(self, batch: Batch) -> float:
-        return float(self._of(batch, self.step))
+        return float(self._of(batch, self.step, f"step {self.num_steps + 1}"))
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
         """The gradients of a whole global batch, without an update; the global mean loss (0-dim)."""
-        loss: torch.Tensor = self._of(batch, self.step.forward_backward)
+        loss: torch.Tensor = self._of(batch, self.step.forward_backward, f"step {self.num_steps + 1}")
         return loss
 
     def evaluate(self, batch: Batch) -> float:
         """The global mean loss in evaluation mode."""
-        return float(self._of(batch, self.step.evaluate))
+        return float(self._of(batch, self.step.evaluate, self._evaluation))
 
     def evaluate_with_logits(self, batch: Batch) -> tuple[float, torch.Tensor]:
         """The loss, and the model's logits of the whole batch on every rank."""
-        loss, logits = self._of(batch, partial(self.step.evaluate, logits=True))
+        loss, logits = self._of(batch, partial(self.step.evaluate, logits=True), self._evaluation)
         return float(loss), logits
 
-    def _of(self, batch: Batch, function: Callable[..., Any]) -> Any:
+    @property
+    def _evaluation(self) -> str:
+        return f"step.evaluate after step {self.num_steps}"
+
+    def _of(self, batch: Batch, function: Callable[..., Any], call: str) -> Any:
+        """What the step makes of a whole batch. call: its name, among those that all ranks must make."""
         try:
             named = name_inputs(self.program.model, batch, self.program.loss_fn)
-            if not self.step.takes(named) and is_of_another_shape(self.program, named):
-                with contextlib.suppress(TraceError):  # the model takes no such batch: the step says what is wrong
-                    take_also(self.step, program_of_shape(self.program, self.config, batch, self._num_shapes))
-                    self._num_shapes += 1
-            return function(self.step.local_batch(named))
+            with watch.entered(f"{call}{BATCH}{_described(named)}"):
+                if not self.step.takes(named) and is_of_another_shape(self.program, named):
+                    with contextlib.suppress(TraceError):  # the model takes no such batch: the step says what is wrong
+                        take_also(self.step, program_of_shape(self.program, self.config, batch, self._num_shapes))
+                        self._num_shapes += 1
+                return function(self.step.local_batch(named))
         except self.batch_error as error:
             raise DataError(str(error)) from None
+        except watch.DataDiffer as error:
+            raise DataError(f"the ranks were given different batches: {error}") from None
 
     def check(self) -> None:
         check_checkpoint(self.step)
@@ -116,6 +126,14 @@ class RankLearner:
     def load(self, directory: Path) -> Mapping[str, str]:
         """Continue from a checkpoint; its notes."""
         return load_checkpoint(self.program, self.step, directory)
+
+
+def _described(batch: Mapping[str, Any]) -> str:
+    """A batch's rows, shapes and dtypes, as far as it is of tensors."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    rows = sorted({value.shape[0] for value in tensors.values() if value.ndim})
+    words = (f"{name} {tuple(value.shape)} {str(value.dtype)[6:]}" for name, value in tensors.items())
+    return f"{' or '.join(map(str, rows)) or 'no'} rows ({', '.join(words)})"
 
 
 @dataclass

@@ -19,7 +19,7 @@ from autopar.compiled import CompiledProgram
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.files.scratch import temporary_folder
-from autopar.launch import group_seconds, run_ranks
+from autopar.launch import RankError, group_seconds, run_ranks
 from autopar.running.launched import start_group, under_launcher
 from autopar.running.surroundings import check_starting
 from autopar.running.weights import read_values, set_values, write_values
@@ -32,27 +32,47 @@ from autopar.training.learners import PlainLearner, RankLearner
 from autopar.training.loaders import rows_of_batches
 from autopar.training.memory import Memory
 from autopar.training.metrics import NO_LOGITS
-from autopar.training.result import TrainResult
+from autopar.training.result import TOLD_TO_END, TrainResult
 from autopar.training.run import Run
 from autopar.training.setup import Setup
 from autopar.training.shapes import plan_for_rows
+from codegen.runtime import watch
 from codegen.runtime.processes import after_the_first
 from cost_models.mixed import AnyCluster
 
 
 @contextlib.contextmanager
 def process_group(config: TrainerConfig) -> Iterator[None]:
-    """The default process group for as long as it takes; the caller's own if there is one, which waits as it does."""
+    """The default process group for as long as it takes; the caller's own if there is one, which waits as it does.
+
+    Raises RankError where the ranks wait for one that does not go on.
+    """
     if dist.is_initialized():
-        yield
+        with _named():
+            yield
         return
     start_group(config.collective_seconds, is_on_cpu(config.cluster))
     try:
-        with after_the_first():
+        with _named(), after_the_first():
             yield
             dist.barrier()  # a rank that leaves while others still use their connections to it can abort
     finally:
+        watch.end()
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """Errors of the process group as the error that names who did not go on."""
+    try:
+        yield
+    except RuntimeError as error:
+        own = watch.current()
+        if own is not None and (cause := own.note(error)):
+            raise RankError(cause) from error
+        if isinstance(error, watch.RanksDiffer):
+            raise RankError(str(error)) from error
+        raise
 
 
 def compile_program(setup: Setup) -> CompiledProgram:
@@ -115,7 +135,8 @@ def fit_locally(program: CompiledProgram, setup: Setup) -> TrainResult:
         found: list[tuple[TrainResult, list[dict[str, Any]]]] = run_ranks(
             _fit_and_tell, (program, setup, folder), ranks, math.inf, patience
         )
-        if not stays_on_disk(setup):
+        is_whole = found[0][0].stopped != TOLD_TO_END
+        if is_whole and not stays_on_disk(setup):
             set_values(program.model, read_values(folder))
     note(setup.callbacks, found[0][1])
     peaks = tuple(peak for result, _ in found for peak in result.peak_bytes)
@@ -144,7 +165,7 @@ def fit_rank(program: CompiledProgram, setup: Setup, trained: Path | None = None
     with Memory(setup.config.measure_memory, is_cpu(program.cluster.groups[0])) as memory:
         learner = RankLearner(program, setup.config)
         result = Run(learner, setup, memory, program).result()
-    if stays_on_disk(setup):
+    if stays_on_disk(setup) or result.stopped == TOLD_TO_END:
         return result
     if trained is not None:
         write_values(learner.step.whole_tensors(rank0_only=True), trained)

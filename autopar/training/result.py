@@ -20,6 +20,9 @@ from autopar.running.launched import is_first
 from autopar.running.weights import LazyState
 from codegen.runtime.checkpoint_files import read_manifest
 
+TOLD_TO_END = "SIGTERM"
+"""Why a run stopped that was told to end and has written a last checkpoint."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,8 +18,9 @@ import yaml
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError, TrainingError
 from autopar.files.outputs import write_output
+from autopar.running.supervise import is_own
 from autopar.training import checkpoints
-from autopar.training.callbacks import Callbacks, TrainState
+from autopar.training.callbacks import Callbacks, TrainState, device
 from autopar.training.config import Batch
 from autopar.training.feeding import once, steps_from
 from autopar.training.learners import PlainLearner, RankLearner
@@ -28,10 +31,13 @@ from autopar.training.position import Best, Stateful, read_into, written
 from autopar.training.profiling import profiled
 from autopar.training.progress import TrainingProgress
 from autopar.training.records import Log, Record, StepFigures, items_of, logs
-from autopar.training.result import TrainResult
+from autopar.training.result import TOLD_TO_END, TrainResult
 from autopar.training.setup import Setup
+from codegen.runtime.processes import Ending
 
 CONFIG_FILE = "config.yaml"
+OWED = "owed"
+"""The note of a checkpoint that was written in place of what was due before it."""
 
 
 class Run:
@@ -56,6 +62,9 @@ class Run:
         self.evaluations: list[Mapping[str, float]] = []
         self.checkpoint: Path | None = None
         self.stopped = ""
+        self.is_ending = False
+        self._ending: Ending | None = None
+        self._owes_evaluation = False
         self._logs: list[Log] = []
         self._progress: TrainingProgress | None = None
         self._figures = StepFigures(program)
@@ -64,6 +73,9 @@ class Run:
         """Trains, and says what came of it."""
         config, learner, is_first = self.config, self.learner, self.rank == 0
         with contextlib.ExitStack() as stack:
+            if config.checkpoint_directory is not None:
+                self._ending = Ending(device(), is_alone=is_own(signal.getsignal(signal.SIGTERM)))
+                stack.callback(self._ending.close)
             if is_first:
                 stack.enter_context(checkpoints.locked(config.checkpoint_directory))
             self.checkpoint = checkpoints.resume(config.checkpoint_directory, self._load, is_first)
@@ -75,7 +87,10 @@ class Run:
             profiler = stack.enter_context(profiled(config.profiler, self.rank))
             self._tell("start", {})
             self._try_metrics()
-            is_over = self._is_without_hope()  # a run that had stopped, and is started again
+            is_over = self._is_told_to_end()
+            if self._owes_evaluation and not is_over:  # the run was told to end before it, and is started again
+                is_over = self._after(self.first) and self.first < config.steps
+            is_over = is_over or self._is_without_hope()  # a run that had stopped, and is started again
             for done in () if is_over else range(self.first + 1, config.steps + 1):
                 batch = next(source)
                 if done == self.first + 1:
@@ -126,17 +141,27 @@ class Run:
         self._tell("step", record, rates)
 
     def _after(self, done: int) -> bool:
-        """What is due after a step; True if it was the last."""
+        """What is due after a step; True if it was the last, of all or because the run is told to end."""
         config = self.config
         is_last = done == config.steps or self._is_told_to_stop()
         every = config.evaluation.every
-        if self.setup.eval_batches is not None and (is_last or (every and done % every == 0)):
-            self._evaluate(done)
+        self._owes_evaluation = self.setup.eval_batches is not None and (is_last or bool(every and done % every == 0))
+        if not self._is_told_to_end() and self._owes_evaluation and self._evaluate(done):
+            self._owes_evaluation = False
             is_last = is_last or self._is_told_to_stop() or self._is_without_hope()
         every = config.checkpoint_every
-        if config.checkpoint_directory and (is_last or (every and done % every == 0)):
+        if config.checkpoint_directory and (is_last or self.is_ending or (every and done % every == 0)):
             self._save(done)
-        return is_last
+            self._is_told_to_end()  # while it wrote
+        if self.is_ending and self.rank == 0:
+            print(f"told to end (SIGTERM): {self.checkpoint} is of step {done}", file=sys.stderr)
+        return is_last or self.is_ending
+
+    def _is_told_to_end(self) -> bool:
+        """Whether a rank has got SIGTERM, and there is where to write a checkpoint. Collective."""
+        if self._ending is not None and not self.is_ending and self._ending.is_told():
+            self.is_ending, self.stopped = True, TOLD_TO_END
+        return self.is_ending
 
     def _is_told_to_stop(self) -> bool:
         """Whether a callback asked for an end. Collective."""
@@ -153,12 +178,15 @@ class Run:
 
     # Evaluation -------------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, done: int) -> None:
-        """The mean loss and metrics over all batches of an evaluation, each counting by its rows."""
+    def _evaluate(self, done: int) -> bool:
+        """The mean loss and metrics over all batches of an evaluation, each counting by its rows; False if the run is
+        told to end within it, which then comes to nothing."""
         assert self.setup.eval_batches is not None
         means, started = Means(), time.perf_counter()
         for batch in once(self.setup.eval_batches, self.config.evaluation.num_batches):
             means.add(self._evaluated(batch), num_rows(batch))
+            if self._is_told_to_end():
+                return False
         found = means.values
         self.evaluations.append({"step": done, **found})
         self.best.note(found)
@@ -170,6 +198,7 @@ class Run:
             self._progress.evaluated(done, found)
         self._write(record)
         self._tell("evaluation", record)
+        return True
 
     def _try_metrics(self) -> None:
         """Evaluates one batch before the first step, so that functions that give no metrics are told then."""
@@ -212,6 +241,8 @@ class Run:
     def _notes(self) -> dict[str, str]:
         """What a checkpoint holds beside the learner's state. Raises CheckpointError for what cannot be saved."""
         found = {"config": self._configuration(), "evaluation": written("evaluation", self.best)}
+        if self._owes_evaluation:
+            found[OWED] = "evaluation"
         if self.schedule is not None:
             found["schedule"] = written("schedule", self.schedule)
         if isinstance(self.setup.batches, Stateful):
@@ -220,6 +251,7 @@ class Run:
 
     def _load(self, path: Path) -> None:
         notes = self.learner.load(path)
+        self._owes_evaluation = OWED in notes
         places: dict[str, Stateful | None] = {"evaluation": self.best, "schedule": self.schedule}
         if isinstance(self.setup.batches, Stateful):
             places["batches"] = self.setup.batches

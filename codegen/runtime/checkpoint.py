@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checkpoint_files as files
+from . import watch
 from .boxes import Piece, pieces_of
 from .checkpoint_files import CheckpointError, Gather, Manifest
 from .checkpoint_files import DamagedError as DamagedError
@@ -51,8 +52,12 @@ def save(
     texts for the manifest. Raises CheckpointError on all ranks, also where the place is taken by what is no checkpoint,
     and FloatingPointError, and writes nothing, where a parameter is inf or nan.
     """
+    with watch.entered(f"for a checkpoint after step {step.rng.step}"):
+        _save(step, Path(directory), others, notes)
+
+
+def _save(step: Step, final: Path, others: Mapping[str, Tensor] | None, notes: Mapping[str, str] | None) -> None:
     step.require_finite()
-    final = Path(directory)
     fresh = final.with_name(f".{final.name}.partial")
     rank, gather = step.mesh.everyone.rank, _gather(step)
     files.in_unison(gather, lambda: _make_way(final, fresh) if rank == 0 else None)
@@ -90,7 +95,11 @@ def load(step: Step, directory: str | Path, *, others: Mapping[str, Tensor] | No
     changed. Raises on all ranks CheckpointError if names or shapes differ from the program's, in either direction, or
     the optimiser is another, and DamagedError for a checkpoint that is not as it was written.
     """
-    directory = Path(directory)
+    with watch.entered("to load a checkpoint"):
+        _load(step, Path(directory), others)
+
+
+def _load(step: Step, directory: Path, others: Mapping[str, Tensor] | None) -> None:
     if not directory.exists() and _moved_aside(directory).exists():
         directory = _moved_aside(directory)
     everyone, gather = step.mesh.everyone, _gather(step)

@@ -37,6 +37,10 @@ class Executor(Protocol):
         """Whole tensors by their names, on every rank or at least on rank 0."""
         ...
 
+    def reads_others(self, what: What) -> bool:
+        """Whether `read` brings something from other ranks."""
+        ...
+
 
 class Accumulation:
     """One module on all ranks: micro-batches in turn, gradients added up."""
@@ -96,3 +100,8 @@ class Accumulation:
         (part,) = self.parts
         for whole, value in zip(part.describe(what), part.read(what), strict=True):
             yield whole.names, value
+
+    def reads_others(self, what: What) -> bool:
+        """Whether this module's ranks store parts of what `read` gives."""
+        (part,) = self.parts
+        return part.reads_others(what)

@@ -64,6 +64,18 @@ def problem(name: str, value: object) -> str:
     return "" if value in RANGES[name] else f"{name} is {RANGES[name]}"
 
 
+def require(name: str, value: object) -> None:
+    """Raise ValueError for a number that is none of that name."""
+    if wrong := problem(name, value):
+        raise ValueError(f"{wrong}, got {value!r}")
+
+
+def require_argument(name: str, value: object, said: str) -> None:
+    """Raise ValueError where a method's argument is no number of that name, or None. said: what the method calls it."""
+    if value is None or value not in RANGES[name]:
+        raise ValueError(f"{said} is {RANGES[name]}, got {value!r}")
+
+
 def check_step(
     num_micro_batches: int, precision: str, has_loss_scale: bool, max_grad_norm: float | None, seed: int
 ) -> None:
@@ -75,9 +87,8 @@ def check_step(
     if has_loss_scale != (precision == "fp16"):
         wrong = "needs a loss_scale (LossScale())" if precision == "fp16" else "has no loss_scale, which is for 'fp16'"
         raise ValueError(f"precision {precision!r} {wrong}")
-    for name, value in (("max_grad_norm", max_grad_norm), ("seed", seed)):
-        if wrong := problem(name, value):
-            raise ValueError(f"{wrong}, got {value!r}")
+    require("max_grad_norm", max_grad_norm)
+    require("seed", seed)
 
 
 def number(name: str) -> Callable[[str], float]:

@@ -182,6 +182,12 @@ def unshard(local: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tenso
     return local
 
 
+def is_apart(spec: Param, mesh: Mesh) -> bool:
+    """Whether `unshard` needs other ranks."""
+    is_partial = any(text == "P" and mesh.axis(name).size > 1 for name, text in spec.placements.items())
+    return bool(shards(spec.placements, mesh)) or is_partial
+
+
 def _placements(spec: Param | Mapping[str, str]) -> Mapping[str, str]:
     return spec.placements if isinstance(spec, Param) else spec
 

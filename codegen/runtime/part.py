@@ -14,7 +14,7 @@ from .boxes import pieces_of
 from .flat import Bucket, Entry
 from .mesh import Mesh
 from .names import argument
-from .parameters import Module, Param, Slot, shard, unshard
+from .parameters import Module, Param, Slot, is_apart, shard, unshard
 from .precision import compute_dtype
 from .zero import ZeroUnits
 
@@ -236,6 +236,13 @@ class Part:
             for _, spec, value in self.model.buffer_slots():
                 if spec.persistent:
                     yield unshard(value, spec, self.mesh).detach()
+
+    def reads_others(self, what: Literal["gradients", "state"]) -> bool:
+        """Whether other ranks have parts of what `read` gives."""
+        buckets = self._read_buckets(what)
+        specs = [entry.slot.spec for bucket in buckets for entry in bucket.entries]
+        specs += [spec for _, spec, _ in self.model.buffer_slots() if spec.persistent] if what == "state" else []
+        return any(bucket.axis.size > 1 for bucket in buckets) or any(is_apart(spec, self.mesh) for spec in specs)
 
     def _read_buckets(self, what: Literal["gradients", "state"]) -> list[Bucket]:
         if what == "gradients":

@@ -352,6 +352,10 @@ class PipelineExecutor:
                 if self._rank == 0 or not rank0_only:
                     yield whole.names, value
 
+    def reads_others(self, what: Literal["gradients", "state"]) -> bool:
+        """Whether there are other ranks: each has stages of its own."""
+        return self.mesh.everyone.size > 1
+
     def _bring(self, value: Tensor, source: int, rank0_only: bool) -> None:
         """Brings a value from process `source` to all, or to process 0."""
         line = collectives.as_sent(value)

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore
 
+from . import watch
+
 _groups = itertools.count()
 _PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -57,6 +59,7 @@ def join(backend: str, collective_seconds: float | None = None) -> None:
             "world_size": size,
         }
     dist.init_process_group(backend, **more)
+    watch.start(collective_seconds)
 
 
 def is_under_torchrun() -> bool:
@@ -98,22 +101,56 @@ def leave(code: int = 0) -> NoReturn:
     os._exit(code)
 
 
-class Ending:
-    """Whether this run was told to end (SIGTERM), so that it can do so after a step and not within."""
+def exit_on(*numbers: int) -> None:
+    """Let signals end this process as an exit with code 128 + number, so that it cleans up. In the main thread only.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._is_told = device, False
-        signal.signal(signal.SIGTERM, self._note)
+    Those that are ignored stay so (nohup).
+    """
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, exit_at_once)
+
+
+def exit_at_once(number: int, frame: FrameType | None) -> None:
+    """End this process as an exit with code 128 + number: a signal's handler."""
+    signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the cleaning
+    raise SystemExit(128 + number)
+
+
+class Ending:
+    """Notes that this run is told to end (SIGTERM), so that it can end after a step and not within one.
+
+    is_alone: a handler that was there is not called as well. Outside of the main thread, which alone hears signals,
+    nobody tells it. `close` puts back the handler that was there.
+    """
+
+    EXIT_CODE = 128 + signal.SIGTERM
+
+    def __init__(self, device: torch.device | str = "cpu", is_alone: bool = False) -> None:
+        self._device, self._is_told, self._is_alone = torch.device(device), False, is_alone
+        self._is_installed = threading.current_thread() is threading.main_thread()
+        if self._is_installed:
+            self._before = signal.signal(signal.SIGTERM, self._note)
+        watch.finish_after_signal()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._is_told = True
+        if callable(self._before) and self._before is not exit_at_once and not self._is_alone:
+            self._before(number, frame)
 
     def is_told(self) -> bool:
         """Whether any rank was told to end; the answer is the same on all. Collective."""
         told = torch.tensor(int(self._is_told), device=self._device)
-        if dist.get_world_size() > 1:
+        if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(told, dist.ReduceOp.MAX)
-        return bool(told)
+        self._is_told = bool(told)
+        return self._is_told
+
+    def close(self) -> None:
+        """Put back the handler that was there before."""
+        if self._is_installed:
+            signal.signal(signal.SIGTERM, self._before)
+            self._is_installed = False
 
 
 def _watch(parent: int) -> None:

@@ -1,0 +1,153 @@
+"""Say from the records of all ranks which one keeps the others waiting, and what it does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+SILENT_SECONDS = 5.0
+"""Seconds without a sign after which a rank counts as stopped; its thread gives one every half, or two, of them."""
+THE_END = "nothing more: it has come to the end of its work"
+"""The last call of a rank that is done."""
+SAME_CALLS = "every rank must make the same calls in the same order"
+BATCH = " with a batch of "
+"""What calls are told apart by whose batches differ."""
+SAME_BATCHES = "every rank must read the same global batches in the same order"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is known of a rank.
+
+    place: the line of the user's where its main thread is. is_waiting: for other ranks, in a collective. idle: seconds
+    since it entered or left a call. raised: the error that ends it, is_own: which comes out of no collective,
+    raised_at: when. beat: when this was written. is_finishing: it ends by itself after SIGTERM. is_gone: its
+    process has ended. calls: the last calls that it entered, by their numbers. is_inside: of
+    the last of them.
+    """
+
+    place: str
+    is_waiting: bool
+    idle: float
+    raised: str
+    is_own: bool
+    raised_at: float
+    beat: float
+    process: int
+    is_finishing: bool = False
+    is_gone: bool = False
+    rank: int = 0
+    calls: dict[int, str] = field(default_factory=dict)
+    is_inside: bool = False
+
+    def to_bytes(self) -> bytes:
+        """Return what `from_bytes` reads, without the calls, which the main thread writes itself."""
+        known = {**asdict(self), "place": self.place[:500], "raised": self.raised[:1500]}
+        return json.dumps({name: known[name] for name in known if name not in ("rank", "calls", "is_inside")}).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes, rank: int, calls: dict[int, str], is_inside: bool) -> Record:
+        """Read what `to_bytes` wrote."""
+        return Record(**json.loads(data), rank=rank, calls=calls, is_inside=is_inside)
+
+    @property
+    def count(self) -> int:
+        """The calls that it has entered."""
+        return max(self.calls, default=-1) + 1
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it came to the end of its work."""
+        return self.calls.get(self.count - 1) == THE_END
+
+    @property
+    def where(self) -> str:
+        """Its line, for a sentence."""
+        return f"in {self.place}" if self.place else "in code without a line of Python"
+
+
+def cause_of(records: Sequence[Record | None], now: float) -> str:
+    """Return why ranks wait, in one or two lines; "" where the records do not tell.
+
+    now: the time at which they were read.
+    """
+    if certain := certain_cause_of(records):
+        return certain
+    known = [each for each in records if each is not None]
+    # A rank that raised out of a collective waited for another one: who raised is no cause from here on.
+    missing = [rank for rank, each in enumerate(records) if each is None]
+    if missing:
+        return f"{_ranks(missing)} did not join the others"
+    living = [each for each in known if not each.raised]
+    silent = [each for each in living if now - each.beat > SILENT_SECONDS]
+    if silent:
+        said = (
+            f"rank {each.rank} (process {each.process}) gives no sign of life for {now - each.beat:.0f} s; it was last "
+            f"{each.where}"
+            for each in silent
+        )
+        return "; ".join(said) + ": it has ended, is stopped, or runs code that keeps Python's lock"
+    return _behind(known, living)
+
+
+def certain_cause_of(records: Sequence[Record | None]) -> str:
+    """Return a cause that no later record can change: an error of a rank's own, its end, or other calls."""
+    known = [each for each in records if each is not None]
+    own = [each for each in known if each.raised and each.is_own]
+    if own:
+        first = min(own, key=lambda each: each.raised_at)
+        return f"rank {first.rank} raised {first.raised}"
+    gone = [each for each in known if each.is_gone and not each.raised and not each.has_ended]
+    if gone:
+        said = (f"rank {each.rank} (process {each.process}) ended without an error, {each.where}" for each in gone)
+        return "; ".join(said) + ": it was killed (the system does so when memory runs out), or has left"
+    return mismatch(known)
+
+
+def mismatch(records: Sequence[Record]) -> str:
+    """Return which ranks made different calls, in the place of one another; "" where none did."""
+    for number in sorted({number for each in records for number in each.calls}):
+        names: dict[str, list[int]] = {}
+        for each in records:
+            if number in each.calls:
+                names.setdefault(each.calls[number], []).append(each.rank)
+        if len(names) > 1:
+            # Who is alone is likely the one to blame: named first.
+            told = sorted(names.items(), key=lambda item: (len(item[1]), -item[1][0]))
+            return f"{'; '.join(_differs(name, ranks) for name, ranks in told)}: {_rule(names)}"
+    return ""
+
+
+def _differs(name: str, ranks: list[int]) -> str:
+    return f"{_ranks(ranks)} {'calls' if len(ranks) == 1 else 'call'} {name}"
+
+
+def _rule(names: dict[str, list[int]]) -> str:
+    if all(BATCH in name for name in names):
+        return SAME_BATCHES
+    return SAME_CALLS
+
+
+def _behind(known: Sequence[Record], living: Sequence[Record]) -> str:
+    """Who neither waits nor has given up."""
+    busy = [each for each in living if not each.is_waiting]
+    if not busy or len(busy) == len(known):
+        return ""
+    least = min((each.count, each.is_inside) for each in busy)
+    late = [each for each in busy if (each.count, each.is_inside) == least]
+    ahead = max(known, key=lambda each: (each.count, each.is_inside))
+    first, said = late[0], "; ".join(f"{_ranks([each.rank])} is {each.where}" for each in late)
+    call = ahead.calls.get(ahead.count - 1, "")
+    if (ahead.count, ahead.is_inside) > least and not first.is_inside:
+        return f"{_ranks([each.rank for each in late])} did not take part in {call} for {first.idle:.0f} s: {said}"
+    call = first.calls.get(first.count - 1, "") if first.is_inside else ""
+    what = f"{f' in {call}' if call else ''} (for {first.idle:.0f} s)"
+    return f"the others wait for {_ranks([each.rank for each in late])}{what}: {said}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:-1])) if len(ranks) <= 6 else ", ".join(map(str, ranks[:5])) + ", ..."
+    return f"ranks {shown} and {ranks[-1]}"
