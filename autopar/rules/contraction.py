@@ -104,11 +104,12 @@ def _loops(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     texts = left.split(",")
-    covered = [rank - len(text.replace("...", "")) if "..." in text else 0 for text, rank in zip(texts, ranks, strict=True)]
+    letters = [text.replace("...", "") for text in texts]
+    covered = [rank - len(own) if "..." in text else 0 for text, own, rank in zip(texts, letters, ranks, strict=True)]
     dots = [f"b.{index}" for index in range(max(covered, default=0))]
     if not arrow:
-        letters = left.replace("...", "").replace(",", "")
-        right = "..." + "".join(sorted(name for name in set(letters) if letters.count(name) == 1))
+        every = "".join(letters)
+        right = "..." + "".join(sorted(name for name in every if every.count(name) == 1))
 
     def loops(text: str, count: int) -> list[str]:
         before, ellipsis, after = text.partition("...")
