@@ -67,6 +67,7 @@ def check_model(model: Any, param_dtype: torch.dtype | None = None) -> None:
             )
     for name, parameter in named_parameters(model):
         _check_parameter(name, parameter, param_dtype)
+    _check_hidden(model)
     _check_memory(model)
     _check_state_dict(model)
 
@@ -202,6 +203,21 @@ def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | No
                 'precision="fp16", which is the same in fp16 with a loss that is scaled',
                 "model.float(), which trains in fp32",
             ],
+        )
+
+
+def _check_hidden(model: nn.Module) -> None:
+    """Parameters that a model's own `parameters()` leaves out: no training loop hands them to its optimizer."""
+    try:
+        given = {id(parameter) for parameter in model.parameters()}
+    except Exception:  # a method of the model's own; a loop cannot call it either
+        return
+    hidden = [name for name, p in named_parameters(model) if p.requires_grad and id(p) not in given]
+    if hidden:
+        raise ModelError(
+            "parameters() of the model leaves out parameters that require gradients, so a loop would not train them",
+            values=", ".join(hidden[:4]) + (f" and {len(hidden) - 4} more" if len(hidden) > 4 else ""),
+            alternatives="requires_grad_(False) on those that are not trained, or torch's own parameters()",
         )
 
 

@@ -6,22 +6,20 @@ with a graph (old `weight_norm`). A copy here shares what has no copy, and holds
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
-import sys
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from autopar.frontend.attributes import attributes_of, children_of, is_a, modules_of, named_parameters, parts_of
+from autopar.frontend.fakes import deep_stack
 
 Module = TypeVar("Module", bound=nn.Module)
 
 _FRAMES = 20_000
-"""Python's frames that a copy may take. One of torch's modules takes six; its forward takes three."""
+"""Python's frames that a copy may take: six for each module within another, which calls no C in between."""
 
 
 def deep_copy(model: Module, memo: dict[int, Any] | None = None) -> Module:
@@ -30,23 +28,12 @@ def deep_copy(model: Module, memo: dict[int, Any] | None = None) -> Module:
     memo: what stands in the copy for objects of the model, by their ids.
     """
     given = dict(memo or {})
-    with _deep_stack():
+    with deep_stack(_FRAMES):
         try:
             copied: Module = copy.deepcopy(model, dict(given))
         except Exception:  # whatever an attribute's class raises
             return _by_attributes(model, given)
         return copied if _is_apart(copied, model, given) else _by_attributes(model, given)
-
-
-@contextlib.contextmanager
-def _deep_stack() -> Iterator[None]:
-    """Let a copy recurse deeper than forward does. Copying calls Python from Python alone, which takes no C stack."""
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, _FRAMES))
-    try:
-        yield
-    finally:
-        sys.setrecursionlimit(limit)
 
 
 def _is_apart(copied: Any, model: nn.Module, memo: dict[int, Any]) -> bool:

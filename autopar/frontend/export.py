@@ -35,7 +35,12 @@ def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = 
     try:
         # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
         # The many graph modules that export makes on its way are read, never called: they need no code.
-        with traceable(batch, unchecked), contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
+        with (
+            traceable(batch, unchecked),
+            _unwatched_attributes(),
+            contextlib.redirect_stderr(io.StringIO()),
+            _use_lazy_graph_module(True),
+        ):
             return torch.export.export(module, (), clones, strict=False)
     except AutoparError:
         raise  # also of what a framework's module refuses in its forward
@@ -135,6 +140,23 @@ def masks_as_given() -> Iterator[None]:
 
     own = transformer._detect_is_causal_mask
     with mock.patch.object(transformer, "_detect_is_causal_mask", in_this_thread(told, own)):
+        yield
+
+
+@contextlib.contextmanager
+def _unwatched_attributes() -> Iterator[None]:
+    """torch.export does not compare all attributes before and after, which fails for those that no pytree can hold.
+
+    It warns of tensors that forward sets on modules; `repeats.py` says so of a forward that reads them later.
+    """
+    from torch.export import _trace as owner  # torch imports it with the first export
+
+    name = "_detect_attribute_assignment"
+    if not hasattr(owner, name):
+        yield
+        return
+    own = getattr(owner, name)
+    with mock.patch.object(owner, name, in_this_thread(lambda module: contextlib.nullcontext(), own)):
         yield
 
 
