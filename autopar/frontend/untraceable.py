@@ -78,7 +78,7 @@ def failing(error: Exception, dtype: torch.dtype | None = None) -> TraceError:
     if dtype is not None:
         name = str(dtype).removeprefix("torch.")
         return TraceError(
-            f"the model or its loss fails with parameters and floating inputs cast to {name}, as `precision` casts them",
+            f"the model or its loss fails with parameters and floating inputs in {name}, as `precision` casts them",
             values=what,
             alternatives=["a cast in forward where dtypes meet (buffer.to(x.dtype))", 'precision="fp32"'],
         )
