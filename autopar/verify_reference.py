@@ -14,10 +14,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from autopar.compiled import CompiledProgram
+from autopar.frontend.copies import deep_copy
 from autopar.frontend.inputs import NamedBatch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
-from autopar.frontend.skeleton import detached_copy, in_training
+from autopar.frontend.skeleton import in_training
 from codegen.runtime.optimizers import call
 from codegen.runtime.reference import SameDropout
 
@@ -90,7 +91,7 @@ class Reference:
         dtype: torch.dtype | None = None,
         low_dtype: torch.dtype | None = None,
     ) -> None:
-        self.model = detached_copy(compiled.model).cpu().to(dtype)
+        self.model = deep_copy(compiled.model).cpu().to(dtype)
         in_training(self.model)
         self.dtype, self.low_dtype = dtype, low_dtype
         self.loss_fn, self.seed, self.max_grad_norm = compiled.loss_fn, seed, max_grad_norm
@@ -134,7 +135,7 @@ class Reference:
 
     def round_off(self, batch: NamedBatch) -> dict[str, tuple[float, torch.Tensor]]:
         """For each parameter, the relative error of its fp32 gradient, and which elements have no right digit."""
-        exact = detached_copy(self.model).double()
+        exact = deep_copy(self.model).double()
         for name, buffer in exact.named_buffers():  # as the step found them, since a forward may read what it counts
             buffer.copy_(self.found[name])
         exact.zero_grad()

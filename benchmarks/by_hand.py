@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.compiled import CompiledProgram
+from autopar.frontend.copies import deep_copy
 
 STEPS = 3
 TOLERANCE = 1e-5
@@ -50,7 +50,7 @@ def is_exact(
 ) -> bool:
     """Whether losses and the whole state dict are those of a loop over the model itself, after STEPS steps."""
     compiled = compiled_for(model, batch, loss_fn, optimizer=optimizer, **options)
-    by_hand = copy.deepcopy(model)
+    by_hand = deep_copy(model)
     losses, state = _trained(compiled, batch)
     update = optimizer([p for p in by_hand.parameters() if p.requires_grad])
     for found in losses:

@@ -16,6 +16,15 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 
 from autopar.errors import ModelError, TraceError
+from autopar.frontend.attributes import (
+    attribute,
+    is_a,
+    modules_of,
+    named_buffers,
+    named_modules,
+    named_parameters,
+    named_tensors,
+)
 
 _BACKWARD_HOOKS = {"_backward_hooks": "backward", "_backward_pre_hooks": "backward pre"}
 _GLOBAL_HOOKS = (
@@ -49,15 +58,16 @@ def check_model(model: Any, param_dtype: torch.dtype | None = None) -> None:
         )
     _check_materialised(model)
     _check_module_hooks(model)
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
+    for name, value in named_tensors(model):
         if value.is_inference():
             raise ModelError(
                 "a tensor that was made under torch.inference_mode cannot be trained",
                 values=name,
                 alternatives="the model made, or loaded, outside of it",
             )
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         _check_parameter(name, parameter, param_dtype)
+    _check_hidden(model)
     _check_memory(model)
     _check_state_dict(model)
 
@@ -66,7 +76,7 @@ def check_loss(model: nn.Module, loss_fn: Any) -> None:
     """Raises ModelError for a loss whose parameters would not be trained, or whose names are the model's."""
     if not isinstance(loss_fn, nn.Module):
         return
-    trained = [name for name, parameter in loss_fn.named_parameters() if parameter.requires_grad]
+    trained = [name for name, parameter in named_parameters(loss_fn) if parameter.requires_grad]
     if trained:
         raise ModelError(
             "loss_fn has parameters of its own, and what is trained are the model's",
@@ -76,7 +86,7 @@ def check_loss(model: nn.Module, loss_fn: Any) -> None:
                 "loss_fn.requires_grad_(False), if they are constants",
             ],
         )
-    if isinstance(getattr(model, "loss_fn", None), nn.Module) and loss_fn.state_dict():
+    if is_a(attribute(model, "loss_fn"), nn.Module) and loss_fn.state_dict():
         raise ModelError(
             "the model has a module called loss_fn, beside the loss_fn that is given",
             values=", ".join(loss_fn.state_dict()),
@@ -86,7 +96,7 @@ def check_loss(model: nn.Module, loss_fn: Any) -> None:
 
 def warn_of_gradients(model: nn.Module) -> None:
     """Warns where parameters hold gradients already: a training step begins with zero_grad()."""
-    held = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    held = [name for name, parameter in named_parameters(model) if parameter.grad is not None]
     if held:
         warnings.warn(
             f"{len(held)} parameters hold gradients ({held[0]}, ...): they are not used, since every step of the "
@@ -102,13 +112,13 @@ def traits_of(model: nn.Module) -> dict[str, str]:
     """
     first: dict[int, str] = {}
     found: dict[str, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(model, remove_duplicate=False):
         kind = f"{parameter.dtype} {list(parameter.shape)}".removeprefix("torch.")
         owner = first.setdefault(id(parameter), name)
         tie = f", tied to {owner}" if owner != name else ""
         found[name] = f"{'trainable' if parameter.requires_grad else 'frozen'} {kind}{tie}"
-    is_mixed = any(module.training for module in model.modules())
-    for path, module in model.named_modules():
+    is_mixed = any(module.training for module in modules_of(model))
+    for path, module in named_modules(model):
         mode = " in evaluation mode" if is_mixed and not module.training else ""
         found[where(path)] = f"{type(module).__name__}{mode}"
     return found
@@ -134,7 +144,7 @@ def where(path: str) -> str:
 
 
 def _check_materialised(model: nn.Module) -> None:
-    tensors = (*model.named_parameters(), *model.named_buffers())
+    tensors = named_tensors(model)
     lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if lazy is not None:
         raise ModelError(
@@ -152,7 +162,7 @@ def _check_module_hooks(model: nn.Module) -> None:
                 values=table.removeprefix("_").replace("_", " "),
                 alternatives=_REMOVE_HOOK,
             )
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         for table, kind in _BACKWARD_HOOKS.items():
             if getattr(module, table, None):
                 raise TraceError(
@@ -164,7 +174,7 @@ def _check_module_hooks(model: nn.Module) -> None:
 
 def _names(hooks: Any) -> str:
     found = hooks.values() if isinstance(hooks, dict) else hooks
-    return ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in found)
+    return ", ".join(attribute(hook, "__qualname__", type(hook).__name__) for hook in found)
 
 
 def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | None) -> None:
@@ -196,10 +206,25 @@ def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | No
         )
 
 
+def _check_hidden(model: nn.Module) -> None:
+    """Parameters that a model's own `parameters()` leaves out: no training loop hands them to its optimizer."""
+    try:
+        given = {id(parameter) for parameter in model.parameters()}
+    except Exception:  # a method of the model's own; a loop cannot call it either
+        return
+    hidden = [name for name, p in named_parameters(model) if p.requires_grad and id(p) not in given]
+    if hidden:
+        raise ModelError(
+            "parameters() of the model leaves out parameters that require gradients, so a loop would not train them",
+            values=", ".join(hidden[:4]) + (f" and {len(hidden) - 4} more" if len(hidden) > 4 else ""),
+            alternatives="requires_grad_(False) on those that are not trained, or torch's own parameters()",
+        )
+
+
 def _check_memory(model: nn.Module) -> None:
     """Tensors that overlap in memory: an optimiser's update of one changes the other, which no graph shows."""
     held: dict[int, list[tuple[int, int, str, bool]]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in named_tensors(model):
         if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel() or tensor.layout is not torch.strided:
             continue
         start = int(tensor.storage_offset()) * tensor.itemsize
@@ -227,9 +252,16 @@ def _check_memory(model: nn.Module) -> None:
 
 def _check_state_dict(model: nn.Module) -> None:
     """Hooks and extra state that make the state dict another than parameters and buffers by their names."""
-    keys = set(model.state_dict(keep_vars=True))
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    try:
+        keys = set(model.state_dict(keep_vars=True))
+    except Exception as error:  # of a state_dict() of the model's own
+        raise TraceError(
+            "state_dict() of the model cannot be called as torch calls it",
+            values=f"state_dict(keep_vars=True) raises {type(error).__name__}: {error}",
+            alternatives="the arguments of torch.nn.Module.state_dict in the one that overrides it",
+        ) from error
+    parameters = {name for name, _ in named_parameters(model, remove_duplicate=False)}
+    buffers = {name for name, _ in named_buffers(model, remove_duplicate=False)}
     unlike = sorted(keys - parameters - buffers) + sorted(parameters - keys)
     if unlike:
         raise TraceError(

@@ -45,16 +45,16 @@ class Constants(TorchFunctionMode):
             return _run(func, self._values(args), self._values(kwargs))
         result = func(*args, **kwargs)
         if name in _LIKE | _NEW:
-            args, are_known = _shaped(args), all(id(tensor) in self._known for tensor in tensors[1:])
+            are_known = all(id(tensor) in self._known for tensor in tensors[1:])
         made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
-        is_small = sum(tensor.numel() for tensor in made) <= MOST_ELEMENTS
+        is_small = all(_is_static(tensor) for tensor in (*made, *tensors)) and _numel(made) <= MOST_ELEMENTS
         is_followed = are_known and is_small and not name.startswith(_UNSET) and not isinstance(func, OpOverloadPacket)
         if not is_followed or (isinstance(func, OpOverload) and func._schema.is_mutable):
             if _may_write(func, name, kwargs):
                 self._forget(tensors)
             return result
         if made or name in _WRITES:
-            self._follow(func, args, kwargs, made, tensors)
+            self._follow(func, _shaped(args) if name in _LIKE | _NEW else args, kwargs, made, tensors)
         return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any, made: list[Tensor], tensors: list[Tensor]) -> None:
@@ -76,6 +76,15 @@ class Constants(TorchFunctionMode):
         lost = {self._known[id(t)][1].untyped_storage().data_ptr() for t in tensors if id(t) in self._known}
         if lost:
             self._known = {k: v for k, v in self._known.items() if v[1].untyped_storage().data_ptr() not in lost}
+
+
+def _is_static(tensor: Tensor) -> bool:
+    """Whether a tensor's shape is of numbers, not of what a value decides."""
+    return all(isinstance(size, int) for size in tensor.shape)
+
+
+def _numel(tensors: list[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def _may_write(func: Any, name: str, kwargs: Mapping[str, Any]) -> bool:

@@ -10,13 +10,23 @@ is cut: models look masks up by position, and positions must not shift.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
+
+from autopar.frontend.attributes import (
+    FUNCTIONS,
+    attribute,
+    attributes_of,
+    blocks_of,
+    children_of,
+    is_a,
+    named_modules,
+    named_parameters,
+    summary,
+)
 
 _INDEX_NAMES = ("idx", "index", "layer_id", "layer_number")
 
@@ -57,7 +67,7 @@ def equal_runs(model: nn.Module) -> tuple[Truncation, ...]:
     """The runs of `model` that look as if they repeat and are long enough to be cut (`depth_check.py` says whether they
     may be)."""
     cuts: list[Truncation] = []
-    for path, module in list(model.named_modules()):
+    for path, module in list(named_modules(model)):
         if not isinstance(module, nn.ModuleList) or any(path.startswith(cut.path + ".") for cut in cuts):
             continue
         cut = _longest(path, module)
@@ -69,7 +79,7 @@ def equal_runs(model: nn.Module) -> tuple[Truncation, ...]:
 def _longest(path: str, blocks: nn.ModuleList) -> Truncation | None:
     """The cut that deletes most blocks, of the shortest period."""
     numbers: dict[Any, int] = {}
-    kinds = [numbers.setdefault(fingerprint(block), len(numbers)) for block in blocks]
+    kinds = [numbers.setdefault(fingerprint(block), len(numbers)) for block in blocks_of(blocks)]
     best: Truncation | None = None
     for period in range(1, len(kinds) // 2 + 1):
         first = len(kinds) - period
@@ -85,7 +95,10 @@ def _longest(path: str, blocks: nn.ModuleList) -> Truncation | None:
 def can_repeat(blocks: nn.ModuleList, cut: Truncation) -> bool:
     """Whether the run has parameters, and, where neighbours differ, is of blocks that are layers by themselves, of
     several modules with parameters (`layers.py`)."""
-    owners = [{name.rpartition(".")[0] for name, _ in block.named_parameters()} for block in blocks[-cut.period :]]
+    owners = [
+        {name.rpartition(".")[0] for name, _ in named_parameters(block)} if block is not None else set()
+        for block in blocks_of(blocks)[-cut.period :]
+    ]
     return min(map(len, owners)) > (cut.period > 1)
 
 
@@ -118,14 +131,17 @@ def shorten(model: nn.Module, cuts: tuple[Truncation, ...]) -> None:
     for cut in cuts:
         blocks = model.get_submodule(cut.path)
         assert isinstance(blocks, nn.ModuleList)
-        del blocks[cut.end :]
+        for name in list(blocks._modules)[cut.end :]:
+            del blocks._modules[name]
 
 
-def fingerprint(module: nn.Module) -> Any:
-    """What must be equal for two blocks to be traced as one."""
+def fingerprint(module: nn.Module | None) -> Any:
+    """What must be equal for two blocks to be traced as one. None is a block that a list has instead of a module."""
+    if module is None:
+        return None
     attributes = tuple(
         (name, _plain(value))
-        for name, value in sorted(vars(module).items())
+        for name, value in sorted(attributes_of(module).items())
         if not name.startswith("_") and not name.endswith(_INDEX_NAMES)
     )
     tensors = tuple(
@@ -134,19 +150,16 @@ def fingerprint(module: nn.Module) -> Any:
         if t is not None
     )
     hooks = tuple(_plain(tuple(table.values())) for table in (module._forward_hooks, module._forward_pre_hooks))
-    children = tuple((name, fingerprint(child)) for name, child in module.named_children())
+    children = tuple((name, fingerprint(child)) for name, child in children_of(module))
     return (type(module), module.training, attributes, tensors, hooks, children)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
-        return value
-    if isinstance(value, (tuple, list)):
-        return tuple(_plain(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((str(key), _plain(item)) for key, item in value.items())
-    if isinstance(value, partial):
-        return (_plain(value.func), _plain(value.args), _plain(value.keywords))
-    if callable(value) and hasattr(value, "__qualname__"):
-        return value.__qualname__
-    return (type(value), id(value))
+    return summary(value, _identity)
+
+
+def _identity(value: Any) -> Hashable:
+    """Functions by their names, all else by what it is."""
+    if is_a(value, *FUNCTIONS):
+        return attribute(value, "__module__"), attribute(value, "__qualname__")
+    return type(value), id(value)

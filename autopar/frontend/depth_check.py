@@ -17,7 +17,6 @@ it is a copy of the model that runs.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,8 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autopar.frontend.attributes import named_tensors
+from autopar.frontend.copies import deep_copy
 from autopar.frontend.depth import Dropped, Truncation, can_repeat, dropped_blocks, shorten
 from autopar.frontend.fakes import Results
 from autopar.frontend.recorder import Forward, Record, record
@@ -66,9 +67,9 @@ def verified(
 def _copy(model: nn.Module, cuts: tuple[Truncation, ...]) -> nn.Module:
     """A copy whose state is its own, except for parameters and buffers: those are fake, and shared. The blocks that
     `cuts` delete are left out of it."""
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in [each for _, each in named_tensors(model)]}
     memo |= {id(block): Dropped() for block in dropped_blocks(model, cuts)[0]}
-    return copy.deepcopy(model, memo)
+    return deep_copy(model, memo)
 
 
 def _repeating(whole: Record, cut: Truncation, model: nn.Module) -> Truncation | None:

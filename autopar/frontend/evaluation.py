@@ -19,6 +19,7 @@ from torch import nn
 
 from autopar.errors import TraceError
 from autopar.frontend import fakes
+from autopar.frontend.attributes import attribute, named_modules
 from autopar.frontend.depth import Truncation, shorten
 from autopar.frontend.export import forward_and_loss
 from autopar.frontend.fakes import Results
@@ -39,8 +40,8 @@ _FLAGS: Mapping[str, tuple[str, Any]] = {
 
 def check_norms(model: nn.Module) -> None:
     """Raises TraceError for norms whose statistics depend on a count of steps, which no static graph has."""
-    for name, module in model.named_modules():
-        if getattr(module, "track_running_stats", False) and getattr(module, "momentum", 0) is None:
+    for name, module in named_modules(model):
+        if attribute(module, "track_running_stats", False) is True and attribute(module, "momentum", 0) is None:
             raise TraceError(
                 "running statistics that are averages over all steps so far (momentum=None) have no static graph: each "
                 "step weighs them otherwise",

@@ -1,4 +1,4 @@
-"""torch.export of a model with its loss, what holds while forward is traced, and its errors in words."""
+"""torch.export of a model with its loss, and what holds while forward is traced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._dynamo import _trace_wrapped_higher_order_op
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.nn.attention import flex_attention
+from torch.nn.attention import flex_attention as flex_module
 from torch.nn.modules import transformer
 
 from autopar.errors import AutoparError, TraceError
@@ -25,7 +25,8 @@ from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.masks import plain_masks
 from autopar.frontend.strided import ByPosition
-from autopar.frontend.user_line import raised_at
+from autopar.frontend.untraceable import flex_attention, untraceable
+from autopar.frontend.user_line import innermost_lines
 from autopar.frontend.value_checks import skipped_checks
 
 
@@ -35,16 +36,17 @@ def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = 
     try:
         # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
         # The many graph modules that export makes on its way are read, never called: they need no code.
-        with traceable(batch, unchecked), contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
+        with (
+            traceable(batch, unchecked),
+            _unwatched_attributes(),
+            contextlib.redirect_stderr(io.StringIO()),
+            _use_lazy_graph_module(True),
+        ):
             return torch.export.export(module, (), clones, strict=False)
     except AutoparError:
         raise  # also of what a framework's module refuses in its forward
     except Exception as error:  # torch.export raises many kinds; each becomes one readable error
-        raise _untraceable(error) from error
-
-
-_FLEX_ON_CPU = "FlexAttention does not support backward on CPU"
-"""How torch begins where it refuses to train flex_attention without a GPU, as which a trace appears to it."""
+        raise untraceable(error) from error
 
 
 def _is_called_by(module: ModuleType) -> bool:
@@ -53,53 +55,6 @@ def _is_called_by(module: ModuleType) -> bool:
     while frame is not None and frame.f_code.co_filename != module.__file__:
         frame = frame.f_back
     return frame is not None
-
-
-def _flex_attention(line: str = "") -> TraceError:
-    return TraceError(
-        "the model calls torch.nn.attention.flex_attention, whose mask and scores are code that no trace has",
-        values=f"flex_attention or a block mask{line}",
-        alternatives=[
-            "scaled_dot_product_attention with the mask as a tensor of comparisons: windows, chunks and causal masks "
-            "are recognised and then take no memory, and documents are exact on every axis",
-            'a model of transformers with attn_implementation="sdpa"',
-        ],
-    )
-
-
-_BY_SHAPE = "the shape of a result: {}"
-_BY_VALUE = ("DataDependent", "DynamicOutputShape", "UserError", "Unsupported", "SpecViolationError")
-
-
-def _untraceable(error: Exception) -> TraceError:
-    """Forward's own error, or why torch could not trace it, with the user's line."""
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    line = raised_at(error.__traceback__)
-    if first.startswith(_FLEX_ON_CPU):
-        return _flex_attention(f" at {line}" if line else "")
-    what = f"{type(error).__name__}: {first}" + (f" at {line}" if line else "")
-    if any(word in type(error).__name__ for word in _BY_VALUE):
-        by_shape = "DynamicOutputShape" in type(error).__name__
-        return TraceError(
-            "torch.export could not trace the model: values of tensors, which a trace lacks, decide what it does",
-            values=_BY_SHAPE.format(what) if by_shape else line or what,
-            alternatives=[
-                "the line without values of parameters, buffers or the batch (torch.where); values of what forward "
-                "makes of numbers alone are known",
-                "an option of the model that leaves the line out, or an input left out that it asks about (a mask "
-                "of ones)",
-                "a torch.library.custom_op around it",
-            ],
-        )
-    return TraceError(
-        "the model or its loss fails on the example inputs",
-        values=what,
-        alternatives=[
-            "what runs in one process: try loss_fn(model(*inputs), *targets) on the same example inputs",
-            "for what only tracing cannot do (numpy, Python's control of values): torch operators, or "
-            "torch.library.custom_op",
-        ],
-    )
 
 
 def forward_and_loss(
@@ -122,6 +77,7 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterato
         indexed_masks(),
         ByPosition(),
         Constants(),
+        innermost_lines(),
     ):
         yield
 
@@ -139,12 +95,29 @@ def masks_as_given() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _unwatched_attributes() -> Iterator[None]:
+    """torch.export does not compare all attributes before and after, which fails for those that no pytree can hold.
+
+    It warns of tensors that forward sets on modules; `repeats.py` says so of a forward that reads them later.
+    """
+    from torch.export import _trace as owner  # torch imports it with the first export
+
+    name = "_detect_attribute_assignment"
+    if not hasattr(owner, name):
+        yield
+        return
+    own = getattr(owner, name)
+    with mock.patch.object(owner, name, in_this_thread(lambda module: contextlib.nullcontext(), own)):
+        yield
+
+
+@contextlib.contextmanager
 def indexed_masks() -> Iterator[None]:
     """Masks that are written as functions of places, which look tensors up by them, are calls of index."""
 
     def looked_up(x: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
-        if _is_called_by(flex_attention):  # create_block_mask, create_mask
-            raise _flex_attention()
+        if _is_called_by(flex_module):  # create_block_mask, create_mask
+            raise flex_attention()
         found: torch.Tensor = torch.ops.aten.index(x, indices)
         return found
 

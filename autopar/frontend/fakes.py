@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,6 +44,9 @@ UNDECIDED = (
 _BY_DEVICE = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
 """Operators that choose a kernel by device, and lay their results out as it does."""
 
+_FRAMES = 4000
+"""Four times Python's own limit; a trace calls C between them, and the C stack holds as many."""
+
 _alone = threading.RLock()
 
 
@@ -54,12 +58,23 @@ def probing() -> Iterator[None]:
     and all threads share random numbers. Torch logs nothing of this thread: it writes a traceback for a call on fake
     tensors that fails, which here is an answer (a model that cannot do with fewer rows), or becomes an error of ours.
     """
-    with _alone, uncollected(), contextlib.ExitStack() as stack:
+    with _alone, uncollected(), deep_stack(_FRAMES), contextlib.ExitStack() as stack:
         quiet = _Quiet()
         for handler in _handlers():
             handler.addFilter(quiet)
             stack.callback(handler.removeFilter, quiet)
         yield
+
+
+@contextlib.contextmanager
+def deep_stack(frames: int) -> Iterator[None]:
+    """Let Python recurse deeper than in a training loop: a traced call takes more frames than an eager one."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, frames))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 class _Quiet(logging.Filter):

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import TraceError
+from autopar.frontend.attributes import named_modules, named_tensors, persistent_names
 from autopar.frontend.composites import definition
 from autopar.frontend.user_line import user_line
 from autopar.frontend.vmaps import BRACKETS, write_out
@@ -348,16 +349,15 @@ def _first_names(module: nn.Module) -> dict[str, str]:
     """Every parameter and buffer name of the wrapper -> the first name of that tensor in the user's model."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
-    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
-        for name, tensor in named:
-            names[name] = first.setdefault(id(tensor), _root(name))
+    for name, tensor in named_tensors(module, remove_duplicate=False):
+        names[name] = first.setdefault(id(tensor), _root(name))
     return names
 
 
 def _name_of_memory(value: torch.Tensor, model: nn.Module) -> str:
     """The parameter or buffer of the user's own model that a tensor shares its memory with, or ""."""
     address = value.untyped_storage().data_ptr()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in named_tensors(model):
         has_memory = not tensor.is_meta and not isinstance(tensor, FakeTensor)
         if address and has_memory and tensor.untyped_storage().data_ptr() == address:
             return name
@@ -375,13 +375,9 @@ def _parameters(module: nn.Module) -> dict[str, Parameter]:
         aliases.setdefault(first, [])
         if _root(name) != first:
             aliases[first].append(_root(name))
-    persistent = {_root(name) for name in module.state_dict(keep_vars=True) if name.startswith(_ROOT)}
-    tensors: Mapping[str, torch.Tensor] = {
-        **dict(module.named_parameters()),
-        **dict(module.named_buffers()),
-    }
+    persistent = {_root(name) for name in persistent_names(module) if name.startswith(_ROOT)}
     found = {}
-    for name, tensor in tensors.items():
+    for name, tensor in dict(named_tensors(module)).items():
         root = _root(name)
         is_buffer = not isinstance(tensor, nn.Parameter) or not name.startswith(_ROOT)
         found[root] = Parameter(
@@ -395,6 +391,6 @@ def _parameters(module: nn.Module) -> dict[str, Parameter]:
 
 
 def _class_names(module: nn.Module) -> dict[str, str]:
-    return {
-        _root(path): type(child).__name__ for path, child in module.named_modules() if path not in ("", "model")
-    } | {"": type(module.model).__name__}
+    return {_root(path): type(child).__name__ for path, child in named_modules(module) if path not in ("", "model")} | {
+        "": type(module.model).__name__
+    }

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from autopar.frontend.attributes import blocks_of, named_tensors
 from autopar.frontend.depth import Truncation
 from autopar.frontend.fakes import Results, in_this_thread
 
@@ -232,8 +233,9 @@ def record(
     for run in runs:
         blocks = model.get_submodule(run.cut.path)
         assert isinstance(blocks, nn.ModuleList)
-        for position, block in enumerate(blocks[run.cut.first :]):
-            _watch(block, recorder, run, position)
+        for position, block in enumerate(blocks_of(blocks)[run.cut.first :]):
+            if block is not None:
+                _watch(block, recorder, run, position)
     for name, value in batch.items():
         if isinstance(value, Tensor):
             recorder.name(value, Origin(None, -1, ("input", name), _meta(value)))
@@ -261,8 +263,7 @@ def _watch(block: nn.Module, recorder: _Recorder, run: Run, position: int) -> No
 def _origins(model: nn.Module, runs: tuple[Run, ...]) -> Iterable[tuple[Tensor, Origin]]:
     """Parameters and buffers: a block's own by their relative name; shared ones and all others by their full name."""
     homes: dict[int, tuple[Tensor, list[str]]] = {}
-    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    for name, tensor in (item for group in named for item in group):
+    for name, tensor in named_tensors(model, remove_duplicate=False):
         homes.setdefault(id(tensor), (tensor, []))[1].append(name)
     for tensor, names in homes.values():
         meta = _meta(tensor)

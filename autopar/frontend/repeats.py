@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,20 @@ from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.frontend.admission import where
+from autopar.frontend.attributes import (
+    SCALARS,
+    attributes_of,
+    is_a,
+    items_of,
+    named_modules,
+    named_tensors,
+    summary,
+)
 from autopar.frontend.recorder import Record, Source
 
 State = dict[tuple[str, str], Any]
 """(module path or function, attribute) -> what it holds, comparable."""
 
-_PLAIN = (bool, int, float, str, bytes, complex, type(None))
 _INTERNAL = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _LIBRARIES = frozenset({"torch", "autopar", "transformers", "numpy", "contextlib", "functools", "warnings", "logging"})
@@ -43,7 +51,7 @@ def check_repeats(model: nn.Module, functions: tuple[Any, ...], run: Callable[[n
     run: one forward of it, recorded.
     """
     silent = _watch_hooks(model)
-    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    names = {id(tensor): name for name, tensor in named_tensors(model)}
     with _own_random_state() as drawn:
         held = _tensors(model)
         try:
@@ -89,18 +97,19 @@ def _state(model: nn.Module, functions: tuple[Any, ...]) -> State:
     """Plain values that modules and the globals of their functions hold, containers one level deep."""
     found: State = {}
     called: list[Any] = [*functions]
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         called.append(type(module).forward)
-        for name, value in vars(module).items():
+        for name, value in attributes_of(module).items():
             if name not in _INTERNAL:
                 found[where(path), name] = _comparable(value)
                 called.append(value)
     seen: set[int] = set()
     while called:
         function = called.pop()
-        called += function if isinstance(function, (list, tuple)) and len(function) < _MANY else ()
-        function = getattr(function, "__func__", function)
-        if isinstance(function, types.FunctionType) and id(function) not in seen and not _is_library(function):
+        items = items_of(function) if is_a(function, list, tuple) else None
+        called += [item for _, item in items] if items and len(items) < _MANY else ()
+        function = function.__func__ if is_a(function, types.MethodType) else function
+        if is_a(function, types.FunctionType) and id(function) not in seen and not _is_library(function):
             seen.add(id(function))
             used = _used(function)
             called += used.values()
@@ -122,32 +131,27 @@ def _used(function: types.FunctionType) -> dict[str, Any]:
     return used
 
 
-def _comparable(value: Any, depth: int = 1) -> Any:
-    """`value` if it is plain; containers by their items; all else by its type."""
-    if isinstance(value, _PLAIN):
-        return (type(value), repr(value))
-    if isinstance(value, (list, tuple, set, frozenset)) or type(value).__name__ == "deque":
-        return (type(value), tuple(_comparable(item, depth - 1) for item in value) if depth >= 0 else len(value))
-    if isinstance(value, Mapping) and depth >= 0:
-        return (type(value), tuple((repr(key), _comparable(item, depth - 1)) for key, item in value.items()))
-    return type(value)
+def _comparable(value: Any) -> Any:
+    """Plain data by their values, containers by their items and theirs; all else by its type and its length."""
+    return summary(value, lambda each: (type(each), len(items_of(each) or ())), deepest=1)
 
 
 def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
     """Tensors that modules hold, in attributes, in lists and in dicts."""
     found: dict[tuple[str, str], Tensor] = {}
-    for path, module in model.named_modules():
-        held = {**vars(module), **module._parameters, **module._buffers}
+    for path, module in named_modules(model):
+        held = {**attributes_of(module), **module._parameters, **module._buffers}
         for name, value in held.items():
-            items: Iterable[tuple[Any, Any]] = ()
-            if isinstance(value, (list, tuple)):
-                items = enumerate(value)
-            elif isinstance(value, Mapping) and not name.startswith("_"):
-                items = value.items()
-            found |= {(path, f"{name}[{key!r}]"): item for key, item in items if isinstance(item, Tensor)}
-            if isinstance(value, Tensor):
+            is_table = is_a(value, dict) and name.startswith("_")
+            items = [] if is_table else items_of(value) or []
+            found |= {(path, f"{name}[{_key(key)}]"): item for key, item in items if is_a(item, Tensor)}
+            if is_a(value, Tensor):
                 found[path, name] = value
     return found
+
+
+def _key(key: Any) -> str:
+    return repr(key) if is_a(key, *SCALARS) else f"{type(key).__name__} {id(key)}"
 
 
 def _refuse_replaced(held: Mapping[Any, Tensor], kept: Mapping[Any, Tensor], names: Mapping[int, str]) -> None:
@@ -245,7 +249,7 @@ def _watch_hooks(model: nn.Module) -> list[str]:
 
         return call
 
-    for path, module in model.named_modules():
+    for path, module in named_modules(model):
         for table in _HOOKS:
             hooks = getattr(module, table)
             for key, hook in list(hooks.items()):

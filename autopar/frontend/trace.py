@@ -23,6 +23,7 @@ from autopar.frontend import fakes
 from autopar.frontend.admission import check_model
 from autopar.frontend.depth import Truncation, equal_runs, shorten
 from autopar.frontend.depth_check import verified
+from autopar.frontend.eager import runs
 from autopar.frontend.export import export, forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.fx_import import LOGITS, FlatGraph, import_program
@@ -35,6 +36,7 @@ from autopar.frontend.recorder import Record, record
 from autopar.frontend.repeats import check_repeats
 from autopar.frontend.simplify import simplify
 from autopar.frontend.skeleton import skeleton_of
+from autopar.frontend.untraceable import UntraceableError, failing
 from autopar.ir.graph import Graph, Input, Node
 
 
@@ -46,6 +48,10 @@ class Cuts(tuple[Truncation, ...]):
 
     first: _First | None = None
     is_repeatable: bool = False  # forward was seen to do the same each time
+
+    def __init__(self, *runs: Any) -> None:
+        # What running the model in one process came to, by the dtype that it was cast to (`eager.py`).
+        self.outcomes: dict[torch.dtype | None, bool | Exception | None] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,20 @@ def trace(
     """
     check_model(model, param_dtype)
     batch = name_inputs(model, example_inputs, loss_fn)
+    try:
+        return _traced(model, batch, loss_fn, batch_size, param_dtype, cuts)
+    except UntraceableError as error:
+        raise _reason(error, model, loss_fn, batch, param_dtype, cuts) from error
+
+
+def _traced(
+    model: nn.Module,
+    batch: NamedBatch,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    batch_size: int | None,
+    param_dtype: torch.dtype | None,
+    cuts: tuple[Truncation, ...] | None,
+) -> Graph:
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     rows = common_batch(tensors)
     fake = fakes.mode()
@@ -92,8 +112,26 @@ def trace(
             raise
         graph = None
     if graph is None:  # the model counts its blocks itself: trace all of them
-        return trace(model, example_inputs, loss_fn, batch_size=batch_size, param_dtype=param_dtype, cuts=())
+        return _traced(model, batch, loss_fn, batch_size, param_dtype, ())
     return graph
+
+
+def _reason(
+    error: UntraceableError,
+    model: nn.Module,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    batch: NamedBatch,
+    param_dtype: torch.dtype | None,
+    cuts: tuple[Truncation, ...] | None,
+) -> TraceError:
+    """The error to raise for one of tracing: that forward fails is said only where it fails in one process, too."""
+    known = cuts.outcomes if isinstance(cuts, Cuts) else {}
+    for dtype in dict.fromkeys((None, param_dtype)):
+        if dtype not in known:
+            known[dtype] = runs(model, loss_fn, batch, dtype)
+        if isinstance(found := known[dtype], Exception):
+            return failing(found, dtype)
+    return error
 
 
 def _flat_graph(

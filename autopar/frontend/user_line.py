@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -34,8 +38,27 @@ def raised_at(raised: TracebackType | None) -> str:
     return _innermost([(frame.filename, str(frame.lineno), frame.line or "") for frame in traceback.extract_tb(raised)])
 
 
+@contextlib.contextmanager
+def innermost_lines() -> Iterator[None]:
+    """Within it, an export notes the user's innermost line of each call, whatever its function is called."""
+
+    def kept(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
+        own = [each for each in frames if not _is_foreign(each.filename)]
+        return traceback.StackSummary.from_list(own[-1:])
+
+    if not hasattr(torch.fx.proxy.TracerBase, "_filter_traceback_frames"):
+        yield
+        return
+    with mock.patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", kept):
+        yield
+
+
+def _is_foreign(file: str) -> bool:
+    return file.startswith("<") or any(part in file for part in _FOREIGN)
+
+
 def _innermost(frames: list[tuple[str, str, str]]) -> str:
     for file, line, text in reversed(frames):
-        if not file.startswith("<") and not any(part in file for part in _FOREIGN):
+        if not _is_foreign(file):
             return f"{file}:{line}: {text.strip()}"
     return ""

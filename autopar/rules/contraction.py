@@ -5,7 +5,9 @@ Table rows: equation, then the sets of arguments in which the op is jointly line
 
 from __future__ import annotations
 
-from autopar.rules.call import Call, Groups, Operand, broadcast_groups, linear_sets, make_rule
+from dataclasses import replace
+
+from autopar.rules.call import Call, Groups, broadcast_groups, linear_sets, make_rule
 from autopar.rules.equation import Equation
 from autopar.rules.rule import Rule
 
@@ -72,23 +74,48 @@ def matmul(call: Call) -> Rule:
 
 
 def einsum(call: Call) -> Rule | None:
-    """The equation is the rule. None for an ellipsis or a diagonal (a letter twice in one operand)."""
-    text: str = call["equation"].replace(" ", "")
-    tensors: tuple[Operand, ...] = call["tensors"]
-    left, _, right = text.partition("->")
-    operands = left.split(",")
-    if "." in text or "->" not in text or any(len(set(names)) != len(names) for names in (*operands, right)):
+    """The equation is the rule. A letter that stands twice in one operand takes its diagonal, which is not sharded.
+
+    None for an equation that torch does not read so.
+    """
+    shapes = [tensor.shape for tensor in call["tensors"]]
+    operands, result = _loops(call["equation"], [len(shape) for shape in shapes])
+    if [len(names) for names in operands] != [len(shape) for shape in shapes]:
         return None
     sizes: dict[str, int] = {}
-    for names, tensor in zip(operands, tensors, strict=True):
-        for name, size in zip(names, tensor.shape, strict=True):
-            if sizes.setdefault(name, size) != size:
-                return None  # a size-1 dim broadcast against a larger one
-    groups = [[[f] for f in names] for names in operands]
-    rule = make_rule(call, groups, [[[f] for f in right]], sizes)
+    for names, shape in zip(operands, shapes, strict=True):
+        for name, size in zip(names, shape, strict=True):
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]  # 1 is broadcast, as is what has no dim
+    groups = [
+        [[name] if size == sizes[name] else [] for name, size in zip(names, shape, strict=True)]
+        for names, shape in zip(operands, shapes, strict=True)
+    ]
+    diagonals = {name for names in operands for name in names if names.count(name) > 1}
+    rule = make_rule(call, groups, [[[name] for name in result]], sizes, blocked=diagonals)
     floating = all(meta.dtype.is_floating_point for meta in call.inputs)
-    linear = tuple(frozenset({tensor.index}) for tensor in tensors) if floating else ()
-    return Rule(rule.inputs, rule.outputs, rule.sizes, linear=linear)
+    return replace(rule, linear=tuple(frozenset({index}) for index in range(len(groups))) if floating else ())
+
+
+def _loops(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
+    """The loops that the dims of each operand and of the result run over.
+
+    "..." stands for as many dims as an operand has beside its letters, aligned to the right. A result that is not
+    written has those, then the letters that stand once, in the order of the alphabet.
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    texts = left.split(",")
+    letters = [text.replace("...", "") for text in texts]
+    covered = [rank - len(own) if "..." in text else 0 for text, own, rank in zip(texts, letters, ranks, strict=True)]
+    dots = [f"b.{index}" for index in range(max(covered, default=0))]
+    if not arrow:
+        every = "".join(letters)
+        right = "..." + "".join(sorted(name for name in every if every.count(name) == 1))
+
+    def loops(text: str, count: int) -> list[str]:
+        before, ellipsis, after = text.partition("...")
+        return [*before, *(dots[len(dots) - count :] if ellipsis else ()), *after]
+
+    return [loops(text, count) for text, count in zip(texts, covered, strict=True)], loops(right, len(dots))
 
 
 TABLE = {

@@ -30,10 +30,11 @@ from torch import Tensor
 
 from autopar.errors import ConstraintError, TrainingError
 from autopar.frontend.admission import traits_of
+from autopar.frontend.copies import deep_copy
 from autopar.frontend.inputs import NamedBatch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
-from autopar.frontend.skeleton import detached_copy, in_training
+from autopar.frontend.skeleton import in_training
 from autopar.program import GeneratedProgram
 from autopar.running.random_states import kept_random_states, seed_all
 from autopar.running.whole_batch import own_share, put_together
@@ -282,7 +283,7 @@ class _Model:
         low = compute_dtype(self.compiled.plan.precision)
         wide = torch.float64 if is_wider and low is None else None
         module = LossModule(self.compiled.model, self.compiled.loss_fn, self.batch)
-        module = detached_copy(module).to(self.device, wide)
+        module = deep_copy(module).to(self.device, wide)
         in_training(module.model)
 
         def here(value: Any) -> Any:

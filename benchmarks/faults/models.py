@@ -160,6 +160,10 @@ def _remembers(m: Any, x: Tensor) -> Tensor:
 
 
 ACCEPTED: Mapping[str, tuple[Forward, Callable[[Any], object]]] = {
+    "a lock": (plain, adds("lock", threading.Lock)),
+    "a module of Python": (plain, adds("np", lambda: np)),
+    "a generator": (plain, adds("items", lambda: (i for i in range(3)))),
+    "pruned": (plain, lambda m: prune.l1_unstructured(m.lin, "weight", 0.5)),
     "a custom Function": (lambda m, x: _Tripled.apply(m.lin(x)), id),
     "plain": (plain, id),
     "integer counter": (
@@ -264,10 +268,6 @@ REFUSED: Mapping[str, tuple[Forward, Callable[[Any], object]]] = {
     "an expanded parameter": (
         lambda m, x: m.lin(x) + m.w, adds("w", lambda: nn.Parameter(torch.ones(1).expand(8)))
     ),
-    "a lock": (plain, adds("lock", threading.Lock)),
-    "a module of Python": (plain, adds("np", lambda: np)),
-    "a generator": (plain, adds("items", lambda: (i for i in range(3)))),
-    "pruned": (plain, lambda m: prune.l1_unstructured(m.lin, "weight", 0.5)),
     "extra state": (plain, lambda m: m.register_state_dict_post_hook(
         lambda module, state, prefix, metadata: state.__setitem__("version", torch.ones(1))
     )),

@@ -1,0 +1,204 @@
+"""Modules, tensors and attributes of a user's model, read without running any of the user's code.
+
+A model may hold anything: None among its modules, tuples whose `__len__` raises, proxies that raise when they are
+asked for their class, lists that contain themselves. So containers are read by the methods of list, tuple, set and
+dict, kinds are asked of `type(value)`, and no attribute is looked up on an object that may answer for itself.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import hashlib
+import types
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Kind = TypeVar("Kind")
+
+SCALARS = (bool, int, float, str, bytes, complex, type(None))
+_MOST_BYTES = 2**16  # of a numpy array that is compared by its values
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+_DEEPEST = 8
+_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SEQUENCES: tuple[type, ...] = (list, tuple, collections.deque, set, frozenset)
+
+
+def is_a(value: Any, *kinds: type) -> bool:
+    """Return whether `value` is of one of `kinds`, as `isinstance` does without asking the value itself."""
+    return issubclass(type(value), kinds)
+
+
+def attribute(value: Any, name: str, default: Any = None) -> Any:
+    """Return `value.name`, or `default` where that raises, whatever it raises."""
+    try:
+        return getattr(value, name, default)
+    except Exception:  # a property, or a __getattr__ of the user's
+        return default
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return what an object's `__dict__` and its slots hold, by name."""
+    found: dict[str, Any] = {}
+    for kind in type(value).__mro__:
+        for name, member in vars(kind).items():
+            if type(member) is types.MemberDescriptorType and name not in ("__dict__", "__weakref__"):
+                try:
+                    found[name] = member.__get__(value)
+                except AttributeError:  # a slot that nothing was put in
+                    continue
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except Exception:
+        return found
+    return found | dict.copy(held) if is_a(held, dict) else found
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return what a container holds as (index or key, item); None for what is no list, tuple, set, deque or dict."""
+    if is_a(value, dict):
+        return list(dict.items(value))
+    for kind in _SEQUENCES:
+        if is_a(value, kind):
+            return list(enumerate(kind.__iter__(value)))  # type: ignore[attr-defined]
+    return None
+
+
+def parts_of(value: Any) -> list[Any]:
+    """Return what an object refers to: items and keys of a container, arguments of a partial, attributes."""
+    if is_a(value, *SCALARS, types.ModuleType, *FUNCTIONS[:2], type, Tensor):
+        return []
+    found: list[Any] = []
+    if is_a(value, functools.partial):
+        found += [value.func, value.args, value.keywords]
+    for key, item in items_of(value) or ():
+        found += [key, item]
+    return found + list(attributes_of(value).values())
+
+
+def summary(value: Any, other: Callable[[Any], Hashable], deepest: int = _DEEPEST) -> Hashable:
+    """Return something to compare `value` by: plain data by their values, containers by what they contain.
+
+    other: says what all else is compared by, and what lies deeper than `deepest`.
+    """
+    kind = type(value)
+    if issubclass(kind, enum.Enum):
+        return kind, str(value._name_)
+    for plain in SCALARS:
+        if issubclass(kind, plain):
+            return kind, plain.__repr__(value)
+    if kind in _VALUES:
+        return kind, repr(value)
+    if issubclass(kind, np.generic) or (issubclass(kind, np.ndarray) and not value.dtype.hasobject):
+        return _array(np.asarray(value)) if value.nbytes <= _MOST_BYTES else other(value)
+    if deepest < 0:
+        return other(value)
+
+    def inner(item: Any) -> Hashable:
+        return summary(item, other, deepest - 1)
+
+    if issubclass(kind, dict):
+        return kind, tuple([(inner(key), inner(item)) for key, item in dict.items(value)])
+    if issubclass(kind, (set, frozenset)):
+        return kind, frozenset(inner(item) for _, item in items_of(value) or ())
+    if issubclass(kind, _SEQUENCES):
+        return kind, tuple([inner(item) for _, item in items_of(value) or ()])
+    if issubclass(kind, functools.partial):
+        return kind, inner(value.func), inner(value.args), inner(value.keywords)
+    if dataclasses.is_dataclass(kind):
+        return kind, inner(attributes_of(value))
+    return other(value)
+
+
+def _array(array: np.ndarray[Any, Any]) -> Hashable:
+    return np.ndarray, str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).digest()
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors that a value is or holds, in containers and in objects, modules aside."""
+    found: list[Tensor] = []
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or (is_a(each, nn.Module) and each is not value):
+            continue
+        seen.add(id(each))
+        if is_a(each, Tensor):
+            found.append(each)
+        else:
+            waiting += parts_of(each)
+    return found
+
+
+# --- modules, whatever their own named_modules() and named_parameters() say -------------------------------------------
+
+
+def named_modules(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model with their paths, as `nn.Module.named_modules` does."""
+    seen: set[int] = set()
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if remove_duplicate and id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield path, module
+        prefix = f"{path}." if path else ""
+        waiting += [(prefix + name, child) for name, child in children_of(module)][::-1]
+
+
+def modules_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield every module of a model once."""
+    return (module for _, module in named_modules(model))
+
+
+def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the direct submodules by name; those that are None are left out."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
+
+
+def blocks_of(modules: nn.ModuleList) -> list[nn.Module | None]:
+    """Return what a ModuleList has, None included, whatever class it is."""
+    return list(modules._modules.values())
+
+
+def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model by name, as `nn.Module.named_parameters` does."""
+    return _named(model, "_parameters", remove_duplicate)
+
+
+def named_buffers(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers of a model by name, as `nn.Module.named_buffers` does."""
+    return _named(model, "_buffers", remove_duplicate)
+
+
+def named_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and then the buffers of a model by name."""
+    yield from named_parameters(model, remove_duplicate)
+    yield from named_buffers(model, remove_duplicate)
+
+
+def persistent_names(model: nn.Module) -> set[str]:
+    """Return the names of all parameters and of the buffers that a state dict has, ties by each of their names."""
+    found = {name for name, _ in named_parameters(model, remove_duplicate=False)}
+    for path, module in named_modules(model, remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        kept = (name for name, buffer in module._buffers.items() if buffer is not None)
+        found |= {prefix + name for name in kept if name not in module._non_persistent_buffers_set}
+    return found
+
+
+def _named(model: nn.Module, table: str, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for path, module in named_modules(model, remove_duplicate):
+        for name, tensor in getattr(module, table).items():
+            if tensor is not None and not (remove_duplicate and id(tensor) in seen):
+                seen.add(id(tensor))
+                yield (f"{path}.{name}" if path else name), tensor

@@ -1,0 +1,100 @@
+"""Deep copies of models, whatever the model holds.
+
+`copy.deepcopy` stops at the first lock, file, generator or module of Python that an attribute holds, and at tensors
+with a graph (old `weight_norm`). A copy here shares what has no copy, and holds such a tensor without its graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from autopar.frontend.attributes import attributes_of, children_of, is_a, modules_of, named_parameters, parts_of
+from autopar.frontend.fakes import deep_stack
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_FRAMES = 20_000
+"""Python's frames that a copy may take: six for each module within another, which calls no C in between."""
+
+
+def deep_copy(model: Module, memo: dict[int, Any] | None = None) -> Module:
+    """Return a deep copy of a model, as `copy.deepcopy` makes it.
+
+    memo: what stands in the copy for objects of the model, by their ids.
+    """
+    given = dict(memo or {})
+    with deep_stack(_FRAMES):
+        try:
+            copied: Module = copy.deepcopy(model, dict(given))
+        except Exception:  # whatever an attribute's class raises
+            return _by_attributes(model, given)
+        return copied if _is_apart(copied, model, given) else _by_attributes(model, given)
+
+
+def _is_apart(copied: Any, model: nn.Module, memo: dict[int, Any]) -> bool:
+    """Return whether a copy has modules and parameters of its own: a `__deepcopy__` may return the module itself."""
+    if not is_a(copied, nn.Module):
+        return False
+    shared = _identities(copied) & _identities(model)
+    return not shared - {id(value) for value in memo.values()}
+
+
+def _identities(model: nn.Module) -> set[int]:
+    return {id(module) for module in modules_of(model)} | {id(tensor) for _, tensor in named_parameters(model)}
+
+
+def _by_attributes(model: Module, memo: dict[int, Any]) -> Module:
+    """Return a copy made module by module and attribute by attribute."""
+    waiting: list[nn.Module] = [model]
+    modules: list[nn.Module] = []
+    while waiting:
+        module = waiting.pop()
+        if id(module) in memo:
+            continue
+        if is_a(module, torch.jit.ScriptModule):
+            _copied(module, memo, set())
+            continue
+        memo[id(module)] = type(module).__new__(type(module))
+        modules.append(module)
+        waiting += [child for _, child in children_of(module)]
+    for module in modules:
+        made = memo[id(module)]
+        for name, value in attributes_of(module).items():
+            copied = _copied(value, memo, set())
+            if name in vars(module):
+                vars(made)[name] = copied
+            else:  # a slot
+                object.__setattr__(made, name, copied)
+    whole: Module = memo[id(model)]
+    return whole
+
+
+def _copied(value: Any, memo: dict[int, Any], under_way: set[int]) -> Any:
+    """Return a deep copy of `value` that shares what cannot be copied; `memo` gets those."""
+    if id(value) not in memo and not _is_copied(value, memo) and id(value) not in under_way:
+        under_way.add(id(value))
+        if is_a(value, Tensor):
+            memo[id(value)] = value.detach().clone()
+        else:
+            for part in parts_of(value):
+                _copied(part, memo, under_way)
+            if not _is_copied(value, memo):
+                memo[id(value)] = value
+    return memo.get(id(value), value)
+
+
+def _is_copied(value: Any, memo: dict[int, Any]) -> bool:
+    """Copy `value` into `memo`, or leave `memo` as it was and return False."""
+    before = len(memo)
+    try:
+        memo[id(value)] = copy.deepcopy(value, memo)
+    except Exception:  # whatever its class, or that of a part, raises
+        for key in list(itertools.islice(reversed(memo), len(memo) - before)):
+            del memo[key]
+        return False
+    return True

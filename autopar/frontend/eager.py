@@ -1,0 +1,78 @@
+"""Whether model and loss run in one process on the example inputs: what an error may say of them depends on that."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.frontend import fakes
+from autopar.frontend.attributes import named_parameters, named_tensors
+from autopar.frontend.copies import deep_copy
+from autopar.frontend.inputs import NamedBatch, fake_input
+from autopar.frontend.loss_module import LossModule
+from autopar.frontend.skeleton import in_training, skeleton_of
+
+MOST_BYTES = 2**30
+"""Of parameters, buffers and inputs: a larger model is run without memory only."""
+
+Loss = Callable[..., Tensor] | None
+
+
+def runs(
+    model: nn.Module, loss_fn: Loss, batch: NamedBatch, dtype: torch.dtype | None = None
+) -> bool | Exception | None:
+    """Return True if forward and loss run in one process on `batch`, their error if they fail, None if unknown.
+
+    They run without memory first, then, if that fails and they are small, on a copy of the model. dtype: what
+    parameters and floating inputs are cast to first.
+    """
+    with _disable_current_modes(), _random_state(), warnings.catch_warnings(action="ignore"), torch.enable_grad():
+        fake = fakes.mode()
+        try:
+            with fake:
+                skeleton = skeleton_of(model, fake, dtype)
+                unreal = batch.map(lambda value: fake_input(value, fake, 0, None, dtype))
+                LossModule(skeleton, loss_fn, unreal)(**unreal)
+            return True
+        except Exception:  # also what has no answer without values: the real run decides
+            pass
+        held = [*(tensor for _, tensor in named_tensors(model)), *(v for v in batch.values() if isinstance(v, Tensor))]
+        if any(each.is_meta or isinstance(each, FakeTensor) for each in held):
+            return None
+        if sum(each.nbytes for each in held) > MOST_BYTES:
+            return None
+        try:
+            given = batch.map(
+                lambda value: _cast(value.detach().clone(), dtype) if isinstance(value, Tensor) else value
+            )
+            copied = in_training(deep_copy(model))
+            for _, parameter in named_parameters(copied):
+                parameter.data = _cast(parameter.data, dtype)
+            LossModule(copied, loss_fn, given)(**given)
+        except Exception as error:
+            return error
+        return True
+
+
+def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+
+@contextmanager
+def _random_state() -> Iterator[None]:
+    """Leave random numbers of Python, numpy and torch as they were."""
+    python, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpys)
+        torch.set_rng_state(torchs)
