@@ -17,7 +17,7 @@ from autopar.costs.events import Event, Key, Moved, Ran, Unit
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.saved import PARTS
-from autopar.ir.graph import ATTENTION, DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
+from autopar.ir.graph import ATTENTION, DEFERRABLE, DRAW, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
 from autopar.ir.placement import Placements
 from autopar.options.scopes import Scope
 from autopar.options.strategies import num_local
@@ -210,6 +210,8 @@ class Walk:
         name, local = base_name(node.op), num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
         if name == "dropout":
             return 24.0 * min(local // 2, DROPOUT_PAIRS[self.kind]) * self.scale
+        if node.op == DRAW:  # of 64-bit integers like dropout's, one an element, and what they become
+            return 40.0 * min(local, DROPOUT_PAIRS[self.kind]) * self.scale
         if name == "cross_entropy_loss":
             return self._chunk(event)
         in_kernel = self.pricer.kernel_bytes(event.operator, option)[1]

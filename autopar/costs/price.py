@@ -19,6 +19,7 @@ from autopar.costs.specials import specials
 from autopar.ir.graph import (
     ATTENTION,
     DEFERRABLE,
+    DRAW,
     MATMULS,
     SINK_ATTENTION,
     VIEWS,
@@ -36,6 +37,9 @@ from autopar.rules.norm import SYNCHRONISED
 from cost_models import compute
 
 JOINS = frozenset({"cat", "stack"})
+DRAW_BYTES = 256.0
+"""What a draw moves per element: codegen/runtime/draws.py makes a dozen passes over 64-bit integers in chunks, and
+three over fp32."""
 FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"reshape"}
 
 
@@ -60,6 +64,8 @@ class Pricer(Contractions, ParameterPrices):
         if name in FREE and not any(a.lowering for a in option.axes):
             seconds = host.VIEW * host.launch_seconds(self.cluster) if name in VIEWS else 0.0
             return seconds, seconds if any(meta.requires_grad for meta in metas_in) else 0.0
+        if operator.node.op == DRAW:
+            return self.memory_seconds(DRAW_BYTES * num_local(operator.node.meta, option.outputs[0], self.mesh)), 0.0
         if not any(meta.requires_grad for meta in operator.node.outputs) and not metas_in:
             return 0.0, 0.0
         bytes_in = sum(

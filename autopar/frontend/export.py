@@ -20,6 +20,7 @@ from torch.nn.modules import transformer
 from autopar.errors import AutoparError, TraceError
 from autopar.frontend.autograd_functions import call_function, outside_functions
 from autopar.frontend.constants import Constants
+from autopar.frontend.drawn_numbers import drawn_numbers
 from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
@@ -32,15 +33,16 @@ from autopar.frontend.value_checks import skipped_checks
 def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = None) -> torch.export.ExportedProgram:
     """unchecked: gets the lines whose checks of values are left out (value_checks.py)."""
     clones = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
+    drawn: list[str] = []
     try:
         # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
         # The many graph modules that export makes on its way are read, never called: they need no code.
-        with traceable(batch, unchecked), contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
+        with traceable(batch, unchecked, drawn), contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
             return torch.export.export(module, (), clones, strict=False)
     except AutoparError:
         raise  # also of what a framework's module refuses in its forward
     except Exception as error:  # torch.export raises many kinds; each becomes one readable error
-        raise _untraceable(error) from error
+        raise _untraceable(error, drawn) from error
 
 
 _FLEX_ON_CPU = "FlexAttention does not support backward on CPU"
@@ -71,13 +73,25 @@ _BY_SHAPE = "the shape of a result: {}"
 _BY_VALUE = ("DataDependent", "DynamicOutputShape", "UserError", "Unsupported", "SpecViolationError")
 
 
-def _untraceable(error: Exception) -> TraceError:
-    """Forward's own error, or why torch could not trace it, with the user's line."""
+def _untraceable(error: Exception, drawn: list[str]) -> TraceError:
+    """Forward's own error, or why torch could not trace it, with the user's line. drawn: functions of Python that were
+    asked for random numbers."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     line = raised_at(error.__traceback__)
     if first.startswith(_FLEX_ON_CPU):
         return _flex_attention(f" at {line}" if line else "")
     what = f"{type(error).__name__}: {first}" + (f" at {line}" if line else "")
+    if drawn:
+        return TraceError(
+            "torch.export could not trace a forward that draws random numbers in Python; what it does next may depend "
+            "on them",
+            values={"drawn by": ", ".join(dict.fromkeys(drawn)), "stopped": line or what},
+            alternatives=[
+                "arithmetic with the number, which is drawn anew in every step; no `if`, index, size or option by it",
+                "for a layer that is skipped at random: its result times torch.bernoulli of a tensor (stochastic depth)",
+                "the decision in the training loop, or random tensors as inputs of the batch",
+            ],
+        )
     if any(word in type(error).__name__ for word in _BY_VALUE):
         by_shape = "DynamicOutputShape" in type(error).__name__
         return TraceError(
@@ -111,8 +125,11 @@ def forward_and_loss(
 
 
 @contextlib.contextmanager
-def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterator[None]:
-    """What holds while forward is traced. unchecked: as `export` takes it."""
+def traceable(
+    batch: Batch, unchecked: dict[str, None] | None = None, drawn: list[str] | None = None
+) -> Iterator[None]:
+    """What holds while forward is traced. unchecked: as `export` takes it. drawn: gets the names of Python's functions
+    that draw random numbers, which are tensors of torch's."""
     packed = any("position_ids" in name for name in batch)
     with (
         custom_backward(),
@@ -122,6 +139,7 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterato
         indexed_masks(),
         ByPosition(),
         Constants(),
+        drawn_numbers([] if drawn is None else drawn),
     ):
         yield
 

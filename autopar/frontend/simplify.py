@@ -15,6 +15,7 @@ import torch
 from autopar.errors import TraceError
 from autopar.frontend.bags import write_bags
 from autopar.frontend.chosen_experts import write_chosen
+from autopar.frontend.draws import write_draws
 from autopar.frontend.effects import refuse_effects, refuse_untrained
 from autopar.frontend.experts import join_biases, write_unsorted
 from autopar.frontend.functional import functionalise
@@ -26,7 +27,7 @@ from autopar.frontend.losses import split_means
 from autopar.frontend.mask_windows import forms_of, window_of
 from autopar.frontend.scattered_rows import write_scattered_rows
 from autopar.frontend.sinks import write_sinks
-from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs
+from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, is_keyed, map_refs
 from autopar.ir.operators import arguments_of
 from codegen.runtime.windows import Window
 
@@ -37,18 +38,12 @@ _CAUSAL, _FULL = Window(after=0), Window()
 _SDPA = "aten.scaled_dot_product_attention.default"
 _NO_EFFECT = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range.default")
 _IDENTITY = ("aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default")
-_RANDOM = (
-    "aten.dropout.default",
-    "aten.rand.default",
-    "aten.randn.default",
-    "aten.bernoulli.p",
-    "aten.native_dropout.default",
-)
 
 
 def simplify(flat: FlatGraph) -> FlatGraph:
     """All passes, then removal of what nothing uses."""
     drop_no_effect(flat)
+    write_draws(flat)
     functionalise(flat)
     drop_identities(flat)
     eliminate_dead(flat)
@@ -139,7 +134,7 @@ def evaluate_constants(flat: FlatGraph) -> dict[Ref, torch.Tensor]:
     """Values of nodes that depend on no input, parameter or randomness, up to FOLD_LIMIT_ELEMENTS elements each."""
     values: dict[Ref, torch.Tensor] = {Ref(name): value for name, value in flat.constants.items()}
     for node in flat.nodes:
-        foldable = all(ref in values for ref in node.inputs) and node.op not in _RANDOM
+        foldable = all(ref in values for ref in node.inputs) and not is_keyed(node)
         if not foldable or sum(meta.numel for meta in node.outputs) > FOLD_LIMIT_ELEMENTS:
             continue
         args = map_refs(node.args, values.__getitem__)

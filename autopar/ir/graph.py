@@ -300,6 +300,10 @@ SINK_ATTENTION = "autopar.sink_attention.default"
 """`sink_attention(query, key, value, sinks, is_causal, before, after, chunk, scale, enable_gqa)`, of
 codegen/runtime/sink_attention.py: what attention is written as that is proven to have a sink (frontend/sinks.py)."""
 
+DRAW = "autopar.draw.default"
+"""`draw(distribution, size, dtype, p, low, high)`, of codegen/runtime/draws.py: what random operators are written as
+(frontend/draws.py)."""
+
 _OWN_ATTENTION = (WINDOW_ATTENTION, SINK_ATTENTION)
 
 
@@ -313,6 +317,12 @@ def is_causal(node: Node) -> bool:
 def has_dropout(node: Node) -> bool:
     """Whether a call of attention drops probabilities."""
     return node.op not in _OWN_ATTENTION and len(node.args) > 4 and bool(node.args[4])
+
+
+def is_keyed(node: Node) -> bool:
+    """Whether a call draws random numbers by a key of its own: dropout, attention with dropout, and draws."""
+    name = base_name(node.op)
+    return node.op == DRAW or name == "dropout" or (name == "scaled_dot_product_attention" and has_dropout(node))
 
 
 def view_root(ref: Ref, nodes: Mapping[str, Node]) -> Ref:
