@@ -27,7 +27,7 @@ from autopar.frontend.head_padding import with_whole_heads
 from autopar.frontend.inputs import common_batch, name_inputs
 from autopar.frontend.padding import padded
 from autopar.frontend.rebatch import BatchedTrace
-from autopar.frontend.trace import find_cuts, trace
+from autopar.frontend.trace import Cuts, find_cuts, trace
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
 from autopar.ir.graph import Graph, LayerRun
 from autopar.ir.plan_file import PADDINGS
@@ -138,15 +138,25 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
 class Traced:
     """What of a request follows from the model, its example batch, its loss and its optimiser alone.
 
-    no_logits, no_evaluation: why it cannot evaluate, with and without logits. trainings: how the optimiser bears on
+    reasons: why it cannot evaluate, with and without logits, as far as that is known before a trace. trainings: how the optimiser bears on
     plans, by precision and whether they are for GPUs, found when it is asked for.
     """
 
     needs: Needs
-    no_logits: str
-    no_evaluation: str
+    reasons: tuple[str, str]
+    cuts: Cuts
     trace: BatchedTrace
     trainings: dict[tuple[str, bool], Training] = field(default_factory=dict)
+
+    @property
+    def no_logits(self) -> str:
+        """Why an evaluation cannot give logits; known once a trace is made."""
+        return self.reasons[0] or self.cuts.no_evaluation
+
+    @property
+    def no_evaluation(self) -> str:
+        """Why there is no evaluation; known once a trace is made."""
+        return self.reasons[1] or self.cuts.no_evaluation
 
 
 def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
@@ -163,7 +173,7 @@ def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
     def trace_at(micro_rows: int) -> Graph:
         return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
 
-    return Traced(needs, no_logits, no_evaluation, BatchedTrace(trace_at))
+    return Traced(needs, (no_logits, no_evaluation), cuts, BatchedTrace(trace_at))
 
 
 def request_of(

@@ -53,7 +53,7 @@ _LOGITS = "LogitsModule"
 """The base of a root class whose forward can give the model's logits."""
 _DRAW_MASKS = frozenset({"self.same_dropout", "self.dropout_attention", "kernels.dropout_add"})
 """Calls that draw the mask of a dropout."""
-_DRAW = "self.draw"
+_DRAW = frozenset({"self.draw", "self.in_training"})
 _NUMBERED = frozenset({"DrawModule", "DropoutModule"})
 """Bases of classes whose draws are numbered."""
 
@@ -194,8 +194,8 @@ def _bases(cls: ModuleClass, saving: frozenset[str], others: Iterable[Statement]
     """
     targets = {statement.target for statement in (*cls.body, *others) if isinstance(statement, Call)}
     needed = {
-        "DrawModule": _DRAW in targets,
-        "DropoutModule": bool(targets & _DRAW_MASKS) and _DRAW not in targets,
+        "DrawModule": bool(targets & _DRAW),
+        "DropoutModule": bool(targets & _DRAW_MASKS) and not targets & _DRAW,
         "MemorySaving": cls.name in saving,
         "SummingModule": "self.whole_sum" in targets,
     }

@@ -40,7 +40,7 @@ JOINS = frozenset({"cat", "stack"})
 DRAW_BYTES = 256.0
 """What a draw moves per element: codegen/runtime/draws.py makes a dozen passes over 64-bit integers in chunks, and
 three over fp32."""
-FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"reshape"}
+FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones", "in_training"} - {"reshape"}
 
 
 @dataclass

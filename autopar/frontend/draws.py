@@ -8,6 +8,7 @@ order.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.errors import TraceError
 from autopar.frontend import fakes
-from autopar.frontend.effects import at, draws_by_key, refused_random
+from autopar.frontend.effects import at, draws_by_key, is_random, refused_random
 from autopar.frontend.fx_import import CONSTANT, DROPPED_KWARGS, FlatGraph, unused_name
-from autopar.ir.graph import DRAW, Node, Ref, TensorMeta, base_name, has_gradients, map_refs, refs_in
+from autopar.ir.graph import DRAW, IN_TRAINING, Node, Ref, TensorMeta, base_name, has_gradients, map_refs, refs_in
 from autopar.ir.operators import find_op
 from codegen.runtime.random_operators import Draws, UndrawnError
 
 
+_RRELU = "aten.rrelu.default"
 _NOUNS = {
     "uniform": "uniform",
     "bernoulli": "bernoulli",
@@ -53,9 +55,20 @@ class _Writer:
         if overload is None or torch.Tag.nondeterministic_seeded not in overload.tags or draws_by_key(node):
             return [node]
         try:
-            return self.inlined(node, self.parts(node, overload))
+            made = self.inlined(node, self.parts(node, overload))
+            return made + self.evaluated(node, overload) if node.op == _RRELU and is_random(node) else made
         except UndrawnError as error:
             raise refused_random(str(error), at(self.flat, node)) from None
+
+    def evaluated(self, node: Node, overload: torch._ops.OpOverload) -> list[Node]:
+        """The slope that an evaluation has in the place of drawn ones."""
+        drawn, args = self.renamed[Ref(node.name)], (*node.args[:3], False, *node.args[4:])
+        made = self.inlined(replace(node, args=args), self.parts(replace(node, args=args), overload))
+        name = unused_name(f"{node.name}_in_training", self.names)
+        self.names.add(name)
+        both = (drawn, self.renamed[Ref(node.name)])
+        self.metas[Ref(name)], self.renamed[Ref(node.name)] = node.meta, Ref(name)
+        return [*made, replace(node, name=name, op=IN_TRAINING, args=both, kwargs=())]
 
     def parts(self, node: Node, overload: torch._ops.OpOverload) -> torch.fx.GraphModule:
         """The graph of one call, whose placeholders are for `node.inputs`."""

@@ -35,6 +35,7 @@ from autopar.frontend.recorder import Record, record
 from autopar.frontend.repeats import check_repeats
 from autopar.frontend.simplify import simplify
 from autopar.frontend.skeleton import skeleton_of
+from autopar.frontend.training_only import write_training_only
 from autopar.ir.graph import Graph, Input, Node
 
 
@@ -46,6 +47,8 @@ class Cuts(tuple[Truncation, ...]):
 
     first: _First | None = None
     is_repeatable: bool = False  # forward was seen to do the same each time
+    has_training_only: bool = False  # an evaluation reads other values in the place of some
+    no_evaluation: str = ""  # why a graph lacks these
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,11 @@ def trace(
             raise
         graph = None
     if graph is None:  # the model counts its blocks itself: trace all of them
-        return trace(model, example_inputs, loss_fn, batch_size=batch_size, param_dtype=param_dtype, cuts=())
+        whole = Cuts()
+        whole.has_training_only = isinstance(cuts, Cuts) and cuts.has_training_only
+        graph = trace(model, example_inputs, loss_fn, batch_size=batch_size, param_dtype=param_dtype, cuts=whole)
+        if isinstance(cuts, Cuts):
+            cuts.no_evaluation = whole.no_evaluation
     return graph
 
 
@@ -106,14 +113,25 @@ def _flat_graph(
 ) -> FlatGraph:
     """What is exported of the shortened model, or would be: a second size is worked out from the first (`Cuts`)."""
 
-    def short() -> nn.Module:
+    def short(is_training: bool = True) -> nn.Module:
         skeleton = skeleton_of(model, fake, param_dtype, cuts)
+        if not is_training:
+            skeleton.eval()
         shorten(skeleton, cuts)
         return skeleton
 
     def recorded(candidate: nn.Module, given: dict[str, Any]) -> Record:
         forward = partial(forward_and_loss, loss_fn=loss_fn, batch=given)
         return record(candidate, (), given, forward, results)
+
+    def followed(flat: FlatGraph) -> FlatGraph:
+        """The graph, which an evaluation follows, too."""
+        if isinstance(cuts, Cuts) and cuts.has_training_only:
+            try:
+                write_training_only(flat, recorded(short(), batch), recorded(short(is_training=False), batch))
+            except Exception as error:  # whatever forward cannot do while it is recorded
+                cuts.no_evaluation = f"what training does alone is not found in the exported graph: {error}"
+        return flat
 
     results = Results(fake)
     if not (isinstance(cuts, Cuts) and cuts.is_repeatable):
@@ -125,7 +143,7 @@ def _flat_graph(
         before = first.batch.map(lambda value: fake_input(value, fake, 0, None, None))
         # Whatever forward cannot do while it is recorded, an export may, or says why not.
         with contextlib.suppress(Exception):
-            return with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch)
+            return followed(with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch))
     module = LossModule(short(), loss_fn, batch, with_logits=True)
     unchecked: dict[str, None] = {}
     flat = import_program(export(module, batch, unchecked), module, batch, model)
@@ -133,7 +151,7 @@ def _flat_graph(
     rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
     if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
         cuts.first = _First(flat.copy(), batch, param_dtype)
-    return flat
+    return followed(flat)
 
 
 @fakes.probing()

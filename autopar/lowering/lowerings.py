@@ -15,6 +15,7 @@ import torch
 
 from autopar.ir.graph import (
     DEFERRABLE,
+    IN_TRAINING,
     SINK_ATTENTION,
     WINDOW_ATTENTION,
     Graph,
@@ -59,6 +60,8 @@ def lower_call(
         return replace(call, target=f"deferred.{name}")
     if node.op == EXPERT_LINEAR:
         return _expert_linear(scope, operator, lowering, call)
+    if node.op == IN_TRAINING:
+        return replace(call, target="self.in_training")
     if name == "batch_norm":
         return _batch_norm(scope.shared.mesh, lowering, call)
     if lowering is None and node.op in (WINDOW_ATTENTION, SINK_ATTENTION, BAGS):

@@ -15,6 +15,10 @@ from .layout import Layout
 class DrawModule(DropoutModule):
     """Base of generated classes that draw random tensors; draws and masks of dropout are numbered together."""
 
+    def in_training(self, training: Tensor, evaluation: Tensor) -> Tensor:
+        """The first in training, the second in evaluation."""
+        return training if self.training else evaluation
+
     def draw(
         self,
         distribution: str,
