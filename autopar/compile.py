@@ -138,8 +138,9 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
 class Traced:
     """What of a request follows from the model, its example batch, its loss and its optimiser alone.
 
-    reasons: why it cannot evaluate, with and without logits, as far as that is known before a trace. trainings: how the optimiser bears on
-    plans, by precision and whether they are for GPUs, found when it is asked for.
+    reasons: why it cannot evaluate, with and without logits, as far as that is known before a trace. cuts: what traces
+    share. trainings: how the optimiser bears on plans, by precision and whether they are for GPUs, found when it is
+    asked for.
     """
 
     needs: Needs

@@ -24,7 +24,8 @@ _OWN = frozenset(
 
 _CLASSES = ARGUMENTS | {
     *("Container", "Tensor", "Step", "Mesh", "Stage", "Pipeline", "PIPELINE", "INPUTS", "SCHEDULE"),
-    *("DrawModule", "DropoutModule", "LogitsModule", "MemorySaving", "SummingModule", "PipelineExecutor", "NUM_MICRO_BATCHES"),
+    *("DrawModule", "DropoutModule", "LogitsModule", "MemorySaving", "SummingModule", "PipelineExecutor"),
+    "NUM_MICRO_BATCHES",
 }
 
 

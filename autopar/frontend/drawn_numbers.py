@@ -15,7 +15,8 @@ from codegen.runtime.python_random import ArrayError, by_torch
 
 @contextlib.contextmanager
 def drawn_numbers(names: list[str]) -> Iterator[None]:
-    """Within it Python's and numpy's random numbers are tensors without dims. names: gets the functions that are called.
+    """Within it Python's and numpy's random numbers are tensors without dims. names: gets those functions
+    that are called.
 
     Raises TraceError for what no program can draw: arrays of numpy, and generators of the model's own.
     """

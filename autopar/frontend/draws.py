@@ -22,7 +22,6 @@ from autopar.ir.graph import DRAW, IN_TRAINING, Node, Ref, TensorMeta, base_name
 from autopar.ir.operators import find_op
 from codegen.runtime.random_operators import Draws, UndrawnError
 
-
 _RRELU = "aten.rrelu.default"
 _NOUNS = {
     "uniform": "uniform",
@@ -137,9 +136,7 @@ class _Writer:
 
 
 def _draw(distribution: str, size: Any, dtype: torch.dtype, device: Any, **parameters: Any) -> torch.Tensor:
-    drawn: torch.Tensor = torch.ops.autopar.draw(
-        distribution, list(size), dtype=dtype, device=device, **parameters
-    )
+    drawn: torch.Tensor = torch.ops.autopar.draw(distribution, list(size), dtype=dtype, device=device, **parameters)
     return drawn
 
 

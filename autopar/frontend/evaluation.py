@@ -54,7 +54,8 @@ def why_no_evaluation(
 ) -> str:
     """ "" where the program can evaluate, else what differs, in one clause.
 
-    cuts: runs of equal blocks to shorten; `Cuts` learn whether training has calls of its own. with_logits: what the model returns as logits must be equal, too.
+    cuts: runs of equal blocks to shorten; `Cuts` learn whether training has calls of its own. with_logits: what the
+    model returns as logits must be equal, too.
     """
     fake = fakes.mode()
     named = name_inputs(model, example_inputs, loss_fn)

@@ -37,7 +37,11 @@ def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = 
     try:
         # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
         # The many graph modules that export makes on its way are read, never called: they need no code.
-        with traceable(batch, unchecked, drawn), contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
+        with (
+            traceable(batch, unchecked, drawn),
+            contextlib.redirect_stderr(io.StringIO()),
+            _use_lazy_graph_module(True),
+        ):
             return torch.export.export(module, (), clones, strict=False)
     except AutoparError:
         raise  # also of what a framework's module refuses in its forward
@@ -88,7 +92,7 @@ def _untraceable(error: Exception, drawn: list[str]) -> TraceError:
             values={"drawn by": ", ".join(dict.fromkeys(drawn)), "stopped": line or what},
             alternatives=[
                 "arithmetic with the number, which is drawn anew in every step; no `if`, index, size or option by it",
-                "for a layer that is skipped at random: its result times torch.bernoulli of a tensor (stochastic depth)",
+                "for a layer that is skipped at random: its result times a torch.bernoulli (stochastic depth)",
                 "the decision in the training loop, or random tensors as inputs of the batch",
             ],
         )
@@ -125,9 +129,7 @@ def forward_and_loss(
 
 
 @contextlib.contextmanager
-def traceable(
-    batch: Batch, unchecked: dict[str, None] | None = None, drawn: list[str] | None = None
-) -> Iterator[None]:
+def traceable(batch: Batch, unchecked: dict[str, None] | None = None, drawn: list[str] | None = None) -> Iterator[None]:
     """What holds while forward is traced. unchecked: as `export` takes it. drawn: gets the names of Python's functions
     that draw random numbers, which are tensors of torch's."""
     packed = any("position_ids" in name for name in batch)

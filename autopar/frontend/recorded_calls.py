@@ -1,4 +1,4 @@
-"""The calls of a recorded forward that its loss depends on, as a program in evaluation mode makes them or as they are."""
+"""The calls of a recorded forward that its loss depends on: as they are, or as a program evaluates."""
 
 from __future__ import annotations
 

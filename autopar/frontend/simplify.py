@@ -27,7 +27,7 @@ from autopar.frontend.losses import split_means
 from autopar.frontend.mask_windows import forms_of, window_of
 from autopar.frontend.scattered_rows import write_scattered_rows
 from autopar.frontend.sinks import write_sinks
-from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, is_keyed, map_refs
+from autopar.ir.graph import DRAW, WINDOW_ATTENTION, Node, Ref, TensorMeta, is_keyed, is_single_draw, map_refs
 from autopar.ir.operators import arguments_of
 from codegen.runtime.windows import Window
 
@@ -46,6 +46,7 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     write_draws(flat)
     functionalise(flat)
     drop_identities(flat)
+    keep_numbers(flat)
     eliminate_dead(flat)
     refuse_effects(flat)
     refuse_untrained(flat)
@@ -120,14 +121,32 @@ def _stops_gradients(source: TensorMeta, result: TensorMeta) -> bool:
 
 
 def eliminate_dead(flat: FlatGraph) -> None:
-    """Keep what the loss needs, and the mark of the logits, which it needs too."""
-    live = {flat.loss.node, *(node.name for node in flat.nodes if node.op == LOGITS)}
-    kept: list[Node] = []
+    """Keep what the loss needs, the mark of the logits, which it needs too, and numbers that are drawn one by one."""
+    roots = {flat.loss.node, *(node.name for node in flat.nodes if node.op == LOGITS or is_single_draw(node))}
+    live = _needed(flat, roots)
+    flat.nodes = [node for node in flat.nodes if node.name in live]
+
+
+def _needed(flat: FlatGraph, roots: set[str]) -> set[str]:
+    """Names of the calls that the roots need."""
+    live = set(roots)
     for node in reversed(flat.nodes):
         if node.name in live:
-            kept.append(node)
             live |= {ref.node for ref in node.inputs}
-    flat.nodes = kept[::-1]
+    return live
+
+
+def keep_numbers(flat: FlatGraph) -> None:
+    """A random call that nothing needs becomes the draw of one number, so that the calls after it keep their numbers.
+
+    The model on one process makes that call and counts it. Lowering leaves out draws that nothing reads.
+    """
+    live = _needed(flat, {flat.loss.node, *(node.name for node in flat.nodes if node.op == LOGITS)})
+    number = TensorMeta((), torch.float32)
+    for position, node in enumerate(flat.nodes):
+        if node.name not in live and (is_keyed(node) or arguments_of(node).get("dropout_p")):
+            kwargs = (("dtype", torch.float32),)
+            flat.nodes[position] = replace(node, op=DRAW, args=("uniform", ()), kwargs=kwargs, outputs=(number,))
 
 
 def evaluate_constants(flat: FlatGraph) -> dict[Ref, torch.Tensor]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from autopar.frontend.fx_import import LOGITS, FlatGraph, unused_name
 from autopar.frontend.other_rows import Places, UnlikeError
-from autopar.frontend.recorder import Record, Source
 from autopar.frontend.recorded_calls import RecordedCall, RecordedCalls
+from autopar.frontend.recorder import Record, Source
 from autopar.frontend.simplify import drop_no_effect
 from autopar.ir.graph import IN_TRAINING, Node, Ref, with_refs
 
@@ -114,7 +114,9 @@ class _Comparison:
         if call.writes:
             target = first.source(call.what[0][0][1])
             if not isinstance(target, Source) or target[1] not in self.skipped:
-                raise UnlikeError(f"the model calls {call.name} in training alone, which writes to what evaluation reads")
+                raise UnlikeError(
+                    f"the model calls {call.name} in training alone, which writes to what evaluation reads"
+                )
         self.skipped |= {(*call.key, index) for index in range(len(call.what[1]))}
 
     def is_alike(

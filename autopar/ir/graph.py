@@ -328,6 +328,11 @@ def is_keyed(node: Node) -> bool:
     return node.op == DRAW or name == "dropout" or (name == "scaled_dot_product_attention" and has_dropout(node))
 
 
+def is_single_draw(node: Node) -> bool:
+    """Whether a call draws one number, which is kept in a graph even where nothing reads it."""
+    return node.op == DRAW and node.args[1] == ()
+
+
 def view_root(ref: Ref, nodes: Mapping[str, Node]) -> Ref:
     """What a view is a view of, `ref` itself where it is none. nodes: by name."""
     while ref.node in nodes and base_name(nodes[ref.node].op) in VIEWS and nodes[ref.node].inputs:

@@ -238,9 +238,7 @@ def _draw(node: Node, call: Call, where: tuple[tuple[str, Any], ...]) -> Call:
     arguments = given(call)
     parameters = tuple((name, arguments[name]) for name in ("p", "low", "high") if name in arguments)
     dtype = () if node.meta.dtype == torch.float32 else (("dtype", node.meta.dtype),)
-    return replace(
-        call, target="self.draw", args=(arguments["distribution"],), kwargs=(*parameters, *dtype, *where)
-    )
+    return replace(call, target="self.draw", args=(arguments["distribution"],), kwargs=(*parameters, *dtype, *where))
 
 
 def _arange(call: Call, layout: str, dtype: torch.dtype) -> Call:

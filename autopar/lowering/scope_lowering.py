@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import torch
 
-from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta, ancestors, map_refs
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta, ancestors, is_single_draw, map_refs
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, R
 from autopar.lowering.draw_numbers import DrawNumbers
@@ -121,7 +121,7 @@ class Lowering:
                 continue
             if isinstance(piece, LayerRun):
                 self.layer_run(piece)
-            else:
+            elif not is_single_draw(piece) or Ref(piece.name) in self.uses:
                 self.node(piece)
         return tuple(self.drain())
 

@@ -22,12 +22,12 @@ micro-batch, and a factor or divisor that differs goes into c. A call is
                                 (`known_sums.py`): of a P * P one where that needs no gradient, else both
 
 Likewise the whole batch is needed by calls that look across rows (a blocked factor), that have no rule, that number
-rows (arange), and by dropout and draws whose numbers would start anew in every micro-batch. A loss that is P is multiplied by m * c,
-since the step takes the mean of the micro-batches' losses. Gradients follow: the sum over micro-batches of what is
-differentiated is the whole batch's loss, as a function of the parameters; of a sum that is known and has a gradient,
-the micro-batches' gradients have the whole batch's as their mean (`Share.has_own_gradient`). What is computed of such
-sums and of parameters has so too, and m-th parts of it may be added to a P. Rows and P's are multiplied by none: every
-row's gradient would be that of the micro-batch where the whole batch's is meant.
+rows (arange), and by dropout and draws whose numbers would start anew in every micro-batch. A loss that is P is
+multiplied by m * c, since the step takes the mean of the micro-batches' losses. Gradients follow: the sum over micro-
+batches of what is differentiated is the whole batch's loss, as a function of the parameters; of a sum that is known and
+has a gradient, the micro-batches' gradients have the whole batch's as their mean (`Share.has_own_gradient`). What is
+computed of such sums and of parameters has so too, and m-th parts of it may be added to a P. Rows and P's are
+multiplied by none: every row's gradient would be that of the micro-batch where the whole batch's is meant.
 
 The proof holds for the two graphs that it was given. It is linear in their calls; layers of one class are walked once
 for each way in which their inputs lie.

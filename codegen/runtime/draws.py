@@ -1,7 +1,7 @@
 """Random tensors that are a function of (seed, step, call, global element index) and of nothing else.
 
-The generator is that of `dropout.py`, one 64-bit number for each element. So a rank draws its own part alone, and a draw
-is equal under every plan, in every micro-batch and in recomputation, and no random state is saved.
+The generator is that of `dropout.py`, one 64-bit number for each element. So a rank draws its own part alone, a draw is
+equal under every plan, in every micro-batch and in recomputation, and no random state is saved.
 
     uniform      [0, 1): the upper 24 bits; of fp16 and bf16 as many as they hold, so that no value rounds to 1
     bernoulli    1 where a uniform number is below p, else 0
@@ -9,8 +9,8 @@ is equal under every plan, in every micro-batch and in recomputation, and no ran
     normal       Box-Muller: sqrt(-2 log(u)) cos(2 pi v)
     integers     low ... high - 1: the upper 32 bits scaled to the range, or 63 bits modulo a range above 2**31
 
-Uniform numbers are exact and equal on every device. Logarithms and cosines are taken in fp32, whatever the dtype, so that
-a model in fp64 draws the numbers of the same model in fp32.
+Uniform numbers are exact and equal on every device. Logarithms and cosines are taken in fp32, whatever the dtype, so
+that a model in fp64 draws the numbers of the same model in fp32.
 """
 
 from __future__ import annotations

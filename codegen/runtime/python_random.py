@@ -1,8 +1,8 @@
 """Numbers of Python's `random` and of `numpy.random` as torch's: within `by_torch` their functions call torch's.
 
 So what draws torch's numbers by counters (a trace, `reference.SameDropout`) draws these, too. A trace gets tensors
-without dims, which a program computes with; where Python must know the number (`if`, `range`, an index), the trace fails
-there. The model on one process gets Python's own numbers.
+without dims, which a program computes with. Where Python must know the number (`if`, `range`, an index), the trace
+fails. The model on one process gets Python's own numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class ArrayError(NotImplementedError):
 
 @contextlib.contextmanager
 def by_torch(number: Number, noted: Callable[[str], None] = lambda name: None) -> Iterator[None]:
-    """Within it, in this thread, the functions of FUNCTIONS are torch's. noted: is told the name of each that is called.
+    """Within it, in this thread, the functions of FUNCTIONS are torch's. noted: is told the name of each
+    that is called.
 
     Raises ArrayError where numpy is asked for an array.
     """

@@ -1,8 +1,8 @@
 """torch's random operators in terms of draws: one definition for the traced graph and for the model on one process.
 
-`Draws(draw)` is a dispatch mode. Each random operator calls `draw(distribution, size, dtype, device, **parameters)` once
-(draws.py lists the distributions) and does the rest by plain operators. Random operators that torch itself defines by
-others (alpha dropout, feature dropout) are taken apart by torch before the mode sees them.
+`Draws(draw)` is a dispatch mode. Each random operator calls `draw(distribution, size, dtype, device, **parameters)`
+once (draws.py lists the distributions) and does the rest by plain operators. Random operators that torch itself defines
+by others (alpha dropout, feature dropout) are taken apart by torch before the mode sees them.
 """
 
 from __future__ import annotations

@@ -160,13 +160,14 @@ def _without_override_check(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _RANDOM = frozenset(
     {
-        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial"),
-        *("normal", "bernoulli_", "normal_", "uniform_", "exponential_", "geometric_", "log_normal_", "cauchy_"),
-        *("random_", "poisson", "binomial", "gumbel_softmax", "alpha_dropout", "alpha_dropout_", "dropout1d", "dropout2d"),
-        *("dropout3d", "feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "rrelu"),
-        *("rrelu_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
-        *("fractional_max_pool2d", "fractional_max_pool2d_with_indices", "fractional_max_pool3d"),
-        *("fractional_max_pool3d_with_indices", "_standard_gamma", "_sample_dirichlet"),
+        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli"),
+        *("multinomial", "normal", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
+        *("bernoulli_", "normal_", "uniform_", "exponential_", "geometric_", "log_normal_", "cauchy_", "random_"),
+        *("trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
+        *("gumbel_softmax", "alpha_dropout", "alpha_dropout_", "dropout1d", "dropout2d", "dropout3d"),
+        *("feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "rrelu", "rrelu_"),
+        *("fractional_max_pool2d", "fractional_max_pool2d_with_indices"),
+        *("fractional_max_pool3d", "fractional_max_pool3d_with_indices"),
     }
 )
 """Names of functions and methods that draw, or may."""
