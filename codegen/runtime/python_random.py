@@ -11,7 +11,7 @@ import contextlib
 import functools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -103,7 +103,7 @@ def _numpy_integers(number: Number, low: int, high: int | None = None) -> Any:
     return number(torch.randint(0, low, ()) if high is None else torch.randint(low, high, ()))
 
 
-FUNCTIONS = {
+FUNCTIONS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "random": {
         "random": _plain_uniform,
         "uniform": _uniform,
