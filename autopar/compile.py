@@ -27,7 +27,7 @@ from autopar.frontend.head_padding import with_whole_heads
 from autopar.frontend.inputs import common_batch, name_inputs
 from autopar.frontend.padding import padded
 from autopar.frontend.rebatch import BatchedTrace
-from autopar.frontend.trace import Cuts, find_cuts, trace
+from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
 from autopar.ir.graph import Graph, LayerRun
 from autopar.ir.plan_file import PADDINGS
@@ -138,26 +138,15 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
 class Traced:
     """What of a request follows from the model, its example batch, its loss and its optimiser alone.
 
-    reasons: why it cannot evaluate, with and without logits, as far as that is known before a trace. cuts: what traces
-    share. trainings: how the optimiser bears on plans, by precision and whether they are for GPUs, found when it is
-    asked for.
+    no_logits, no_evaluation: why it cannot evaluate, with and without logits, but for a graph's own reason. trainings:
+    how the optimiser bears on plans, by precision and whether they are for GPUs, found when it is asked for.
     """
 
     needs: Needs
-    reasons: tuple[str, str]
-    cuts: Cuts
+    no_logits: str
+    no_evaluation: str
     trace: BatchedTrace
     trainings: dict[tuple[str, bool], Training] = field(default_factory=dict)
-
-    @property
-    def no_logits(self) -> str:
-        """Why an evaluation cannot give logits; known once a trace is made."""
-        return self.reasons[0] or self.cuts.no_evaluation
-
-    @property
-    def no_evaluation(self) -> str:
-        """Why there is no evaluation; known once a trace is made."""
-        return self.reasons[1] or self.cuts.no_evaluation
 
 
 def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
@@ -174,7 +163,7 @@ def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
     def trace_at(micro_rows: int) -> Graph:
         return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
 
-    return Traced(needs, (no_logits, no_evaluation), cuts, BatchedTrace(trace_at))
+    return Traced(needs, no_logits, no_evaluation, BatchedTrace(trace_at))
 
 
 def request_of(
@@ -230,8 +219,8 @@ def request_of(
         kernels=fused,
         fp8=bool(options.fp8),
         needs=needs,
-        no_evaluation=known.no_evaluation,
-        gives_logits=not known.no_logits,
+        no_evaluation=known.no_evaluation or traced(rows).no_evaluation,
+        gives_logits=not (known.no_logits or traced(rows).no_evaluation),
         backend=options.backend,
         unpadded=AccumulatingTrace(trace_at, rows, source) if has_choice else None,
     )

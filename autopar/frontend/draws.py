@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.errors import TraceError
 from autopar.frontend import fakes
-from autopar.frontend.effects import at, draws_by_key, is_random, refused_random
+from autopar.frontend.effects import at, draws, is_random, refused_random
 from autopar.frontend.fx_import import CONSTANT, DROPPED_KWARGS, FlatGraph, unused_name
 from autopar.ir.graph import DRAW, IN_TRAINING, Node, Ref, TensorMeta, base_name, has_gradients, map_refs, refs_in
 from autopar.ir.operators import find_op
@@ -51,7 +51,7 @@ class _Writer:
     def written(self, node: Node) -> list[Node]:
         """The calls that take the place of one call; itself where it draws nothing."""
         overload = find_op(node.op)
-        if overload is None or torch.Tag.nondeterministic_seeded not in overload.tags or draws_by_key(node):
+        if overload is None or not draws(overload):
             return [node]
         try:
             made = self.inlined(node, self.parts(node, overload))

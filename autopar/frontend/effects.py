@@ -6,6 +6,8 @@ is not held against a model.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from autopar.errors import TraceError
@@ -74,15 +76,15 @@ def refused_random(op: str, place: str) -> TraceError:
     )
 
 
-def draws_by_key(node: Node) -> bool:
-    """Whether the operator is one that the run time draws itself, or would if it drew."""
-    return node.op in _KEYED
+def draws(overload: Any) -> bool:
+    """Whether an operator of torch draws random numbers, or may, other than by keys of its own."""
+    is_operator = isinstance(overload, torch._ops.OpOverload)
+    return is_operator and torch.Tag.nondeterministic_seeded in overload.tags and str(overload) not in _KEYED
 
 
 def is_random(node: Node) -> bool:
-    """Whether the call draws random numbers that no program can draw."""
-    overload = find_op(node.op)
-    if draws_by_key(node) or overload is None or torch.Tag.nondeterministic_seeded not in overload.tags:
+    """Whether the call draws random numbers other than by a key of its own."""
+    if not draws(find_op(node.op)):
         return False
     given = arguments_of(node)
     chance, is_training = given.get("dropout", given.get("p", 1.0)), given.get("train", given.get("training", True))

@@ -20,6 +20,7 @@ from torch import nn
 from autopar.errors import TraceError
 from autopar.frontend import fakes
 from autopar.frontend.depth import Truncation, shorten
+from autopar.frontend.effects import draws
 from autopar.frontend.export import forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.inputs import fake_input, name_inputs
@@ -27,7 +28,6 @@ from autopar.frontend.other_rows import UnlikeError
 from autopar.frontend.recorded_calls import RecordedCalls
 from autopar.frontend.recorder import Record, record
 from autopar.frontend.skeleton import skeleton_of
-from autopar.frontend.trace import Cuts
 from autopar.frontend.training_only import replacements
 
 
@@ -54,8 +54,7 @@ def why_no_evaluation(
 ) -> str:
     """ "" where the program can evaluate, else what differs, in one clause.
 
-    cuts: runs of equal blocks to shorten; `Cuts` learn whether training has calls of its own. with_logits: what the
-    model returns as logits must be equal, too.
+    cuts: runs of equal blocks to shorten. with_logits: what the model returns as logits must be equal, too.
     """
     fake = fakes.mode()
     named = name_inputs(model, example_inputs, loss_fn)
@@ -75,10 +74,9 @@ def why_no_evaluation(
     if training is None or evaluating is None:
         return "the model's forward could not be followed in evaluation mode"
     found = _difference(RecordedCalls(training.outside, True), RecordedCalls(evaluating.outside, False))
-    if found and isinstance(cuts, Cuts):
+    if found and any(draws(entry[0]) for entry in training.outside):
         with contextlib.suppress(UnlikeError):
             replacements(training, evaluating)
-            cuts.has_training_only = True
             return ""
     return found
 

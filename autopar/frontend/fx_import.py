@@ -41,7 +41,8 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 class FlatGraph:
     """Nodes in execution order, before layers are folded. Mutable: the simplification passes rewrite it.
 
-    lines: node -> the stack of the user's code that called it, as Python prints one. unchecked: as in a Graph.
+    lines: node -> the stack of the user's code that called it, as Python prints one. unchecked, no_evaluation: as in a
+    Graph.
     """
 
     parameters: dict[str, Parameter]
@@ -52,6 +53,7 @@ class FlatGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
     unchecked: tuple[str, ...] = ()
+    no_evaluation: str = ""
 
     def copy(self) -> FlatGraph:
         """A copy that passes may rewrite while this stays."""

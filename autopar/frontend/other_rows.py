@@ -112,8 +112,7 @@ class Places:
             return False
         (args, kwargs), *results = rest
         named = tuple((key, value) for key, value in kwargs if key not in DROPPED_KWARGS)
-        if name in _WITH_CUDNN and len(args) == len(node.args):
-            args = (*args[:-1], node.args[-1])
+        args = _as_exported(node, args)
         have, want = [(shape, dtype) for shape, dtype, *_ in results], [(m.shape, m.dtype) for m in node.outputs]
         if len(node.args) < len(args) or any(refs_in(node.args[len(args) :])):
             return False
@@ -146,6 +145,7 @@ def _renumbered(node: Node, entry: list[Any]) -> Node:
         TensorMeta(shape, dtype, meta.requires_grad)
         for (shape, dtype, *_), meta in zip(results, node.outputs, strict=True)
     )
+    args = _as_exported(node, args)
     defaults = node.args[len(args) :]
     return replace(
         node,
@@ -153,6 +153,12 @@ def _renumbered(node: Node, entry: list[Any]) -> Node:
         kwargs=_numbers(node.kwargs, named),
         outputs=outputs,
     )
+
+
+def _as_exported(node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Recorded arguments with what an export says of cuDNN."""
+    is_said = node.op in _WITH_CUDNN and len(args) == len(node.args)
+    return (*args[:-1], node.args[-1]) if is_said else args
 
 
 def _numbers(exported: Any, recorded: Any) -> Any:

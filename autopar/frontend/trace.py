@@ -23,6 +23,7 @@ from autopar.frontend import fakes
 from autopar.frontend.admission import check_model
 from autopar.frontend.depth import Truncation, equal_runs, shorten
 from autopar.frontend.depth_check import verified
+from autopar.frontend.effects import is_random
 from autopar.frontend.export import export, forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.fx_import import LOGITS, FlatGraph, import_program
@@ -47,8 +48,6 @@ class Cuts(tuple[Truncation, ...]):
 
     first: _First | None = None
     is_repeatable: bool = False  # forward was seen to do the same each time
-    has_training_only: bool = False  # an evaluation reads other values in the place of some
-    no_evaluation: str = ""  # why a graph lacks these
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +94,7 @@ def trace(
             raise
         graph = None
     if graph is None:  # the model counts its blocks itself: trace all of them
-        whole = Cuts()
-        whole.has_training_only = isinstance(cuts, Cuts) and cuts.has_training_only
-        graph = trace(model, example_inputs, loss_fn, batch_size=batch_size, param_dtype=param_dtype, cuts=whole)
-        if isinstance(cuts, Cuts):
-            cuts.no_evaluation = whole.no_evaluation
+        return trace(model, example_inputs, loss_fn, batch_size=batch_size, param_dtype=param_dtype, cuts=())
     return graph
 
 
@@ -125,12 +120,12 @@ def _flat_graph(
         return record(candidate, (), given, forward, results)
 
     def followed(flat: FlatGraph) -> FlatGraph:
-        """The graph, which an evaluation follows, too."""
-        if isinstance(cuts, Cuts) and cuts.has_training_only:
+        """The graph, which an evaluation follows, too, where it can."""
+        if any(is_random(node) for node in flat.nodes):
             try:
                 write_training_only(flat, recorded(short(), batch), recorded(short(is_training=False), batch))
             except Exception as error:  # whatever forward cannot do while it is recorded
-                cuts.no_evaluation = f"what training does alone is not found in the exported graph: {error}"
+                flat.no_evaluation = f"what training does alone is not found in the exported graph: {error}"
         return flat
 
     results = Results(fake)
@@ -193,7 +188,8 @@ def _to_graph(
         for name, value in fake_batch.items()
         if isinstance(value, torch.Tensor)
     )
-    graph = replace(fold_layers(flat, inputs, cuts, batch_size or rows), unchecked=flat.unchecked)
+    folded = fold_layers(flat, inputs, cuts, batch_size or rows)
+    graph = replace(folded, unchecked=flat.unchecked, no_evaluation=flat.no_evaluation)
     return _with_logits(graph)
 
 

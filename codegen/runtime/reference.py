@@ -40,9 +40,10 @@ class SameDropout(TorchFunctionMode):
     one step: use a new one for the next.
 
     Replaced: F.dropout, torch.dropout and their in-place variants (so nn.Dropout and F.multi_head_attention_forward
-    too) in training with p > 0; F.scaled_dot_product_attention with dropout_p > 0; every other random function by the
-    draws that it is made of (random_operators.py); Python's and numpy's numbers (python_random.py). Calls with p = 0 or
-    not in training do not count. Raises NotImplementedError for what no generated program draws.
+    too) in training with p > 0; F.scaled_dot_product_attention with dropout_p > 0; every other random function by
+    the draws that it is made of (random_operators.py); Python's and numpy's numbers (python_random.py). Calls with
+    p = 0 or not in training do not count, and a torch.Generator that is named draws as it would. Raises
+    NotImplementedError for what no generated program draws.
 
     Attributes:
         calls: the calls replaced so far, in order.
@@ -83,7 +84,7 @@ class SameDropout(TorchFunctionMode):
         if handler is not None:
             replaced = handler(*args, **kwargs)
             return func(*args, **kwargs) if replaced is None else replaced
-        if _is_random(func):
+        if _is_random(func) and kwargs.get("generator") is None:
             with Draws(self._draw):
                 return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:

@@ -16,7 +16,7 @@ from codegen.runtime.layout import Layout, whole
 M = (1 << 64) - 1
 COUNT = 1 << 15
 KS_LIMIT = 1.95
-"""Of the largest distance between distribution functions times the root of the count: exceeded once in 1,000 samples."""
+"""Of the largest distance of distribution functions times the root of the count: exceeded once in 1,000 samples."""
 
 
 def of(distribution: str, shape: tuple[int, ...] = (COUNT,), key: int = 5, **others: object) -> Tensor:
@@ -99,7 +99,7 @@ def test_neighbours_and_calls_are_independent() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_ranges_hold_in_every_dtype(dtype: torch.dtype) -> None:
     uniform = of("uniform", dtype=dtype)
-    assert uniform.dtype == dtype and 0 <= float(uniform.min()) and float(uniform.max()) < 1
+    assert uniform.dtype == dtype and float(uniform.min()) >= 0 and float(uniform.max()) < 1
     exponential = of("exponential", dtype=dtype)
     assert float(exponential.min()) > 0 and bool(exponential.isfinite().all())
     assert bool(of("normal", dtype=dtype).isfinite().all())
@@ -146,4 +146,3 @@ def test_empty_and_single_draws() -> None:
     assert of("uniform", ()).shape == ()
     with pytest.raises(ValueError, match="'gamma' is none of the distributions"):
         of("gamma")
-
