@@ -17,7 +17,8 @@ from autopar.costs.events import Event, Key, Moved, Ran, Unit
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.saved import PARTS
-from autopar.ir.graph import ATTENTION, DEFERRABLE, DRAW, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
+from autopar.ir.draws import DRAW
+from autopar.ir.graph import ATTENTION, DEFERRABLE, VIEWS, Node, Ref, TensorMeta, base_name, has_dropout
 from autopar.ir.placement import Placements
 from autopar.options.scopes import Scope
 from autopar.options.strategies import num_local

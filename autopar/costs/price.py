@@ -16,10 +16,10 @@ from autopar.costs.contractions import Contractions
 from autopar.costs.parameter_prices import ParameterPrices
 from autopar.costs.saved import extra_saved_bytes
 from autopar.costs.specials import specials
+from autopar.ir.draws import DRAW
 from autopar.ir.graph import (
     ATTENTION,
     DEFERRABLE,
-    DRAW,
     MATMULS,
     SINK_ATTENTION,
     VIEWS,

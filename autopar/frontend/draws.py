@@ -18,7 +18,8 @@ from autopar.errors import TraceError
 from autopar.frontend import fakes
 from autopar.frontend.effects import at, draws, is_random, refused_random
 from autopar.frontend.fx_import import CONSTANT, DROPPED_KWARGS, FlatGraph, unused_name
-from autopar.ir.graph import DRAW, IN_TRAINING, Node, Ref, TensorMeta, base_name, has_gradients, map_refs, refs_in
+from autopar.ir.draws import DRAW, IN_TRAINING
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_gradients, map_refs, refs_in
 from autopar.ir.operators import find_op
 from codegen.runtime.random_operators import Draws, UndrawnError
 

@@ -65,7 +65,7 @@ class RecordedCalls:
         writes = operator._schema.is_mutable
         counts = writes and not _is_buffer(next(iter(named.values())))
         what = (tuple(named.items()), tuple(result[:2] for result in results))
-        self._calls.append(RecordedCall(("result", position), name, what, counts, writes))
+        self._calls.append(RecordedCall(("result", position), name, what, counts, writes=writes))
 
     def source(self, value: Any) -> Any:
         """`value`, or what it is another name of."""

@@ -27,7 +27,8 @@ from autopar.frontend.losses import split_means
 from autopar.frontend.mask_windows import forms_of, window_of
 from autopar.frontend.scattered_rows import write_scattered_rows
 from autopar.frontend.sinks import write_sinks
-from autopar.ir.graph import DRAW, WINDOW_ATTENTION, Node, Ref, TensorMeta, is_keyed, is_single_draw, map_refs
+from autopar.ir.draws import DRAW, is_keyed, is_single_draw
+from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs
 from autopar.ir.operators import arguments_of
 from codegen.runtime.windows import Window
 

@@ -17,7 +17,8 @@ from autopar.frontend.other_rows import Places, UnlikeError
 from autopar.frontend.recorded_calls import RecordedCall, RecordedCalls
 from autopar.frontend.recorder import Record, Source
 from autopar.frontend.simplify import drop_no_effect
-from autopar.ir.graph import IN_TRAINING, Node, Ref, with_refs
+from autopar.ir.draws import IN_TRAINING
+from autopar.ir.graph import Node, Ref, with_refs
 
 Name = tuple[Any, ...]
 """Where a value of a record comes from, as recorder.py has it: ("result", position, index), ("input", name), ..."""

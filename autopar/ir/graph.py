@@ -302,13 +302,6 @@ SINK_ATTENTION = "autopar.sink_attention.default"
 """`sink_attention(query, key, value, sinks, is_causal, before, after, chunk, scale, enable_gqa)`, of
 codegen/runtime/sink_attention.py: what attention is written as that is proven to have a sink (frontend/sinks.py)."""
 
-DRAW = "autopar.draw.default"
-"""`draw(distribution, size, dtype, p, low, high)`, of codegen/runtime/draws.py: what random operators are written as
-(frontend/draws.py)."""
-
-IN_TRAINING = "autopar.in_training.default"
-"""`in_training(training, evaluation)`: the first in training, the second in evaluation (frontend/training_only.py)."""
-
 _OWN_ATTENTION = (WINDOW_ATTENTION, SINK_ATTENTION)
 
 
@@ -322,17 +315,6 @@ def is_causal(node: Node) -> bool:
 def has_dropout(node: Node) -> bool:
     """Whether a call of attention drops probabilities."""
     return node.op not in _OWN_ATTENTION and len(node.args) > 4 and bool(node.args[4])
-
-
-def is_keyed(node: Node) -> bool:
-    """Whether a call draws random numbers by a key of its own: dropout, attention with dropout, and draws."""
-    name = base_name(node.op)
-    return node.op == DRAW or name == "dropout" or (name == "scaled_dot_product_attention" and has_dropout(node))
-
-
-def is_single_draw(node: Node) -> bool:
-    """Whether a call draws one number, which is kept in a graph even where nothing reads it."""
-    return node.op == DRAW and node.args[1] == ()
 
 
 def view_root(ref: Ref, nodes: Mapping[str, Node]) -> Ref:

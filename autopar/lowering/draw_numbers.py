@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import Graph, LayerRun, derived, is_keyed
+from autopar.ir.draws import is_keyed
+from autopar.ir.graph import Graph, LayerRun, derived
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autopar.ir.draws import IN_TRAINING
 from autopar.ir.graph import (
     DEFERRABLE,
-    IN_TRAINING,
     SINK_ATTENTION,
     WINDOW_ATTENTION,
     Graph,

@@ -13,7 +13,8 @@ from fractions import Fraction
 
 import torch
 
-from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta, ancestors, is_single_draw, map_refs
+from autopar.ir.draws import is_single_draw
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta, ancestors, map_refs
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, R
 from autopar.lowering.draw_numbers import DrawNumbers

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Mapping
 
-from autopar.ir.graph import DRAW, Graph, LayerRun, Node, Ref
+from autopar.ir.draws import DRAW
+from autopar.ir.graph import Graph, LayerRun, Node, Ref
 from autopar.ir.placement import Placement, S
 from autopar.options.scopes import Scope
 from autopar.rules.rule import Rule, find_factor

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from autopar.ir.graph import DRAW
+from autopar.ir.draws import DRAW
 from autopar.rules.call import Call, make_rule
 from autopar.rules.rule import Lowering, Rule
 

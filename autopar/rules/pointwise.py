@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import IN_TRAINING
+from autopar.ir.draws import IN_TRAINING
 from autopar.rules.call import Call, broadcast_groups, make_rule
 from autopar.rules.rule import Lowering, Rule
 
