@@ -138,8 +138,8 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
 class Traced:
     """What of a request follows from the model, its example batch, its loss and its optimiser alone.
 
-    no_logits, no_evaluation: why it cannot evaluate, with and without logits. trainings: how the optimiser bears on
-    plans, by precision and whether they are for GPUs, found when it is asked for.
+    no_logits, no_evaluation: why it cannot evaluate, with and without logits, but for a graph's own reason. trainings:
+    how the optimiser bears on plans, by precision and whether they are for GPUs, found when it is asked for.
     """
 
     needs: Needs
@@ -219,8 +219,8 @@ def request_of(
         kernels=fused,
         fp8=bool(options.fp8),
         needs=needs,
-        no_evaluation=known.no_evaluation,
-        gives_logits=not known.no_logits,
+        no_evaluation=known.no_evaluation or traced(rows).no_evaluation,
+        gives_logits=not (known.no_logits or traced(rows).no_evaluation),
         backend=options.backend,
         unpadded=AccumulatingTrace(trace_at, rows, source) if has_choice else None,
     )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.compiled import CompiledProgram
 from autopar.frontend.copies import deep_copy
+from codegen.runtime.reference import SameDropout
 
 STEPS = 3
 TOLERANCE = 1e-5
@@ -53,10 +54,11 @@ def is_exact(
     by_hand = deep_copy(model)
     losses, state = _trained(compiled, batch)
     update = optimizer([p for p in by_hand.parameters() if p.requires_grad])
-    for found in losses:
+    for index, found in enumerate(losses):
         update.zero_grad()
-        output = by_hand(**{name: value for name, value in batch.items() if loss_fn is None or name != "target"})
-        loss = output if loss_fn is None else loss_fn(output, batch["target"])
+        with SameDropout(0, index):
+            output = by_hand(**{name: value for name, value in batch.items() if loss_fn is None or name != "target"})
+            loss = output if loss_fn is None else loss_fn(output, batch["target"])
         torch.autograd.backward(loss)
         update.step()
         wanted = float(loss.detach())

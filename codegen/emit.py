@@ -26,6 +26,7 @@ from codegen.text import is_path, plain, quoted
 
 _BASE_HOME = {
     "Module": "parameters",
+    "DrawModule": "draw_module",
     "DropoutModule": "dropout_module",
     "MemorySaving": "recompute",
     "SummingModule": "whole_sums",
@@ -54,6 +55,9 @@ _LOGITS = "LogitsModule"
 """The base of a root class whose forward can give the model's logits."""
 _DRAW_MASKS = frozenset({"self.same_dropout", "self.dropout_attention", "kernels.dropout_add"})
 """Calls that draw the mask of a dropout."""
+_DRAW = frozenset({"self.draw", "self.in_training"})
+_NUMBERED = frozenset({"DrawModule", "DropoutModule"})
+"""Bases of classes whose draws are numbered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,20 +189,26 @@ def _layout(layout: Layout) -> str:
     return f"{layout.name} = Layout({layout.shape}{shards})"
 
 
-def _bases(cls: ModuleClass, saving: frozenset[str]) -> tuple[str, ...]:
-    """The base classes of a generated class: what its forward and its activations need of the run time."""
-    targets = {statement.target for statement in cls.body if isinstance(statement, Call)}
+def _bases(cls: ModuleClass, saving: frozenset[str], others: Iterable[Statement] = ()) -> tuple[str, ...]:
+    """The base classes of a generated class: what its methods and its activations need of the run time.
+
+    others: the statements of methods beside forward.
+    """
+    targets = {statement.target for statement in (*cls.body, *others) if isinstance(statement, Call)}
     needed = {
-        "DropoutModule": bool(targets & _DRAW_MASKS),
+        "DrawModule": bool(targets & _DRAW),
+        "DropoutModule": bool(targets & _DRAW_MASKS) and not targets & _DRAW,
         "MemorySaving": cls.name in saving,
         "SummingModule": "self.whole_sum" in targets,
     }
     return tuple(name for name, is_needed in needed.items() if is_needed) or ("Module",)
 
 
-def _heading(cls: ModuleClass, saving: frozenset[str], more: tuple[str, ...] = ()) -> list[str]:
-    """more: base classes beside what forward needs."""
-    bases = tuple(base for base in _bases(cls, saving) if not more or base != "Module") + more
+def _heading(
+    cls: ModuleClass, saving: frozenset[str], more: tuple[str, ...] = (), others: Iterable[Statement] = ()
+) -> list[str]:
+    """more: base classes beside what methods need. others: the statements of methods beside forward."""
+    bases = tuple(base for base in _bases(cls, saving, others) if not more or base != "Module") + more
     lines = [f"class {cls.name}({', '.join(bases)}):", *documented(plain(cls.doc)), ""]
     lines += _table("PARAMETERS", cls.parameters) + _table("BUFFERS", cls.buffers)
     return lines + ([f"    WRITTEN_BUFFERS = {literal(cls.written_buffers)}", ""] if cls.written_buffers else [])
@@ -207,7 +217,7 @@ def _heading(cls: ModuleClass, saving: frozenset[str], more: tuple[str, ...] = (
 def layer_class(program: Program, cls: ModuleClass, words: Words) -> str:
     """The text of one layer class."""
     lines = _heading(cls, words.saving)
-    if "DropoutModule" in _bases(cls, words.saving):
+    if _NUMBERED & set(_bases(cls, words.saving)):
         lines += [f"    dropout_base = {literal(cls.dropout_base)}", f"    dropout_calls = {cls.num_dropout_calls}", ""]
     lines += [f"    def forward({_names(('self', *cls.inputs))}):"]
     lines += indented(
@@ -223,7 +233,8 @@ def _names(values: Iterable[str | Var]) -> str:
 
 def _root_class(program: Program, words: Words) -> str:
     cls, dims = program.root, Dims(program.dims)
-    lines = _heading(cls, words.saving, () if program.logits is None else (_LOGITS,))
+    others = (*program.count_targets, *program.whole_sums)
+    lines = _heading(cls, words.saving, () if program.logits is None else (_LOGITS,), others)
     lines += _class_table("LAYERS", {layer.name: paths_text(program.paths(layer.name)) for layer in program.layers})
     lines += _class_table("RECOMPUTE", {name: modes_text(modes) for name, modes in program.recompute.items()})
     lines += _class_table("OFFLOAD", {name: offload_text(modes) for name, modes in program.offload.items()})

@@ -7,7 +7,7 @@ import keyword
 import unicodedata
 from collections.abc import Collection
 
-from codegen.runtime.dropout_module import DropoutModule
+from codegen.runtime.draw_module import DrawModule
 from codegen.runtime.evaluation import LOGITS_ATTRIBUTES, LogitsModule
 from codegen.runtime.names import ARGUMENTS
 from codegen.runtime.parameters import Module
@@ -17,7 +17,7 @@ from codegen.text import quoted
 MOST_CHARACTERS = 64
 """Of a name that generated source defines."""
 
-_BASES = (DropoutModule, SummingModule, LogitsModule)
+_BASES = (DrawModule, SummingModule, LogitsModule)
 _OWN = frozenset(
     (
         *(name for base in _BASES for name in dir(base)),
@@ -28,7 +28,8 @@ _OWN = frozenset(
 
 _CLASSES = ARGUMENTS | {
     *("Container", "Tensor", "Step", "Mesh", "Stage", "Pipeline", "PIPELINE", "INPUTS", "SCHEDULE"),
-    *("DropoutModule", "LogitsModule", "MemorySaving", "SummingModule", "PipelineExecutor", "NUM_MICRO_BATCHES"),
+    *("DrawModule", "DropoutModule", "LogitsModule", "MemorySaving", "SummingModule", "PipelineExecutor"),
+    "NUM_MICRO_BATCHES",
 }
 
 

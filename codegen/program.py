@@ -212,11 +212,10 @@ class BoundaryTensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerRunSpec:
-    """Where layers of a class live: module paths, and the number of the first layer's first dropout call."""
+    """Where layers of a class live: module paths."""
 
     layer: str
     paths: tuple[str, ...]
-    dropout_base: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ from codegen.schemas import EmissionError
 _LIKE_FIRST: Final = frozenset(
     {
         *("aten.silu.default", "aten.gelu.default", "aten.neg.default", "aten.contiguous.default"),
-        *("self.same_dropout", "self.whole_sum", "kernels.swiglu", "kernels.geglu", "kernels.bias_gelu"),
-        *("kernels.dropout_add",),
+        *("self.same_dropout", "self.in_training", "self.whole_sum", "kernels.swiglu", "kernels.geglu"),
+        *("kernels.bias_gelu", "kernels.dropout_add"),
         *("idioms.rms_norm", "idioms.swiglu", "idioms.gelu_tanh", "idioms.next_tokens"),
         *("kernels.rms_norm", "kernels.layer_norm", "kernels.add_rms_norm", "kernels.add_layer_norm"),
     }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopar.ir.graph import Graph, Input, Node, Ref, TensorMeta
 from autopar.ir.mesh import Mesh
+from autopar.lowering.draw_numbers import draw_numbers
 from autopar.lowering.scope_lowering import Lowering, Shared, dtype_name
 from autopar.options.assignment import Assignment
 from autopar.options.scopes import scopes_of
@@ -49,6 +50,7 @@ def program_of(
         assignment=assignment,
         scopes={scope.name: scope for scope in scopes_of(graph)},
         results=results,
+        numbers=draw_numbers(graph),
     )
     lowering = Lowering(shared, shared.scopes[""])
     entering = tuple(lowering.at_hand[Ref(name), lowering.lies[Ref(name)]] for name in names)

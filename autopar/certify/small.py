@@ -204,6 +204,10 @@ def _one_hot(_: Call, __: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> dict
     return {"num_classes": outputs[0][-1]}
 
 
+def _drawn(_: Call, __: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> dict[str, Any]:
+    return {"size": outputs[0]}
+
+
 def _window(call: Call, inputs: tuple[Shape, ...], _: tuple[Shape, ...]) -> dict[str, Any]:
     """A window that hides as large a share of the keys as it did."""
     key = call.tensor("key").index
@@ -239,6 +243,7 @@ _OWN: Mapping[str, _Replace] = {
     "rms_norm": _normalized,
     "arange": _arange,
     "one_hot": _one_hot,
+    "draw": _drawn,
     "slice": _section,
     "narrow": _section,
     WINDOW_ATTENTION: _window,

@@ -18,6 +18,7 @@ from autopar.costs.kept import is_view
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.saved import Saved
+from autopar.ir.draws import DRAW
 from autopar.ir.graph import DEFERRABLE, VIEWS, Ref, TensorMeta, base_name, has_dropout
 from autopar.ir.placement import Placements
 from autopar.options.scopes import Scope
@@ -208,6 +209,8 @@ class Walk:
         name, local = base_name(node.op), num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
         if name == "dropout":
             return 24.0 * min(local // 2, DROPOUT_PAIRS[self.kind]) * self.scale
+        if node.op == DRAW:  # of 64-bit integers like dropout's, one an element, and what they become
+            return 40.0 * min(local, DROPOUT_PAIRS[self.kind]) * self.scale
         if name == "cross_entropy_loss":
             return self._chunk(event)
         in_kernel = self.pricer.kernel_bytes(event.operator, option)[1]

@@ -18,6 +18,7 @@ from autopar.costs.parameter_prices import ParameterPrices
 from autopar.costs.rates import is_cpu
 from autopar.costs.saved import Saved
 from autopar.costs.specials import specials
+from autopar.ir.draws import DRAW
 from autopar.ir.graph import (
     ATTENTION,
     DEFERRABLE,
@@ -35,7 +36,10 @@ from autopar.rules.norm import SYNCHRONISED
 from cost_models import compute
 
 JOINS = frozenset({"cat", "stack"})
-FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones"} - {"reshape"}
+DRAW_BYTES = 256.0
+"""What a draw moves per element: codegen/runtime/draws.py makes a dozen passes over 64-bit integers in chunks, and
+three over fp32."""
+FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones", "in_training"} - {"reshape"}
 
 
 @dataclass
@@ -59,6 +63,8 @@ class Pricer(Contractions, ParameterPrices):
         if name in FREE and not any(a.lowering for a in option.axes):
             seconds = host.VIEW * host.launch_seconds(self.cluster) if name in VIEWS else 0.0
             return seconds, seconds if any(meta.requires_grad for meta in metas_in) else 0.0
+        if operator.node.op == DRAW:
+            return self.memory_seconds(DRAW_BYTES * num_local(operator.node.meta, option.outputs[0], self.mesh)), 0.0
         if not any(meta.requires_grad for meta in operator.node.outputs) and not metas_in:
             return 0.0, 0.0
         bytes_in = sum(

@@ -6,6 +6,8 @@ is not held against a model.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from autopar.errors import TraceError
@@ -15,7 +17,7 @@ from autopar.frontend.user_line import user_line
 from autopar.ir.graph import Node, Ref, base_name
 from autopar.ir.operators import arguments_of, find_op
 
-_KEYED = frozenset({"aten.dropout.default", "aten.scaled_dot_product_attention.default"})
+_KEYED = frozenset({"aten.dropout.default", "aten.dropout_.default", "aten.scaled_dot_product_attention.default"})
 """Random operators whose numbers a program draws by the element's place in the whole, and so as one process does."""
 
 _PRODUCTS = frozenset({"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "addmv", "mv", "dot", "conv1d", "conv2d"})
@@ -67,16 +69,22 @@ def refused_random(op: str, place: str) -> TraceError:
         "forward draws random numbers that no parallel plan can draw as one process does",
         values=f"{op}{place}",
         alternatives=[
-            "dropout (torch.nn.Dropout, or attention's), whose masks are equal under every plan",
+            "another distribution: uniform, normal, exponential and Bernoulli numbers, integers and what follows from "
+            "them (dropout, Gumbel, multinomial) are drawn alike under every plan",
             "random tensors as inputs of the batch",
         ],
     )
 
 
+def draws(overload: Any) -> bool:
+    """Whether an operator of torch draws random numbers, or may, other than by keys of its own."""
+    is_operator = isinstance(overload, torch._ops.OpOverload)
+    return is_operator and torch.Tag.nondeterministic_seeded in overload.tags and str(overload) not in _KEYED
+
+
 def is_random(node: Node) -> bool:
-    """Whether the call draws random numbers other than by `dropout`'s keys."""
-    overload = find_op(node.op)
-    if node.op in _KEYED or overload is None or torch.Tag.nondeterministic_seeded not in overload.tags:
+    """Whether the call draws random numbers other than by a key of its own."""
+    if not draws(find_op(node.op)):
         return False
     given = arguments_of(node)
     chance, is_training = given.get("dropout", given.get("p", 1.0)), given.get("train", given.get("training", True))

@@ -3,14 +3,14 @@
 The generated program in evaluation mode is the training trace without dropout and with the running statistics of batch
 and instance norm (codegen/evaluation.py). Whether the model's own evaluation is just that is read off two records of
 forward, one in each mode, which cost a hundredth of an export: with those flags put aside, and without what the loss
-does not depend on (counters), they must be equal operator by operator.
+does not depend on (counters), they must be equal operator by operator. What training does beside that (stochastic
+depth) must have a counterpart that evaluation reads in its place (training_only.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,21 +21,15 @@ from autopar.errors import TraceError
 from autopar.frontend import fakes
 from autopar.frontend.attributes import attribute, named_modules
 from autopar.frontend.depth import Truncation, shorten
+from autopar.frontend.effects import draws
 from autopar.frontend.export import forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.inputs import fake_input, name_inputs
-from autopar.frontend.recorder import Source, record
+from autopar.frontend.other_rows import UnlikeError
+from autopar.frontend.recorded_calls import RecordedCalls
+from autopar.frontend.recorder import Record, record
 from autopar.frontend.skeleton import skeleton_of
-from autopar.ir.operators import named_arguments
-
-_FLAGS: Mapping[str, tuple[str, Any]] = {
-    "aten.dropout.default": ("train", False),
-    "aten.dropout_.default": ("train", False),
-    "aten.scaled_dot_product_attention.default": ("dropout_p", 0.0),
-    "aten.batch_norm.default": ("training", False),
-    "aten.instance_norm.default": ("use_input_stats", False),
-}
-"""Operator -> the argument that a program in evaluation mode has otherwise than in training, and its value then."""
+from autopar.frontend.training_only import replacements
 
 
 def check_norms(model: nn.Module) -> None:
@@ -67,104 +61,37 @@ def why_no_evaluation(
     named = name_inputs(model, example_inputs, loss_fn)
     batch = named.map(lambda value: fake_input(value, fake, 0, None, None))
 
-    def operators(is_training: bool) -> list[Any] | None:
+    def recorded(is_training: bool) -> Record | None:
         skeleton = skeleton_of(model, fake, cuts=cuts)
         if not is_training:
             skeleton.eval()
         shorten(skeleton, cuts)
         forward = partial(forward_and_loss, loss_fn=loss_fn, batch=batch, with_logits=with_logits)
         with contextlib.suppress(Exception):  # what cannot be recorded may still be exported; it only cannot evaluate
-            return _compared(record(skeleton, (), batch, forward, Results(fake)).outside, is_training)
+            return record(skeleton, (), batch, forward, Results(fake))
         return None
 
-    training, evaluating = operators(True), operators(False)
+    training, evaluating = recorded(True), recorded(False)
     if training is None or evaluating is None:
         return "the model's forward could not be followed in evaluation mode"
-    for own, other in zip(training, evaluating, strict=False):
+    found = _difference(RecordedCalls(training.outside, True), RecordedCalls(evaluating.outside, False))
+    if found and any(draws(entry[0]) for entry in training.outside):
+        with contextlib.suppress(UnlikeError):
+            replacements(training, evaluating)
+            return ""
+    return found
+
+
+def _difference(training: RecordedCalls, evaluating: RecordedCalls) -> str:
+    """What differs first, in one clause."""
+    owns, others = training.numbered(), evaluating.numbered()
+    for own, other in zip(owns, others, strict=False):
         if own != other:
             return f"the model calls {other[0]} in evaluation mode where it calls {_text(own, other)} in training"
-    if len(training) != len(evaluating):
-        return f"the model calls {len(evaluating)} operators in evaluation mode, and {len(training)} in training"
+    if len(owns) != len(others):
+        return f"the model calls {len(others)} operators in evaluation mode, and {len(owns)} in training"
     return ""
 
 
 def _text(own: Any, other: Any) -> str:
     return str(own[0]) if own[0] != other[0] else "it with other arguments"
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A recorded call. what: all that must be equal. counts: whether it does even if the loss reads no result."""
-
-    key: tuple[Any, ...]
-    name: str
-    what: Any
-    counts: bool
-
-
-def _compared(entries: list[Any], in_program: bool) -> list[Any]:
-    """The operators that the loss depends on, comparable between records.
-
-    in_program: as the program runs them in evaluation mode, rather than as they were called.
-    """
-    renamed: dict[Any, Any] = {}  # the result of an identity -> what it is
-    kept: list[_Kept] = []
-    for position, entry in enumerate(entries[:-1], 1):
-        name = str(entry[0])
-        if name in ("enter", "grad mode"):
-            kept.append(_Kept(("mode", position), name, entry[1], True))
-            continue
-        operator, (args, kwargs), *results = entry
-        named = named_arguments(operator, args, dict(kwargs))
-        if name in _FLAGS and not (name.endswith("norm.default") and named.get("running_mean") is None):
-            flag, value = _FLAGS[name]
-            if in_program:
-                named[flag] = value
-        is_identity = name.startswith("aten.dropout") and (not named["train"] or not named["p"])
-        if is_identity or name == "aten.contiguous.default":  # whether that copies depends on strides, not on values
-            renamed["result", position, 0] = next(iter(named.values()))
-            continue
-        # What reads a tensor that was written to does not name the call; only what a buffer becomes stays out of sight.
-        counts = operator._schema.is_mutable and not _is_buffer(next(iter(named.values())))
-        what = (tuple(sorted(named.items())), tuple(result[:2] for result in results))
-        kept.append(_Kept(("result", position), name, what, counts))
-    return _live(kept, entries[-1][1], renamed)
-
-
-def _live(kept: list[_Kept], loss: Any, renamed: dict[Any, Any]) -> list[Any]:
-    """What the loss depends on, with results numbered anew."""
-
-    def source(value: Any) -> Any:
-        while isinstance(value, Source) and value[1] in renamed:
-            value = renamed[value[1]]
-        return value
-
-    def sources(value: Any) -> Iterator[Any]:
-        value = source(value)
-        if isinstance(value, Source):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            for item in value:
-                yield from sources(item)
-
-    needed = {value[1][:2] for value in sources(loss)}
-    live: list[_Kept] = []
-    for call in reversed(kept):
-        if call.counts or call.key in needed:
-            live.append(call)
-            needed |= {value[1][:2] for value in sources(call.what)}
-    live.reverse()
-    number = {call.key: index for index, call in enumerate(live)}
-
-    def numbered(value: Any) -> Any:
-        value = source(value)
-        if isinstance(value, Source):
-            name = value[1]
-            return ("result", number.get(name[:2], -1), *name[2:]) if name[0] == "result" else tuple(value)
-        return tuple(map(numbered, value)) if isinstance(value, (tuple, list)) else value
-
-    return [(call.name, numbered(call.what)) for call in live] + [("loss", numbered(loss))]
-
-
-def _is_buffer(value: Any) -> bool:
-    return isinstance(value, Source) and bool(value[1][0] == "tensor")

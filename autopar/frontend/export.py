@@ -20,6 +20,7 @@ from torch.nn.modules import transformer
 from autopar.errors import AutoparError, TraceError
 from autopar.frontend.autograd_functions import call_function, outside_functions
 from autopar.frontend.constants import Constants
+from autopar.frontend.drawn_numbers import drawn_numbers
 from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
@@ -33,11 +34,12 @@ from autopar.frontend.value_checks import skipped_checks
 def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = None) -> torch.export.ExportedProgram:
     """unchecked: gets the lines whose checks of values are left out (value_checks.py)."""
     clones = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
+    drawn: list[str] = []
     try:
         # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
         # The many graph modules that export makes on its way are read, never called: they need no code.
         with (
-            traceable(batch, unchecked),
+            traceable(batch, unchecked, drawn),
             _unwatched_attributes(),
             contextlib.redirect_stderr(io.StringIO()),
             _use_lazy_graph_module(True),
@@ -46,7 +48,7 @@ def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = 
     except AutoparError:
         raise  # also of what a framework's module refuses in its forward
     except Exception as error:  # torch.export raises many kinds; each becomes one readable error
-        raise untraceable(error) from error
+        raise untraceable(error, drawn) from error
 
 
 def _is_called_by(module: ModuleType) -> bool:
@@ -66,8 +68,9 @@ def forward_and_loss(
 
 
 @contextlib.contextmanager
-def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterator[None]:
-    """What holds while forward is traced. unchecked: as `export` takes it."""
+def traceable(batch: Batch, unchecked: dict[str, None] | None = None, drawn: list[str] | None = None) -> Iterator[None]:
+    """What holds while forward is traced. unchecked: as `export` takes it. drawn: gets the names of Python's functions
+    that draw random numbers, which are tensors of torch's."""
     packed = any("position_ids" in name for name in batch)
     with (
         custom_backward(),
@@ -78,6 +81,7 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterato
         ByPosition(),
         Constants(),
         innermost_lines(),
+        drawn_numbers([] if drawn is None else drawn),
     ):
         yield
 

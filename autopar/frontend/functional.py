@@ -13,15 +13,13 @@ from typing import Any
 import torch
 
 from autopar.errors import TraceError
-from autopar.frontend.effects import at, refused_random
+from autopar.frontend.effects import at
 from autopar.frontend.fx_import import FlatGraph, is_view, unused_name
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, with_refs
 from autopar.ir.operators import find_op
 from codegen.functions import NAMESPACE
 
 _COPY = "aten.copy_.default"
-_DROPOUT = "aten.dropout_.default"
-"""Whose functional form draws what no other random operator does: the same mask under every plan."""
 _RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view"})
 _SAME = frozenset({"alias", "detach", "to", "lift_fresh", "dropout"})
 
@@ -85,8 +83,6 @@ class _Functionaliser:
         overload = find_op(node.op)
         if overload is None or not overload._schema.is_mutable:
             return
-        if torch.Tag.nondeterministic_seeded in overload.tags and node.op != _DROPOUT:
-            raise refused_random(node.op, at(self.flat, node))
         if functional_name(node.op) is None:
             out = dict(node.kwargs).get("out")
             root = self.chain(out)[-1].node if isinstance(out, Ref) else ""

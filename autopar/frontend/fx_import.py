@@ -42,7 +42,7 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 class FlatGraph:
     """Nodes in execution order, before layers are folded. Mutable: the simplification passes rewrite it.
 
-    lines: node -> the stack of the user's code that called it, as Python prints one. unchecked: as in a Graph.
+    lines: node -> the user's stack that called it, as Python prints one. unchecked, no_evaluation: as in a Graph.
     """
 
     parameters: dict[str, Parameter]
@@ -53,6 +53,7 @@ class FlatGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
     unchecked: tuple[str, ...] = ()
+    no_evaluation: str = ""
 
     def copy(self) -> FlatGraph:
         """A copy that passes may rewrite while this stays."""
@@ -328,8 +329,7 @@ def _static(value: torch.Tensor, requires_grad: bool, node: torch.fx.Node) -> Te
         raise TraceError(
             "the shape of a result depends on values",
             values=f"{node.target}" + (f" at {line}" if line else ""),
-            alternatives="torch.where, or a product with the mask, in place of indexing by one (nonzero, unique and "
-            "masked_select too)",
+            alternatives="torch.where, or a product with the mask, not an index by it (nonzero, unique, masked_select)",
         )
     return _meta(value, requires_grad)
 

@@ -9,7 +9,8 @@ is that a second export is needed.
 
 Differences between a record and an export of the same forward that mean nothing: assertions about metadata, which only
 the export has; detached copies (of what `arange` returns), which only the record has; trailing arguments that have
-their default value, which the record leaves out; and the name of the operator that takes a constant in.
+their default value, which the record leaves out; whether a norm may use cuDNN; and the name of the operator that takes
+a constant in.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from autopar.frontend.simplify import drop_no_effect
 from autopar.ir.graph import Node, Ref, TensorMeta, refs_in
 
 _LIFTED = {"aten.lift_fresh.default": "aten.lift_fresh_copy.default"}
+
+
+_WITH_CUDNN = frozenset({"aten.batch_norm.default", "aten.instance_norm.default"})
+"""Norms whose last argument is whether cuDNN may be used, which an export says otherwise than a record."""
 
 
 class UnlikeError(ValueError):
@@ -42,7 +47,7 @@ def with_rows_of(flat: FlatGraph, exported: Record, other: Record, inputs: Mappi
     drop_no_effect(plain)
     calls, marks = [n for n in plain.nodes if n.op != LOGITS], [n for n in plain.nodes if n.op == LOGITS]
     plain.nodes = calls
-    places = _Places(plain, exported).find()
+    places = Places(plain, exported).find()
     plain.nodes = [_renumbered(n, other.outside[i]) for n, i in zip(calls, places, strict=True)] + marks
     plain.inputs = {name: replace(meta, shape=tuple(inputs[name].shape)) for name, meta in flat.inputs.items()}
     return plain
@@ -58,7 +63,7 @@ def _alike(one: Any, two: Any) -> bool:
     return type(one) is type(two) and (is_number or bool(one == two))
 
 
-class _Places:
+class Places:
     """Finds the record's entry of each exported node."""
 
     def __init__(self, flat: FlatGraph, record: Record) -> None:
@@ -107,6 +112,7 @@ class _Places:
             return False
         (args, kwargs), *results = rest
         named = tuple((key, value) for key, value in kwargs if key not in DROPPED_KWARGS)
+        args = _as_exported(node, args)
         have, want = [(shape, dtype) for shape, dtype, *_ in results], [(m.shape, m.dtype) for m in node.outputs]
         if len(node.args) < len(args) or any(refs_in(node.args[len(args) :])):
             return False
@@ -139,6 +145,7 @@ def _renumbered(node: Node, entry: list[Any]) -> Node:
         TensorMeta(shape, dtype, meta.requires_grad)
         for (shape, dtype, *_), meta in zip(results, node.outputs, strict=True)
     )
+    args = _as_exported(node, args)
     defaults = node.args[len(args) :]
     return replace(
         node,
@@ -146,6 +153,12 @@ def _renumbered(node: Node, entry: list[Any]) -> Node:
         kwargs=_numbers(node.kwargs, named),
         outputs=outputs,
     )
+
+
+def _as_exported(node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Recorded arguments with what an export says of cuDNN."""
+    is_said = node.op in _WITH_CUDNN and len(args) == len(node.args)
+    return (*args[:-1], node.args[-1]) if is_said else args
 
 
 def _numbers(exported: Any, recorded: Any) -> Any:

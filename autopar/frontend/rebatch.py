@@ -20,6 +20,7 @@ LEAST_ROWS = 2
 ARITHMETIC = (
     *("add", "addcdiv", "addcmul", "div", "mul", "pow", "remainder", "rsub", "sub"),
     *("eq", "floor_divide", "fmod", "ge", "gt", "le", "lt", "ne", "true_divide"),
+    "draw",
     *("clamp", "clamp_max", "clamp_min", "fill", "full", "full_like", "masked_fill", "new_full", "scalar_tensor"),
     "where",
 )

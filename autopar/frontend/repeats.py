@@ -67,9 +67,13 @@ def check_repeats(model: nn.Module, functions: tuple[Any, ...], run: Callable[[n
         generator = drawn()
     if generator:
         raise TraceError(
-            "forward draws random numbers in Python, which a trace takes for constants",
+            "forward draws random numbers in Python by a function that autopar does not know, which a trace takes for "
+            "constants",
             values=f"the state of {generator} changes",
-            alternatives="dropout, or random tensors as inputs of the batch",
+            alternatives=[
+                "torch's random numbers, or those of random.random, uniform, gauss, expovariate, randint and randrange",
+                "random tensors as inputs of the batch",
+            ],
         )
     if silent:
         raise TraceError(

@@ -16,6 +16,7 @@ import torch
 from autopar.errors import TraceError
 from autopar.frontend.bags import write_bags
 from autopar.frontend.chosen_experts import write_chosen
+from autopar.frontend.draws import write_draws
 from autopar.frontend.effects import refuse_effects, refuse_untrained
 from autopar.frontend.experts import join_biases, write_unsorted
 from autopar.frontend.functional import functionalise
@@ -27,6 +28,7 @@ from autopar.frontend.losses import split_means
 from autopar.frontend.mask_windows import forms_of, window_of
 from autopar.frontend.scattered_rows import write_scattered_rows
 from autopar.frontend.sinks import write_sinks
+from autopar.ir.draws import DRAW, is_keyed, is_single_draw
 from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs
 from autopar.ir.operators import arguments_of
 from codegen.runtime.windows import Window
@@ -38,20 +40,15 @@ _CAUSAL, _FULL = Window(after=0), Window()
 _SDPA = "aten.scaled_dot_product_attention.default"
 _NO_EFFECT = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range.default")
 _IDENTITY = ("aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default")
-_RANDOM = (
-    "aten.dropout.default",
-    "aten.rand.default",
-    "aten.randn.default",
-    "aten.bernoulli.p",
-    "aten.native_dropout.default",
-)
 
 
 def simplify(flat: FlatGraph) -> FlatGraph:
     """All passes, then removal of what nothing uses."""
     drop_no_effect(flat)
+    write_draws(flat)
     functionalise(flat)
     drop_identities(flat)
+    keep_numbers(flat)
     eliminate_dead(flat)
     refuse_effects(flat)
     refuse_untrained(flat)
@@ -127,21 +124,39 @@ def _stops_gradients(source: TensorMeta, result: TensorMeta) -> bool:
 
 
 def eliminate_dead(flat: FlatGraph) -> None:
-    """Keep what the loss needs, and the mark of the logits, which it needs too."""
-    live = {flat.loss.node, *(node.name for node in flat.nodes if node.op == LOGITS)}
-    kept: list[Node] = []
+    """Keep what the loss needs, the mark of the logits, which it needs too, and numbers that are drawn one by one."""
+    roots = {flat.loss.node, *(node.name for node in flat.nodes if node.op == LOGITS or is_single_draw(node))}
+    live = _needed(flat, roots)
+    flat.nodes = [node for node in flat.nodes if node.name in live]
+
+
+def _needed(flat: FlatGraph, roots: set[str]) -> set[str]:
+    """Names of the calls that the roots need."""
+    live = set(roots)
     for node in reversed(flat.nodes):
         if node.name in live:
-            kept.append(node)
             live |= {ref.node for ref in node.inputs}
-    flat.nodes = kept[::-1]
+    return live
+
+
+def keep_numbers(flat: FlatGraph) -> None:
+    """A random call that nothing needs becomes the draw of one number, so that the calls after it keep their numbers.
+
+    The model on one process makes that call and counts it. Lowering leaves out draws that nothing reads.
+    """
+    live = _needed(flat, {flat.loss.node, *(node.name for node in flat.nodes if node.op == LOGITS)})
+    number = TensorMeta((), torch.float32)
+    for position, node in enumerate(flat.nodes):
+        if node.name not in live and (is_keyed(node) or arguments_of(node).get("dropout_p")):
+            kwargs = (("dtype", torch.float32),)
+            flat.nodes[position] = replace(node, op=DRAW, args=("uniform", ()), kwargs=kwargs, outputs=(number,))
 
 
 def evaluate_constants(flat: FlatGraph) -> dict[Ref, torch.Tensor]:
     """Values of nodes that depend on no input, parameter or randomness, up to FOLD_LIMIT_ELEMENTS elements each."""
     values: dict[Ref, torch.Tensor] = {Ref(name): value for name, value in flat.constants.items()}
     for node in flat.nodes:
-        foldable = all(ref in values for ref in node.inputs) and node.op not in _RANDOM
+        foldable = all(ref in values for ref in node.inputs) and not is_keyed(node)
         if not foldable or sum(meta.numel for meta in node.outputs) > FOLD_LIMIT_ELEMENTS:
             continue
         args = map_refs(node.args, values.__getitem__)

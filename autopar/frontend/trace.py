@@ -24,6 +24,7 @@ from autopar.frontend.admission import check_model
 from autopar.frontend.depth import Truncation, equal_runs, shorten
 from autopar.frontend.depth_check import verified
 from autopar.frontend.eager import runs
+from autopar.frontend.effects import is_random
 from autopar.frontend.export import export, forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.fx_import import LOGITS, FlatGraph, import_program
@@ -36,6 +37,7 @@ from autopar.frontend.recorder import Record, record
 from autopar.frontend.repeats import check_repeats
 from autopar.frontend.simplify import simplify
 from autopar.frontend.skeleton import skeleton_of
+from autopar.frontend.training_only import write_training_only
 from autopar.frontend.untraceable import UntraceableError, failing
 from autopar.ir.graph import Graph, Input, Node
 
@@ -144,14 +146,25 @@ def _flat_graph(
 ) -> FlatGraph:
     """What is exported of the shortened model, or would be: a second size is worked out from the first (`Cuts`)."""
 
-    def short() -> nn.Module:
+    def short(is_training: bool = True) -> nn.Module:
         skeleton = skeleton_of(model, fake, param_dtype, cuts)
+        if not is_training:
+            skeleton.eval()
         shorten(skeleton, cuts)
         return skeleton
 
     def recorded(candidate: nn.Module, given: dict[str, Any]) -> Record:
         forward = partial(forward_and_loss, loss_fn=loss_fn, batch=given)
         return record(candidate, (), given, forward, results)
+
+    def followed(flat: FlatGraph) -> FlatGraph:
+        """The graph, which an evaluation follows, too, where it can."""
+        if any(is_random(node) for node in flat.nodes):
+            try:
+                write_training_only(flat, recorded(short(), batch), recorded(short(is_training=False), batch))
+            except Exception as error:  # whatever forward cannot do while it is recorded
+                flat.no_evaluation = f"what training does alone is not found in the exported graph: {error}"
+        return flat
 
     results = Results(fake)
     if not (isinstance(cuts, Cuts) and cuts.is_repeatable):
@@ -163,7 +176,7 @@ def _flat_graph(
         before = first.batch.map(lambda value: fake_input(value, fake, 0, None, None))
         # Whatever forward cannot do while it is recorded, an export may, or says why not.
         with contextlib.suppress(Exception):
-            return with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch)
+            return followed(with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch))
     module = LossModule(short(), loss_fn, batch, with_logits=True)
     unchecked: dict[str, None] = {}
     flat = import_program(export(module, batch, unchecked), module, batch, model)
@@ -171,7 +184,7 @@ def _flat_graph(
     rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
     if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
         cuts.first = _First(flat.copy(), batch, param_dtype)
-    return flat
+    return followed(flat)
 
 
 @fakes.probing()
@@ -213,7 +226,8 @@ def _to_graph(
         for name, value in fake_batch.items()
         if isinstance(value, torch.Tensor)
     )
-    graph = replace(fold_layers(flat, inputs, cuts, batch_size or rows), unchecked=flat.unchecked)
+    folded = fold_layers(flat, inputs, cuts, batch_size or rows)
+    graph = replace(folded, unchecked=flat.unchecked, no_evaluation=flat.no_evaluation)
     return _with_logits(graph)
 
 

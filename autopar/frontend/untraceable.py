@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,8 +24,11 @@ class UntraceableError(TraceError):
     """An error of forward, or of tracing it: whether forward runs in one process is for `trace.py` to find out."""
 
 
-def untraceable(error: Exception) -> TraceError:
-    """Return the error of ours for one of torch.export, with the user's line."""
+def untraceable(error: Exception, drawn: Sequence[str] = ()) -> TraceError:
+    """Return the error of ours for one of torch.export, with the user's line.
+
+    drawn: functions of Python that forward asked for random numbers before.
+    """
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     line = raised_at(error.__traceback__)
     place = f" at {line}" if line else ""
@@ -35,6 +38,17 @@ def untraceable(error: Exception) -> TraceError:
     if operator:
         return control_flow(operator, place)
     what = f"{type(error).__name__}: {first}{place}"
+    if drawn:
+        return TraceError(
+            "torch.export could not trace a forward that draws random numbers in Python; what it does next may depend "
+            "on them",
+            values={"drawn by": ", ".join(dict.fromkeys(drawn)), "stopped": line or what},
+            alternatives=[
+                "arithmetic with the number, which is drawn anew in every step; no `if`, index, size or option by it",
+                "for a layer that is skipped at random: its result times a torch.bernoulli (stochastic depth)",
+                "the decision in the training loop, or random tensors as inputs of the batch",
+            ],
+        )
     if ".numpy()" in first or "numpy" in _innermost_file(error):
         return TraceError(
             "forward hands tensors to numpy, and a trace follows torch's operators alone",

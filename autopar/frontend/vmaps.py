@@ -13,6 +13,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
+from autopar.errors import TraceError
+from autopar.frontend.user_line import user_line
+
 BRACKETS = frozenset(
     {
         "lazy_load_decompositions",
@@ -70,6 +73,13 @@ def _replace(graph: torch.fx.Graph, region: list[torch.fx.Node]) -> None:
         written = make_fx(replayed)(*(node.meta["val"] for node in taken)).graph
     if any(word in str(node.target) for node in written.nodes for word in _OF_A_DEVICE):
         return
+    drawn = [node for node in written.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
+    if drawn:
+        raise TraceError(
+            "forward draws random numbers within torch.vmap, where they are of one element at a time",
+            values=f"{drawn[0].target} at {user_line(region[0].meta.get('stack_trace')) or 'a call of torch.vmap'}",
+            alternatives="random numbers of all elements at once, drawn before torch.vmap and handed to it",
+        )
     copies: dict[torch.fx.Node, Any] = {}
     sources = iter(taken)
     about = {key: value for key, value in region[0].meta.items() if key in ("nn_module_stack", "stack_trace")}

@@ -197,7 +197,8 @@ class Known(dict[tuple[Any, ...], Any]):
 class Graph:
     """The whole model up to its scalar loss. `body` is in execution order; parameters of layers are global names.
 
-    accumulation: of a graph of micro-batches, several of which make the batch. unchecked: the user's lines that check
+    accumulation: of a graph of micro-batches, several of which make the batch. no_evaluation: why it is not
+    what evaluation computes with its draws put aside. unchecked: the user's lines that check
     values and raise or warn, which are left out. padded_to, experts_padded_to, heads_padded_to: what numbers of rows of
     vocabularies, of experts and of heads were brought to a multiple of (frontend/padding.py, expert_padding.py,
     head_padding.py). vocabularies: of calls that read longer tables, the rows or classes that are the user's, by the
@@ -214,6 +215,7 @@ class Graph:
     batch_size: int
     accumulation: Accumulation | None = None
     unchecked: tuple[str, ...] = field(default=(), compare=False)
+    no_evaluation: str = field(default="", compare=False)
     padded_to: int = 1
     experts_padded_to: int = 1
     heads_padded_to: int = 1

@@ -13,6 +13,7 @@ from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, ancestors, base_
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R
 from autopar.lowering.dim_roles import dim_roles
+from autopar.lowering.draw_numbers import draw_numbers
 from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, without_waiting
 from autopar.lowering.specs import border_of, input_spec, spec_of, unread_specs
 from autopar.lowering.stages import Cut, StageGraph, boundary_placements, stage_graphs, tied_parameters
@@ -97,8 +98,7 @@ def lower(
     context = _Context(graph=graph, operators=operators, plan=plan, assignment=assignment)
     root_class = graph.name, f"{graph.name} on {plan.mesh}: this rank's part."
     whole = StageGraph(graph, (), (), True)
-    program = _lower_stage(context, 0, plan.mesh, whole, root_class, recompute or {}, offload or {}, 0)
-    return _with_dropout_bases((program,))[0]
+    return _lower_stage(context, 0, plan.mesh, whole, root_class, recompute or {}, offload or {})
 
 
 def lower_stages(
@@ -121,23 +121,19 @@ def lower_stages(
     )
     stages = stage_graphs(graph, staging.boundaries)
     programs: list[Program] = []
-    num_dropout_calls = 0
     for number, stage in enumerate(stages):
         recompute = staging.recompute[number] if staging.recompute else {}
         offload = staging.offload[number] if staging.offload else {}
         root_class = f"Stage{number}", _stage_doc(stage, is_first=number == 0)
         mesh = staging.mesh(number, plan.mesh)
-        program = _lower_stage(context, number, mesh, stage, root_class, recompute, offload, num_dropout_calls)
-        num_dropout_calls = program.root.num_dropout_calls
-        programs.append(program)
-    numbered = _with_dropout_bases(tuple(programs))
+        programs.append(_lower_stage(context, number, mesh, stage, root_class, recompute, offload))
     return PipelineProgram(
         name=graph.name,
         stages=tuple(
             PipelineStage(
                 program, pipeline_rank, {k: n for k, n in stage.first_layer.items() if k in program.layer_names}
             )
-            for program, stage, pipeline_rank in zip(numbered, stages, staging.pipeline_ranks, strict=True)
+            for program, stage, pipeline_rank in zip(programs, stages, staging.pipeline_ranks, strict=True)
         ),
         tied=tied_parameters(stages),
         schedule_name=staging.schedule_name,
@@ -154,16 +150,14 @@ def _lower_stage(
     root_class: tuple[str, str],
     recompute: Modes,
     offload: Modes,
-    first_dropout_call: int,
 ) -> Program:
-    """root_class: its name and docstring. first_dropout_call: how many there are in earlier stages."""
+    """root_class: its name and docstring."""
     graph, plan = stage.graph, context.plan
     kept = {name: _latest(context.placements, number, name) for name, _ in stage.received}
     crossing = {name: context.crosses(placements) for name, placements in kept.items()}
     shared = _shared(context, mesh, stage, crossing)
     layers = tuple(_layer_class(shared, scope) for scope in shared.scopes.values() if scope.layer)
-    root = Lowering(shared, shared.scopes[""], {layer.name: layer.num_dropout_calls for layer in layers})
-    root.num_dropout_calls = first_dropout_call
+    root = Lowering(shared, shared.scopes[""])
     root.receive(kept)
     body, known = _before_and_in_step(stage)
     root.known = {ref: f"{SUMS}[{number}]" for number, ref in enumerate(known)}
@@ -171,7 +165,7 @@ def _lower_stage(
     results = _results(context, number, stage, root)
     statements += root.drain()
     logits, giving = _logits(stage, root)
-    counting, summing = (Lowering(shared, root.scope, root.calls_per_layer, layouts=root.layouts) for _ in range(2))
+    counting, summing = (Lowering(shared, root.scope, layouts=root.layouts) for _ in range(2))
     count_statements, counts = counting.count_targets(root.losses)
     sum_statements, sums = summing.sums(known) if known else ([], ())
     unread_here = unread_specs(context.graph) if number == context.keeper else {}
@@ -214,6 +208,7 @@ def _shared(context: _Context, mesh: Mesh, stage: StageGraph, crossing: Mapping[
         results=stage.results,
         received=frozenset(crossing),
         defers_weights=context.defers_weights,
+        numbers=draw_numbers(context.graph),
     )
 
 
@@ -244,7 +239,6 @@ def _root_class(
         body=tuple(body),
         outputs=results,
         layouts=tuple(root.layouts),
-        num_dropout_calls=root.num_dropout_calls,
     )
 
 
@@ -305,22 +299,6 @@ def _latest(placements: Mapping[tuple[int, str], Placements], before: int, name:
     return placements[max(stage for stage, sent in placements if sent == name and stage < before), name]
 
 
-def _with_dropout_bases(programs: tuple[Program, ...]) -> tuple[Program, ...]:
-    """The number of the first dropout call of each class' layers: one where all the model's layers of the class are
-    evenly spaced, else one for each of them."""
-    bases: dict[str, list[int]] = {}
-    calls = {layer.name: layer.num_dropout_calls for program in programs for layer in program.layers}
-    for run in (run for program in programs for run in program.runs):
-        bases.setdefault(run.layer, []).extend(run.dropout_base + i * calls[run.layer] for i in range(len(run.paths)))
-
-    def numbered(layer: ModuleClass) -> ModuleClass:
-        found, step = bases[layer.name], layer.num_dropout_calls
-        is_even = all(base == found[0] + i * step for i, base in enumerate(found))
-        return replace(layer, dropout_base=found[0] if is_even else tuple(found))
-
-    return tuple(replace(p, layers=tuple(numbered(layer) for layer in p.layers)) for p in programs)
-
-
 def _stage_doc(stage: StageGraph, is_first: bool) -> str:
     """Which part of the model a stage is."""
     paths = [path for piece in stage.graph.body if isinstance(piece, LayerRun) for path in piece.instances]
@@ -356,7 +334,8 @@ def _layer_class(shared: Shared, scope: Scope) -> ModuleClass:
         body=body,
         outputs=tuple(outputs),
         layouts=tuple(lowering.layouts),
-        num_dropout_calls=lowering.num_dropout_calls,
+        num_dropout_calls=shared.numbers.per_layer[layer.name],
+        dropout_base=shared.numbers.base(layer.name),
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autopar.ir.draws import IN_TRAINING
 from autopar.ir.graph import (
     DEFERRABLE,
     SINK_ATTENTION,
@@ -59,6 +60,8 @@ def lower_call(
         return replace(call, target=f"deferred.{name}")
     if node.op == EXPERT_LINEAR:
         return _expert_linear(scope, operator, lowering, call)
+    if node.op == IN_TRAINING:
+        return replace(call, target="self.in_training")
     if name == "batch_norm":
         return _batch_norm(scope.shared.mesh, lowering, call)
     if lowering is None and node.op in (WINDOW_ATTENTION, SINK_ATTENTION, BAGS):
@@ -81,8 +84,7 @@ def lower_call(
     layout = scope.layout(lowering.layout_shape, lowering.layout)
     if lowering.name == "arange":
         return _arange(call, layout, node.meta.dtype)
-    number = scope.num_dropout_calls
-    scope.num_dropout_calls += 1
+    number = scope.shared.numbers.calls[operator.scope, node.name]
     where: tuple[tuple[str, Any], ...] = (("call", number), ("layout", Raw(layout)))
     accumulation = scope.shared.graph.accumulation
     if accumulation is not None and (operator.scope, node.name) in accumulation.repeated:
@@ -90,6 +92,8 @@ def lower_call(
     if lowering.name == "dropout":
         arguments = given(call)
         return replace(call, target="self.same_dropout", args=(arguments["input"], arguments["p"]), kwargs=where)
+    if lowering.name == "draw":
+        return _draw(node, call, where)
     if lowering.name == "attention":
         return replace(call, target="self.dropout_attention", kwargs=(*call.kwargs, *where))
     raise AssertionError(f"no statement for lowering {lowering.name}")
@@ -227,6 +231,14 @@ def depends_on_batch_only(graph: Graph, ref: Ref, received: frozenset[str] = fro
     parameters = {p.name for p in graph.parameters if not p.is_buffer}
     runs = {piece.name for piece in graph.body if isinstance(piece, LayerRun)}
     return not ancestors(graph, ref) & (parameters | runs | received)
+
+
+def _draw(node: Node, call: Call, where: tuple[tuple[str, Any], ...]) -> Call:
+    """A draw of the layout's shape; its dtype where it is not fp32."""
+    arguments = given(call)
+    parameters = tuple((name, arguments[name]) for name in ("p", "low", "high") if name in arguments)
+    dtype = () if node.meta.dtype == torch.float32 else (("dtype", node.meta.dtype),)
+    return replace(call, target="self.draw", args=(arguments["distribution"],), kwargs=(*parameters, *dtype, *where))
 
 
 def _arange(call: Call, layout: str, dtype: torch.dtype) -> Call:

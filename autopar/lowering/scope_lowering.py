@@ -13,9 +13,11 @@ from fractions import Fraction
 
 import torch
 
+from autopar.ir.draws import is_single_draw
 from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta, ancestors, map_refs
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, R
+from autopar.lowering.draw_numbers import DrawNumbers
 from autopar.lowering.lowerings import lower_call
 from autopar.lowering.names import free_name, readable_names, uses_of
 from autopar.options.assignment import Assignment
@@ -36,7 +38,8 @@ class Shared:
     """What all scopes look things up in.
 
     graph: of one stage. results: what its forward returns. received: inputs that are tensors of earlier stages.
-    defers_weights: linear layers leave their weights' gradients for later (zero-bubble schedules).
+    defers_weights: linear layers leave their weights' gradients for later (zero-bubble schedules). numbers: of draws,
+    in the whole model.
     """
 
     graph: Graph
@@ -47,6 +50,7 @@ class Shared:
     results: tuple[Ref, ...]
     received: frozenset[str] = frozenset()
     defers_weights: bool = False
+    numbers: DrawNumbers = field(kw_only=True)
 
 
 @dataclass
@@ -58,7 +62,6 @@ class Lowering:
 
     shared: Shared
     scope: Scope
-    calls_per_layer: Mapping[str, int] = field(default_factory=dict)
     names: dict[Ref, str] = field(default_factory=dict)
     lies: dict[Ref, Placements] = field(default_factory=dict)
     at_hand: dict[tuple[Ref, Placements], Var] = field(default_factory=dict)
@@ -66,7 +69,6 @@ class Lowering:
     layouts: list[Layout] = field(default_factory=list)
     losses: list[tuple[Node, Ref, int]] = field(default_factory=list)
     layer_runs: list[LayerRunSpec] = field(default_factory=list)
-    num_dropout_calls: int = 0
     made: dict[tuple[str, tuple[object, ...]], Var] = field(default_factory=dict)
     known: Mapping[Ref, str] = field(default_factory=dict)
 
@@ -120,7 +122,7 @@ class Lowering:
                 continue
             if isinstance(piece, LayerRun):
                 self.layer_run(piece)
-            else:
+            elif not is_single_draw(piece) or Ref(piece.name) in self.uses:
                 self.node(piece)
         return tuple(self.drain())
 
@@ -183,8 +185,7 @@ class Lowering:
             variable = self.define(ref, where)
             results.append(variable if ref in self.uses or index in carried else UNREAD)
         first = sum(len(r.paths) for r in self.layer_runs if r.layer == run.layer.name)
-        self.layer_runs.append(LayerRunSpec(run.layer.name, run.instances, self.num_dropout_calls))
-        self.num_dropout_calls += self.calls_per_layer[run.layer.name] * len(run.instances)
+        self.layer_runs.append(LayerRunSpec(run.layer.name, run.instances))
         self.pending.append(
             LayerLoop(
                 layer=run.layer.name,

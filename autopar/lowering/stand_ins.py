@@ -218,6 +218,12 @@ def _dropout_mask(module: DropoutModule, **_: Any) -> dict[str, Any]:
     return {}
 
 
+def _draw(
+    module: DropoutModule, _: str, *, layout: Layout, dtype: torch.dtype = torch.float32, **options: Any
+) -> Tensor:
+    return torch.empty(layout.local_shape(module.mesh), dtype=dtype, device=module.mesh.device)
+
+
 def _dropout_attention(module: DropoutModule, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     names = ("attn_mask", "is_causal", "scale", "enable_gqa")
     kept = {name: value for name, value in options.items() if name in names}
@@ -241,6 +247,7 @@ _FUNCTIONS: dict[Any, Any] = {
     grouped: SimpleNamespace(expert_linear=_expert_linear),
 }
 _METHODS: dict[str, Callable[..., Any]] = {
+    "draw": _draw,
     "same_dropout": _same_dropout,
     "dropout_mask": _dropout_mask,
     "dropout_attention": _dropout_attention,
@@ -250,7 +257,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 def stand_in(module: dict[str, Any]) -> None:
     """Put the stand-ins in the places of what a generated module imports."""
     for name, value in list(module.items()):
-        if isinstance(value, type) and issubclass(value, DropoutModule) and value is not DropoutModule:
+        if isinstance(value, type) and issubclass(value, DropoutModule) and value.__module__ == module["__name__"]:
             for method, replacement in _METHODS.items():
                 setattr(value, method, replacement)
         try:

@@ -25,6 +25,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("view", "_unsafe_view", "expand", "broadcast_to", "full", "zeros", "ones", "empty"), ("size",)),
     **dict.fromkeys(("new_full", "new_zeros", "new_ones", "new_empty"), ("size",)),
     "unsafe_view": ("size",),
+    "draw": ("size",),
     "reshape": ("shape",),
     "unflatten": ("sizes",),
     "slice": ("end",),

@@ -7,8 +7,9 @@ call's other tensors.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
+from autopar.ir.draws import DRAW
 from autopar.ir.graph import Graph, LayerRun, Node, Ref
 from autopar.ir.placement import Placement, S
 from autopar.options.scopes import Scope
@@ -74,17 +75,48 @@ def follow(
                 _follow_back(scope, rules, marks, found)
         if len(found) == before:
             break
+    if not is_sequence:
+        _follow_draws(graph, scopes, rules, marks, found)
     return found
 
 
-def _follow_back(scope: Scope, rules: Rules, marks: Marks, found: dict[Key, tuple[str, int]]) -> None:
-    """Marks what calls of one scope take, and what makes it, by what the calls are found to do."""
+def _follow_draws(
+    graph: Graph, scopes: tuple[Scope, ...], rules: Rules, marks: Marks, found: dict[Key, tuple[str, int]]
+) -> None:
+    """Numbers that are drawn at random, and what is made of them, are of the batch where they meet it."""
+    drawn: dict[Key, None] = {}
+    for scope in scopes:
+        made: set[str] = set()
+        for node in scope.nodes:
+            key = scope.name, node.name
+            if key not in found and (node.op == DRAW or any(ref.node in made for ref in node.inputs)):
+                made.add(node.name)
+                drawn[key] = None
+    if not drawn:
+        return
+    for _ in range(len(scopes) + 1):
+        for scope in scopes:
+            _follow_back(scope, rules, marks, found, drawn)
+        _spread(graph, scopes, marks)
+
+
+def _follow_back(
+    scope: Scope,
+    rules: Rules,
+    marks: Marks,
+    found: dict[Key, tuple[str, int]],
+    among: Container[Key] | None = None,
+) -> None:
+    """Marks what calls of one scope take, and what makes it, by what the calls are found to do. among: the only calls
+    that may be found, where they may not be blocked."""
     for node in reversed(scope.nodes):
         key, rule = (scope.name, node.name), rules[scope.name, node.name][0]
+        if among is not None and key not in found and key not in among:
+            continue
         for index, dims in enumerate(rule.outputs):
             for mark in marks.get((scope.name, Ref(node.name, index)), ()) if key not in found else ():
                 factor = factor_of(rule, dims, mark)
-                if factor is not None:
+                if factor is not None and (among is None or factor[0] not in rule.blocked):
                     found[key] = factor
         for ref, dims in zip(node.inputs, rule.inputs, strict=True) if key in found else ():
             placement = find_factor(rule, dims, *found[key])

@@ -22,12 +22,12 @@ micro-batch, and a factor or divisor that differs goes into c. A call is
                                 (`known_sums.py`): of a P * P one where that needs no gradient, else both
 
 Likewise the whole batch is needed by calls that look across rows (a blocked factor), that have no rule, that number
-rows (arange), and by dropout whose mask would start anew in every micro-batch. A loss that is P is multiplied by m * c,
-since the step takes the mean of the micro-batches' losses. Gradients follow: the sum over micro-batches of what is
-differentiated is the whole batch's loss, as a function of the parameters; of a sum that is known and has a gradient,
-the micro-batches' gradients have the whole batch's as their mean (`Share.has_own_gradient`). What is computed of such
-sums and of parameters has so too, and m-th parts of it may be added to a P. Rows and P's are multiplied by none: every
-row's gradient would be that of the micro-batch where the whole batch's is meant.
+rows (arange), and by dropout and draws whose numbers would start anew in every micro-batch. A loss that is P is
+multiplied by m * c, since the step takes the mean of the micro-batches' losses. Gradients follow: the sum over micro-
+batches of what is differentiated is the whole batch's loss, as a function of the parameters; of a sum that is known and
+has a gradient, the micro-batches' gradients have the whole batch's as their mean (`Share.has_own_gradient`). What is
+computed of such sums and of parameters has so too, and m-th parts of it may be added to a P. Rows and P's are
+multiplied by none: every row's gradient would be that of the micro-batch where the whole batch's is meant.
 
 The proof holds for the two graphs that it was given. It is linear in their calls; layers of one class are walked once
 for each way in which their inputs lie.
@@ -62,8 +62,8 @@ from autopar.rules.registry import rule_for
 from autopar.rules.rule import AxisOption, find_factor, shard_option
 
 CONSTRUCTORS = ("full", "new_full", "full_like", "scalar_tensor")
-DRAWING = ("dropout", "scaled_dot_product_attention")
-"""Random operators whose masks the run time draws by global position."""
+DRAWING = ("dropout", "scaled_dot_product_attention", "draw")
+"""Random operators whose numbers the run time draws by global position."""
 
 
 def accumulation(whole: Graph, micro: Graph) -> Accumulation:
@@ -214,7 +214,10 @@ class _Proof:
             raise site.error("depends on the number of rows")
         for factor in rule.outputs[0][dims[0]]:
             option = shard_option(rule, factor)
-            is_free = factor not in rule.blocked and option.lowering is None and rule.sizes[factor] % self.count == 0
+            if option.lowering == "draw" and dims[0]:
+                raise site.error("draws numbers whose first dim is not the batch, and would draw them anew")
+            is_made = option.lowering in (None, "draw")
+            is_free = factor not in rule.blocked and is_made and rule.sizes[factor] % self.count == 0
             if is_free and not any(p.is_shard for p in option.inputs):
                 return (Share(option.outputs[0], self.scale_of(site)),)
         raise site.error(

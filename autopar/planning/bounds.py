@@ -50,12 +50,12 @@ from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.solved_layers import SolvedLayer
 from autopar.planning.stage_points import HOLDING
 
-
 EXACT_DEVICES = 8
 """Devices up to which no pipeline is missed whose plan predicts less than its closed form."""
 
 Seconds = np.ndarray
 """Of every class of units."""
+
 
 def bound(costs: ConfigCosts, config: ParallelConfig) -> float:
     """With memory and transfers free."""

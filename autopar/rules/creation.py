@@ -1,7 +1,12 @@
-"""Constructors: every dim may be created sharded. Zeros may also be a partial sum."""
+"""Constructors: every dim may be created sharded. Zeros may also be a partial sum. Draws of random numbers are some."""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import torch
+
+from autopar.ir.draws import DRAW
 from autopar.rules.call import Call, make_rule
 from autopar.rules.rule import Lowering, Rule
 
@@ -29,6 +34,27 @@ def creation(call: Call) -> Rule:
     return make_rule(call, inputs, [own], sizes, blocked=blocked)
 
 
+_LIBRARY: Any = cast(Any, torch.library).Library("autopar", "FRAGMENT")
+_LIBRARY.define(
+    "draw(str distribution, int[] size, *, ScalarType dtype, Device? device=None, float p=0.5, int low=0, int high=2) "
+    "-> Tensor"
+)
+
+
+def _drawn(distribution: str, size: list[int], *, dtype: torch.dtype, **others: Any) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+_LIBRARY.impl("draw", _drawn, "Meta")
+
+
+def draw(call: Call) -> Rule:
+    """The rule of `draw`, where each rank draws its own part of the whole: lowering "draw"."""
+    shape = call.outputs[0].shape
+    sizes = {f"d{i}": size for i, size in enumerate(shape)}
+    return make_rule(call, [], [[[f] for f in sizes]], sizes, lowerings={"*": Lowering("draw")})
+
+
 def arange(call: Call) -> Rule:
     """The rule of `arange`, where each rank starts elsewhere: lowering "arange"."""
     sizes = {"n": call.outputs[0].shape[0]}
@@ -45,5 +71,6 @@ def whole(call: Call) -> Rule:
 TABLE = {
     **{f"aten.{name}": creation for name in (*PLAIN, *LIKE)},
     "aten.arange": arange,
+    DRAW.removesuffix(".default"): draw,
     **{f"aten.{name}": whole for name in ("eye", "linspace", "logspace", "tril_indices", "triu_indices")},
 }

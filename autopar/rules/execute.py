@@ -28,6 +28,7 @@ from codegen.runtime.attention import attention, attention_with
 from codegen.runtime.batch_norm import batch_norm, group_norm
 from codegen.runtime.context_attention import context_attention
 from codegen.runtime.cross_entropy import cross_entropy
+from codegen.runtime.draws import draw
 from codegen.runtime.dropout import dropout, masked
 from codegen.runtime.embedding import vocab_embedding
 from codegen.runtime.halo import halo_convolution
@@ -102,7 +103,7 @@ def _masked(x: Tensor, p: float) -> Tensor:
 
 def run_whole(node: Node, call: Call, lowering: LoweringCall | None, inputs: Sequence[Tensor]) -> Tensors:
     """The call on one device. Where the lowering draws random numbers, its own draw for one rank is the reference."""
-    if lowering is not None and lowering.name in ("dropout", "attention"):
+    if lowering is not None and lowering.name in ("dropout", "draw", "attention"):
         (mesh,) = meshes(()).values()
         whole = LoweringCall(lowering.name, layout_shape=lowering.layout_shape)
         return _lowered(LocalCall(node.op, node.args, node.kwargs, whole), call, inputs, mesh, None)
@@ -155,6 +156,8 @@ def _lowered(
     if lowering.name == "dropout":
         layout = _layout(lowering, mesh)
         return (dropout(inputs[0].clone(), call["p"], key=DROPOUT_KEY, layout=layout, mesh=mesh),)
+    if lowering.name == "draw":
+        return (_draw(lowering, call, mesh),)
     if lowering.name == "attention":
         return (_attention(lowering, call, inputs, mesh),)
     if lowering.name in EXCHANGES:
@@ -215,6 +218,18 @@ def _group_norm(
     weight, bias = (inputs[v.index] if isinstance(v := call.get(n), Operand) else None for n in ("weight", "bias"))
     own_axes = (mesh.axes[number] for number in lowering.axes)
     return group_norm(inputs[0], num_groups, weight, bias, call["eps"], *own_axes)
+
+
+def _draw(lowering: LoweringCall, call: Call, mesh: SimulatedMesh) -> Tensor:
+    return draw(
+        call["distribution"],
+        key=DROPOUT_KEY,
+        layout=_layout(lowering, mesh),
+        mesh=mesh,
+        device=mesh.device,
+        dtype=call.outputs[0].dtype,
+        **{name: call[name] for name in ("p", "low", "high")},
+    )
 
 
 def _attention(lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh) -> Tensor:

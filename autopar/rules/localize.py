@@ -32,6 +32,7 @@ class LoweringCall:
                     (reduction "sum": count 1)
     dropout         mask from global positions                                   layout_shape, layout (of the result)
     attention       dropout mask from global positions                           layout_shape, layout ([..., H, S, T])
+    draw            random numbers from global positions                         layout_shape, layout (of the result)
     arange          start + step * global position                               layout_shape, layout (of the result)
     all_gather,     attention whose keys are sharded over axes[0], by that        axes, is_striped
     ring            exchange (codegen/runtime/context_attention.py)
@@ -152,7 +153,7 @@ def _lowering(
         dims, shape = _probabilities(call, rule)
         layout = tuple(_factor_shard(rule, dims, o, n) for o, n in zip(options, axis_sizes, strict=True))
         return LoweringCall(name, layout_shape=shape, layout=layout)
-    if name in ("dropout", "arange"):
+    if name in ("dropout", "draw", "arange"):
         layout = tuple(p if p.is_shard else R for p in out_places[0])
         return LoweringCall(name, layout_shape=call.outputs[0].shape, layout=layout)
     joint = rule.joint(options[axes[0]].label)

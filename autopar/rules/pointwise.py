@@ -5,8 +5,12 @@ One row per operator: the sets of arguments in which it is jointly linear (separ
 
 from __future__ import annotations
 
+import typing
+from typing import Any
+
 import torch
 
+from autopar.ir.draws import IN_TRAINING
 from autopar.rules.call import Call, broadcast_groups, make_rule
 from autopar.rules.rule import Lowering, Rule
 
@@ -218,7 +222,28 @@ def glu(call: Call) -> Rule:
     return make_rule(call, [wide], [[[f] for f in factors]], sizes, blocked={"half"})
 
 
+_LIBRARY: Any = typing.cast(Any, torch.library).Library("autopar", "FRAGMENT")
+_LIBRARY.define("in_training(Tensor training, Tensor evaluation) -> Tensor")
+
+
+def _in_training(training: torch.Tensor, evaluation: torch.Tensor) -> torch.Tensor:
+    """As proofs run it; a program has a method of its module in its place."""
+    return torch.where(torch.ones_like(training, dtype=torch.bool), training, evaluation)
+
+
+_LIBRARY.impl("in_training", _in_training, "CompositeImplicitAutograd")
+
+
+def in_training(call: Call) -> Rule:
+    """The rule of `in_training`: its operands and its result have one shape, and partial sums stay so."""
+    factors = [f"d{i}" for i in range(len(call.outputs[0].shape))]
+    sizes = dict(zip(factors, call.outputs[0].shape, strict=True))
+    own = [[f] for f in factors]
+    return make_rule(call, [own, own], [own], sizes, linear=("training evaluation",))
+
+
 TABLE = {
+    IN_TRAINING.removesuffix(".default"): in_training,
     **{f"aten.{name}": pointwise for name in (*LINEAR, *NONLINEAR)},
     **{f"aten.{name}": cast for name in CASTS},
     "aten.glu": glu,

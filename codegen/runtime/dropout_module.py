@@ -84,4 +84,5 @@ class DropoutModule(Module):
 
     def _rows_before(self, layout: Layout) -> int:
         """Rows of dim 0 in the step's earlier micro-batches: dim 0 is the batch, or starts with it ([B*S, ...])."""
-        return self.rng.micro_batch * layout.global_shape[0]
+        shape = layout.global_shape
+        return self.rng.micro_batch * shape[0] if shape else 0

@@ -121,18 +121,28 @@ class Part:
         given: dict[str, list[Tensor]] = {}
         if self.model.takes_sums:
             with torch.no_grad():
-                sums = [self.model.whole_sums(**inputs) for inputs in batches]
+                sums = self._of_each(self.model.whole_sums, batches)
             self.mesh.finish()
             given["sums"] = [_added(each) for each in zip(*sums, strict=True)]
         if not self.model.counts_targets:
             return batches, given
         with torch.no_grad():
-            counts = [self.model.count_targets(**inputs) for inputs in batches]
+            counts = self._of_each(self.model.count_targets, batches)
         if count == 1:
             return batches, given | {"num_targets": _Counts(counts[0], self.mesh)}
         self.mesh.finish()
         given["num_targets"] = [sum(each[1:], each[0]) / count for each in zip(*counts, strict=True)]
         return batches, given
+
+    def _of_each(
+        self, method: Callable[..., list[Tensor]], batches: Sequence[Mapping[str, Tensor]]
+    ) -> list[list[Tensor]]:
+        """What a method of the model gives for each micro-batch, in which draws are that micro-batch's."""
+        found = []
+        for index, inputs in enumerate(batches):
+            self.model.rng.micro_batch = index
+            found.append(method(**inputs))
+        return found
 
     def _micro_batches(self, name: str, spec: Param, local_batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """One for each, of an input that is as `BatchCheck` wants it: of all micro-batches, or the same for each."""

@@ -1,13 +1,13 @@
-"""The user's eager model with our dropout masks: what a generated program is compared with."""
+"""The user's eager model with our random numbers: what a generated program is compared with."""
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,30 +15,35 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .attention import attention
+from .draws import draw
 from .dropout import dropout, dropout_key
 from .layout import whole
+from .python_random import by_torch
+from .random_operators import Draws
 
 
 @dataclass(frozen=True, slots=True)
 class DropoutCall:
-    """One random call that the mode replaced: what it was, its probability and the shape of its mask."""
+    """One random call that the mode replaced: what it was ("dropout", "attention" or a distribution of draws.py), its
+    probability and the shape of its numbers."""
 
-    kind: Literal["dropout", "attention"]
+    kind: str
     p: float
     shape: tuple[int, ...]
 
 
 class SameDropout(TorchFunctionMode):
-    """Within it, the n-th dropout of an eager model uses the mask of key `dropout_key(seed, step, n)`.
+    """Within it, the n-th random call of an eager model uses the numbers of key `dropout_key(seed, step, n)`.
 
-    A generated program numbers its dropout calls in the order of the traced forward, so a model run under this mode
-    (one process, whole batch) drops the same elements, and its losses and gradients can be compared. One instance is
+    A generated program numbers its random calls in the order of the traced forward, so a model run under this mode
+    (one process, whole batch) draws the same numbers, and its losses and gradients can be compared. One instance is
     one step: use a new one for the next.
 
     Replaced: F.dropout, torch.dropout and their in-place variants (so nn.Dropout and F.multi_head_attention_forward
-    too) in training with p > 0; F.scaled_dot_product_attention with dropout_p > 0. Calls with p = 0 or not in training
-    do not count. Raises NotImplementedError for the random functions of torch.nn that generated programs lack (alpha
-    dropout, channel dropout, recurrent layers with dropout, rrelu).
+    too) in training with p > 0; F.scaled_dot_product_attention with dropout_p > 0; every other random function by
+    the draws that it is made of (random_operators.py); Python's and numpy's numbers (python_random.py). Calls with
+    p = 0 or not in training do not count, and a torch.Generator that is named draws as it would. Raises
+    NotImplementedError for what no generated program draws.
 
     Attributes:
         calls: the calls replaced so far, in order.
@@ -60,6 +65,16 @@ class SameDropout(TorchFunctionMode):
             aten.scaled_dot_product_attention.default: self._attention,
         }
         self._attention_forward = _without_override_check(F.multi_head_attention_forward)
+        self._python = contextlib.ExitStack()
+
+    def __enter__(self) -> SameDropout:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._python.enter_context(by_torch(Tensor.item))
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._python.close()
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -69,6 +84,9 @@ class SameDropout(TorchFunctionMode):
         if handler is not None:
             replaced = handler(*args, **kwargs)
             return func(*args, **kwargs) if replaced is None else replaced
+        if _is_random(func) and kwargs.get("generator") is None:
+            with Draws(self._draw):
+                return func(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             # torch switches the mode off inside a function that it was told of, but this one's dropout is inside.
             with self:
@@ -76,7 +94,16 @@ class SameDropout(TorchFunctionMode):
         _refuse_random(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _next_key(self, kind: Literal["dropout", "attention"], p: float, shape: tuple[int, ...]) -> int:
+    def _draw(
+        self, distribution: str, size: Sequence[int], dtype: torch.dtype, device: Any, **parameters: Any
+    ) -> Tensor:
+        """The whole tensor of the next draw."""
+        shape = tuple(size)
+        key = self._next_key(distribution, parameters.get("p", 1.0), shape)
+        where = torch.get_default_device() if device is None else device
+        return draw(distribution, key=key, layout=whole(shape), mesh=None, device=where, dtype=dtype, **parameters)
+
+    def _next_key(self, kind: str, p: float, shape: tuple[int, ...]) -> int:
         self.calls.append(DropoutCall(kind, p, shape))
         return dropout_key(self.seed, self.step, len(self.calls) - 1)
 
@@ -132,22 +159,33 @@ def _without_override_check(function: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-_RANDOM_IN_TRAINING = (
-    F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu
-)  # fmt: skip
+_RANDOM = frozenset(
+    {
+        *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli"),
+        *("multinomial", "normal", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
+        *("bernoulli_", "normal_", "uniform_", "exponential_", "geometric_", "log_normal_", "cauchy_", "random_"),
+        *("trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "xavier_normal_", "xavier_uniform_"),
+        *("gumbel_softmax", "alpha_dropout", "alpha_dropout_", "dropout1d", "dropout2d", "dropout3d"),
+        *("feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "rrelu", "rrelu_"),
+        *("fractional_max_pool2d", "fractional_max_pool2d_with_indices"),
+        *("fractional_max_pool3d", "fractional_max_pool3d_with_indices"),
+    }
+)
+"""Names of functions and methods that draw, or may."""
+
+
+def _is_random(func: Callable[..., Any]) -> bool:
+    if isinstance(func, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in func.tags
+    return getattr(func, "__name__", "") in _RANDOM
+
+
 _RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
 
 
 def _refuse_random(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise NotImplementedError if `func` would draw random numbers that no generated program draws."""
     name = getattr(func, "__name__", "")
-    random = False
-    if func in _RANDOM_IN_TRAINING:
-        bound = inspect.signature(func).bind(*args, **kwargs)
-        bound.apply_defaults()
-        random = bool(bound.arguments["training"]) and bound.arguments.get("p", 1.0) > 0.0
-    elif name in _RECURRENT:
-        # (..., dropout, train, ...) stand side by side in both signatures (padded and packed).
-        random = any(isinstance(p, float) and p > 0.0 and train is True for p, train in pairwise(args))
-    if random:
+    # (..., dropout, train, ...) stand side by side in both signatures (padded and packed).
+    if name in _RECURRENT and any(isinstance(p, float) and p > 0.0 and train is True for p, train in pairwise(args)):
         raise NotImplementedError(f"{name} with random numbers has no counterpart in a generated program")

@@ -51,6 +51,26 @@ def test_weight_decay_passes_over_what_has_no_gradient(name: str) -> None:
     assert is_exact(Model(*ACCEPTED[name]), BATCH, mean_square, decayed_adamw)
 
 
+@pytest.mark.parametrize("name", ["rand", "randperm", "alpha dropout", "a distribution", "numpy.random"])
+def test_draws_are_those_of_the_single_process(name: str) -> None:
+    assert is_exact(Model(*ACCEPTED[name]), BATCH, mean_square)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("a generator of its own", "torch.Generator of its own"),
+        ("numbers drawn by rejection", "as many numbers for an element as their values ask for"),
+        ("an array of numpy's numbers", "numpy.random.rand"),
+        ("a layer skipped at random", r"drawn by.*random\.random"),
+        ("a random choice", "the state of random changes"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_for_that(name: str, reason: str) -> None:
+    with pytest.raises(TraceError, match=reason):
+        trace(Model(*REFUSED[name]), BATCH, mean_square)
+
+
 def test_the_message_names_the_buffer_the_line_and_what_to_do() -> None:
     with pytest.raises(TraceError) as error:
         trace(Model(*REFUSED["an exponential mean"]), BATCH, mean_square)

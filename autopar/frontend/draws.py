@@ -1,0 +1,151 @@
+"""Random operators of a trace as draws: `autopar.draw` and plain operators.
+
+A draw has the rule of a constructor: any dim may be created sharded. What torch's operators make of draws is in
+codegen/runtime/random_operators.py, which the model on one process runs too, so both draw the same numbers in the same
+order.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar.errors import TraceError
+from autopar.frontend import fakes
+from autopar.frontend.effects import at, draws, is_random, refused_random
+from autopar.frontend.fx_import import CONSTANT, DROPPED_KWARGS, FlatGraph, unused_name
+from autopar.ir.draws import DRAW, IN_TRAINING
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_gradients, map_refs, refs_in
+from autopar.ir.operators import find_op
+from codegen.runtime.random_operators import Draws, UndrawnError
+
+_RRELU = "aten.rrelu.default"
+_NOUNS = {
+    "uniform": "uniform",
+    "bernoulli": "bernoulli",
+    "exponential": "exponential",
+    "normal": "noise",
+    "integers": "integers",
+}
+"""What a program calls the draws of a distribution."""
+
+
+def write_draws(flat: FlatGraph) -> None:
+    """Raises TraceError, with the reason, for a random operator that cannot be written so."""
+    writer = _Writer(flat)
+    flat.nodes = [each for node in flat.nodes for each in writer.written(node)]
+    flat.substitute(writer.renamed)
+
+
+class _Writer:
+    def __init__(self, flat: FlatGraph) -> None:
+        self.flat = flat
+        self.metas = flat.metas()
+        self.names = {ref.node for ref in self.metas}
+        self.renamed: dict[Ref, Ref] = {}
+        self.known: dict[Any, torch.fx.GraphModule] = {}
+
+    def written(self, node: Node) -> list[Node]:
+        """The calls that take the place of one call; itself where it draws nothing."""
+        overload = find_op(node.op)
+        if overload is None or not draws(overload):
+            return [node]
+        try:
+            made = self.inlined(node, self.parts(node, overload))
+            return made + self.evaluated(node, overload) if node.op == _RRELU and is_random(node) else made
+        except UndrawnError as error:
+            raise refused_random(str(error), at(self.flat, node)) from None
+
+    def evaluated(self, node: Node, overload: torch._ops.OpOverload) -> list[Node]:
+        """The slope that an evaluation has in the place of drawn ones."""
+        drawn, args = self.renamed[Ref(node.name)], (*node.args[:3], False, *node.args[4:])
+        made = self.inlined(replace(node, args=args), self.parts(replace(node, args=args), overload))
+        name = unused_name(f"{node.name}_in_training", self.names)
+        self.names.add(name)
+        both = (drawn, self.renamed[Ref(node.name)])
+        self.metas[Ref(name)], self.renamed[Ref(node.name)] = node.meta, Ref(name)
+        return [*made, replace(node, name=name, op=IN_TRAINING, args=both, kwargs=())]
+
+    def parts(self, node: Node, overload: torch._ops.OpOverload) -> torch.fx.GraphModule:
+        """The graph of one call, whose placeholders are for `node.inputs`."""
+        metas = tuple(self.metas[ref] for ref in node.inputs)
+        number = {ref: index for index, ref in enumerate(dict.fromkeys(node.inputs))}
+        key = overload, map_refs((node.args, node.kwargs), lambda ref: ("tensor", number[ref])), metas
+        if key in self.known:
+            return self.known[key]
+        fake = fakes.mode()
+        tensors = [fakes.empty(fake, meta.shape, meta.dtype) for meta in metas]
+
+        def call(*given: torch.Tensor) -> Any:
+            feed = iter(given)
+            args, kwargs = map_refs((node.args, tuple(value for _, value in node.kwargs)), lambda _: next(feed))
+            with Draws(_draw):
+                return overload(*map(_lists, args), **dict(zip(dict(node.kwargs), map(_lists, kwargs), strict=True)))
+
+        with fake, torch.no_grad():
+            self.known[key] = make_fx(call)(*tensors)
+        return self.known[key]
+
+    def inlined(self, node: Node, parts: torch.fx.GraphModule) -> list[Node]:
+        """The calls of `parts` where `node` is made."""
+        values: dict[torch.fx.Node, Any] = {}
+        inputs = iter(node.inputs)
+        has_gradient = any(meta.requires_grad for meta in node.outputs)
+        made: list[Node] = []
+        results: Any = ()
+        for each in parts.graph.nodes:
+            if each.op == "placeholder":
+                values[each] = next(inputs)
+            elif each.op == "output":
+                results = _argument(each.args[0], values)
+            elif each.target is operator.getitem:
+                values[each] = Ref(values[each.args[0]].node, each.args[1])
+            elif isinstance(each.target, torch._ops.OpOverload):
+                made.append(self.call(node, each, values, has_gradient))
+                values[each] = Ref(made[-1].name)
+            else:
+                raise TraceError(
+                    "an operator that draws random numbers and cannot be taken apart",
+                    values=f"{node.op}{at(self.flat, node)}",
+                    alternatives="random tensors as inputs of the batch",
+                )
+        for index, result in enumerate(results if isinstance(results, tuple) else (results,)):
+            self.renamed[Ref(node.name, index)] = result
+        return made
+
+    def call(self, node: Node, part: torch.fx.Node, values: dict[torch.fx.Node, Any], has_gradient: bool) -> Node:
+        args = _argument(tuple(part.args), values)
+        kwargs = tuple((k, _argument(v, values)) for k, v in part.kwargs.items() if k not in DROPPED_KWARGS)
+        op = str(part.target)
+        grads = has_gradient and op != DRAW and base_name(op) not in CONSTANT
+        grads = grads and any(self.metas[ref].requires_grad for ref in refs_in((args, kwargs)))
+        found = part.meta["val"]
+        outputs = tuple(
+            TensorMeta(tuple(value.shape), value.dtype, grads and has_gradients(value.dtype))
+            for value in (found if isinstance(found, (tuple, list)) else (found,))
+        )
+        wish = _NOUNS[args[0]] if op == DRAW else op.split(".")[1].strip("_")
+        name = unused_name(wish, self.names)
+        self.names.add(name)
+        self.metas |= {Ref(name, index): meta for index, meta in enumerate(outputs)}
+        self.flat.lines[name] = self.flat.lines.get(node.name, "")
+        return Node(name=name, op=op, args=args, kwargs=kwargs, outputs=outputs, module=node.module)
+
+
+def _draw(distribution: str, size: Any, dtype: torch.dtype, device: Any, **parameters: Any) -> torch.Tensor:
+    drawn: torch.Tensor = torch.ops.autopar.draw(distribution, list(size), dtype=dtype, device=device, **parameters)
+    return drawn
+
+
+def _argument(value: Any, values: dict[torch.fx.Node, Any]) -> Any:
+    if isinstance(value, torch.fx.Node):
+        return values[value]
+    return tuple(_argument(item, values) for item in value) if isinstance(value, (tuple, list)) else value
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(item) for item in value] if isinstance(value, tuple) else value

@@ -1,0 +1,110 @@
+"""The calls of a recorded forward that its loss depends on: as they are, or as a program evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.frontend.recorder import Source
+from autopar.ir.operators import named_arguments
+
+FLAGS: Mapping[str, tuple[str, Any]] = {
+    "aten.dropout.default": ("train", False),
+    "aten.dropout_.default": ("train", False),
+    "aten.rrelu.default": ("training", False),
+    "aten.scaled_dot_product_attention.default": ("dropout_p", 0.0),
+    "aten.batch_norm.default": ("training", False),
+    "aten.instance_norm.default": ("use_input_stats", False),
+}
+"""Operator -> the argument that a program in evaluation mode has otherwise than in training, and its value then."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """A recorded call. what: (arguments by name, shape and dtype of each result), or the new mode of gradients. counts:
+    whether it does even if the loss reads no result. writes: whether it writes to its first argument."""
+
+    key: tuple[Any, ...]
+    name: str
+    what: Any
+    counts: bool
+    writes: bool = False
+
+
+class RecordedCalls:
+    """A record's calls; identities (dropout that drops nothing, `contiguous`) are left out, and their results renamed.
+
+    in_program: as the program runs them in evaluation mode, rather than as they were called.
+    """
+
+    def __init__(self, entries: list[Any], in_program: bool) -> None:
+        self.entries = entries
+        self.loss = entries[-1][1]
+        self._renamed: dict[Any, Any] = {}  # the result of an identity -> what it is
+        self._calls: list[RecordedCall] = []
+        for position, entry in enumerate(entries[:-1], 1):
+            self._add(position, entry, in_program)
+
+    def _add(self, position: int, entry: Any, in_program: bool) -> None:
+        name = str(entry[0])
+        if name in ("enter", "grad mode"):
+            self._calls.append(RecordedCall(("mode", position), name, entry[1], True))
+            return
+        operator, (args, kwargs), *results = entry
+        named = named_arguments(operator, args, dict(kwargs))
+        if name in FLAGS and not (name.endswith("norm.default") and named.get("running_mean") is None):
+            flag, value = FLAGS[name]
+            if in_program:
+                named[flag] = value
+        is_identity = name.startswith("aten.dropout") and (not named["train"] or not named["p"])
+        if is_identity or name == "aten.contiguous.default":  # whether that copies depends on strides, not on values
+            self._renamed["result", position, 0] = next(iter(named.values()))
+            return
+        # What reads a tensor that was written to does not name the call; only what a buffer becomes stays out of sight.
+        writes = operator._schema.is_mutable
+        counts = writes and not _is_buffer(next(iter(named.values())))
+        what = (tuple(named.items()), tuple(result[:2] for result in results))
+        self._calls.append(RecordedCall(("result", position), name, what, counts, writes=writes))
+
+    def source(self, value: Any) -> Any:
+        """`value`, or what it is another name of."""
+        while isinstance(value, Source) and value[1] in self._renamed:
+            value = self._renamed[value[1]]
+        return value
+
+    def sources(self, value: Any) -> Iterator[Any]:
+        value = self.source(value)
+        if isinstance(value, Source):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                yield from self.sources(item)
+
+    def live(self) -> list[RecordedCall]:
+        """What the loss depends on."""
+        needed = {value[1][:2] for value in self.sources(self.loss)}
+        found: list[RecordedCall] = []
+        for call in reversed(self._calls):
+            if call.counts or call.key in needed:
+                found.append(call)
+                needed |= {value[1][:2] for value in self.sources(call.what)}
+        return found[::-1]
+
+    def numbered(self) -> list[Any]:
+        """What the loss depends on, with results numbered anew, comparable between records."""
+        live = self.live()
+        number = {call.key: index for index, call in enumerate(live)}
+
+        def of(value: Any) -> Any:
+            value = self.source(value)
+            if isinstance(value, Source):
+                name = value[1]
+                return ("result", number.get(name[:2], -1), *name[2:]) if name[0] == "result" else tuple(value)
+            return tuple(map(of, value)) if isinstance(value, (tuple, list)) else value
+
+        return [(call.name, of(call.what)) for call in live] + [("loss", of(self.loss))]
+
+
+def _is_buffer(value: Any) -> bool:
+    return isinstance(value, Source) and bool(value[1][0] == "tensor")

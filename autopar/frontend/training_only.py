@@ -1,0 +1,165 @@
+"""Calls that a model makes in training alone (stochastic depth, noise), and what takes the place of their results.
+
+Two records of forward are read side by side, one in each mode. A call of the training record that the evaluation record
+lacks is skipped. Where a later call of both reads a skipped result `m` in training and `r` in evaluation, and training
+has computed `r` before, the graph gets `in_training(m, r)` there: m in training, r in evaluation. After these, the
+training graph in evaluation mode makes every call of the model's own evaluation, by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.frontend.fx_import import LOGITS, FlatGraph, unused_name
+from autopar.frontend.other_rows import Places, UnlikeError
+from autopar.frontend.recorded_calls import RecordedCall, RecordedCalls
+from autopar.frontend.recorder import Record, Source
+from autopar.frontend.simplify import drop_no_effect
+from autopar.ir.draws import IN_TRAINING
+from autopar.ir.graph import Node, Ref, with_refs
+
+Name = tuple[Any, ...]
+"""Where a value of a record comes from, as recorder.py has it: ("result", position, index), ("input", name), ..."""
+
+_MODES = ("enter", "grad mode")
+"""Entries that mean nothing to an evaluation, which has no gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """`training` is read as `evaluation` by an evaluation, from the call at `position` on."""
+
+    training: Name
+    evaluation: Name
+    position: int
+
+
+def replacements(training: Record, evaluation: Record) -> tuple[Replacement, ...]:
+    """Raises UnlikeError, which says what differs, where evaluation does something that training does not."""
+    return _Comparison(training, evaluation).run()
+
+
+def write_training_only(flat: FlatGraph, training: Record, evaluation: Record) -> None:
+    """Puts `in_training` calls into the imported graph of the training record. Raises UnlikeError."""
+    found = replacements(training, evaluation)
+    plain = flat.copy()
+    drop_no_effect(plain)
+    marks = [node for node in plain.nodes if node.op == LOGITS]
+    plain.nodes = [node for node in plain.nodes if node.op != LOGITS]
+    places = Places(plain, training)
+    positions = [place + 1 for place in places.find()]
+    refs = {origin: ref for ref, origin in places.sources.items()}
+    metas, names = flat.metas(), {ref.node for ref in flat.metas()}
+    renamed: dict[Ref, Ref] = {}
+    waiting = sorted(found, key=lambda each: each.position)
+    nodes: list[Node] = []
+
+    def insert(each: Replacement, module: str) -> None:
+        if each.training not in refs or each.evaluation not in refs:
+            raise UnlikeError("what evaluation reads is not in the exported graph")
+        ref, other = refs[each.training], refs[each.evaluation]
+        name = unused_name(f"{ref.node}_in_training", names)
+        names.add(name)
+        args = (renamed.get(ref, ref), renamed.get(other, other))
+        nodes.append(Node(name=name, op=IN_TRAINING, args=args, kwargs=(), outputs=(metas[ref],), module=module))
+        renamed[ref] = Ref(name)
+
+    for node, position in zip(plain.nodes, positions, strict=True):
+        while waiting and waiting[0].position <= position:
+            insert(waiting.pop(0), node.module)
+        nodes.append(with_refs(node, lambda ref: renamed.get(ref, ref)))
+    if waiting:
+        raise UnlikeError("the loss itself is another value in evaluation mode")
+    flat.nodes = nodes + [with_refs(node, lambda ref: renamed.get(ref, ref)) for node in marks]
+
+
+@dataclass(slots=True)
+class _Comparison:
+    """own: training's value -> evaluation's. bound: skipped values -> (evaluation's value, position of the reader)."""
+
+    training: Record
+    evaluation: Record
+    own: dict[Name, Name] = field(default_factory=dict)
+    skipped: set[Name] = field(default_factory=set)
+    bound: dict[Name, tuple[Name, int]] = field(default_factory=dict)
+
+    def run(self) -> tuple[Replacement, ...]:
+        first, second = RecordedCalls(self.training.outside, True), RecordedCalls(self.evaluation.outside, False)
+        metas = [
+            {origin.name: origin.meta for origin in record.recorder.origins.values()}
+            for record in (self.training, self.evaluation)
+        ]
+        waiting = [call for call in second.live() if call.name not in _MODES]
+        for call in first.live():
+            if call.name in _MODES:
+                continue
+            other = waiting[0] if waiting else None
+            if other is not None and self.is_alike(call, other, first, second, metas):
+                waiting.pop(0)
+                self.own |= {(*call.key, index): (*other.key, index) for index in range(len(call.what[1]))}
+                continue
+            self.skip(call, first)
+        if waiting:
+            raise UnlikeError(f"the model calls {waiting[0].name} in evaluation mode, which training does not")
+        found = self.matched(first.loss, second.loss, first, second, metas, len(first.entries))
+        if found is None or found:
+            raise UnlikeError("the loss is computed otherwise in evaluation mode than in training")
+        home = {theirs: ours for ours, theirs in self.own.items()}
+        return tuple(
+            Replacement(ours, home.get(theirs, theirs), position) for ours, (theirs, position) in self.bound.items()
+        )
+
+    def skip(self, call: RecordedCall, first: RecordedCalls) -> None:
+        if call.writes:
+            target = first.source(call.what[0][0][1])
+            if not isinstance(target, Source) or target[1] not in self.skipped:
+                raise UnlikeError(
+                    f"the model calls {call.name} in training alone, which writes to what evaluation reads"
+                )
+        self.skipped |= {(*call.key, index) for index in range(len(call.what[1]))}
+
+    def is_alike(
+        self, call: RecordedCall, other: RecordedCall, first: RecordedCalls, second: RecordedCalls, metas: Any
+    ) -> bool:
+        """Whether both are one call, with skipped results replaced where that makes them so."""
+        if call.name != other.name or call.what[1] != other.what[1]:
+            return False
+        found = self.matched(call.what[0], other.what[0], first, second, metas, call.key[1])
+        if found is None:
+            return False
+        self.bound |= found
+        return True
+
+    def matched(
+        self, ours: Any, theirs: Any, first: RecordedCalls, second: RecordedCalls, metas: Any, position: int
+    ) -> dict[Name, tuple[Name, int]] | None:
+        """Replacements that make two arguments one; None where nothing does."""
+        ours, theirs = first.source(ours), second.source(theirs)
+        if isinstance(ours, Source) and isinstance(theirs, Source):
+            return self.matched_values(ours[1], theirs[1], metas, position)
+        if type(ours) is not type(theirs):
+            return None
+        if isinstance(ours, (tuple, list)):
+            if len(ours) != len(theirs):
+                return None
+            found: dict[Name, tuple[Name, int]] = {}
+            for one, two in zip(ours, theirs, strict=True):
+                more = self.matched(one, two, first, second, metas, position)
+                if more is None or any(found.get(name, value)[0] != value[0] for name, value in more.items()):
+                    return None
+                found |= more
+            return found
+        return {} if bool(ours == theirs) else None
+
+    def matched_values(
+        self, ours: Name, theirs: Name, metas: list[Mapping[Name, Any]], position: int
+    ) -> dict[Name, tuple[Name, int]] | None:
+        if ours in self.bound:
+            return {} if self.bound[ours][0] == theirs else None
+        if ours not in self.skipped:
+            return {} if self.own.get(ours, ours) == theirs else None
+        is_known = theirs[0] != "result" or theirs in self.own.values()
+        is_same = metas[0].get(ours) == metas[1].get(theirs)
+        return {ours: (theirs, position)} if is_known and is_same else None

@@ -1,0 +1,47 @@
+"""Numbers of the calls that draw random numbers, in the order of the traced forward, whichever stage makes a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.ir.draws import is_keyed
+from autopar.ir.graph import Graph, LayerRun, derived
+
+
+@dataclass(frozen=True, slots=True)
+class DrawNumbers:
+    """calls: (scope, node) -> its number, inside a layer counted from the layer's first. per_layer: how many calls a
+    layer of the class has. bases: the numbers of the first calls of all layers of the class."""
+
+    calls: Mapping[tuple[str, str], int]
+    per_layer: Mapping[str, int]
+    bases: Mapping[str, tuple[int, ...]]
+
+    def base(self, layer: str) -> int | tuple[int, ...]:
+        """The first layer's base where the layers of the class are evenly spaced, else one for each of them."""
+        bases, step = self.bases[layer], self.per_layer[layer]
+        is_even = all(base == bases[0] + i * step for i, base in enumerate(bases))
+        return bases[0] if is_even else bases
+
+
+@derived
+def draw_numbers(graph: Graph) -> DrawNumbers:
+    """The numbers of a whole model's calls; stages look theirs up by name."""
+    calls: dict[tuple[str, str], int] = {}
+    per_layer: dict[str, int] = {}
+    bases: dict[str, list[int]] = {}
+    count = 0
+    for piece in graph.body:
+        if isinstance(piece, LayerRun):
+            layer = piece.layer
+            drawing = [node.name for node in layer.nodes if is_keyed(node)]
+            calls |= {(layer.name, name): number for number, name in enumerate(drawing)}
+            per_layer[layer.name] = len(drawing)
+            for _ in piece.instances:
+                bases.setdefault(layer.name, []).append(count)
+                count += len(drawing)
+        elif is_keyed(piece):
+            calls["", piece.name] = count
+            count += 1
+    return DrawNumbers(calls, per_layer, {name: tuple(found) for name, found in bases.items()})
