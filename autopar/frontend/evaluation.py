@@ -64,7 +64,7 @@ def why_no_evaluation(
     """
     fake = fakes.mode()
     named = name_inputs(model, example_inputs, loss_fn)
-    batch = named.map(lambda value: fake_input(value, fake, 0, None, None))
+    batch = named.map(lambda value: fake_input(value, fake, 0, None))
 
     def operators(is_training: bool) -> list[Any] | None:
         skeleton = skeleton_of(model, fake, cuts=cuts)

@@ -103,11 +103,17 @@ def _untraceable(error: Exception) -> TraceError:
 
 
 def forward_and_loss(
-    model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch, *, with_logits: bool = False
+    model: nn.Module,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    batch: Batch,
+    *,
+    with_logits: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Any:
-    """Forward and loss as they are exported. with_logits: (loss, logits) of a model that returns logits."""
+    """Forward and loss as they are exported. with_logits: (loss, logits) of a model that returns logits. dtype: as
+    LossModule takes it."""
     with traceable(batch):
-        return LossModule(model, loss_fn, batch, with_logits=with_logits)(**batch)
+        return LossModule(model, loss_fn, batch, with_logits=with_logits, dtype=dtype)(**batch)
 
 
 @contextlib.contextmanager

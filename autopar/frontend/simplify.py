@@ -24,6 +24,7 @@ from autopar.frontend.grouped_keys import share_keys
 from autopar.frontend.joins import drop_cut_joins, nest_joins
 from autopar.frontend.losses import split_means
 from autopar.frontend.mask_windows import forms_of, window_of
+from autopar.frontend.narrow_inputs import narrow_inputs
 from autopar.frontend.scattered_rows import write_scattered_rows
 from autopar.frontend.sinks import write_sinks
 from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs
@@ -72,6 +73,7 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     share_keys(flat)
     unpack_attention_defaults(flat)
     eliminate_dead(flat)
+    narrow_inputs(flat)
     write_out_constants(flat)
     return flat
 

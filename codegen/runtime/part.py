@@ -138,7 +138,7 @@ class Part:
         """One for each, of an input that is as `BatchCheck` wants it: of all micro-batches, or the same for each."""
         value, count = local_batch[name].to(self.mesh.device, non_blocking=True), self.num_micro_batches
         if self.compute_dtype is not None and value.is_floating_point():
-            value = value.to(self.compute_dtype)
+            value = value.to(spec.dtype)
         expected = self._input_shapes[name]
         if not expected or value.shape != (expected[0] * count, *expected[1:]):
             return (value,) * count
