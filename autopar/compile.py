@@ -21,7 +21,7 @@ from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
 from autopar.explain.rescue import advised
 from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
-from autopar.frontend.evaluation import check_norms, why_no_evaluation
+from autopar.frontend.evaluation import why_no_evaluation
 from autopar.frontend.expert_padding import with_whole_shares
 from autopar.frontend.head_padding import with_whole_heads
 from autopar.frontend.inputs import common_batch, name_inputs
@@ -155,7 +155,6 @@ def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
     check_model(model, dtype)  # before the optimiser is tried on its parameters
     needs = examine(options.optimizer or adamw, model)
     batch = name_inputs(model, options.example_inputs, loss_fn)
-    check_norms(model)
     cuts = find_cuts(model, batch, loss_fn, dtype)
     no_logits = why_no_evaluation(model, batch, loss_fn, cuts, with_logits=True)
     no_evaluation = no_logits and why_no_evaluation(model, batch, loss_fn, cuts)

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional
 
 from codegen.runtime.dropout_module import DropoutModule
+from codegen.runtime.buffer_updates import UpdatingModule
 from codegen.runtime.evaluation import LogitsModule
 from codegen.runtime.mesh import Axis, Mesh
 from codegen.runtime.whole_sums import SummingModule
@@ -130,7 +131,7 @@ class _File:
         elif path.startswith("self.mesh."):
             self.signature(node, getattr(Mesh, rest.removeprefix("mesh."), None), [None, *node.args], keywords)
         elif root == "self" and "." not in rest and rest:
-            own = (getattr(base, rest, None) for base in (DropoutModule, SummingModule, LogitsModule))
+            own = (getattr(base, rest, None) for base in (DropoutModule, SummingModule, LogitsModule, UpdatingModule))
             method = next(filter(None, own), None)
             self.signature(node, method, [None, *node.args], keywords)
         elif root in self.imported:

@@ -6,6 +6,7 @@ import keyword
 import unicodedata
 from collections.abc import Collection
 
+from codegen.runtime.buffer_updates import UPDATING_ATTRIBUTES, UpdatingModule
 from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.evaluation import LOGITS_ATTRIBUTES, LogitsModule
 from codegen.runtime.names import ARGUMENTS
@@ -13,18 +14,19 @@ from codegen.runtime.parameters import Module
 from codegen.runtime.whole_sums import SUMMING_ATTRIBUTES, SummingModule
 from codegen.text import quoted
 
-_BASES = (DropoutModule, SummingModule, LogitsModule)
+_BASES = (DropoutModule, SummingModule, LogitsModule, UpdatingModule)
 _OWN = frozenset(
     (
         *(name for base in _BASES for name in dir(base)),
-        *(*Module.__init__.__code__.co_names, *SUMMING_ATTRIBUTES, *LOGITS_ATTRIBUTES),
+        *(*Module.__init__.__code__.co_names, *SUMMING_ATTRIBUTES, *LOGITS_ATTRIBUTES, *UPDATING_ATTRIBUTES),
     )
 )
 """Attributes of generated modules that are not the user's."""
 
 _CLASSES = ARGUMENTS | {
     *("Container", "Tensor", "Step", "Mesh", "Stage", "Pipeline", "PIPELINE", "INPUTS", "SCHEDULE"),
-    *("DropoutModule", "LogitsModule", "MemorySaving", "SummingModule", "PipelineExecutor", "NUM_MICRO_BATCHES"),
+    *("DropoutModule", "LogitsModule", "MemorySaving", "SummingModule", "UpdatingModule", "PipelineExecutor"),
+    "NUM_MICRO_BATCHES",
 }
 
 

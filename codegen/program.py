@@ -186,7 +186,7 @@ class ModuleClass:
     """One generated class: parameters and buffers by (relative) name, `forward`'s arguments, body and results.
 
     dropout_base: the number of the first layer's first dropout call, or of each layer's (layer classes only).
-    written_buffers: those that a forward in training changes.
+    written_buffers: those that a forward in training changes. updated_buffers: those that a step writes after it.
     """
 
     name: str
@@ -200,6 +200,7 @@ class ModuleClass:
     num_dropout_calls: int = 0
     dropout_base: int | tuple[int, ...] = 0
     written_buffers: tuple[str, ...] = ()
+    updated_buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,11 +93,11 @@ def _refuse_lookup(flat: FlatGraph, node: Node) -> None:
 def _refuse_statistics(flat: FlatGraph, node: Node) -> None:
     """Instance norm that updates running statistics: means over the batch that its results do not show."""
     given = arguments_of(node) if base_name(node.op) == "instance_norm" else {}
-    if given.get("use_input_stats") and isinstance(given.get("running_mean"), Ref):
+    if given.get("use_input_stats") and isinstance(given.get("running_mean"), Ref) and given["momentum"]:
         raise TraceError(
-            "instance norm updates running statistics in forward",
+            "instance norm updates running statistics inside of the operator",
             values=f"{given['running_mean'].node}{at(flat, node)}",
-            alternatives="track_running_stats=False",
+            alternatives="torch.nn.functional.instance_norm or a module of torch.nn, which are followed",
         )
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import TraceError
 from autopar.frontend import fakes
 from autopar.frontend.depth import Truncation, shorten
 from autopar.frontend.export import forward_and_loss
@@ -35,18 +34,6 @@ _FLAGS: Mapping[str, tuple[str, Any]] = {
     "aten.instance_norm.default": ("use_input_stats", False),
 }
 """Operator -> the argument that a program in evaluation mode has otherwise than in training, and its value then."""
-
-
-def check_norms(model: nn.Module) -> None:
-    """Raises TraceError for norms whose statistics depend on a count of steps, which no static graph has."""
-    for name, module in model.named_modules():
-        if getattr(module, "track_running_stats", False) and getattr(module, "momentum", 0) is None:
-            raise TraceError(
-                "running statistics that are averages over all steps so far (momentum=None) have no static graph: each "
-                "step weighs them otherwise",
-                values=f"{type(module).__name__} {name or 'of the model'} with momentum=None",
-                alternatives="a number, such as torch's default momentum=0.1, or track_running_stats=False",
-            )
 
 
 @fakes.probing()
@@ -119,6 +106,7 @@ def _compared(entries: list[Any], in_program: bool) -> list[Any]:
             flag, value = _FLAGS[name]
             if in_program:
                 named[flag] = value
+            named.pop("momentum", None)  # which counts in training alone
         is_identity = name.startswith("aten.dropout") and (not named["train"] or not named["p"])
         if is_identity or name == "aten.contiguous.default":  # whether that copies depends on strides, not on values
             renamed["result", position, 0] = next(iter(named.values()))

@@ -20,10 +20,12 @@ from torch.nn.modules import transformer
 from autopar.errors import AutoparError, TraceError
 from autopar.frontend.autograd_functions import call_function, outside_functions
 from autopar.frontend.constants import Constants
+from autopar.frontend.data_access import DataAccess
 from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.masks import plain_masks
+from autopar.frontend.running_statistics import written_statistics
 from autopar.frontend.strided import ByPosition
 from autopar.frontend.user_line import raised_at
 from autopar.frontend.value_checks import skipped_checks
@@ -127,6 +129,8 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterato
         masks_as_given(),
         indexed_masks(),
         ByPosition(),
+        DataAccess(),
+        written_statistics(),
         Constants(),
     ):
         yield

@@ -21,12 +21,23 @@ from autopar.errors import TraceError
 from autopar.frontend.composites import definition
 from autopar.frontend.user_line import user_line
 from autopar.frontend.vmaps import BRACKETS, write_out
-from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in, with_refs
+from autopar.ir.graph import (
+    UPDATE_BUFFER,
+    VIEWS,
+    Node,
+    Parameter,
+    Ref,
+    TensorMeta,
+    base_name,
+    has_gradients,
+    refs_in,
+    with_refs,
+)
 from autopar.ir.operators import arguments_of, may_be_view
 from autopar.rules.creation import LIKE, PLAIN
 
 DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
-CONSTANT = frozenset((*PLAIN, *LIKE, "detach"))
+CONSTANT = frozenset((*PLAIN, *LIKE, "detach", base_name(UPDATE_BUFFER)))
 """Operators whose results are constants to backward, whatever they take."""
 
 LOGITS = "autopar.logits.default"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class LossModule(nn.Module):
         given = arguments_of_batch({name: batch[name] for name in self.names}, self.containers)
         model_names, loss_names = split_names(self.model, tuple(given), self.loss_fn)
         positional, keyword = model_arguments(self.model, {name: given[name] for name in model_names})
-        with operands_in(self.dtype):
+        with operands_in(self.dtype), _kept_buffers(self.model):
             output = self.model(*positional, **keyword)
         if self.loss_fn is None:
             loss = _loss_of(output)
@@ -50,6 +51,20 @@ class LossModule(nn.Module):
                 loss = _scalar(self.loss_fn(output, *(given[name] for name in loss_names)), "loss_fn")
         logits = _logits_of(output) if self.with_logits else None
         return loss if logits is None else (loss, logits)
+
+
+@contextlib.contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Buffers that forward replaces by others of their shape and dtype are written in place when it is over."""
+    before = [(m._buffers, name, value) for m in model.modules() for name, value in m._buffers.items()]
+    yield
+    for buffers, name, value in before:
+        now = buffers.get(name)
+        is_other = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now is not value
+        if is_other and (now.shape, now.dtype) == (value.shape, value.dtype):
+            with torch.no_grad():
+                value.copy_(now)
+            buffers[name] = value
 
 
 def _logits_of(output: Any) -> torch.Tensor | None:

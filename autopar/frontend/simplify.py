@@ -27,7 +27,7 @@ from autopar.frontend.mask_windows import forms_of, window_of
 from autopar.frontend.narrow_inputs import narrow_inputs
 from autopar.frontend.scattered_rows import write_scattered_rows
 from autopar.frontend.sinks import write_sinks
-from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs
+from autopar.ir.graph import UPDATE_BUFFER, WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs
 from autopar.ir.operators import arguments_of
 from codegen.runtime.windows import Window
 
@@ -127,8 +127,8 @@ def _stops_gradients(source: TensorMeta, result: TensorMeta) -> bool:
 
 
 def eliminate_dead(flat: FlatGraph) -> None:
-    """Keep what the loss needs, and the mark of the logits, which it needs too."""
-    live = {flat.loss.node, *(node.name for node in flat.nodes if node.op == LOGITS)}
+    """Keep what the loss needs, the mark of the logits, which it needs too, and updates of buffers."""
+    live = {flat.loss.node, *(node.name for node in flat.nodes if node.op in (LOGITS, UPDATE_BUFFER))}
     kept: list[Node] = []
     for node in reversed(flat.nodes):
         if node.name in live:
@@ -141,7 +141,7 @@ def evaluate_constants(flat: FlatGraph) -> dict[Ref, torch.Tensor]:
     """Values of nodes that depend on no input, parameter or randomness, up to FOLD_LIMIT_ELEMENTS elements each."""
     values: dict[Ref, torch.Tensor] = {Ref(name): value for name, value in flat.constants.items()}
     for node in flat.nodes:
-        foldable = all(ref in values for ref in node.inputs) and node.op not in _RANDOM
+        foldable = all(ref in values for ref in node.inputs) and node.op not in (*_RANDOM, UPDATE_BUFFER)
         if not foldable or sum(meta.numel for meta in node.outputs) > FOLD_LIMIT_ELEMENTS:
             continue
         args = map_refs(node.args, values.__getitem__)

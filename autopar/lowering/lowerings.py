@@ -16,6 +16,7 @@ import torch
 from autopar.ir.graph import (
     DEFERRABLE,
     SINK_ATTENTION,
+    UPDATE_BUFFER,
     WINDOW_ATTENTION,
     Graph,
     LayerRun,
@@ -36,6 +37,7 @@ from autopar.rules.localize import LocalCall, LoweringCall, local_call
 from autopar.rules.lookup import BAGS
 from autopar.rules.loss import MEAN, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
+from codegen.evaluation import UPDATE
 from codegen.expressions import given, literal
 from codegen.program import Call, Raw, Statement, TensorType, Var
 from codegen.schemas import schema_of
@@ -57,6 +59,8 @@ def lower_call(
         return _cross_entropy(scope, node, axes, _with_rows(scope, call))
     if scope.shared.defers_weights and name in DEFERRABLE and _is_trained(operator, call, DEFERRABLE[name]):
         return replace(call, target=f"deferred.{name}")
+    if node.op == UPDATE_BUFFER:
+        return replace(call, target=UPDATE)
     if node.op == EXPERT_LINEAR:
         return _expert_linear(scope, operator, lowering, call)
     if name == "batch_norm":

@@ -95,6 +95,8 @@ class Part:
         settings = (self.compute_dtype, options.num_micro_batches, options.host, self.tied.aliases, options.compression)
         self.zero = _adopted(model, options.shared) or ZeroUnits(model, self.mesh, *settings)
         self._counters = [(value, spec.increment) for _, spec, value in model.buffer_slots() if spec.increment]
+        # UpdatingModules, of whichever program's run time.
+        self._updating: list[Any] = [module for module in model.units() if hasattr(module, "write_buffers")]
         self._input_shapes = {name: spec.local_shape(self.mesh) for name, spec in model.INPUTS.items()}
 
     # The batch --------------------------------------------------------------------------------------------------------
@@ -163,10 +165,12 @@ class Part:
                 for module in summing:
                     module.end_first_pass()
 
-    def count_forward(self) -> None:
-        """Buffers that count forwards go on by one: a step is one forward of the whole batch."""
+    def write_buffers(self) -> None:
+        """Write what a step's forward makes of buffers: counters go on by one forward, of the whole batch."""
         for value, increment in self._counters:
             value.add_(increment)
+        for module in self._updating:
+            module.write_buffers()
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -175,8 +179,9 @@ class Part:
         return [(bucket, entry) for bucket in self.zero.buckets for entry in bucket.entries]
 
     def written_buffers(self) -> list[Tensor]:
-        """This rank's parts of the buffers that a forward in training changes."""
+        """This rank's parts of the buffers that a step changes."""
         written = [value for module in self.model.units() for value in module.written_buffers()]
+        written += [value for module in self._updating for value in module.updated_buffers()]
         return written + [value for value, _ in self._counters]
 
     def trainable(self) -> list[Bucket]:
