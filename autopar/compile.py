@@ -28,6 +28,7 @@ from autopar.frontend.inputs import common_batch, name_inputs
 from autopar.frontend.padding import padded
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import find_cuts, trace
+from autopar.ir.chain import buffer_across_units
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
 from autopar.ir.graph import Graph, LayerRun
 from autopar.ir.plan_file import PADDINGS
@@ -202,6 +203,7 @@ def request_of(
     check_micro_batches(traced, limits)
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
     limits = limited(limits, needs, traced(rows))
+    limits = undivided(limits, traced(rows))
     key = options.precision, not is_cpu(first)
     if key not in known.trainings:
         known.trainings[key] = training_of(optimizer, *key, parameters_of(model), needs)
@@ -234,6 +236,21 @@ def check_micro_batches(traced: AccumulatingTrace, limits: Constraints) -> None:
             values=f"micro_batches={limits.micro_batches}, but {reason}",
             alternatives="micro_batches=1",
         )
+
+
+def undivided(limits: Constraints, graph: Graph) -> Constraints:
+    """The constraints, without pipelines where one stage would read a buffer that another one updates.
+
+    Raises ConstraintError for a pinned pipeline.
+    """
+    buffer = buffer_across_units(graph)
+    if buffer and limits.degrees.get("pp", 1) > 1:
+        raise ConstraintError(
+            "a pipeline would read a buffer in one stage and update it in another",
+            values=f"pp={limits.degrees['pp']}, buffer {buffer}",
+            alternatives=["pp=1", "an update in the module that reads the buffer"],
+        )
+    return replace(limits, degrees={**limits.degrees, "pp": 1}) if buffer else limits
 
 
 def paddings_of(limits: Constraints, given: Plan | None, are_exact: Callable[[], bool]) -> tuple[int, int, int]:

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional
 
-from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.buffer_updates import UpdatingModule
+from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.evaluation import LogitsModule
 from codegen.runtime.mesh import Axis, Mesh
 from codegen.runtime.whole_sums import SummingModule

@@ -60,7 +60,7 @@ class _Functionaliser:
         self.flat.nodes = self.nodes
         self.flat.loss = self.now(self.flat.loss)
         for name, (write, place) in sorted(self.written.items(), key=lambda item: -item[1][1]):
-            self.keep(name, write, place)
+            self.keep(name, write, place)  # from the last one on, since calls are put in
 
     def now(self, ref: Ref) -> Ref:
         return self.current.get(ref, ref)
@@ -149,17 +149,27 @@ class _Functionaliser:
         if increment is not None:
             self.flat.parameters[name] = replace(buffer, increment=increment)
             return
-        # A layer's own buffers are updated by the layer, all others when all layers are through.
-        is_own = layer_path(name) == layer_path(write.module)
+        places = {node.name: index for index, node in enumerate(self.nodes)}
+        while value.node in places and self.is_whole_copy(self.nodes[places[value.node]]):
+            value = self.nodes[places[value.node]].args[0]
+        maker = self.nodes[places[value.node]] if value.node in places else write
+        place = places[value.node] + 1 if value.node in places else place
+        # A layer's own buffers are updated by the layer, what layers make of others when all are through.
+        is_own = layer_path(name) == layer_path(maker.module)
         update = Node(
             name=self.unique("update"),
             op=UPDATE_BUFFER,
             args=(Ref(name), value),
             kwargs=(),
             outputs=(replace(buffer.meta, requires_grad=False),),
-            module=write.module if is_own else "",
+            module=maker.module if is_own else "",
         )
         self.nodes.insert(place if is_own else len(self.nodes), update)
+
+    def is_whole_copy(self, node: Node) -> bool:
+        """Whether a call that a `copy_` became changes nothing."""
+        source = self.metas.get(node.args[0]) if node.op == "aten.expand.default" else None
+        return source is not None and (source.shape, source.dtype) == (node.meta.shape, node.meta.dtype)
 
     def increment(self, name: str) -> int | float | None:
         """What forward adds to a buffer; None where it does anything else to it."""

@@ -19,7 +19,7 @@ UPDATING_ATTRIBUTES = ("_next_values",)
 
 
 class UpdatingModule(Module):
-    """Base of generated classes whose forward computes next values of buffers. UPDATED_BUFFERS: these buffers' names."""
+    """Base of generated classes whose forward computes the next values of UPDATED_BUFFERS."""
 
     UPDATED_BUFFERS: ClassVar[tuple[str, ...]] = ()
 
@@ -30,7 +30,7 @@ class UpdatingModule(Module):
         self._next_values: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update_buffer(self, buffer: Tensor, value: Tensor) -> None:
-        """Note a buffer's next value, of which a copy is kept; nothing in evaluation mode. Both are this rank's part."""
+        """Note a buffer's next value, both this rank's part, and keep a copy of it. No effect in evaluation mode."""
         if self.training:
             self._next_values[id(buffer)] = buffer, value.detach().clone()
 
