@@ -140,7 +140,7 @@ def _live(kept: list[_Kept], loss: Any, renamed: dict[Any, Any]) -> list[Any]:
         if call.counts or call.key in needed:
             live.append(call)
             needed |= {value[1][:2] for value in sources(call.what)}
-    live.reverse()
+    live = _with_needed_modes(live[::-1])
     number = {call.key: index for index, call in enumerate(live)}
 
     def numbered(value: Any) -> Any:
@@ -151,6 +151,22 @@ def _live(kept: list[_Kept], loss: Any, renamed: dict[Any, Any]) -> list[Any]:
         return tuple(map(numbered, value)) if isinstance(value, (tuple, list)) else value
 
     return [(call.name, numbered(call.what)) for call in live] + [("loss", numbered(loss))]
+
+
+def _with_needed_modes(live: list[_Kept]) -> list[_Kept]:
+    """The calls with those switches of the grad mode that a call after them sees."""
+    found: list[_Kept] = []
+    mode, switch = True, None
+    for call in live:
+        if call.name == "grad mode":
+            switch = call
+            continue
+        if switch is not None and switch.what != mode:
+            mode = switch.what
+            found.append(switch)
+        switch = None
+        found.append(call)
+    return found
 
 
 def _is_buffer(value: Any) -> bool:

@@ -123,6 +123,12 @@ class _Functionaliser:
                         "requires_grad_(False) for a parameter that forward alone changes (an average of others)",
                     ],
                 )
+            if not target.is_buffer and target.meta.dtype.itemsize < 4 and target.meta.dtype.is_floating_point:
+                raise TraceError(
+                    "forward updates a frozen parameter, and half precision would round what each update adds away",
+                    values=f"{root.node} in {str(target.meta.dtype).removeprefix('torch.')}{at(self.flat, node)}",
+                    alternatives=['precision="fp32"', "a buffer in its place, which keeps its dtype (register_buffer)"],
+                )
         elif not node.meta.requires_grad and any(self.metas[self.now(r)].requires_grad for r in (node.args[0], root)):
             raise TraceError(
                 "forward writes, without gradients, to a tensor that gradients flow through",
