@@ -7,6 +7,7 @@ view of, and that one's other views: `x[:, 1:] = y` becomes a `cat`, and views t
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,12 +24,19 @@ from codegen.functions import NAMESPACE
 _COPY = "aten.copy_.default"
 _DROPOUT = "aten.dropout_.default"
 """Whose functional form draws what no other random operator does: the same mask under every plan."""
+_PLAIN = {
+    f"aten.__i{name}__.{kind}": f"aten.bitwise_{name}_.{kind}"
+    for name in ("or", "and", "xor")
+    for kind in ("Tensor", "Scalar")
+}
+"""In-place operators of Python, as their named forms."""
 _RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view"})
 _SAME = frozenset({"alias", "detach", "to", "lift_fresh", "dropout"})
 
 
 def functionalise(flat: FlatGraph) -> None:
     """Raises TraceError for a write that cannot be carried to what shares its memory."""
+    write_each(flat)
     _Functionaliser(flat).run()
 
 
@@ -75,6 +83,7 @@ class _Functionaliser:
         self.check_target(node, root)
         self.check_functions(node, root)
         value = self.copied(node, written) if functional == _COPY else replace(self.updated(node), op=functional)
+        value = self.as_written(node, value)
         self.nodes.append(value)
         self.current[written] = self.current[Ref(node.name)] = Ref(value.name)
         self.metas[Ref(value.name)] = value.meta
@@ -94,6 +103,17 @@ class _Functionaliser:
         self.nodes.append(made)
         self.metas[Ref(made.name)] = made.meta
         return replace(node, op=_COPY, args=(out, Ref(made.name)), kwargs=())
+
+    def as_written(self, write: Node, value: Node) -> Node:
+        """A call whose result has the dtype of what is written to, which a write keeps where operands are wider."""
+        dtypes = {self.metas[ref].dtype for ref in value.inputs}
+        dtype = dtype_of(value, self.metas) if dtypes - {write.meta.dtype} else write.meta.dtype
+        if dtype == write.meta.dtype:
+            return value
+        wide = replace(value, name=self.unique(value.name), outputs=(replace(value.meta, dtype=dtype),))
+        self.nodes.append(wide)
+        self.metas[Ref(wide.name)] = wide.meta
+        return replace(value, op="aten.to.dtype", args=(Ref(wide.name), write.meta.dtype), kwargs=())
 
     def check_kind(self, node: Node) -> None:
         """Raises TraceError for a write that no functional call can stand for."""
@@ -282,6 +302,47 @@ class _Functionaliser:
         return name
 
 
+def dtype_of(node: Node, metas: Mapping[Ref, TensorMeta]) -> torch.dtype:
+    """The dtype of a call's result, as torch promotes those of its operands."""
+    empty = {ref: torch.empty(metas[ref].shape, dtype=metas[ref].dtype, device="meta") for ref in node.inputs}
+    overload = find_op(node.op)
+    assert overload is not None
+    kwargs = {name: map_refs(value, empty.__getitem__) for name, value in node.kwargs}
+    made: torch.Tensor = overload(*map_refs(node.args, empty.__getitem__), **kwargs)
+    return made.dtype
+
+
+def write_each(flat: FlatGraph) -> None:
+    """Calls on lists (`torch._foreach_mul_`) become a call for each of their tensors."""
+    metas = flat.metas()
+    taken, nodes, renamed = {ref.node for ref in metas}, list[Node](), dict[Ref, Ref]()
+    for node in flat.nodes:
+        op = each_of(node.op)
+        if op is None or not isinstance(node.args[0], tuple):
+            nodes.append(node)
+            continue
+        for index, own in enumerate(node.args[0]):
+            name = unused_name(f"{node.name}_{index}", taken)
+            taken.add(name)
+            args = tuple(each[index] if isinstance(each, tuple) else each for each in node.args)
+            meta = node.outputs[index] if node.outputs else metas[own]
+            nodes.append(replace(node, name=name, op=op, args=args, outputs=(meta,)))
+            renamed[Ref(node.name, index)] = Ref(name)
+    if renamed:
+        flat.nodes = nodes
+        flat.substitute(renamed)
+
+
+def each_of(op: str) -> str | None:
+    """What `aten._foreach_NAME` calls for each tensor; None for all other operators."""
+    if not op.startswith("aten._foreach_"):
+        return None
+    name, overload = op.removeprefix("aten._foreach_").split(".")
+    wanted = {"ScalarList": ("Scalar", "Tensor_Scalar"), "Scalar": ("Scalar", "Tensor_Scalar")}
+    wishes = (*wanted.get(overload, ()), "Tensor", "default")
+    return next((f"aten.{name}.{each}" for each in wishes if find_op(f"aten.{name}.{each}") is not None), None)
+
+
 def without_out(node: Node) -> str | None:
     """The operator that returns what this call writes to its one argument `out`; None for a call of any other kind."""
     overload = find_op(node.op)
@@ -298,7 +359,7 @@ def without_out(node: Node) -> str | None:
 
 def functional_name(op: str) -> str | None:
     """`aten.add_.Tensor` -> `aten.add.Tensor` where torch has it; None if `op` is functional already."""
-    namespace, name, overload = op.split(".")
+    namespace, name, overload = _PLAIN.get(op, op).split(".")
     if not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)

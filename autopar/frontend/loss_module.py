@@ -60,8 +60,9 @@ def _kept_buffers(model: nn.Module) -> Iterator[None]:
     yield
     for buffers, name, value in before:
         now = buffers.get(name)
-        is_other = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now is not value
-        if is_other and (now.shape, now.dtype) == (value.shape, value.dtype):
+        if value is None or now is None or now is value:
+            continue
+        if (now.shape, now.dtype) == (value.shape, value.dtype):
             with torch.no_grad():
                 value.copy_(now)
             buffers[name] = value

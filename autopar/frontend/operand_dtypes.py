@@ -90,7 +90,7 @@ def _rounding(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., 
 
 class _OperandDtypes(TorchFunctionMode):
     def __init__(self, dtype: torch.dtype, is_loss: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.dtype = dtype
         self.is_loss = is_loss
 
@@ -109,13 +109,14 @@ class _OperandDtypes(TorchFunctionMode):
         found = {value.dtype for value in tree_leaves((args, kwargs)) if _is_real(value)}
         if self.dtype not in found or (found == {self.dtype} and name in PRODUCTS):
             return None
-        widest = max(found, key=lambda dtype: dtype.itemsize)
+        widest: torch.dtype = max(found, key=lambda dtype: dtype.itemsize)
+        first = args[0].dtype if args and _is_real(args[0]) else None
         if name in PRODUCTS:
             return self.dtype
         if name in WRITES:
-            return args[0].dtype if isinstance(args[0], Tensor) and _is_real(args[0]) else None
+            return first
         if name in NORMS:
-            return args[0].dtype if args and _is_real(args[0]) and args[0].dtype == widest else None
+            return first if first == widest else None
         if name in PROMOTED:
             return widest
         return torch.promote_types(widest, torch.float32) if self.is_wide(name, args, kwargs) else None

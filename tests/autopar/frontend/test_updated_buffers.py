@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +17,47 @@ from autopar.frontend.trace import trace
 from autopar.ir.graph import UPDATE_BUFFER, LayerRun
 from benchmarks.by_hand import is_exact
 from tests.autopar.frontend.updated_models import MODELS, made
+
+
+class _Written(nn.Module):
+    """Buffers of several dtypes, and a frozen layer beside a trained one, that `update` writes to."""
+
+    def __init__(self, update: Callable[[Any, Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.update = nn.Linear(4, 4), update
+        self.kept = copy.deepcopy(self.layer).requires_grad_(False)
+        self.register_buffer("rows", torch.zeros(3, 4))
+        self.register_buffer("half", torch.zeros(4, dtype=torch.bfloat16))
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.rows.clone()
+        with torch.no_grad():
+            self.update(self, x)
+        return F.mse_loss(self.layer(x - self.rows.mean(0) - self.half - before[0]), self.kept(x) * (1 + self.seen))
+
+
+def _foreach(model: Any, x: Tensor) -> None:
+    kept, own = list(model.kept.parameters()), list(model.layer.parameters())
+    torch._foreach_mul_(kept, 0.9)
+    torch._foreach_add_(kept, own, alpha=0.1)
+
+
+def _shift(model: Any, x: Tensor) -> None:
+    model.rows[:2] = model.rows[1:].clone()
+    model.rows[2].copy_(x.mean(0))
+
+
+def _any(model: Any, x: Tensor) -> None:
+    model.seen |= (x > 1.5).any(0)
+
+
+UPDATES: dict[str, Callable[[Any, Tensor], object]] = {
+    "foreach": _foreach,
+    "shifted rows": _shift,
+    "a flag": _any,
+    "a narrow buffer": lambda model, x: model.half.mul_(0.9).add_(x.mean(0), alpha=0.1),
+}
 
 SLOW = {"observed", "cumulative", "blocks", "contrast", "power"}
 
@@ -92,3 +137,15 @@ def test_what_cannot_be_followed_says_why() -> None:
         trace(Pointed(), {"x": torch.ones(4, 4)})
     with pytest.raises(TraceError, match=r"trained parameter in place.*\n.*layer\.weight"):
         trace(Clamped(), {"x": torch.ones(4, 4)})
+
+
+def test_half_precision_would_round_averages_of_parameters() -> None:
+    model, batch = made("teacher")
+    with pytest.raises(TraceError, match=r"half precision would round.*\n.*teacher\.0\.weight"):
+        trace(model, batch, param_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_writes_are_followed(name: str) -> None:
+    torch.manual_seed(0)
+    assert is_exact(_Written(UPDATES[name]), {"x": torch.randn(8, 4)})
