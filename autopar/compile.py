@@ -21,13 +21,14 @@ from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
 from autopar.explain.rescue import advised
 from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
-from autopar.frontend.evaluation import check_norms, why_no_evaluation
+from autopar.frontend.evaluation import why_no_evaluation
 from autopar.frontend.expert_padding import with_whole_shares
 from autopar.frontend.head_padding import with_whole_heads
 from autopar.frontend.inputs import common_batch, name_inputs
 from autopar.frontend.padding import padded
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import find_cuts, trace
+from autopar.ir.chain import buffer_across_units
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
 from autopar.ir.graph import Graph, LayerRun
 from autopar.ir.plan_file import PADDINGS
@@ -155,7 +156,6 @@ def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
     check_model(model, dtype)  # before the optimiser is tried on its parameters
     needs = examine(options.optimizer or adamw, model)
     batch = name_inputs(model, options.example_inputs, loss_fn)
-    check_norms(model)
     cuts = find_cuts(model, batch, loss_fn, dtype)
     no_logits = why_no_evaluation(model, batch, loss_fn, cuts, with_logits=True)
     no_evaluation = no_logits and why_no_evaluation(model, batch, loss_fn, cuts)
@@ -203,6 +203,7 @@ def request_of(
     check_micro_batches(traced, limits)
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
     limits = limited(limits, needs, traced(rows))
+    limits = undivided(limits, traced(rows))
     key = options.precision, not is_cpu(first)
     if key not in known.trainings:
         known.trainings[key] = training_of(optimizer, *key, parameters_of(model), needs)
@@ -235,6 +236,21 @@ def check_micro_batches(traced: AccumulatingTrace, limits: Constraints) -> None:
             values=f"micro_batches={limits.micro_batches}, but {reason}",
             alternatives="micro_batches=1",
         )
+
+
+def undivided(limits: Constraints, graph: Graph) -> Constraints:
+    """The constraints, without pipelines where one stage would read a buffer that another one updates.
+
+    Raises ConstraintError for a pinned pipeline.
+    """
+    buffer = buffer_across_units(graph)
+    if buffer and limits.degrees.get("pp", 1) > 1:
+        raise ConstraintError(
+            "a pipeline would read a buffer in one stage and update it in another",
+            values=f"pp={limits.degrees['pp']}, buffer {buffer}",
+            alternatives=["pp=1", "an update in the module that reads the buffer"],
+        )
+    return replace(limits, degrees={**limits.degrees, "pp": 1}) if buffer else limits
 
 
 def paddings_of(limits: Constraints, given: Plan | None, are_exact: Callable[[], bool]) -> tuple[int, int, int]:

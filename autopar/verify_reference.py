@@ -79,6 +79,12 @@ def _as_compared(seed: int, step: int, dtype: torch.dtype | None) -> Iterator[No
         yield
 
 
+def _untrained(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The buffers and frozen parameters, which a forward may write to."""
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    return [*model.named_buffers(), *frozen]
+
+
 class Reference:
     """The user's model trained eagerly on one process, in the model's own precision, in `dtype`, or in `low_dtype` with
     masters of its own."""
@@ -103,7 +109,7 @@ class Reference:
     def forward_backward(self, batch: NamedBatch, scale: float = 1.0) -> float:
         """The loss; its gradients are scaled while they are computed."""
         self.model.zero_grad()  # also what the optimiser leaves out
-        self.found = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        self.found = {name: value.detach().clone() for name, value in _untrained(self.model)}
         loss = self._loss(self.model, batch, self.dtype, self.low_dtype)
         torch.autograd.backward(loss * scale)
         for parameter in self.model.parameters() if scale != 1.0 else ():
@@ -136,8 +142,8 @@ class Reference:
     def round_off(self, batch: NamedBatch) -> dict[str, tuple[float, torch.Tensor]]:
         """For each parameter, the relative error of its fp32 gradient, and which elements have no right digit."""
         exact = deep_copy(self.model).double()
-        for name, buffer in exact.named_buffers():  # as the step found them, since a forward may read what it counts
-            buffer.copy_(self.found[name])
+        for name, value in _untrained(exact):  # as the step found them, since a forward may read what it writes
+            value.detach().copy_(self.found[name])
         exact.zero_grad()
         torch.autograd.backward(self._loss(exact, batch, torch.float64))
         truth = {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional
 
+from codegen.runtime.buffer_updates import UpdatingModule
 from codegen.runtime.draw_module import DrawModule
 from codegen.runtime.evaluation import LogitsModule
 from codegen.runtime.mesh import Axis, Mesh
@@ -130,7 +131,7 @@ class _File:
         elif path.startswith("self.mesh."):
             self.signature(node, getattr(Mesh, rest.removeprefix("mesh."), None), [None, *node.args], keywords)
         elif root == "self" and "." not in rest and rest:
-            own = (getattr(base, rest, None) for base in (DrawModule, SummingModule, LogitsModule))
+            own = (getattr(base, rest, None) for base in (DrawModule, SummingModule, LogitsModule, UpdatingModule))
             method = next(filter(None, own), None)
             self.signature(node, method, [None, *node.args], keywords)
         elif root in self.imported:

@@ -31,6 +31,7 @@ _BASE_HOME = {
     "MemorySaving": "recompute",
     "SummingModule": "whole_sums",
     "LogitsModule": "evaluation",
+    "UpdatingModule": "buffer_updates",
 }
 _RUNTIME_HOME = {
     "vocab_embedding": "embedding",
@@ -200,6 +201,7 @@ def _bases(cls: ModuleClass, saving: frozenset[str], others: Iterable[Statement]
         "DropoutModule": bool(targets & _DRAW_MASKS) and not targets & _DRAW,
         "MemorySaving": cls.name in saving,
         "SummingModule": "self.whole_sum" in targets,
+        "UpdatingModule": bool(cls.updated_buffers),
     }
     return tuple(name for name, is_needed in needed.items() if is_needed) or ("Module",)
 
@@ -211,7 +213,9 @@ def _heading(
     bases = tuple(base for base in _bases(cls, saving, others) if not more or base != "Module") + more
     lines = [f"class {cls.name}({', '.join(bases)}):", *documented(plain(cls.doc)), ""]
     lines += _table("PARAMETERS", cls.parameters) + _table("BUFFERS", cls.buffers)
-    return lines + ([f"    WRITTEN_BUFFERS = {literal(cls.written_buffers)}", ""] if cls.written_buffers else [])
+    for name, buffers in (("WRITTEN_BUFFERS", cls.written_buffers), ("UPDATED_BUFFERS", cls.updated_buffers)):
+        lines += [f"    {name} = {literal(buffers)}", ""] if buffers else []
+    return lines
 
 
 def layer_class(program: Program, cls: ModuleClass, words: Words) -> str:

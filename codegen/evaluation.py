@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final, TypeGuard
+from typing import Any, Final, TypeGuard
 
 from codegen.program import Call, ModuleClass, Program, Raw, Statement, Var
 
@@ -20,6 +20,9 @@ NORMS: Final[Mapping[str, str]] = {
 }
 """Operator -> its flag, argument _FLAG. If that is on, arguments STATISTICS are written to, where there are any."""
 
+UPDATE: Final = "self.update_buffer"
+"""The call that notes a buffer's next value (codegen/runtime/buffer_updates.py)."""
+
 
 def follows_training(program: Program) -> Program:
     """The program whose norms use the running statistics, and leave them as they are, unless `self.training`."""
@@ -27,19 +30,24 @@ def follows_training(program: Program) -> Program:
 
 
 def _class(cls: ModuleClass) -> ModuleClass:
-    """Raises ValueError where statistics would be written to a copy of the buffer (a reshard of it)."""
+    """Raises ValueError where a copy of the buffer (a reshard of it) would be written to."""
     writing = [each for each in cls.body if _writes(each)]
-    if not writing:
-        return cls
-    written: list[str] = []
-    for call in writing:
-        for index in STATISTICS:
-            held = call.args[index]
-            if not isinstance(held, Var) or not held.is_stored or held.type.tensor[0] not in cls.buffers:
-                raise ValueError(f"{call.target} would update a resharded copy of its statistics, {held}")
-            written.append(held.type.tensor[0])
-    body = tuple(_followed(each) if _writes(each) else each for each in cls.body)
-    return replace(cls, body=body, written_buffers=tuple(dict.fromkeys(written)))
+    updates = [each for each in writing if _updates(each)]
+    written = [_stored(cls, call, call.args[index]) for call in updates for index in STATISTICS]
+    updating = [each for each in cls.body if isinstance(each, Call) and each.target == UPDATE]
+    return replace(
+        cls,
+        body=tuple(_followed(each) if _writes(each) else each for each in cls.body),
+        written_buffers=tuple(dict.fromkeys(written)),
+        updated_buffers=tuple(dict.fromkeys(_stored(cls, call, call.args[0]) for call in updating)),
+    )
+
+
+def _stored(cls: ModuleClass, call: Call, buffer: Any) -> str:
+    """The name of the class' buffer that an operand is."""
+    if not isinstance(buffer, Var) or not buffer.is_stored or buffer.type.tensor[0] not in cls.buffers:
+        raise ValueError(f"{call.target} would write to a resharded copy of a buffer, {buffer}")
+    return buffer.type.tensor[0]
 
 
 def _writes(statement: Statement) -> TypeGuard[Call]:
@@ -52,4 +60,13 @@ def _writes(statement: Statement) -> TypeGuard[Call]:
 
 
 def _followed(call: Call) -> Call:
-    return replace(call, args=(*call.args[:_FLAG], Raw("self.training"), *call.args[_FLAG + 1 :]))
+    """The call with its flag by the module's mode. Statistics that it only reads in evaluation mode are there then."""
+    args = [*call.args[:_FLAG], Raw("self.training"), *call.args[_FLAG + 1 :]]
+    for index in () if _updates(call) else STATISTICS:
+        args[index] = Raw(f"None if self.training else {args[index].name}", reads=(args[index],))
+    return replace(call, args=tuple(args))
+
+
+def _updates(call: Call) -> bool:
+    """Whether a norm brings its statistics forward: instance norm of momentum 0 does not."""
+    return call.target != "aten.instance_norm.default" or bool(call.args[_FLAG + 1])

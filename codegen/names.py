@@ -7,6 +7,7 @@ import keyword
 import unicodedata
 from collections.abc import Collection
 
+from codegen.runtime.buffer_updates import UPDATING_ATTRIBUTES, UpdatingModule
 from codegen.runtime.draw_module import DrawModule
 from codegen.runtime.evaluation import LOGITS_ATTRIBUTES, LogitsModule
 from codegen.runtime.names import ARGUMENTS
@@ -17,18 +18,19 @@ from codegen.text import quoted
 MOST_CHARACTERS = 64
 """Of a name that generated source defines."""
 
-_BASES = (DrawModule, SummingModule, LogitsModule)
+_BASES = (DrawModule, SummingModule, LogitsModule, UpdatingModule)
 _OWN = frozenset(
     (
         *(name for base in _BASES for name in dir(base)),
-        *(*Module.__init__.__code__.co_names, *SUMMING_ATTRIBUTES, *LOGITS_ATTRIBUTES),
+        *(*Module.__init__.__code__.co_names, *SUMMING_ATTRIBUTES, *LOGITS_ATTRIBUTES, *UPDATING_ATTRIBUTES),
     )
 )
 """Attributes of generated modules that are not the user's."""
 
 _CLASSES = ARGUMENTS | {
     *("Container", "Tensor", "Step", "Mesh", "Stage", "Pipeline", "PIPELINE", "INPUTS", "SCHEDULE"),
-    *("DrawModule", "DropoutModule", "LogitsModule", "MemorySaving", "SummingModule", "PipelineExecutor"),
+    *("DrawModule", "DropoutModule", "LogitsModule", "MemorySaving", "SummingModule", "UpdatingModule"),
+    "PipelineExecutor",
     "NUM_MICRO_BATCHES",
 }
 

@@ -185,8 +185,8 @@ class Layout:
 class ModuleClass:
     """One generated class: parameters and buffers by (relative) name, `forward`'s arguments, body and results.
 
-    dropout_base: the number of the first layer's first dropout call, or of each layer's (layer classes only).
-    written_buffers: those that a forward in training changes.
+    dropout_base: of the first layer's first dropout call, or of each layer's (layer classes only). written_buffers,
+    updated_buffers: those that a forward in training, and a step after it, changes.
     """
 
     name: str
@@ -200,6 +200,7 @@ class ModuleClass:
     num_dropout_calls: int = 0
     dropout_base: int | tuple[int, ...] = 0
     written_buffers: tuple[str, ...] = ()
+    updated_buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,8 +387,7 @@ class PipelineProgram:
 
     def inputs_of(self, pipeline_rank: int) -> Mapping[str, Spec]:
         """What one pipeline rank's stages read of the batch."""
-        stages = [stage.program for stage in self.stages if stage.pipeline_rank == pipeline_rank]
-        return {name: spec for program in stages for name, spec in program.inputs.items()}
+        return dict(i for s in self.stages if s.pipeline_rank == pipeline_rank for i in s.program.inputs.items())
 
     def source(self, stage: int, name: str) -> int:
         """The stage that sends what `stage` receives as `name`."""
@@ -395,5 +395,5 @@ class PipelineProgram:
 
     def readers(self, stage: int, name: str) -> tuple[int, ...]:
         """The stages that receive what `stage` sends as `name`."""
-        later = range(stage + 1, len(self.stages))
-        return tuple(n for n in later if name in self.stages[n].program.receives and self.source(n, name) == stage)
+        having = [n for n, each in enumerate(self.stages) if n > stage and name in each.program.receives]
+        return tuple(n for n in having if self.source(n, name) == stage)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from codegen.evaluation import UPDATE
 from codegen.expressions import expression, is_atom, is_method, literal
 from codegen.program import UNREAD, Call, LayerLoop, Program, Raw, Reshard, Statement, Var, assigns, reads
 from codegen.reshard_words import Dims, in_words
@@ -99,7 +100,7 @@ def source_lines(
                 lines.append(f"# {plain(here)}")
                 section = here
             chain = longer or _Chain(target, text, () if is_method(statement) else (target, text))
-            lines.append(f"{target} = {chain.text}")
+            lines.append(chain.text if statement.target == UPDATE else f"{target} = {chain.text}")
             results = statement.results
             is_read_aside = aside is not None and position < aside.at and results[0] in aside.reads
             if len(results) > 1 or uses[position].get(results[0], 0) != 1 or is_read_aside:

@@ -19,7 +19,7 @@ from autopar.costs.layer_costs import ACCUMULATION, FIXED_KINDS, HIDDEN, HOST, Q
 from autopar.costs.peak import Slot, slot_of
 from autopar.costs.price import Pricer
 from autopar.ir.chain import home_of_unread, last_readers
-from autopar.ir.graph import Graph, Ref, TensorMeta, unread
+from autopar.ir.graph import UPDATE_BUFFER, Graph, Ref, TensorMeta, unread
 from autopar.ir.placement import Stored
 from autopar.options.scopes import Scope
 
@@ -69,6 +69,7 @@ class StoredParameters:
     ) -> StoredParameters:
         """homes: unit of each top-level parameter. scopes: of the graph."""
         metas = {scope.name: scope.metas for scope in scopes}
+        updated = {(scope.name, n.inputs[0].node) for scope in scopes for n in scope.nodes if n.op == UPDATE_BUFFER}
         trained: dict[str, list[Trained]] = defaultdict(list)
         elements: dict[Alike, int] = defaultdict(int)
         numbers: dict[Alike, int] = defaultdict(int)
@@ -78,8 +79,9 @@ class StoredParameters:
             if meta.requires_grad:
                 scope_bytes[scope] += meta.num_bytes
                 trained[where].append(("" if scope else name, meta, stored))
+            copies = 2 if (scope, name) in updated else 1  # a buffer's next value waits for the step's end
             alike = scope, where, stored, meta.dtype, meta.requires_grad
-            elements[alike] += meta.numel
+            elements[alike] += meta.numel * copies
             numbers[alike] += 1
         return cls(elements, numbers, trained, scope_bytes)
 

@@ -50,17 +50,8 @@ def refuse_effects(flat: FlatGraph) -> None:
             raise TraceError(
                 "a product of tensors of different dtypes, which torch refuses when the model runs",
                 values=f"{node.op} of {' and '.join(sorted(str(d) for d in dtypes))}{at(flat, node)}",
-                alternatives=["inputs of the parameters' dtype, or a cast in forward", *_uncast_buffers(flat)],
+                alternatives="inputs of the parameters' dtype, or a cast in forward",
             )
-
-
-def _uncast_buffers(flat: FlatGraph) -> list[str]:
-    """What to do about buffers that keep a wider dtype than the parameters, which alone are cast to a precision."""
-    floats = [p for p in flat.parameters.values() if p.meta.dtype.is_floating_point]
-    narrow = {p.meta.dtype.itemsize for p in floats if not p.is_buffer}
-    wide = [p.name for p in floats if p.is_buffer and narrow and p.meta.dtype.itemsize > min(narrow)]
-    advice = "a cast where buffers are used ({}), as `precision` casts parameters and inputs alone"
-    return [advice.format(", ".join(f"{name}.to(x.dtype)" for name in wide[:4]))] if wide else []
 
 
 def refused_random(op: str, place: str) -> TraceError:
@@ -110,11 +101,11 @@ def _refuse_lookup(flat: FlatGraph, node: Node) -> None:
 def _refuse_statistics(flat: FlatGraph, node: Node) -> None:
     """Instance norm that updates running statistics: means over the batch that its results do not show."""
     given = arguments_of(node) if base_name(node.op) == "instance_norm" else {}
-    if given.get("use_input_stats") and isinstance(given.get("running_mean"), Ref):
+    if given.get("use_input_stats") and isinstance(given.get("running_mean"), Ref) and given["momentum"]:
         raise TraceError(
-            "instance norm updates running statistics in forward",
+            "instance norm updates running statistics inside of the operator",
             values=f"{given['running_mean'].node}{at(flat, node)}",
-            alternatives="track_running_stats=False",
+            alternatives="torch.nn.functional.instance_norm or a module of torch.nn, which are followed",
         )
 
 

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import TraceError
 from autopar.frontend import fakes
-from autopar.frontend.attributes import attribute, named_modules
 from autopar.frontend.depth import Truncation, shorten
 from autopar.frontend.effects import draws
 from autopar.frontend.export import forward_and_loss
@@ -30,18 +28,6 @@ from autopar.frontend.recorded_calls import RecordedCalls
 from autopar.frontend.recorder import Record, record
 from autopar.frontend.skeleton import skeleton_of
 from autopar.frontend.training_only import replacements
-
-
-def check_norms(model: nn.Module) -> None:
-    """Raises TraceError for norms whose statistics depend on a count of steps, which no static graph has."""
-    for name, module in named_modules(model):
-        if attribute(module, "track_running_stats", False) is True and attribute(module, "momentum", 0) is None:
-            raise TraceError(
-                "running statistics that are averages over all steps so far (momentum=None) have no static graph: each "
-                "step weighs them otherwise",
-                values=f"{type(module).__name__} {name or 'of the model'} with momentum=None",
-                alternatives="a number, such as torch's default momentum=0.1, or track_running_stats=False",
-            )
 
 
 @fakes.probing()
@@ -59,7 +45,7 @@ def why_no_evaluation(
     """
     fake = fakes.mode()
     named = name_inputs(model, example_inputs, loss_fn)
-    batch = named.map(lambda value: fake_input(value, fake, 0, None, None))
+    batch = named.map(lambda value: fake_input(value, fake, 0, None))
 
     def recorded(is_training: bool) -> Record | None:
         skeleton = skeleton_of(model, fake, cuts=cuts)

@@ -20,11 +20,13 @@ from torch.nn.modules import transformer
 from autopar.errors import AutoparError, TraceError
 from autopar.frontend.autograd_functions import call_function, outside_functions
 from autopar.frontend.constants import Constants
+from autopar.frontend.data_access import DataAccess
 from autopar.frontend.drawn_numbers import drawn_numbers
 from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.masks import plain_masks
+from autopar.frontend.running_statistics import written_statistics
 from autopar.frontend.strided import ByPosition
 from autopar.frontend.untraceable import flex_attention, untraceable
 from autopar.frontend.user_line import innermost_lines
@@ -60,11 +62,17 @@ def _is_called_by(module: ModuleType) -> bool:
 
 
 def forward_and_loss(
-    model: nn.Module, loss_fn: Callable[..., torch.Tensor] | None, batch: Batch, *, with_logits: bool = False
+    model: nn.Module,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    batch: Batch,
+    *,
+    with_logits: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Any:
-    """Forward and loss as they are exported. with_logits: (loss, logits) of a model that returns logits."""
+    """Forward and loss as they are exported. with_logits: (loss, logits) of a model that returns logits. dtype: as
+    LossModule takes it."""
     with traceable(batch):
-        return LossModule(model, loss_fn, batch, with_logits=with_logits)(**batch)
+        return LossModule(model, loss_fn, batch, with_logits=with_logits, dtype=dtype)(**batch)
 
 
 @contextlib.contextmanager
@@ -79,6 +87,8 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None, drawn: lis
         masks_as_given(),
         indexed_masks(),
         ByPosition(),
+        DataAccess(),
+        written_statistics(),
         Constants(),
         innermost_lines(),
         drawn_numbers([] if drawn is None else drawn),

@@ -7,6 +7,7 @@ view of, and that one's other views: `x[:, 1:] = y` becomes a `cat`, and views t
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +16,25 @@ import torch
 from autopar.errors import TraceError
 from autopar.frontend.effects import at
 from autopar.frontend.fx_import import FlatGraph, is_view, unused_name
-from autopar.ir.graph import Node, Ref, TensorMeta, base_name, with_refs
+from autopar.frontend.layers import layer_path
+from autopar.ir.graph import UPDATE_BUFFER, Node, Ref, TensorMeta, base_name, map_refs, with_refs
 from autopar.ir.operators import find_op
 from codegen.functions import NAMESPACE
 
 _COPY = "aten.copy_.default"
+_PLAIN = {
+    f"aten.__i{name}__.{kind}": f"aten.bitwise_{name}_.{kind}"
+    for name in ("or", "and", "xor")
+    for kind in ("Tensor", "Scalar")
+}
+"""In-place operators of Python, as their named forms."""
 _RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view"})
 _SAME = frozenset({"alias", "detach", "to", "lift_fresh", "dropout"})
 
 
 def functionalise(flat: FlatGraph) -> None:
     """Raises TraceError for a write that cannot be carried to what shares its memory."""
+    write_each(flat)
     _Functionaliser(flat).run()
 
 
@@ -39,11 +48,14 @@ class _Functionaliser:
         self.views: dict[Ref, Node] = {}  # in order of creation
         self.last_use: dict[Ref, int] = {ref: i for i, node in enumerate(flat.nodes) for ref in node.inputs}
         self.last_use |= {ref: len(flat.nodes) for ref in (flat.loss, *map(Ref, flat.parameters))}  # what is kept
-        self.written: dict[str, Node] = {}  # buffer -> the last call that writes to it
+        self.written: dict[str, tuple[Node, int]] = {}  # buffer -> the last call that writes to it, calls until then
 
     def run(self) -> None:
         for position, node in enumerate(self.flat.nodes):
             self.check_kind(node)
+            plain = without_out(node)
+            if plain is not None:
+                node = self.copying(node, plain)
             functional = functional_name(node.op)
             if functional is not None:
                 self.write(position, node, functional)
@@ -53,9 +65,8 @@ class _Functionaliser:
                 self.views |= {Ref(node.name, index): node for index in range(len(node.outputs))}
         self.flat.nodes = self.nodes
         self.flat.loss = self.now(self.flat.loss)
-        for name, write in self.written.items():
-            counter = replace(self.flat.parameters[name], increment=self.increment(name, write))
-            self.flat.parameters[name] = counter
+        for name, (write, place) in sorted(self.written.items(), key=lambda item: -item[1][1]):
+            self.keep(name, write, place)  # from the last one on, since calls are put in
 
     def now(self, ref: Ref) -> Ref:
         return self.current.get(ref, ref)
@@ -70,6 +81,7 @@ class _Functionaliser:
         self.check_target(node, root)
         self.check_functions(node, root)
         value = self.copied(node, written) if functional == _COPY else replace(self.updated(node), op=functional)
+        value = self.as_written(node, value)
         self.nodes.append(value)
         self.current[written] = self.current[Ref(node.name)] = Ref(value.name)
         self.metas[Ref(value.name)] = value.meta
@@ -77,17 +89,36 @@ class _Functionaliser:
         family = [ref for ref in self.views if self.chain(ref)[-1] == root and ref.node != node.name]
         if any(self.last_use.get(ref, -1) > position for ref in (root, *family) if ref != written):
             self.spread(node, chain, [ref for ref in family if ref not in chain])
+        if root.node in self.flat.parameters and root.node not in self.flat.constants:
+            self.written[root.node] = node, len(self.nodes)
+
+    def copying(self, node: Node, plain: str) -> Node:
+        """A call with `out=`: the same without it, whose result is then copied to what `out` was."""
+        out = dict(node.kwargs)["out"]
+        kwargs = tuple((key, value) for key, value in node.kwargs if key != "out")
+        made = replace(self.updated(node), name=self.unique(node.name), op=plain)
+        made = replace(made, kwargs=tuple((key, map_refs(value, self.now)) for key, value in kwargs))
+        self.nodes.append(made)
+        self.metas[Ref(made.name)] = made.meta
+        return replace(node, op=_COPY, args=(out, Ref(made.name)), kwargs=())
+
+    def as_written(self, write: Node, value: Node) -> Node:
+        """A call whose result has the dtype of what is written to, which a write keeps where operands are wider."""
+        dtypes = {self.metas[ref].dtype for ref in value.inputs}
+        dtype = dtype_of(value, self.metas) if dtypes - {write.meta.dtype} else write.meta.dtype
+        if dtype == write.meta.dtype:
+            return value
+        wide = replace(value, name=self.unique(value.name), outputs=(replace(value.meta, dtype=dtype),))
+        self.nodes.append(wide)
+        self.metas[Ref(wide.name)] = wide.meta
+        return replace(value, op="aten.to.dtype", args=(Ref(wide.name), write.meta.dtype), kwargs=())
 
     def check_kind(self, node: Node) -> None:
         """Raises TraceError for a write that no functional call can stand for."""
         overload = find_op(node.op)
         if overload is None or not overload._schema.is_mutable:
             return
-        if functional_name(node.op) is None:
-            out = dict(node.kwargs).get("out")
-            root = self.chain(out)[-1].node if isinstance(out, Ref) else ""
-            if root in self.flat.parameters and root not in self.flat.constants:
-                raise self.refused_update(root, node)
+        if functional_name(node.op) is None and without_out(node) is None:
             raise TraceError(
                 "forward calls an operator that writes into its operands",
                 values=f"{node.op}{at(self.flat, node)}",
@@ -98,16 +129,22 @@ class _Functionaliser:
         """Raises TraceError for a write to a parameter, or to a differentiated tensor where gradients are off."""
         target = self.flat.parameters.get(root.node)
         if target is not None and root.node not in self.flat.constants:
-            if not target.is_buffer:
+            if not target.is_buffer and target.meta.requires_grad:
                 raise TraceError(
-                    "forward changes a parameter in place, which no step of the program would keep",
+                    "forward changes a trained parameter in place, which the optimizer changes too",
                     values=f"{root.node}: {node.op}{at(self.flat, node)}",
                     alternatives=[
                         "change it in the training loop, or compute the changed value from the parameter in forward",
                         "torch.nn.utils.parametrize for a constrained parameter, max_norm=None for an embedding",
+                        "requires_grad_(False) for a parameter that forward alone changes (an average of others)",
                     ],
                 )
-            self.written[root.node] = node
+            if not target.is_buffer and target.meta.dtype.itemsize < 4 and target.meta.dtype.is_floating_point:
+                raise TraceError(
+                    "forward updates a frozen parameter, and half precision would round what each update adds away",
+                    values=f"{root.node} in {str(target.meta.dtype).removeprefix('torch.')}{at(self.flat, node)}",
+                    alternatives=['precision="fp32"', "a buffer in its place, which keeps its dtype (register_buffer)"],
+                )
         elif not node.meta.requires_grad and any(self.metas[self.now(r)].requires_grad for r in (node.args[0], root)):
             raise TraceError(
                 "forward writes, without gradients, to a tensor that gradients flow through",
@@ -126,35 +163,50 @@ class _Functionaliser:
                     alternatives="write it out of place in the model",
                 )
 
-    def increment(self, name: str, write: Node) -> int | float:
-        """What forward adds to a buffer. Raises TraceError where it does anything else to it."""
+    def keep(self, name: str, write: Node, place: int) -> None:
+        """What a buffer is when forward is over becomes its value for the next step: it counts, or it is updated."""
+        buffer, value = replace(self.flat.parameters[name], is_buffer=True), self.now(Ref(name))
+        self.flat.parameters[name] = buffer
+        increment = self.increment(name)
+        if increment is not None:
+            self.flat.parameters[name] = replace(buffer, increment=increment)
+            return
+        places = {node.name: index for index, node in enumerate(self.nodes)}
+        while value.node in places and self.is_whole_copy(self.nodes[places[value.node]]):
+            value = self.nodes[places[value.node]].args[0]
+        maker = self.nodes[places[value.node]] if value.node in places else write
+        place = places[value.node] + 1 if value.node in places else place
+        # A layer's own buffers are updated by the layer, what layers make of others when all are through.
+        is_own = layer_path(name) == layer_path(maker.module)
+        update = Node(
+            name=self.unique("update"),
+            op=UPDATE_BUFFER,
+            args=(Ref(name), value),
+            kwargs=(),
+            outputs=(replace(buffer.meta, requires_grad=False),),
+            module=maker.module if is_own else "",
+        )
+        self.nodes.insert(place if is_own else len(self.nodes), update)
+
+    def is_whole_copy(self, node: Node) -> bool:
+        """Whether a call that a `copy_` became changes nothing."""
+        source = self.metas.get(node.args[0]) if node.op == "aten.expand.default" else None
+        return source is not None and (source.shape, source.dtype) == (node.meta.shape, node.meta.dtype)
+
+    def increment(self, name: str) -> int | float | None:
+        """What forward adds to a buffer; None where it does anything else to it."""
         made = {node.name: node for node in self.nodes}
         total: int | float = 0
         ref, count = self.now(Ref(name)), 0
         while ref != Ref(name):
-            node = made[ref.node]
-            sign = {"add": 1, "sub": -1}.get(base_name(node.op), 0)
-            is_number = len(node.args) == 2 and type(node.args[1]) in (int, float)
-            if not sign or not is_number or node.kwargs:
-                break
+            node = made.get(ref.node)
+            sign = {"add": 1, "sub": -1}.get(base_name(node.op), 0) if node is not None else 0
+            is_number = node is not None and len(node.args) == 2 and type(node.args[1]) in (int, float)
+            if node is None or not sign or not is_number or node.kwargs:
+                return None
             total, count, ref = total + sign * node.args[1], count + 1, node.args[0]
-        is_exact = count == 1 or (count > 1 and not self.flat.parameters[name].meta.dtype.is_floating_point)
-        if ref == Ref(name) and is_exact:
-            return total
-        raise self.refused_update(name, write)
-
-    def refused_update(self, name: str, write: Node) -> TraceError:
-        """The error for a buffer that forward changes otherwise than by a constant number."""
-        return TraceError(
-            "forward updates a buffer with values that a parallel plan does not compute as one process does",
-            values=f"{name}: {write.op}{at(self.flat, write)}",
-            alternatives=[
-                "a counter: adding a constant number in place (self.count += 1), which is kept",
-                "what follows from parameters and buffers (a mean over steps, a power iteration) in the training loop, "
-                "between step.full_state_dict() and step.load(state)",
-                "batch norm, whose running statistics are kept",
-            ],
-        )
+        is_exact = count == 1 or not self.flat.parameters[name].meta.dtype.is_floating_point
+        return total if is_exact else None
 
     def chain(self, ref: Ref) -> list[Ref]:
         """The tensor, what it is a view of, what that is a view of, and so on."""
@@ -246,9 +298,64 @@ class _Functionaliser:
         return name
 
 
+def dtype_of(node: Node, metas: Mapping[Ref, TensorMeta]) -> torch.dtype:
+    """The dtype of a call's result, as torch promotes those of its operands."""
+    empty = {ref: torch.empty(metas[ref].shape, dtype=metas[ref].dtype, device="meta") for ref in node.inputs}
+    overload = find_op(node.op)
+    assert overload is not None
+    kwargs = {name: map_refs(value, empty.__getitem__) for name, value in node.kwargs}
+    made: torch.Tensor = overload(*map_refs(node.args, empty.__getitem__), **kwargs)
+    return made.dtype
+
+
+def write_each(flat: FlatGraph) -> None:
+    """Calls on lists (`torch._foreach_mul_`) become a call for each of their tensors."""
+    metas = flat.metas()
+    taken, nodes, renamed = {ref.node for ref in metas}, list[Node](), dict[Ref, Ref]()
+    for node in flat.nodes:
+        op = each_of(node.op)
+        if op is None or not isinstance(node.args[0], tuple):
+            nodes.append(node)
+            continue
+        for index, own in enumerate(node.args[0]):
+            name = unused_name(f"{node.name}_{index}", taken)
+            taken.add(name)
+            args = tuple(each[index] if isinstance(each, tuple) else each for each in node.args)
+            meta = node.outputs[index] if node.outputs else metas[own]
+            nodes.append(replace(node, name=name, op=op, args=args, outputs=(meta,)))
+            renamed[Ref(node.name, index)] = Ref(name)
+    if renamed:
+        flat.nodes = nodes
+        flat.substitute(renamed)
+
+
+def each_of(op: str) -> str | None:
+    """What `aten._foreach_NAME` calls for each tensor; None for all other operators."""
+    if not op.startswith("aten._foreach_"):
+        return None
+    name, overload = op.removeprefix("aten._foreach_").split(".")
+    wanted = {"ScalarList": ("Scalar", "Tensor_Scalar"), "Scalar": ("Scalar", "Tensor_Scalar")}
+    wishes = (*wanted.get(overload, ()), "Tensor", "default")
+    return next((f"aten.{name}.{each}" for each in wishes if find_op(f"aten.{name}.{each}") is not None), None)
+
+
+def without_out(node: Node) -> str | None:
+    """The operator that returns what this call writes to its one argument `out`; None for a call of any other kind."""
+    overload = find_op(node.op)
+    if overload is None or not isinstance(dict(node.kwargs).get("out"), Ref):
+        return None
+    arguments = [str(a.type) for a in overload._schema.arguments if not a.is_out]
+    packet = overload.overloadpacket
+    for name in packet.overloads():
+        schema = getattr(packet, name)._schema
+        if not schema.is_mutable and [str(a.type) for a in schema.arguments] == arguments:
+            return f"{node.op.rpartition('.')[0]}.{name}"
+    return None
+
+
 def functional_name(op: str) -> str | None:
     """`aten.add_.Tensor` -> `aten.add.Tensor` where torch has it; None if `op` is functional already."""
-    namespace, name, overload = op.split(".")
+    namespace, name, overload = _PLAIN.get(op, op).split(".")
     if not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)

@@ -24,12 +24,9 @@ from autopar.frontend.user_line import user_line
 from autopar.frontend.vmaps import BRACKETS, write_out
 from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in, with_refs
 from autopar.ir.operators import arguments_of, may_be_view
-from autopar.rules.creation import LIKE, PLAIN
+from autopar.rules.buffers import CONSTANT
 
 DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
-CONSTANT = frozenset((*PLAIN, *LIKE, "detach"))
-"""Operators whose results are constants to backward, whatever they take."""
-
 LOGITS = "autopar.logits.default"
 """The op of a node, the last one, that reads the model's logits: as long as a trace is simplified they are
 in use. Only logits that the loss is computed from have it."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.frontend.fx_import import CONSTANT, FlatGraph, unused_name
+from autopar.frontend.fx_import import FlatGraph, unused_name
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_gradients, with_refs
+from autopar.rules.buffers import CONSTANT
 
 _DETACH = "aten.detach.default"
 

@@ -219,14 +219,11 @@ def has_rows(value: Any, rows: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
-def fake_input(
-    value: Any, fake: FakeTensorMode, rows: int, batch_size: int | None, param_dtype: torch.dtype | None
-) -> Any:
+def fake_input(value: Any, fake: FakeTensorMode, rows: int, batch_size: int | None) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     shape = list(value.shape)
     if batch_size is not None and has_rows(value, rows):
         shape[0] = batch_size
-    dtype = param_dtype if param_dtype is not None and value.is_floating_point() else value.dtype
     with fake:
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.empty(shape, dtype=value.dtype, device="cpu")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ from torch import nn
 
 from autopar.errors import TraceError
 from autopar.frontend.inputs import Batch, NamedBatch, arguments_of_batch, model_arguments, split_names
+from autopar.frontend.operand_dtypes import operands_in
 
 
 class LossModule(nn.Module):
     """Model and loss as one module that takes a batch by name, as `batch` is, and returns the loss.
 
-    with_logits: it returns (loss, logits) where the model returns logits (`_logits_of`).
+    with_logits: it returns (loss, logits) where the model returns logits (`_logits_of`). dtype: of floating-point
+    parameters that were cast to half precision, which decides what operators take; None: they were not.
     """
 
     def __init__(
@@ -25,9 +28,11 @@ class LossModule(nn.Module):
         batch: Batch,
         *,
         with_logits: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.with_logits = with_logits
+        self.dtype = dtype
         self.model = model
         self.loss_fn = loss_fn
         self.containers = batch.containers if isinstance(batch, NamedBatch) else {}
@@ -37,13 +42,30 @@ class LossModule(nn.Module):
         given = arguments_of_batch({name: batch[name] for name in self.names}, self.containers)
         model_names, loss_names = split_names(self.model, tuple(given), self.loss_fn)
         positional, keyword = model_arguments(self.model, {name: given[name] for name in model_names})
-        output = self.model(*positional, **keyword)
+        with operands_in(self.dtype), _kept_buffers(self.model):
+            output = self.model(*positional, **keyword)
         if self.loss_fn is None:
             loss = _loss_of(output)
         else:
-            loss = _scalar(self.loss_fn(output, *(given[name] for name in loss_names)), "loss_fn")
+            with operands_in(self.dtype, is_loss=True):
+                loss = _scalar(self.loss_fn(output, *(given[name] for name in loss_names)), "loss_fn")
         logits = _logits_of(output) if self.with_logits else None
         return loss if logits is None else (loss, logits)
+
+
+@contextlib.contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Buffers that forward replaces by others of their shape and dtype are written in place when it is over."""
+    before = [(m._buffers, name, value) for m in model.modules() for name, value in m._buffers.items()]
+    yield
+    for buffers, name, value in before:
+        now = buffers.get(name)
+        if value is None or now is None or now is value:
+            continue
+        if (now.shape, now.dtype) == (value.shape, value.dtype):
+            with torch.no_grad():
+                value.copy_(now)
+            buffers[name] = value
 
 
 def _logits_of(output: Any) -> torch.Tensor | None:

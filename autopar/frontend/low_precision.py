@@ -15,16 +15,18 @@ from autopar.frontend.loss_module import LossModule
 
 
 def loss_in(dtype: torch.dtype | None, module: LossModule, batch: Mapping[str, Any]) -> Tensor:
-    """The module's loss with floating-point parameters and inputs cast to `dtype`; its own parameters are the masters.
+    """The module's loss with floating-point parameters cast to `dtype`; its own parameters are the masters.
 
-    Gradients come to the masters in their dtype, rounded to `dtype` before, as to those of a program. None: as it is.
+    What operators take is cast as `operand_dtypes.py` says. Gradients come to the masters in their dtype, rounded to
+    `dtype` before, as to those of a program. None: as it is.
     """
     if dtype is None:
         loss: Tensor = module(**batch)
         return loss
     cast = {name: _cast(p, dtype) for name, p in module.named_parameters()}
+    module.dtype = dtype
     with _WideLoss():
-        loss = functional_call(module, cast, kwargs={name: _cast(value, dtype) for name, value in batch.items()})
+        loss = functional_call(module, cast, kwargs=dict(batch))
         return loss
 
 

@@ -57,6 +57,7 @@ class RecordedCalls:
             flag, value = FLAGS[name]
             if in_program:
                 named[flag] = value
+            named.pop("momentum", None)  # which counts in training alone
         is_identity = name.startswith("aten.dropout") and (not named["train"] or not named["p"])
         if is_identity or name == "aten.contiguous.default":  # whether that copies depends on strides, not on values
             self._renamed["result", position, 0] = next(iter(named.values()))
@@ -89,7 +90,7 @@ class RecordedCalls:
             if call.counts or call.key in needed:
                 found.append(call)
                 needed |= {value[1][:2] for value in self.sources(call.what)}
-        return found[::-1]
+        return _with_needed_modes(found[::-1])
 
     def numbered(self) -> list[Any]:
         """What the loss depends on, with results numbered anew, comparable between records."""
@@ -104,6 +105,22 @@ class RecordedCalls:
             return tuple(map(of, value)) if isinstance(value, (tuple, list)) else value
 
         return [(call.name, of(call.what)) for call in live] + [("loss", of(self.loss))]
+
+
+def _with_needed_modes(live: list[RecordedCall]) -> list[RecordedCall]:
+    """The calls with those switches of the grad mode that a call after them sees."""
+    found: list[RecordedCall] = []
+    mode, switch = True, None
+    for call in live:
+        if call.name == "grad mode":
+            switch = call
+            continue
+        if switch is not None and switch.what != mode:
+            mode = switch.what
+            found.append(switch)
+        switch = None
+        found.append(call)
+    return found
 
 
 def _is_buffer(value: Any) -> bool:

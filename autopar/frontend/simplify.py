@@ -26,10 +26,11 @@ from autopar.frontend.grouped_keys import share_keys
 from autopar.frontend.joins import drop_cut_joins, nest_joins
 from autopar.frontend.losses import split_means
 from autopar.frontend.mask_windows import forms_of, window_of
+from autopar.frontend.narrow_inputs import narrow_inputs
 from autopar.frontend.scattered_rows import write_scattered_rows
 from autopar.frontend.sinks import write_sinks
 from autopar.ir.draws import DRAW, is_keyed, is_single_draw
-from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs
+from autopar.ir.graph import UPDATE_BUFFER, WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs
 from autopar.ir.operators import arguments_of
 from codegen.runtime.windows import Window
 
@@ -71,6 +72,7 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     write_reshapes(flat)
     unpack_attention_defaults(flat)
     eliminate_dead(flat)
+    narrow_inputs(flat)
     write_out_constants(flat)
     return flat
 
@@ -124,10 +126,14 @@ def _stops_gradients(source: TensorMeta, result: TensorMeta) -> bool:
 
 
 def eliminate_dead(flat: FlatGraph) -> None:
-    """Keep what the loss needs, the mark of the logits, which it needs too, and numbers that are drawn one by one."""
-    roots = {flat.loss.node, *(node.name for node in flat.nodes if node.op == LOGITS or is_single_draw(node))}
-    live = _needed(flat, roots)
+    """Keep what the loss needs, the mark of the logits, updates of buffers, and numbers that are drawn one by one."""
+    live = _needed(flat, {*_roots(flat), *(node.name for node in flat.nodes if is_single_draw(node))})
     flat.nodes = [node for node in flat.nodes if node.name in live]
+
+
+def _roots(flat: FlatGraph) -> set[str]:
+    """Names of the calls that are kept for themselves: the loss, the mark of the logits, and updates of buffers."""
+    return {flat.loss.node, *(node.name for node in flat.nodes if node.op in (LOGITS, UPDATE_BUFFER))}
 
 
 def _needed(flat: FlatGraph, roots: set[str]) -> set[str]:
@@ -144,7 +150,7 @@ def keep_numbers(flat: FlatGraph) -> None:
 
     The model on one process makes that call and counts it. Lowering leaves out draws that nothing reads.
     """
-    live = _needed(flat, {flat.loss.node, *(node.name for node in flat.nodes if node.op == LOGITS)})
+    live = _needed(flat, _roots(flat))
     number = TensorMeta((), torch.float32)
     for position, node in enumerate(flat.nodes):
         if node.name not in live and (is_keyed(node) or arguments_of(node).get("dropout_p")):
@@ -156,7 +162,7 @@ def evaluate_constants(flat: FlatGraph) -> dict[Ref, torch.Tensor]:
     """Values of nodes that depend on no input, parameter or randomness, up to FOLD_LIMIT_ELEMENTS elements each."""
     values: dict[Ref, torch.Tensor] = {Ref(name): value for name, value in flat.constants.items()}
     for node in flat.nodes:
-        foldable = all(ref in values for ref in node.inputs) and not is_keyed(node)
+        foldable = all(ref in values for ref in node.inputs) and not is_keyed(node) and node.op != UPDATE_BUFFER
         if not foldable or sum(meta.numel for meta in node.outputs) > FOLD_LIMIT_ELEMENTS:
             continue
         args = map_refs(node.args, values.__getitem__)

@@ -79,8 +79,8 @@ def trace(
 
     example_inputs: what the model takes, plus what `loss_fn(output, ...)` takes after the output. Only shapes and
     dtypes of tensors matter. batch_size: rows of dim 0 to trace at, the example's own by default. param_dtype: cast
-    parameters and floating inputs first (bf16 training). cuts: runs of equal blocks to shorten, by default all that
-    may be (`find_cuts`); () traces the whole model.
+    parameters first (bf16 training), and what operators take as `operand_dtypes.py` says. cuts: runs of equal blocks to
+    shorten, by default all that may be (`find_cuts`); () traces the whole model.
     Raises TraceError with torch's reason and the user's line.
     """
     check_model(model, param_dtype)
@@ -102,10 +102,10 @@ def _traced(
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     rows = common_batch(tensors)
     fake = fakes.mode()
-    fake_batch = batch.map(lambda value: fake_input(value, fake, rows, batch_size, param_dtype))
+    fake_batch = batch.map(lambda value: fake_input(value, fake, rows, batch_size))
     if cuts is None:
         skeletons = (skeleton_of(model, fake, param_dtype) for _ in itertools.count())
-        cuts = _sound_cuts(skeletons, loss_fn, fake_batch, fake)
+        cuts = _sound_cuts(skeletons, loss_fn, fake_batch, fake, param_dtype)
     try:
         flat = _flat_graph(model, loss_fn, fake_batch, fake, param_dtype, cuts)
         graph = _to_graph(flat, fake_batch, rows, batch_size, cuts)
@@ -154,7 +154,7 @@ def _flat_graph(
         return skeleton
 
     def recorded(candidate: nn.Module, given: dict[str, Any]) -> Record:
-        forward = partial(forward_and_loss, loss_fn=loss_fn, batch=given)
+        forward = partial(forward_and_loss, loss_fn=loss_fn, batch=given, dtype=param_dtype)
         return record(candidate, (), given, forward, results)
 
     def followed(flat: FlatGraph) -> FlatGraph:
@@ -173,11 +173,11 @@ def _flat_graph(
             cuts.is_repeatable = True
     first = cuts.first if isinstance(cuts, Cuts) else None
     if first is not None and first.param_dtype == param_dtype:
-        before = first.batch.map(lambda value: fake_input(value, fake, 0, None, None))
+        before = first.batch.map(lambda value: fake_input(value, fake, 0, None))
         # Whatever forward cannot do while it is recorded, an export may, or says why not.
         with contextlib.suppress(Exception):
             return followed(with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch))
-    module = LossModule(short(), loss_fn, batch, with_logits=True)
+    module = LossModule(short(), loss_fn, batch, with_logits=True, dtype=param_dtype)
     unchecked: dict[str, None] = {}
     flat = import_program(export(module, batch, unchecked), module, batch, model)
     flat.unchecked = tuple(unchecked)
@@ -201,12 +201,16 @@ def find_cuts(
     fake = fakes.mode()
     check_model(model, param_dtype)
     batch = name_inputs(model, example_inputs, loss_fn)
-    fake_batch = batch.map(lambda value: fake_input(value, fake, 0, None, None))
+    fake_batch = batch.map(lambda value: fake_input(value, fake, 0, None))
     return Cuts(_sound_cuts((skeleton_of(model, fake) for _ in itertools.count()), loss_fn, fake_batch, fake))
 
 
 def _sound_cuts(
-    skeletons: Iterator[nn.Module], loss_fn: Callable[..., torch.Tensor] | None, batch: Batch, fake: FakeTensorMode
+    skeletons: Iterator[nn.Module],
+    loss_fn: Callable[..., torch.Tensor] | None,
+    batch: Batch,
+    fake: FakeTensorMode,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Truncation, ...]:
     """The runs of equal blocks in a model that behave equally. skeletons: of the model; some are used up."""
     skeleton = next(skeletons)
@@ -214,7 +218,8 @@ def _sound_cuts(
     if not cuts:
         return ()
     models = itertools.chain([skeleton], skeletons)
-    return verified(models, cuts, batch, lambda candidate: forward_and_loss(candidate, loss_fn, batch), fake)
+    forward = partial(forward_and_loss, loss_fn=loss_fn, batch=batch, dtype=dtype)
+    return verified(models, cuts, batch, forward, fake)
 
 
 def _to_graph(

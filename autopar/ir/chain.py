@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.ir.graph import Graph, LayerRun, Node, Ref, derived, repeated_calls
+from autopar.ir.graph import UPDATE_BUFFER, Graph, LayerRun, Node, Ref, derived, repeated_calls
 
 MOST_UNITS = 16
 """Into so many at most the calls of a model without layers are divided."""
@@ -49,14 +49,17 @@ def _crossings(graph: Graph) -> Iterator[tuple[str, int]]:
     """Calls that read a trained parameter, with the number of tensors that earlier calls make for it and later ones.
 
     Left out are those ahead of which there is nothing but what every stage computes itself, and those that a tensor
-    without a gradient crosses.
+    without a gradient crosses, a buffer that is read and updated on both sides among them.
     """
     repeats, trained = repeated_calls(graph), {p.name for p in graph.parameters if p.meta.requires_grad}
+    first = {ref: index for index, piece in reversed([*enumerate(graph.body)]) for ref in piece.inputs}
     last = {ref: index for index, piece in enumerate(graph.body) for ref in piece.inputs}
     last[graph.loss] = len(graph.body)
+    updated = {Ref(name) for name in updated_buffers(graph)}
     made: dict[Ref, bool] = {}
     for index, piece in enumerate(graph.body):
         crossing = [has_gradient for ref, has_gradient in made.items() if last.get(ref, -1) >= index]
+        crossing += [False for ref in updated if first[ref] < index <= last[ref]]
         if crossing and all(crossing) and any(ref.node in trained for ref in piece.inputs):
             yield piece.name, len(crossing)
         if piece.name not in repeats:
@@ -106,3 +109,23 @@ def nodes_of(graph: Graph, unit: str) -> tuple[Node, ...]:
     """The calls of a top-level unit."""
     own = segments(graph)
     return tuple(p for p in graph.body if isinstance(p, Node) and own[p.name] == unit)
+
+
+def updated_buffers(graph: Graph) -> tuple[str, ...]:
+    """Top-level buffers that top-level calls update."""
+    return tuple(p.inputs[0].node for p in graph.body if isinstance(p, Node) and p.op == UPDATE_BUFFER)
+
+
+@derived
+def buffer_across_units(graph: Graph) -> str:
+    """A buffer that one unit reads and another one updates, which a pipeline could divide; "" without such."""
+    updated = set(updated_buffers(graph))
+    found: dict[str, set[str]] = {}
+    own, layers = segments(graph), 0
+    for piece in graph.body:
+        layers += isinstance(piece, LayerRun)
+        unit = f"layers {layers}" if isinstance(piece, LayerRun) else own[piece.name]
+        for ref in piece.inputs:
+            if ref.node in updated:
+                found.setdefault(ref.node, set()).add(unit)
+    return next((name for name, units in found.items() if len(units) > 1), "")

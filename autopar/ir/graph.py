@@ -302,6 +302,10 @@ SINK_ATTENTION = "autopar.sink_attention.default"
 """`sink_attention(query, key, value, sinks, is_causal, before, after, chunk, scale, enable_gqa)`, of
 codegen/runtime/sink_attention.py: what attention is written as that is proven to have a sink (frontend/sinks.py)."""
 
+UPDATE_BUFFER = "autopar.update_buffer.default"
+"""`update_buffer(buffer, value)`: the step writes the value to the buffer when its backward is over. Nothing reads the
+result, which is the value. All micro-batches compute the same one."""
+
 _OWN_ATTENTION = (WINDOW_ATTENTION, SINK_ATTENTION)
 
 
@@ -343,7 +347,7 @@ def repeated_calls(graph: Graph) -> frozenset[str]:
     for piece in graph.body:
         if isinstance(piece, LayerRun) or any(meta.requires_grad for meta in piece.outputs):
             continue
-        is_plain = not any(word in base_name(piece.op) for word in _COSTLY_OR_RANDOM)
+        is_plain = piece.op != UPDATE_BUFFER and not any(word in base_name(piece.op) for word in _COSTLY_OR_RANDOM)
         if is_plain and all(ref.node in sources or ref.node in found for ref in piece.inputs):
             found.add(piece.name)
     return frozenset(found)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autopar.ir.chain import chain, home_of_unread
-from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, ancestors, base_name, derived
+from autopar.ir.graph import UPDATE_BUFFER, Graph, Input, LayerRun, Node, Ref, ancestors, base_name, derived
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R
 from autopar.lowering.dim_roles import dim_roles
@@ -252,7 +252,8 @@ def _before_and_in_step(stage: StageGraph) -> tuple[tuple[Node | LayerRun, ...],
     read: set[Ref] = set(stage.results) & whole
     kept: list[Node | LayerRun] = []
     for piece in reversed(graph.body):
-        if any(Ref(piece.name, index) in needed for index in range(len(piece.outputs))):
+        is_update = isinstance(piece, Node) and piece.op == UPDATE_BUFFER
+        if is_update or any(Ref(piece.name, index) in needed for index in range(len(piece.outputs))):
             kept.append(piece)
             read |= whole & set(piece.inputs)
             needed |= set(piece.inputs) - whole

@@ -17,6 +17,7 @@ from autopar.ir.draws import IN_TRAINING
 from autopar.ir.graph import (
     DEFERRABLE,
     SINK_ATTENTION,
+    UPDATE_BUFFER,
     WINDOW_ATTENTION,
     Graph,
     LayerRun,
@@ -37,6 +38,7 @@ from autopar.rules.localize import LocalCall, LoweringCall, local_call
 from autopar.rules.lookup import BAGS
 from autopar.rules.loss import MEAN, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
+from codegen.evaluation import UPDATE
 from codegen.expressions import given, literal
 from codegen.program import Call, Raw, Statement, TensorType, Var
 from codegen.schemas import schema_of
@@ -58,6 +60,8 @@ def lower_call(
         return _cross_entropy(scope, node, axes, _with_rows(scope, call))
     if scope.shared.defers_weights and name in DEFERRABLE and _is_trained(operator, call, DEFERRABLE[name]):
         return replace(call, target=f"deferred.{name}")
+    if node.op == UPDATE_BUFFER:
+        return replace(call, target=UPDATE)
     if node.op == EXPERT_LINEAR:
         return _expert_linear(scope, operator, lowering, call)
     if node.op == IN_TRAINING:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.ir.chain import chain
+from autopar.ir.chain import buffer_across_units, chain
 from autopar.ir.graph import Graph, layer_names
 from autopar.ir.mesh import ZERO_AXES
 from autopar.options.assignment import Candidate, expand
@@ -102,6 +102,12 @@ def check_pipeline(plan: Plan, graph: Graph) -> None:
         )
     if pipeline.num_pipeline_ranks > 1:
         _check_stage_count(plan)
+        if buffer := buffer_across_units(graph):
+            raise PlanError(
+                f"{plan.at('pipeline', 'stages')}: one stage would read a buffer that another one updates",
+                values=buffer,
+                alternatives="one stage",
+            )
     for index, stage in enumerate(pipeline.stages):
         for name, runs in stage.recompute.items():
             count = units[stage.first : stage.last].count(name)

@@ -26,7 +26,7 @@ from autopar.costs.overlap import Overlaps
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.saved import saved_tensors
-from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta
+from autopar.ir.graph import UPDATE_BUFFER, Graph, LayerRun, Ref, TensorMeta
 from autopar.ir.mesh import ZERO_AXES, Mesh
 from autopar.ir.placement import Placements, R, Stored
 from autopar.options.offers import Offers
@@ -280,6 +280,7 @@ class _Builder:
                 for position, ref in enumerate(node.inputs):
                     wanted = tuple(option.inputs[position] for option in options)
                     is_written = node.op in NORMS and ref in [node.args[index] for index in STATISTICS]
+                    is_written |= node.op == UPDATE_BUFFER and position == 0
                     self._edge(scope, ref, target, wanted, weight, is_written)
                 for position in range(len(node.outputs)):
                     kept = self.index.get(("tensor", scope.name, node.name, position))

@@ -61,9 +61,9 @@ def group_norm(call: Call) -> Rule:
 
 
 def instance_norm(call: Call) -> Rule | None:
-    """Rows and channels are free, space is blocked. None with running statistics, which are of all rows."""
+    """Rows and channels are free, space is blocked. None where it updates running statistics, which are of all rows."""
     x = call.tensor("input")
-    if any(isinstance(call.get(name), Operand) for name in ("running_mean", "running_var")):
+    if call["momentum"] and any(isinstance(call.get(name), Operand) for name in ("running_mean", "running_var")):
         return None
     names = ["b", "c", *(f"s{i}" for i in range(len(x.shape) - 2))]
     groups: dict[int, Groups] = {index: [["c"]] for index in range(len(call.inputs))}

@@ -15,6 +15,7 @@ from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.operators import find_op
 from autopar.rules import (
     attention,
+    buffers,
     contraction,
     convolution,
     creation,
@@ -44,7 +45,7 @@ Row = tuple[str, str] | RuleFunction
 def builtin_table() -> Mapping[str, Row]:
     """Every built-in row by packet ("aten.linear"), for all its overloads and its in-place form."""
     families = (
-        *(attention, contraction, convolution, creation, experts, lookup),
+        *(attention, buffers, contraction, convolution, creation, experts, lookup),
         *(loss, norm, pointwise, recurrent, reduction, shape, spatial, transform),
     )
     table: dict[str, Row] = {}

@@ -192,6 +192,14 @@ ACCEPTED: Mapping[str, tuple[Forward, Callable[[Any], object]]] = {
     ),
     "a table that is kept": (_keeps_table, adds("kept", lambda: None)),
     "a tensor that is looked at later": (statements(lambda m, x: setattr(m, "last", m.lin(x))), id),
+    "an exponential mean": (_ema, buffer("ema", 8)),
+    "a buffer reassigned": (
+        statements(lambda m, x: setattr(m, "count", m.count + 1)), buffer("count", dtype=torch.long)
+    ),
+    "register_buffer in forward": (
+        statements(lambda m, x: m.register_buffer("ema", x.mean(0))), buffer("ema", 8)
+    ),
+    "spectral norm": (plain, lambda m: parametrizations.spectral_norm(m.lin)),
     "weight norm": (plain, lambda m: parametrizations.weight_norm(m.lin)),
     "orthogonal": (plain, lambda m: parametrizations.orthogonal(m.lin)),
     "a hook that returns": (plain, lambda m: m.lin.register_forward_hook(lambda module, args, out: out * 2)),
@@ -203,13 +211,6 @@ ACCEPTED: Mapping[str, tuple[Forward, Callable[[Any], object]]] = {
 """What must be exact: forward and setup."""
 
 REFUSED: Mapping[str, tuple[Forward, Callable[[Any], object]]] = {
-    "an exponential mean": (_ema, buffer("ema", 8)),
-    "a buffer reassigned": (
-        statements(lambda m, x: setattr(m, "count", m.count + 1)), buffer("count", dtype=torch.long)
-    ),
-    "register_buffer in forward": (
-        statements(lambda m, x: m.register_buffer("ema", x.mean(0))), buffer("ema", 8)
-    ),
     "a clamped parameter": (_clamped, id),
     "a parameter's data changed": (statements(lambda m, x: m.lin.weight.data.mul_(0.9)), id),
     "a parameter's data assigned": (
@@ -244,7 +245,6 @@ REFUSED: Mapping[str, tuple[Forward, Callable[[Any], object]]] = {
     "a layer skipped at random": (lambda m, x: m.lin(x) if random.random() < 0.5 else 2 * m.lin(x), id),
     "a random index": (lambda m, x: m.lin(x)[:, random.randrange(8)], id),
     "a random choice": (lambda m, x: m.lin(x) * random.choice([1.0, 2.0]), id),
-    "spectral norm": (plain, lambda m: parametrizations.spectral_norm(m.lin)),
     "an item": (lambda m, x: m.lin(x) * x.sum().item(), id),
     "a list of numbers": (lambda m, x: m.lin(x) * x.tolist()[0][0], id),
     "a Boolean mask": (lambda m, x: m.lin(x)[x > 0], id),

@@ -95,6 +95,8 @@ class Part:
         settings = (self.compute_dtype, options.num_micro_batches, options.host, self.tied.aliases, options.compression)
         self.zero = _adopted(model, options.shared) or ZeroUnits(model, self.mesh, *settings)
         self._counters = [(value, spec.increment) for _, spec, value in model.buffer_slots() if spec.increment]
+        # UpdatingModules, of whichever program's run time.
+        self._updating: list[Any] = [module for module in model.units() if hasattr(module, "write_buffers")]
         self._input_shapes = {name: spec.local_shape(self.mesh) for name, spec in model.INPUTS.items()}
 
     # The batch --------------------------------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ class Part:
         """One for each, of an input that is as `BatchCheck` wants it: of all micro-batches, or the same for each."""
         value, count = local_batch[name].to(self.mesh.device, non_blocking=True), self.num_micro_batches
         if self.compute_dtype is not None and value.is_floating_point():
-            value = value.to(self.compute_dtype)
+            value = value.to(spec.dtype)
         expected = self._input_shapes[name]
         if not expected or value.shape != (expected[0] * count, *expected[1:]):
             return (value,) * count
@@ -173,10 +175,12 @@ class Part:
                 for module in summing:
                     module.end_first_pass()
 
-    def count_forward(self) -> None:
-        """Buffers that count forwards go on by one: a step is one forward of the whole batch."""
+    def write_buffers(self) -> None:
+        """Write what a step's forward makes of buffers: counters go on by one forward, of the whole batch."""
         for value, increment in self._counters:
             value.add_(increment)
+        for module in self._updating:
+            module.write_buffers()
 
     # State ------------------------------------------------------------------------------------------------------------
 
@@ -185,8 +189,9 @@ class Part:
         return [(bucket, entry) for bucket in self.zero.buckets for entry in bucket.entries]
 
     def written_buffers(self) -> list[Tensor]:
-        """This rank's parts of the buffers that a forward in training changes."""
+        """This rank's parts of the buffers that a step changes."""
         written = [value for module in self.model.units() for value in module.written_buffers()]
+        written += [value for module in self._updating for value in module.updated_buffers()]
         return written + [value for value, _ in self._counters]
 
     def trainable(self) -> list[Bucket]:

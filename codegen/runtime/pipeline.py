@@ -18,7 +18,6 @@ from .mesh import Mesh, Shape
 from .parameters import Mode, Module, Param, declared
 from .part import Tied
 from .pipeline_ranks import tiled
-from .precision import compute_dtype
 from .transfer import Edge, StageMesh, plan_slices
 
 
@@ -146,7 +145,7 @@ class Pipeline:
 
     # What goes between stages -----------------------------------------------------------------------------------------
 
-    def edges(self, precision: str) -> tuple[Edge, ...]:
+    def edges(self) -> tuple[Edge, ...]:
         """Every tensor that a stage takes from an earlier one."""
         found = []
         for target, stage in enumerate(self.stages):
@@ -158,8 +157,6 @@ class Pipeline:
                 dtype = received.dtype
                 has_gradient = received.requires_grad and (dtype.is_floating_point or dtype.is_complex)
                 backward = plan_slices(received, here, sent, there) if has_gradient else ()
-                low = compute_dtype(precision)
-                dtype = sent.dtype if low is None or not sent.dtype.is_floating_point else low
                 found.append(
                     Edge(
                         name=name,
@@ -167,7 +164,7 @@ class Pipeline:
                         target=target,
                         sent=sent,
                         received=received,
-                        dtype=dtype,
+                        dtype=sent.dtype,
                         forward=forward,
                         backward=backward,
                     )
@@ -259,10 +256,10 @@ class Pipeline:
 
     def links(self) -> list[Link]:
         """The links between stages: which stage waits for which."""
-        return [Link(edge.source, edge.target, bool(edge.backward)) for edge in self.edges("fp32")]
+        return [Link(edge.source, edge.target, bool(edge.backward)) for edge in self.edges()]
 
     def describe(self) -> str:
         """A text that is equal for equal pipelines, as far as ranks must agree on it."""
         stages = (f"{stage.pipeline_rank}:{[(n, s.shape) for n, s, _ in stage.parameters()]}" for stage in self.stages)
-        edges = (f"{e.name} {e.source} {e.target} {e.dtype} {e.forward} {e.backward}" for e in self.edges("fp32"))
+        edges = (f"{e.name} {e.source} {e.target} {e.dtype} {e.forward} {e.backward}" for e in self.edges())
         return "\n".join((repr(self.stage_meshes), *stages, *edges, repr(self.tied)))

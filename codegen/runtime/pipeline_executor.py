@@ -103,7 +103,7 @@ class PipelineExecutor:
         self._is_double = False
         self._agree(schedule)
         self._loss_scaling = options.loss_scaling
-        self._edges = pipeline.edges(options.precision)
+        self._edges = pipeline.edges()
         self._stages = {
             number: self._make_stage(number, options, deferred)
             for number, pipeline_rank in enumerate(pipeline.pipeline_ranks)

@@ -249,7 +249,7 @@ class Step:
         if self.loss_scaling is not None:
             self.loss_scaling.unscale([bucket.gradient for bucket in self.buckets if bucket.key.requires_grad])
         for part in taking.parts:
-            part.count_forward()
+            part.write_buffers()
         self._num_rows = taking.num_micro_batches * self.rng.micro_batch_rows
         self.guard.after_backward(loss)
         self._by_hand.after_backward()

@@ -167,14 +167,3 @@ def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None, inputs: Any) 
     from autopar.frontend.loss_module import LossModule
 
     return float(LossModule(model, loss_fn, inputs)(**inputs))
-
-
-def test_momentum_none_is_refused_in_words() -> None:
-    model = nn.Sequential(nn.Linear(12, 5), nn.BatchNorm1d(5, momentum=None))
-    with pytest.raises(autopar.AutoparError, match="momentum=None"):
-        autopar.compile(
-            model,
-            "1 cpu",
-            example_inputs=(batch(0)["x"], batch(0)["target"]),
-            loss_fn=F.cross_entropy,
-        )

@@ -125,11 +125,3 @@ def test_flex_attention_says_what_to_use(makes_mask: bool) -> None:
 def test_reentrant_checkpointing_says_what_to_do() -> None:
     with pytest.raises(TraceError, match="reentrant activation checkpointing.*\n(.*\n)*.*use_reentrant=False"):
         compiled(Recomputed())
-
-
-@pytest.mark.parametrize(
-    "norm", [nn.BatchNorm1d(8, momentum=None), nn.InstanceNorm1d(8, momentum=None, track_running_stats=True)]
-)
-def test_averages_over_all_steps_say_what_to_do(norm: nn.Module) -> None:
-    with pytest.raises(TraceError, match=f"momentum=None(.*\n)*.*{type(norm).__name__} 1(.*\n)*.*momentum=0.1"):
-        compiled(nn.Sequential(nn.Linear(8, 8), norm))

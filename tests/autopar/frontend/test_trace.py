@@ -358,22 +358,6 @@ def test_autocast_inside_forward_is_refused() -> None:
         trace(Autocasts(), (LEFT,))
 
 
-class _Scaled(nn.Module):
-    """A product whose input was widened by a buffer."""
-
-    def __init__(self, casts: bool) -> None:
-        super().__init__()
-        self.first, self.second, self.casts = nn.Linear(8, 8), nn.Linear(8, 1), casts
-        self.register_buffer("scale", torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x) * (self.scale.to(x.dtype) if self.casts else self.scale)).sum()
-
-
-def test_a_buffer_that_is_not_cast_is_named_with_what_helps() -> None:
-    with pytest.raises(TraceError, match=r"scale\.to\(x\.dtype\)"):
-        trace(_Scaled(casts=False), (torch.ones(4, 8),), param_dtype=torch.bfloat16)
-    assert trace(_Scaled(casts=True), (torch.ones(4, 8),), param_dtype=torch.bfloat16).loss
-    with pytest.raises(TraceError) as caught:
-        trace(nn.Linear(8, 1), (torch.ones(4, 8, dtype=torch.float64),), torch.sum)
-    assert "cast where buffers" not in str(caught.value)
+def test_a_product_of_different_dtypes_is_refused_in_full_precision() -> None:
+    with pytest.raises(TraceError, match="dtype"):
+        trace(nn.Linear(8, 1), {"input": torch.ones(4, 8, dtype=torch.float64)}, lambda output: output.sum())

@@ -1,0 +1,25 @@
+"""The write of a buffer at the end of a step, which a trace has as a call of the buffer and its next value."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autopar.ir.graph import UPDATE_BUFFER, base_name
+from autopar.rules.creation import LIKE, PLAIN
+
+CONSTANT = frozenset((*PLAIN, *LIKE, "detach", base_name(UPDATE_BUFFER)))
+"""Operators whose results are constants to backward, whatever they take."""
+
+
+@torch.library.custom_op(UPDATE_BUFFER.replace(".", "::", 1).removesuffix(".default"), mutates_args=())
+def _operator(buffer: Tensor, value: Tensor) -> Tensor:
+    return value.clone()
+
+
+@_operator.register_fake
+def _shape(buffer: Tensor, value: Tensor) -> Tensor:
+    return torch.empty_like(buffer)
+
+
+TABLE = {UPDATE_BUFFER.removesuffix(".default"): ("d*, d* -> d*", "")}
