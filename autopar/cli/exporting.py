@@ -93,10 +93,10 @@ def _model(spec: str | None, manifest: Manifest, options: dict[str, Any]) -> tup
     with temporary_folder() as folder:
         (folder / "config.json").write_text(notes["hf_config"], encoding="utf-8")
         made = load_model(f"hf:{folder / 'config.json'}", meta=True, **options).model
-    home = notes.get("hf_folder") or None
-    if home is not None:
-        say(f"note: tokenizer and other files are copied from {home}, which the checkpoint names", as_note=True)
-    return made, home
+    noted: str | None = notes.get("hf_folder") or None
+    if noted is not None:
+        say(f"note: tokenizer and other files are copied from {noted}, which the checkpoint names", as_note=True)
+    return made, noted
 
 
 def _write_file(

@@ -17,10 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar.errors import TraceError
 from autopar.frontend import fakes
 from autopar.frontend.effects import at, draws, is_random, refused_random
-from autopar.frontend.fx_import import CONSTANT, DROPPED_KWARGS, FlatGraph, unused_name
+from autopar.frontend.fx_import import DROPPED_KWARGS, FlatGraph, unused_name
 from autopar.ir.draws import DRAW, IN_TRAINING
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_gradients, map_refs, refs_in
 from autopar.ir.operators import find_op
+from autopar.rules.buffers import CONSTANT
 from codegen.runtime.random_operators import Draws, UndrawnError
 
 _RRELU = "aten.rrelu.default"

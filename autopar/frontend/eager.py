@@ -32,15 +32,15 @@ def runs(
     """Return True if forward and loss run in one process on `batch`, their error if they fail, None if unknown.
 
     They run without memory first, then, if that fails and they are small, on a copy of the model. dtype: what
-    parameters and floating inputs are cast to first.
+    parameters are cast to first.
     """
     with _disable_current_modes(), _random_state(), warnings.catch_warnings(action="ignore"), torch.enable_grad():
         fake = fakes.mode()
         try:
             with fake:
                 skeleton = skeleton_of(model, fake, dtype)
-                unreal = batch.map(lambda value: fake_input(value, fake, 0, None, dtype))
-                LossModule(skeleton, loss_fn, unreal)(**unreal)
+                unreal = batch.map(lambda value: fake_input(value, fake, 0, None))
+                LossModule(skeleton, loss_fn, unreal, dtype=dtype)(**unreal)
             return True
         except Exception:  # also what has no answer without values: the real run decides
             pass
@@ -50,13 +50,11 @@ def runs(
         if sum(each.nbytes for each in held) > MOST_BYTES:
             return None
         try:
-            given = batch.map(
-                lambda value: _cast(value.detach().clone(), dtype) if isinstance(value, Tensor) else value
-            )
+            given = batch.map(lambda value: value.detach().clone() if isinstance(value, Tensor) else value)
             copied = in_training(deep_copy(model))
             for _, parameter in named_parameters(copied):
                 parameter.data = _cast(parameter.data, dtype)
-            LossModule(copied, loss_fn, given)(**given)
+            LossModule(copied, loss_fn, given, dtype=dtype)(**given)
         except Exception as error:
             return error
         return True
