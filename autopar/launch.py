@@ -40,7 +40,7 @@ from autopar.running.supervise import STOPPED_SECONDS, collect, end, ending_on_s
 from autopar.running.supervise import RankError as RankError
 from autopar.running.surroundings import check_starting
 from autopar.settings.backend import patience_seconds
-from codegen.runtime.processes import LOST, after_the_first, end_with_parent, join
+from codegen.runtime.processes import LOST, after_the_first, end_with_parent, join, note_own_group
 
 TIMEOUT_SECONDS = 600.0
 GROUP_SECONDS = 120.0
@@ -179,6 +179,7 @@ def _rank_main(
         timeout = timedelta(seconds=group_seconds)
         store = meeting(group_seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        note_own_group()
         with after_the_first():
             value = function(*args)
             dist.barrier()

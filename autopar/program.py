@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.frontend.admission import require_traits
 from autopar.frontend.inputs import BatchForm
+from autopar.frontend.model_state import ModelState
 from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
@@ -31,7 +32,8 @@ class GeneratedProgram:
     every operator that the model calls.
     request: what was planned for; it stays behind when the program is sent to another process. traits: what the model
     was when it was traced (`frontend/admission.traits_of`). form: how the example batch went into model and loss.
-    needs: what the optimiser's update must see whole.
+    needs: what the optimiser's update must see whole. state: what the trace read of the model beside its parameters,
+    as it was. remake: makes the program anew, by its plan, of the model as it is.
     """
 
     model: nn.Module
@@ -46,6 +48,8 @@ class GeneratedProgram:
     loss_fn: Callable[..., torch.Tensor] | None = None
     request: Request | None = None
     needs: Needs = Needs()
+    state: ModelState | None = None
+    remake: Callable[[GeneratedProgram], GeneratedProgram] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "request": None, "result": replace(self.result, solved=None)}

@@ -24,6 +24,7 @@ from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.masks import plain_masks
+from autopar.frontend.one_process import as_one_process
 from autopar.frontend.strided import ByPosition
 from autopar.frontend.user_line import raised_at
 from autopar.frontend.value_checks import skipped_checks
@@ -115,6 +116,7 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterato
     """What holds while forward is traced. unchecked: as `export` takes it."""
     packed = any("position_ids" in name for name in batch)
     with (
+        as_one_process(),
         custom_backward(),
         skipped_checks(unchecked),
         plain_masks(packed_positions=packed),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from autopar.frontend.recorder import Record, record
 from autopar.frontend.repeats import check_repeats
 from autopar.frontend.simplify import simplify
 from autopar.frontend.skeleton import skeleton_of
+from autopar.frontend.state_reads import Reads
 from autopar.ir.graph import Graph, Input, Node
 
 
@@ -46,6 +47,13 @@ class Cuts(tuple[Truncation, ...]):
 
     first: _First | None = None
     is_repeatable: bool = False  # forward was seen to do the same each time
+    reads: Reads
+    """What that forward read of the model, the loss and the script."""
+
+    def __new__(cls, cuts: Iterable[Truncation] = ()) -> Cuts:
+        made = super().__new__(cls, cuts)
+        made.reads = Reads()
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,8 @@ def _flat_graph(
 
     results = Results(fake)
     if not (isinstance(cuts, Cuts) and cuts.is_repeatable):
-        check_repeats(short(), (loss_fn,), lambda candidate: recorded(candidate, batch))
+        reads = cuts.reads if isinstance(cuts, Cuts) else None
+        check_repeats(short(), (loss_fn,), lambda candidate: recorded(candidate, batch), reads)
         if isinstance(cuts, Cuts):
             cuts.is_repeatable = True
     first = cuts.first if isinstance(cuts, Cuts) else None

@@ -34,6 +34,11 @@ def raised_at(raised: TracebackType | None) -> str:
     return _innermost([(frame.filename, str(frame.lineno), frame.line or "") for frame in traceback.extract_tb(raised)])
 
 
+def called_at() -> str:
+    """The innermost line of the user's own code among the callers."""
+    return _innermost([(frame.filename, str(frame.lineno), frame.line or "") for frame in traceback.extract_stack()])
+
+
 def _innermost(frames: list[tuple[str, str, str]]) -> str:
     for file, line, text in reversed(frames):
         if not file.startswith("<") and not any(part in file for part in _FOREIGN):

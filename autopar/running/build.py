@@ -26,6 +26,7 @@ from autopar.program import GeneratedProgram
 from autopar.running.first_step import FirstStepCheck
 from autopar.running.folder import TUNING_FILE, write_folder
 from autopar.running.launched import join_launched
+from autopar.running.state_follower import StateFollower, followed
 from autopar.running.surroundings import check_training
 from autopar.running.weights import Init, ValueSource
 from autopar.settings.arguments import check_numbers, yes_no_or_none
@@ -87,6 +88,8 @@ def build_step(
         loss_scale=scale,
     )
     step.load(ValueSource(compiled.model, init, compiled.loss_fn))
+    if compiled.state is not None and compiled.remake is not None:
+        step.state_check = StateFollower(compiled, step)
     for other in also:
         if (other.plan.precision, other.plan.fp8) != (compiled.plan.precision, compiled.plan.fp8):
             raise PlanError(
@@ -118,6 +121,8 @@ def take_also(step: Any, other: GeneratedProgram, init: Init | None = None) -> N
             alternatives="compile(..., plan=program.plan) for the other shapes",
         ) from None
     step.take_also(made, ValueSource(other.model, init, other.loss_fn))
+    if (follower := followed(step)) is not None:
+        follower.take_also(other, made)
 
 
 def _optimizer_factory(compiled: GeneratedProgram, package: ModuleType) -> Callable[..., torch.optim.Optimizer]:

@@ -111,6 +111,7 @@ class Step:
             compiled.attach(models)
         self._others: list[Step] = []
         self.first_check: FirstCheck | None = None
+        self.state_check: Callable[[bool], None] | None = None  # told, before a batch, whether it is trained
         if shared is not None:
             self.optimizer: torch.optim.Optimizer = shared.optimizer
             return
@@ -140,7 +141,7 @@ class Step:
         if (
             name in self.__dict__
             and not name.startswith("_")
-            and name not in ("num_samples", "grad_norm", "first_check")
+            and name not in ("num_samples", "grad_norm", "first_check", "state_check")
         ):
             raise AttributeError(f"step.{name} is what the step was made with, and cannot be set: build another step")
         super().__setattr__(name, value)
@@ -229,6 +230,8 @@ class Step:
 
         Raises BatchError for a batch that the program was not made for, or that differs between ranks that share it.
         """
+        if self.state_check is not None:
+            self.state_check(True)
         self._by_hand.before_forward()
         taking = self._taking(local_batch, is_local=True)
         taking._batch.local(local_batch, self.rng.step)
@@ -288,6 +291,8 @@ class Step:
 
         Leaves all state as it is. Raises RuntimeError for a program that has no evaluation mode or no logits.
         """
+        if self.state_check is not None:
+            self.state_check(False)
         taking = self._taking(local_batch, is_local=True)
         require_evaluation(taking._executor, logits)
         taking._batch.local(local_batch, self.rng.step)

@@ -1,0 +1,187 @@
+"""A step's program kept in agreement with what a script changes on the model between steps.
+
+Buffers are copied into the program. Numbers and plain tensors are constants of the program's text: the program is made
+anew by its plan, and where it differs in these constants alone, its functions get the new code. All else is refused
+before the step that would differ.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import AutoparError, ModelError
+from autopar.frontend.model_state import Change, ModelState
+from autopar.program import GeneratedProgram
+from autopar.running.program_code import UnlikeTextError, exchange_code, require_alike
+from autopar.running.weights import ValueSource
+from codegen.runtime.processes import store_of_ranks
+
+AGREE_SECONDS = 60.0
+"""How long a rank that sees a change waits for the others to see it."""
+
+_log = logging.getLogger("autopar")
+
+
+class StateFollower:
+    """Looks for changes before each batch of a step; `Step.state_check`."""
+
+    def __init__(self, compiled: GeneratedProgram, step: Any) -> None:
+        assert compiled.state is not None
+        self.state: ModelState = compiled.state.twin()
+        self._step = step
+        self._programs: list[tuple[GeneratedProgram, Any]] = [(compiled, step)]
+        self._num_changes, self._num_steps = 0, 0
+
+    def take_also(self, compiled: GeneratedProgram, step: Any) -> None:
+        """Keep a program for batches of other shapes in agreement, too."""
+        self._programs.append((compiled, step))
+
+    def __call__(self, is_training: bool) -> None:
+        """A batch is about to be trained or evaluated. Collective where something changed.
+
+        Raises ModelError, on every rank, for what the program cannot follow.
+        """
+        if self.state.is_same(is_training):
+            return
+        changes = self.state.changes(is_training)
+        if changes:
+            self._agree(changes)
+            self._follow(changes)
+        self.state.note(keep_modes=not is_training)
+
+    def share(self) -> None:
+        """Make on every rank the changes that rank 0 has, where callbacks run. Collective.
+
+        Raises ModelError, on every rank, for what cannot be brought to another process.
+        """
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return
+        is_first = dist.get_rank() == 0
+        changes = self.state.changes() if is_first and not self.state.is_same() else []
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        count = torch.tensor([len(changes)], device=device)
+        dist.broadcast(count, src=0)
+        if not int(count):
+            return
+        fixed = [each for each in changes if not each.is_movable]
+        said: list[Any] = [_refused(fixed, _AGAIN) if fixed else [(each.key, each.new) for each in changes]]
+        dist.broadcast_object_list(said, src=0, device=device)
+        if isinstance(said[0], ModelError):
+            raise said[0]
+        for key, value in () if is_first else said[0]:
+            self.state.apply(key, value)
+
+    def values_written(self) -> None:
+        """The step's values were put into the model, which is no change of the script's."""
+        self.state.note(keep_modes=True)
+        self._num_steps = int(self._step.rng.step)
+
+    def _follow(self, changes: Sequence[Change]) -> None:
+        _require(not (never := [each for each in changes if each.is_of_parts]), never, _AGAIN)
+        written = _written_buffers(self._step) & {each.buffer for each in changes if each.buffer}
+        old = [each for each in changes if each.buffer in written]
+        _require(not old or int(self._step.rng.step) == self._num_steps, old, _STALE)
+        constants = [each for each in changes if not each.buffer]
+        if constants:
+            self._make_anew(constants)
+        if names := {each.buffer for each in changes if each.buffer}:
+            self._load(names, [each for each in changes if each.buffer])
+        _log.info("the program follows: %s", "; ".join(map(str, changes)))
+
+    def _make_anew(self, changes: Sequence[Change]) -> None:
+        """Bring constants up to date, in all programs or in none."""
+        made = []
+        for program, step in self._programs:
+            assert program.remake is not None
+            try:
+                other = program.remake(program)
+            except AutoparError as error:
+                raise _refused(changes, _AGAIN, f"by the same plan there is no program: {error}") from error
+            if other.files == program.files:
+                continue
+            _require(all(each.is_followable for each in changes), changes, _AGAIN)
+            _require(program.backend != "inductor", changes, _COMPILED)
+            try:
+                require_alike(program.files, other.files, in_numbers=not any(each.is_tensor for each in changes))
+            except UnlikeTextError as error:
+                raise _refused(changes, _AGAIN, str(error)) from None
+            made.append((program, other, step))
+        for program, other, step in made:
+            exchange_code(type(step.model).__module__.rpartition(".")[0], program.files, other.files)
+            program.files.update(other.files)
+
+    def _load(self, names: set[str], changes: Sequence[Change]) -> None:
+        """Copy the model's buffers of these names into the program's own."""
+        program = self._programs[0][0]
+        source = ValueSource(program.model, None, program.loss_fn)
+        for _, step in self._programs:
+            for part in step.parts:
+                slots = list(part.model.buffer_slots())
+                for name, spec, _ in slots:
+                    if {name, *spec.aliases} & names:
+                        shape = tuple(source.outline(name).shape)
+                        _require(shape == tuple(spec.shape), changes, _AGAIN)
+                others = {id(value) for name, spec, value in slots if not {name, *spec.aliases} & names}
+                with torch.no_grad():
+                    part.load_buffers(source, others)
+
+    def _agree(self, changes: Sequence[Change]) -> None:
+        """Raises ModelError where ranks do not see the same changes: they would wait for one another, or differ."""
+        self._num_changes += 1
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return
+        store, rank = store_of_ranks(), dist.get_rank()
+        base = f"autopar/state/{int(self._step.rng.step)}/{self._num_changes}"
+        store.set(f"{base}/{rank}", "\n".join(sorted(map(str, changes))))
+        keys = [f"{base}/{other}" for other in range(dist.get_world_size())]
+        try:
+            store.wait(keys, timedelta(seconds=AGREE_SECONDS))
+            seen = [store.get(key) for key in keys]
+        except (RuntimeError, ValueError):  # dist.DistStoreError of those that did not come
+            seen = []
+        _require(len(set(seen)) == 1, changes, "the same change on every rank, before the same step")
+
+
+_AGAIN = [
+    "compile the changed model again, and go on from a checkpoint",
+    "an input of the batch, for what changes while training",
+]
+_STALE = "program.update_model(step) on every rank before the change: the program changes this buffer itself"
+_COMPILED = "backend='eager', whose programs follow numbers and plain tensors"
+
+
+def _refused(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelError:
+    some = [str(each) for each in changes[:5]] + ([f"and {len(changes) - 5} more"] if len(changes) > 5 else [])
+    return ModelError(
+        "the model was changed between steps in what the program cannot follow",
+        values="\n".join([*some, *([reason] if reason else [])]),
+        alternatives=instead,
+    )
+
+
+def _require(is_met: bool, changes: Sequence[Change], instead: Any) -> None:
+    if not is_met:
+        raise _refused(changes, instead)
+
+
+def _written_buffers(step: Any) -> set[str]:
+    """The names of this rank's buffers that a forward in training changes."""
+    found: set[str] = set()
+    for part in step.parts:
+        written = {id(value) for value in part.written_buffers()}
+        for name, spec, value in part.model.buffer_slots():
+            if id(value) in written:
+                found |= {name, *spec.aliases}
+    return found
+
+
+def followed(step: Any) -> StateFollower | None:
+    """The follower of a step that `build_step` made."""
+    check = step.state_check
+    return check if isinstance(check, StateFollower) else None
