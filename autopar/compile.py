@@ -23,6 +23,7 @@ from autopar.explain.rescue import advised
 from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
 from autopar.frontend.evaluation import check_norms, why_no_evaluation
 from autopar.frontend.expert_padding import with_whole_shares
+from autopar.frontend.forward_numbers import ForwardOf
 from autopar.frontend.head_padding import with_whole_heads
 from autopar.frontend.inputs import NamedBatch, common_batch, name_inputs
 from autopar.frontend.model_state import ModelState
@@ -152,8 +153,17 @@ class Remake:
     def __call__(self, program: GeneratedProgram) -> CompiledProgram:
         """Collective where ranks run. Raises AutoparError for a model that the plan is not for."""
         options = replace(self._options, plan=program.plan, constraints=None, compression=None, fp8=None)
-        with torch.enable_grad(), kept_random_states(), warnings.catch_warnings(action="ignore"):
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            kept_random_states(),
+            warnings.catch_warnings(action="ignore"),
+        ):
             return compile_with(program.model, program.cluster, options)
+
+    def forward(self, program: GeneratedProgram) -> ForwardOf:
+        """The forward that the program is made of."""
+        return ForwardOf(program.model, self._options.example_inputs, program.loss_fn, self._options.dtype)
 
 
 def _outline(value: Any) -> Any:

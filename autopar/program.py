@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from autopar.frontend.admission import require_traits
+from autopar.frontend.forward_numbers import ForwardOf
 from autopar.frontend.inputs import BatchForm
 from autopar.frontend.model_state import ModelState
 from autopar.options.assignment import Candidate
@@ -21,6 +22,18 @@ from autopar.units import bytes_text
 from codegen.program import PipelineProgram, Program
 from codegen.runtime.optimizer_probe import Needs
 from cost_models.mixed import AnyCluster
+
+
+class Remaking(Protocol):
+    """What makes a program anew, by its plan, of the model as it is now."""
+
+    def __call__(self, program: GeneratedProgram) -> GeneratedProgram:
+        """The program of the same plan. Collective where ranks run. Raises AutoparError where there is none."""
+        ...
+
+    def forward(self, program: GeneratedProgram) -> ForwardOf:
+        """The forward that the program is made of."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,7 @@ class GeneratedProgram:
     request: Request | None = None
     needs: Needs = Needs()
     state: ModelState | None = None
-    remake: Callable[[GeneratedProgram], GeneratedProgram] | None = None
+    remake: Remaking | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "request": None, "result": replace(self.result, solved=None)}

@@ -6,6 +6,7 @@ A trace takes all of them for constants. `model_state.py` watches those that wer
 from __future__ import annotations
 
 import contextlib
+import dis
 import linecache
 import sys
 import sysconfig
@@ -138,13 +139,15 @@ def _note_variables(reads: Reads, frame: FrameType) -> None:
     space, line = Globals(frame.f_globals.get("__name__", "")), (file, code.co_firstlineno)
     if space.values is not frame.f_globals:
         return
-    for name in code.co_names:
-        value = frame.f_globals.get(name)
+    asked = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    parts = {name for how, name in asked if how in ("LOAD_ATTR", "LOAD_METHOD")}
+    for name in {name for how, name in asked if how in ("LOAD_GLOBAL", "LOAD_NAME")} & frame.f_globals.keys():
+        value = frame.f_globals[name]
         inner = _namespace(value)
-        if inner is None and name in frame.f_globals and is_data(value):
+        if inner is None and is_data(value):
             reads.variables.setdefault((space, name), line)
-        for part in code.co_names if inner is not None else ():
-            if part in inner.values and is_data(inner.values[part]):
+        for part in parts & inner.values.keys() if inner is not None else ():
+            if is_data(inner.values[part]):
                 reads.variables.setdefault((inner, part), line)
 
 

@@ -89,7 +89,7 @@ def build_step(
     )
     step.load(ValueSource(compiled.model, init, compiled.loss_fn))
     if compiled.state is not None and compiled.remake is not None:
-        step.state_check = StateFollower(compiled, step)
+        step.state_check = StateFollower(compiled, step, _shared_step)
     for other in also:
         if (other.plan.precision, other.plan.fp8) != (compiled.plan.precision, compiled.plan.fp8):
             raise PlanError(
@@ -111,18 +111,23 @@ def take_also(step: Any, other: GeneratedProgram, init: Init | None = None) -> N
     if other.program.any.offload_optimizer or other.backend == "async-tp":
         what = "async-tp" if other.backend == "async-tp" else f"offload={other.plan.pipeline.offload}"
         raise ConstraintError("a step takes batches of other shapes without it", values=what)
+    made = _shared_step(step, other)
+    step.take_also(made, ValueSource(other.model, init, other.loss_fn))
+    if (follower := followed(step)) is not None:
+        follower.take_also(other, made)
+
+
+def _shared_step(step: Any, other: GeneratedProgram) -> Any:
+    """A step of another program of the same plan, with the parameters and the optimiser of a step. Collective."""
     program = importlib.import_module(f"{load_package(other).__name__}.program")
     try:
-        made = program.create_step(step.mesh, other.optimizer, shared=step)
+        return program.create_step(step.mesh, other.optimizer, shared=step)
     except ValueError as error:
         raise PlanError(
             "the programs of one step share its parameters, so they have one plan",
             values=str(error),
             alternatives="compile(..., plan=program.plan) for the other shapes",
         ) from None
-    step.take_also(made, ValueSource(other.model, init, other.loss_fn))
-    if (follower := followed(step)) is not None:
-        follower.take_also(other, made)
 
 
 def _optimizer_factory(compiled: GeneratedProgram, package: ModuleType) -> Callable[..., torch.optim.Optimizer]:

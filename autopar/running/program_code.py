@@ -3,59 +3,84 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 
-class UnlikeTextError(ValueError):
-    """Two texts of a program differ in more than what functions compute."""
+def differ_in_bodies(old: Mapping[str, str], new: Mapping[str, str]) -> bool:
+    """Whether the files of two programs differ in the bodies of functions alone."""
+    if old.keys() != new.keys():
+        return False
+    changed = [name for name in old if old[name] != new[name]]
+    return all(name.endswith(".py") and _outline(old[name]) == _outline(new[name]) for name in changed)
 
 
-def require_alike(old: Mapping[str, str], new: Mapping[str, str], in_numbers: bool) -> None:
-    """Raises UnlikeTextError unless the files of a program differ in the bodies of functions alone.
-
-    in_numbers: unless these bodies differ in the numbers that they hold alone.
-    """
-    for name in dict.fromkeys((*old, *new)):
-        before, after = old.get(name, ""), new.get(name, "")
-        if before == after:
-            continue
-        if not name.endswith(".py") or not before or not after:
-            raise UnlikeTextError(f"another {name}")
-        one, other = (_Outline(in_numbers).visit(ast.parse(text)) for text in (before, after))
-        if ast.dump(one) != ast.dump(other):
-            what = "other calls, not other numbers alone" if in_numbers else "other parts"
-            raise UnlikeTextError(f"with it the program has {what}")
+def _outline(text: str) -> str:
+    return ast.dump(_Bodiless().visit(ast.parse(text)))
 
 
-class _Outline(ast.NodeTransformer):
-    """Leaves out the bodies of functions, or the numbers in them."""
+class _Bodiless(ast.NodeTransformer):
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.body = [ast.Pass()]
+        return node
 
-    def __init__(self, in_numbers: bool) -> None:
-        self._in_numbers, self._is_inside = in_numbers, False
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """A number in a text: its value, and where it starts and ends."""
+
+    value: float
+    start: int
+    end: int
+
+
+def literals_of(text: str) -> tuple[str, list[Literal]]:
+    """A text's syntax without the numbers in the bodies of functions, and these numbers in order."""
+    finder = _Numbers(text)
+    outline = ast.dump(finder.visit(ast.parse(text)))
+    return outline, finder.found
+
+
+def with_literals(text: str, values: Mapping[int, float]) -> str:
+    """A text with other numbers in the places of those of these positions."""
+    _, found = literals_of(text)
+    for position in sorted(values, reverse=True):
+        each = found[position]
+        text = text[: each.start] + repr(values[position]) + text[each.end :]
+    return text
+
+
+class _Numbers(ast.NodeTransformer):
+    """Collects the numbers in bodies of functions, and puts 0 in their places."""
+
+    def __init__(self, text: str) -> None:
+        self.found: list[Literal] = []
+        self._starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
+        self._is_inside = False
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        if not self._in_numbers:
-            node.body = [ast.Pass()]
-            return node
         before, self._is_inside = self._is_inside, True
         self.generic_visit(node)
         self._is_inside = before
         return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        is_negative = isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)
-        return self.visit(node.operand) if self._is_inside and is_negative else self.generic_visit(node)
+        value = node.operand.value if isinstance(node.operand, ast.Constant) else None
+        if self._is_inside and isinstance(node.op, ast.USub) and type(value) in (int, float):
+            return self._note(node, -value)
+        return self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        is_number = isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
-        return ast.Constant(0) if self._is_inside and is_number else node
+        return self._note(node, node.value) if self._is_inside and type(node.value) in (int, float) else node
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        # How inf and nan are written.
-        is_float = isinstance(node.func, ast.Name) and node.func.id == "float" and len(node.args) == 1
-        return ast.Constant(0) if self._is_inside and is_float else self.generic_visit(node)
+    def _note(self, node: ast.expr, value: float) -> ast.AST:
+        last, end = node.end_lineno or node.lineno, node.end_col_offset or 0
+        place = self._starts[node.lineno - 1] + node.col_offset, self._starts[last - 1] + end
+        self.found.append(Literal(value, *place))
+        return ast.Constant(0)
 
 
 def exchange_code(package: str, old: Mapping[str, str], new: Mapping[str, str]) -> None:

@@ -64,6 +64,8 @@ def load_checkpoint(compiled: GeneratedProgram, step: Any, directory: str | Path
     runtime = _runtime_of(step)
     with readable(runtime):
         runtime.load(step, directory, others=LazyState(compiled.model))
+    if (follower := followed(step)) is not None:
+        follower.values_loaded()
     return read_notes(Path(directory))
 
 

@@ -7,8 +7,10 @@ before the step that would differ.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,27 +18,39 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, ModelError
-from autopar.frontend.model_state import Change, ModelState
+from autopar.frontend.forward_numbers import ForwardOf
+from autopar.frontend.model_state import HOOKS, ModelState
+from autopar.frontend.state_values import Change
 from autopar.program import GeneratedProgram
-from autopar.running.program_code import UnlikeTextError, exchange_code, require_alike
+from autopar.running.number_places import NumberPlaces
+from autopar.running.program_code import differ_in_bodies, exchange_code
+from autopar.running.random_states import kept_random_states
 from autopar.running.weights import ValueSource
 from codegen.runtime.processes import store_of_ranks
 
 AGREE_SECONDS = 60.0
 """How long a rank that sees a change waits for the others to see it."""
 
+_numbers = itertools.count()
+"""Of followers: every rank makes the same ones."""
+
 _log = logging.getLogger("autopar")
 
 
 class StateFollower:
-    """Looks for changes before each batch of a step; `Step.state_check`."""
+    """Looks for changes before each batch of a step; `Step.state_check`.
 
-    def __init__(self, compiled: GeneratedProgram, step: Any) -> None:
+    make: makes a step of another program that shares the parameters of this one. Collective.
+    """
+
+    def __init__(self, compiled: GeneratedProgram, step: Any, make: Callable[[Any, GeneratedProgram], Any]) -> None:
         assert compiled.state is not None
         self.state: ModelState = compiled.state.twin()
-        self._step = step
+        self._step, self._make = step, make
         self._programs: list[tuple[GeneratedProgram, Any]] = [(compiled, step)]
-        self._num_changes, self._num_steps = 0, 0
+        self._number, self._num_changes, self._num_steps = next(_numbers), 0, 0
+        self._is_loaded = False
+        self._places, self._now = NumberPlaces(), None
 
     def take_also(self, compiled: GeneratedProgram, step: Any) -> None:
         """Keep a program for batches of other shapes in agreement, too."""
@@ -52,7 +66,8 @@ class StateFollower:
         changes = self.state.changes(is_training)
         if changes:
             self._agree(changes)
-            self._follow(changes)
+            with torch.inference_mode(False), torch.enable_grad(), kept_random_states():
+                self._follow(changes)
         self.state.note(keep_modes=not is_training)
 
     def share(self) -> None:
@@ -80,13 +95,20 @@ class StateFollower:
     def values_written(self) -> None:
         """The step's values were put into the model, which is no change of the script's."""
         self.state.note(keep_modes=True)
-        self._num_steps = int(self._step.rng.step)
+        self._num_steps, self._is_loaded = int(self._step.rng.step), False
+
+    def values_loaded(self) -> None:
+        """The step has the values of a checkpoint, and not the model's."""
+        self._is_loaded = True
 
     def _follow(self, changes: Sequence[Change]) -> None:
+        if any(each.name == HOOKS for each in changes) and self._forward.has_silent_hooks():
+            changes = [each for each in changes if each.name != HOOKS]
         _require(not (never := [each for each in changes if each.is_of_parts]), never, _AGAIN)
         written = _written_buffers(self._step) & {each.buffer for each in changes if each.buffer}
-        old = [each for each in changes if each.buffer in written]
-        _require(not old or int(self._step.rng.step) == self._num_steps, old, _STALE)
+        is_stale = int(self._step.rng.step) != self._num_steps
+        old = [each for each in changes if each.buffer and (self._is_loaded or (is_stale and each.buffer in written))]
+        _require(not old, old, _STALE)
         constants = [each for each in changes if not each.buffer]
         if constants:
             self._make_anew(constants)
@@ -94,8 +116,16 @@ class StateFollower:
             self._load(names, [each for each in changes if each.buffer])
         _log.info("the program follows: %s", "; ".join(map(str, changes)))
 
+    @property
+    def _forward(self) -> ForwardOf:
+        program = self._programs[0][0]
+        assert program.remake is not None
+        return program.remake.forward(program)
+
     def _make_anew(self, changes: Sequence[Change]) -> None:
         """Bring constants up to date, in all programs or in none."""
+        if self._renumbered(changes):
+            return
         made = []
         for program, step in self._programs:
             assert program.remake is not None
@@ -106,15 +136,37 @@ class StateFollower:
             if other.files == program.files:
                 continue
             _require(all(each.is_followable for each in changes), changes, _AGAIN)
-            _require(program.backend != "inductor", changes, _COMPILED)
+            is_text = program.backend != "inductor" and differ_in_bodies(program.files, other.files)
             try:
-                require_alike(program.files, other.files, in_numbers=not any(each.is_tensor for each in changes))
-            except UnlikeTextError as error:
-                raise _refused(changes, _AGAIN, str(error)) from None
-            made.append((program, other, step))
-        for program, other, step in made:
-            exchange_code(type(step.model).__module__.rpartition(".")[0], program.files, other.files)
-            program.files.update(other.files)
+                made.append((program, other, step, None if is_text else self._make(self._step, other)))
+            except AutoparError as error:
+                raise _refused(changes, _AGAIN, str(error)) from error
+        if made and len(self._programs) == 1:
+            self._places.learn(made[0][0].files, made[0][1].files, self._now)
+        self._now = None
+        for program, other, step, another in made:
+            if another is None:
+                exchange_code(type(step.model).__module__.rpartition(".")[0], program.files, other.files)
+                other = replace(program, files=other.files)
+            else:
+                self._step.run_instead(step, another, ValueSource(program.model, None, program.loss_fn))
+            self._programs[self._programs.index((program, step))] = (other, another or step)
+
+    def _renumbered(self, changes: Sequence[Change]) -> bool:
+        """Whether the program only needed other numbers, of which it is known where they are, and has them."""
+        (program, step), *others = self._programs
+        self._places = NumberPlaces() if others else self._places
+        if others or program.backend == "inductor" or not all(each.is_followable for each in changes):
+            return False
+        now = self._forward.numbers()
+        files = self._places.files_for(program.files, now)
+        if files is None:
+            self._now = now
+            return False
+        if files != program.files:
+            exchange_code(type(step.model).__module__.rpartition(".")[0], program.files, files)
+            self._programs[0] = replace(program, files=files), step
+        return True
 
     def _load(self, names: set[str], changes: Sequence[Change]) -> None:
         """Copy the model's buffers of these names into the program's own."""
@@ -137,7 +189,7 @@ class StateFollower:
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return
         store, rank = store_of_ranks(), dist.get_rank()
-        base = f"autopar/state/{int(self._step.rng.step)}/{self._num_changes}"
+        base = f"autopar/state/{self._number}/{self._num_changes}"
         store.set(f"{base}/{rank}", "\n".join(sorted(map(str, changes))))
         keys = [f"{base}/{other}" for other in range(dist.get_world_size())]
         try:
@@ -152,8 +204,7 @@ _AGAIN = [
     "compile the changed model again, and go on from a checkpoint",
     "an input of the batch, for what changes while training",
 ]
-_STALE = "program.update_model(step) on every rank before the change: the program changes this buffer itself"
-_COMPILED = "backend='eager', whose programs follow numbers and plain tensors"
+_STALE = "program.update_model(step) on every rank before the change: the buffer's value in the model is an old one"
 
 
 def _refused(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelError:

@@ -109,7 +109,7 @@ class Step:
         self._batch = BatchCheck(programs, models, mesh, num_micro_batches)
         if compiled is not None:
             compiled.attach(models)
-        self._others: list[Step] = []
+        self._running_steps = [self]  # in the order in which they are asked whether they take a batch
         self.first_check: FirstCheck | None = None
         self.state_check: Callable[[bool], None] | None = None  # told, before a batch, whether it is trained
         if shared is not None:
@@ -151,18 +151,27 @@ class Step:
 
         source: as in `load`, for buffers whose shapes are those of its batches.
         """
+        self._load_into(other, source)
+        self._running_steps.append(other)
+
+    def run_instead(self, own: Step, other: Step, source: Source) -> None:
+        """Run `other`, a step as `take_also` takes them, in the place of `own`: this one, or one that it took."""
+        self._load_into(other, source)
+        self._running_steps[self._running_steps.index(own)] = other
+
+    def _load_into(self, other: Step, source: Source) -> None:
         for own, theirs in zip(self.parts, other.parts, strict=True):
             theirs.load_buffers(source, {id(value) for _, _, value in own.model.buffer_slots()})
-        self._others.append(other)
 
     def takes(self, batch: Mapping[str, Any]) -> bool:
         """Whether a whole global batch has shapes that this step, or one that it was given, was made for."""
         flat = self._batch.flat(batch)
-        return any(each._batch.takes(flat, is_local=False) for each in (self, *self._others))
+        return any(each._batch.takes(flat, is_local=False) for each in self._running_steps)
 
     def _taking(self, batch: Mapping[str, Any], is_local: bool) -> Step:
         """The step whose program takes the batch; this one if there is none, which will say so."""
-        return next((s for s in (self, *self._others) if not self._others or s._batch.takes(batch, is_local)), self)
+        first, *others = self._running_steps
+        return next((s for s in (first, *others) if not others or s._batch.takes(batch, is_local)), first)
 
     def _wholes(self) -> WholeUpdates | None:
         """What ranks update whole for one another. Raises where they cannot update what they store."""
