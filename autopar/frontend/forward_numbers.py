@@ -24,7 +24,7 @@ class ForwardOf:
     """One forward and its loss: a model, an example batch, a loss, and what parameters are cast to."""
 
     model: nn.Module
-    example: Mapping[str, Any]
+    example: tuple[Any, ...] | Mapping[str, Any]
     loss_fn: Callable[..., torch.Tensor] | None
     param_dtype: torch.dtype | None
 

@@ -9,8 +9,9 @@ write.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from autopar.frontend.state_values import (
 HOOKS = "forward hooks of modules"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
-_SMALL, _MOST_SMALL = 4096, 16
+_SMALL, _MOST_SMALL = 4096, 8
 """Elements of tensors whose values are compared, and how many tensors are."""
 
 
@@ -67,6 +68,7 @@ class ModelState:
         made._attributes = [each.of(modules.get(each.path, each.module)) for each in self._attributes]
         made._roots = {key: root.of(_getter(key, root.get, modules)) for key, root in self._roots.items()}
         made._aliases = [(_getter(key, get, modules), key, value) for get, key, value in self._aliases]
+        made._join_attributes()
         made._note_parts(None)
         return made
 
@@ -82,7 +84,14 @@ class ModelState:
             if name in space.values:
                 self._watch_value(("variable", name, (space,)), f"{name} of {space.label}", line, space)
         self._watch_loss()
+        self._join_attributes()
         self._note_parts(self._modes if keep_modes else None)
+
+    def _join_attributes(self) -> None:
+        """All plain attributes in one row, which is compared faster than one by one."""
+        self._getters = [(each.get, each.own) for each in self._attributes]
+        self._plain = [value for each in self._attributes for value in each.values]
+        self._own, self._own_lengths = [each.own for each in self._attributes], [e.length for e in self._attributes]
 
     def _note_parts(self, modes: Mapping[str, bool] | None) -> None:
         """Take parts, buffers and hooks as they are now; modes, too, where none are given."""
@@ -92,13 +101,17 @@ class ModelState:
             for table in ("_modules", "_parameters", "_buffers"):
                 if held := vars(module)[table]:
                     self._tables.append((path, table, held, tuple(held.values())))
+        self._held = [table for _, _, table, _ in self._tables]
+        self._lengths = list(map(len, self._held))
+        self._parts = [part for _, _, _, held in self._tables for part in held]
         parameters = [p for _, kind, _, held in self._tables if kind == "_parameters" for p in held if p is not None]
         self._parameters, self._is_trained = parameters, [p.requires_grad for p in parameters]
         self._buffers = {
             name: b for path, m in modules.items() for name, b in _named(path, m._buffers) if not b.is_inference()
         }
         self._versions = [b._version for b in self._buffers.values()]
-        self._places = [place_of(b) for b in self._buffers.values()]
+        self._in_memory = [b for b in self._buffers.values() if place_of(b)]
+        self._addresses = list(map(_DATA_PTR, self._in_memory))
         small = [(name, b) for name, b in self._buffers.items() if b.numel() <= _SMALL and not b.is_meta]
         self._copies = [(name, b, b.detach().clone()) for name, b in small[:_MOST_SMALL]]
         self._modes = modes or {path: module.training for path, module in modules.items()}
@@ -142,11 +155,11 @@ class ModelState:
     def _watch_value(self, key: Key, name: str, line: Line | None, holder: Any) -> None:
         """Watch what `holder` (attributes of a module, a namespace) has under the key's name."""
         at = key[2][0] if key[0] == "attribute" else key[1]
-        get = (
-            functools.partial(holder.get, at, MISSING)
-            if key[0] == "attribute"
-            else lambda: holder.values.get(at, MISSING)
-        )
+        own = holder if key[0] == "attribute" else None
+
+        def get() -> Any:
+            return (holder.values if own is None else own).get(at, MISSING)
+
         value = get()
         self._aliases.append((get, key, value))
         is_opaque = is_plain(value) or isinstance(value, Tensor)
@@ -173,16 +186,26 @@ class ModelState:
     def is_same(self, is_training: bool = True) -> bool:
         """Whether nothing has changed; quick. is_training: modes count."""
         return (
-            all(each.is_same(is_training) for each in self._attributes)
-            and all(_are_same(table.values(), held) for _, _, table, held in self._tables)
+            self._are_attributes_same(is_training)
+            and list(map(len, self._held)) == self._lengths
+            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self._held)), self._parts))
             and list(map(_REQUIRES_GRAD, self._parameters)) == self._is_trained
             and [b._version for b in self._buffers.values()] == self._versions
-            and [place_of(b) for b in self._buffers.values()] == self._places
+            and list(map(_DATA_PTR, self._in_memory)) == self._addresses
             and all(torch.equal(b, copy) for _, b, copy in self._copies)
             and not any(self._replaced())
             and all(root.is_same() for root in self._roots.values())
             and sum(map(len, self._hooks)) == self._num_hooks
         )
+
+    def _are_attributes_same(self, is_training: bool) -> bool:
+        try:
+            now = itertools.chain.from_iterable([get(own) for get, own in self._getters])
+            if all(map(operator.is_, now, self._plain)) and list(map(len, self._own)) == self._own_lengths:
+                return True
+        except KeyError:
+            return False
+        return all(each.is_same(is_training) for each in self._attributes)
 
     def _replaced(self) -> Iterator[tuple[Key, Any, Any]]:
         """(place, old, new) of values that another one stands in the place of."""
@@ -238,8 +261,11 @@ class ModelState:
             if parameter.requires_grad != was:
                 name = next((n for n, p in self.model.named_parameters() if p is parameter), "a parameter")
                 yield Change(f"requires_grad of {name}", was, not was, is_of_parts=True)
-        pairs = zip(self._buffers.items(), self._versions, self._places, strict=True)
-        buffers |= {name for (name, b), version, place in pairs if b._version != version or place_of(b) != place}
+        buffers |= {
+            name for (name, b), was in zip(self._buffers.items(), self._versions, strict=True) if b._version != was
+        }
+        moved = {id(b) for b, was in zip(self._in_memory, self._addresses, strict=True) if place_of(b) != was}
+        buffers |= {name for name, b in self._buffers.items() if id(b) in moved}
         buffers |= {name for name, b, copy in self._copies if not torch.equal(b, copy)}
         now_there = {name: b for path, m in self._modules() for name, b in _named(path, m._buffers)}
         for name in sorted(buffers & now_there.keys()):
@@ -260,8 +286,12 @@ class ModelState:
 
     # Places -----------------------------------------------------------------------------------------------------------
 
-    def apply(self, key: Key, value: Any) -> None:
-        """Put a value of another process where it is there."""
+    def apply(self, values: Iterable[tuple[Key, Any]]) -> None:
+        """Put values of another process where they are there."""
+        for key, value in values:
+            self._put(key, value)
+
+    def _put(self, key: Key, value: Any) -> None:
         kind, path, steps = key
         if kind in ("attribute", "buffer"):
             owner: Any = self._module(path)
@@ -289,7 +319,7 @@ class ModelState:
         return self.model.get_submodule(path)
 
 
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_REQUIRES_GRAD, _DATA_PTR = operator.attrgetter("requires_grad"), operator.methodcaller("data_ptr")
 
 
 class _Attributes:
@@ -298,37 +328,37 @@ class _Attributes:
     def __init__(self, path: str, module: nn.Module, names: tuple[str, ...], inherited: tuple[str, ...]) -> None:
         self.path, self.module, self.names, self.inherited = path, module, names, inherited
         own = vars(module)
-        self._own, self._length = own, len(own)
-        self._get: Callable[[Any], Any] = operator.itemgetter(*names, *(("training",) if len(names) == 1 else ()))
-        self._values: tuple[Any, ...] = self._get(own)
+        self.own, self.length = own, len(own)
+        self.get: Callable[[Any], Any] = operator.itemgetter(*names, *(("training",) if len(names) == 1 else ()))
+        self.values: tuple[Any, ...] = self.get(own)
 
     def of(self, module: nn.Module) -> _Attributes:
         """The same values, asked of another module in this one's place."""
         made = object.__new__(_Attributes)
         vars(made).update(vars(self))
-        made.module, made._own = module, vars(module)
+        made.module, made.own = module, vars(module)
         return made
 
     def is_same(self, is_training: bool) -> bool:
-        own = self._own
-        if len(own) != self._length and any(name in own for name in self.inherited):
+        own = self.own
+        if len(own) != self.length and any(name in own for name in self.inherited):
             return False
         try:
-            if all(map(operator.is_, self._get(own), self._values)):
+            if all(map(operator.is_, self.get(own), self.values)):
                 return True
         except KeyError:
             return False
-        return (own["training"] == self._values[0] or not is_training) and not any(self.changed())
+        return (own["training"] == self.values[0] or not is_training) and not any(self.changed())
 
     def changed(self) -> Iterator[tuple[str, Any, Any]]:
         """(name, old, new) of each, but for the mode."""
-        for name, old in zip(self.names, self._values, strict=False):
-            new = self._own.get(name, MISSING)
+        for name, old in zip(self.names, self.values, strict=False):
+            new = self.own.get(name, MISSING)
             if name != "training" and new is not old and not is_equal(old, new):
                 yield name, old, new
         for name in self.inherited:
-            if name in self._own:
-                yield name, getattr(type(self.module), name, MISSING), self._own[name]
+            if name in self.own:
+                yield name, getattr(type(self.module), name, MISSING), self.own[name]
 
 
 def _getter(key: Key, get: Callable[[], Any], modules: Mapping[str, nn.Module]) -> Callable[[], Any]:

@@ -229,8 +229,9 @@ def _each_answer() -> Iterator[tuple[types.FunctionType, Callable[..., Any]]]:
         public = functions.get("__all__", ()) if known is _ANSWERS else ("init_device_mesh",) if not known else ()
         for name in dict.fromkeys((*known, *public)):
             function = functions.get(name)
-            is_function = type(function) is types.FunctionType  # isinstance has deprecated names of torch warn
-            if is_function and name not in _LEFT and function.__module__ == module:
+            if type(function) is not types.FunctionType:  # isinstance has deprecated names of torch warn
+                continue
+            if name not in _LEFT and function.__module__ == module:
                 yield function, known.get(name) or _refused(f"{module.removeprefix('torch.distributed.')}.{name}")
 
 

@@ -53,19 +53,28 @@ class Reads:
         self.attributes, self.variables, self.is_complete = state
 
 
-@dataclass(frozen=True, slots=True)
 class Globals:
-    """The globals of a module, by its name."""
+    """The globals of a module; in another process, of the module of that name."""
 
-    module: str
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
 
-    @property
-    def values(self) -> Mapping[str, Any]:
-        return vars(sys.modules[self.module]) if self.module in sys.modules else {}
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Globals) and other.values is self.values
+
+    def __hash__(self) -> int:
+        return id(self.values)
+
+    def __reduce__(self) -> Any:
+        return _globals_of, (self.values.get("__name__", ""),)
 
     @property
     def label(self) -> str:
-        return f"the module {self.module}"
+        return f"the module {self.values.get('__name__', '')}"
+
+
+def _globals_of(module: str) -> Globals:
+    return Globals(vars(sys.modules[module]) if module in sys.modules else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +109,7 @@ def noted(reads: Reads) -> Iterator[None]:
             _note_variables(reads, frame)
 
     before, own = sys.getprofile(), nn.Module.__dict__.get("__getattribute__")
-    nn.Module.__getattribute__ = read  # type: ignore[method-assign]
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
     sys.setprofile(called)
     try:
         yield
@@ -136,9 +145,7 @@ def _note_variables(reads: Reads, frame: FrameType) -> None:
     is_library = file.startswith("<") or any(part in file for part in _LIBRARIES)
     if is_library or (file.startswith(_STANDARD) and "site-packages" not in file):
         return
-    space, line = Globals(frame.f_globals.get("__name__", "")), (file, code.co_firstlineno)
-    if space.values is not frame.f_globals:
-        return
+    space, line = Globals(frame.f_globals), (file, code.co_firstlineno)
     asked = [(each.opname, each.argval) for each in dis.get_instructions(code)]
     parts = {name for how, name in asked if how in ("LOAD_ATTR", "LOAD_METHOD")}
     for name in {name for how, name in asked if how in ("LOAD_GLOBAL", "LOAD_NAME")} & frame.f_globals.keys():
@@ -146,7 +153,9 @@ def _note_variables(reads: Reads, frame: FrameType) -> None:
         inner = _namespace(value)
         if inner is None and is_data(value):
             reads.variables.setdefault((space, name), line)
-        for part in parts & inner.values.keys() if inner is not None else ():
+        if inner is None:
+            continue
+        for part in parts & inner.values.keys():
             if is_data(inner.values[part]):
                 reads.variables.setdefault((inner, part), line)
 
@@ -154,9 +163,9 @@ def _note_variables(reads: Reads, frame: FrameType) -> None:
 def _namespace(value: Any) -> Globals | ClassData | None:
     """A module or class of the user's."""
     if isinstance(value, types.ModuleType):
-        name, file = value.__name__, getattr(value, "__file__", None) or ""
+        file = getattr(value, "__file__", None) or ""
         is_library = any(part in file for part in _LIBRARIES) or not file or file.startswith(_STANDARD)
-        return Globals(name) if not is_library and sys.modules.get(name) is value else None
+        return None if is_library else Globals(vars(value))
     if isinstance(value, type) and value.__module__.partition(".")[0] not in ("torch", "builtins", "enum"):
         return ClassData(value)
     return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -230,7 +229,7 @@ def set_step(owner: Any, step: Any, value: Any) -> None:
     elif isinstance(owner, ClassData):
         setattr(owner.kind, name, value)
     elif isinstance(owner, Globals):
-        vars(sys.modules[owner.module])[name] = value
+        owner.values[name] = value
     else:
         setattr(owner, name, value)
 

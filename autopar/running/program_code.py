@@ -68,19 +68,25 @@ class _Numbers(ast.NodeTransformer):
         return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        value = node.operand.value if isinstance(node.operand, ast.Constant) else None
-        if self._is_inside and isinstance(node.op, ast.USub) and type(value) in (int, float):
+        value = _number(node.operand)
+        if self._is_inside and isinstance(node.op, ast.USub) and value is not None:
             return self._note(node, -value)
         return self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        return self._note(node, node.value) if self._is_inside and type(node.value) in (int, float) else node
+        value = _number(node)
+        return node if value is None or not self._is_inside else self._note(node, value)
 
     def _note(self, node: ast.expr, value: float) -> ast.AST:
         last, end = node.end_lineno or node.lineno, node.end_col_offset or 0
         place = self._starts[node.lineno - 1] + node.col_offset, self._starts[last - 1] + end
         self.found.append(Literal(value, *place))
         return ast.Constant(0)
+
+
+def _number(node: ast.expr) -> float | None:
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def exchange_code(package: str, old: Mapping[str, str], new: Mapping[str, str]) -> None:

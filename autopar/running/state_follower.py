@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, ModelError
-from autopar.frontend.forward_numbers import ForwardOf
+from autopar.frontend.forward_numbers import ForwardNumbers, ForwardOf
 from autopar.frontend.model_state import HOOKS, ModelState
 from autopar.frontend.state_values import Change
 from autopar.program import GeneratedProgram
@@ -50,7 +50,8 @@ class StateFollower:
         self._programs: list[tuple[GeneratedProgram, Any]] = [(compiled, step)]
         self._number, self._num_changes, self._num_steps = next(_numbers), 0, 0
         self._is_loaded = False
-        self._places, self._now = NumberPlaces(), None
+        self._places = NumberPlaces()
+        self._now: ForwardNumbers | None = None
 
     def take_also(self, compiled: GeneratedProgram, step: Any) -> None:
         """Keep a program for batches of other shapes in agreement, too."""
@@ -89,8 +90,8 @@ class StateFollower:
         dist.broadcast_object_list(said, src=0, device=device)
         if isinstance(said[0], ModelError):
             raise said[0]
-        for key, value in () if is_first else said[0]:
-            self.state.apply(key, value)
+        if not is_first:
+            self.state.apply(said[0])
 
     def values_written(self) -> None:
         """The step's values were put into the model, which is no change of the script's."""

@@ -113,25 +113,21 @@ def fit_locally(program: CompiledProgram, setup: Setup) -> TrainResult:
     program.require_runnable()
     ranks, patience = program.plan.num_ranks, group_seconds(program, setup.config.collective_seconds)
     with temporary_folder() as folder:
-        found: list[tuple[TrainResult, list[dict[str, Any]], Changed]] = run_ranks(
+        found: list[tuple[TrainResult, list[dict[str, Any]], list[tuple[Key, Any]]]] = run_ranks(
             _fit_and_tell, (program, setup, folder), ranks, math.inf, patience
         )
         if not stays_on_disk(setup):
             set_values(program.model, read_values(folder))
     note(setup.callbacks, found[0][1])
-    for key, value in found[0][2] if program.state is not None else ():
-        program.state.apply(key, value)
+    if program.state is not None:
+        program.state.apply(found[0][2])
     peaks = tuple(peak for result, _, _ in found for peak in result.peak_bytes)
     return replace(found[0][0], peak_bytes=peaks, program=program, model=program.model)
 
 
-Changed = list[tuple[Key, Any]]
-"""What callbacks changed on the model, by where it is."""
-
-
 def _fit_and_tell(
     program: CompiledProgram, setup: Setup, folder: Path
-) -> tuple[TrainResult, list[dict[str, Any]], Changed]:
+) -> tuple[TrainResult, list[dict[str, Any]], list[tuple[Key, Any]]]:
     """The result of a rank, and of rank 0 what its callbacks noted and changed, as far as it can be sent."""
     result = fit_rank(program, setup, folder)
     if dist.get_rank() > 0:

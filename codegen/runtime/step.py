@@ -17,7 +17,7 @@ from .executor import Accumulation, Executor
 from .flat import Bucket, Entry
 from .guard import Guard, NonFinite
 from .mesh import Mesh
-from .optimizers import Factory, GlobalParameter, is_elementwise, settings_of
+from .optimizers import Factory, GlobalParameter, is_elementwise, settings_of, untried
 from .options import check_step
 from .parameters import Module, RngState
 from .part import Part, PartOptions, Source
@@ -111,7 +111,9 @@ class Step:
             compiled.attach(models)
         self._running_steps = [self]  # in the order in which they are asked whether they take a batch
         self.first_check: FirstCheck | None = None
-        self.state_check: Callable[[bool], None] | None = None  # told, before a batch, whether it is trained
+        self.state_check: Callable[[bool], object] = (
+            bool  # is told, before a batch, whether it is trained; does nothing
+        )
         if shared is not None:
             self.optimizer: torch.optim.Optimizer = shared.optimizer
             return
@@ -138,11 +140,8 @@ class Step:
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises AttributeError for what the step was made with: a new optimiser, say, would be ignored."""
-        if (
-            name in self.__dict__
-            and not name.startswith("_")
-            and name not in ("num_samples", "grad_norm", "first_check", "state_check")
-        ):
+        is_fixed = name in self.__dict__ and not name.startswith("_")
+        if is_fixed and name not in ("num_samples", "grad_norm", "first_check", "state_check"):
             raise AttributeError(f"step.{name} is what the step was made with, and cannot be set: build another step")
         super().__setattr__(name, value)
 
@@ -170,8 +169,8 @@ class Step:
 
     def _taking(self, batch: Mapping[str, Any], is_local: bool) -> Step:
         """The step whose program takes the batch; this one if there is none, which will say so."""
-        first, *others = self._running_steps
-        return next((s for s in (first, *others) if not others or s._batch.takes(batch, is_local)), first)
+        steps = self._running_steps
+        return next((s for s in steps if len(steps) == 1 or s._batch.takes(batch, is_local)), steps[0])
 
     def _wholes(self) -> WholeUpdates | None:
         """What ranks update whole for one another. Raises where they cannot update what they store."""
@@ -183,14 +182,14 @@ class Step:
 
     def _require_known(self) -> None:
         if self._trial is None and self.mesh.everyone.size > 1 and not is_elementwise(self.optimizer):
-            raise ValueError(_untried(self.optimizer))
+            raise ValueError(untried(self.optimizer))
 
     @cached_property
     def forgotten(self) -> str:
         """Why checkpoints would be without a part of the optimiser's state; "" if they would not."""
         if self._trial is not None:
             return self._trial.forgotten(*self._made_with)
-        return "" if is_elementwise(self.optimizer) else _untried(self.optimizer)
+        return "" if is_elementwise(self.optimizer) else untried(self.optimizer)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -239,8 +238,7 @@ class Step:
 
         Raises BatchError for a batch that the program was not made for, or that differs between ranks that share it.
         """
-        if self.state_check is not None:
-            self.state_check(True)
+        self.state_check(True)
         self._by_hand.before_forward()
         taking = self._taking(local_batch, is_local=True)
         taking._batch.local(local_batch, self.rng.step)
@@ -300,8 +298,7 @@ class Step:
 
         Leaves all state as it is. Raises RuntimeError for a program that has no evaluation mode or no logits.
         """
-        if self.state_check is not None:
-            self.state_check(False)
+        self.state_check(False)
         taking = self._taking(local_batch, is_local=True)
         require_evaluation(taking._executor, logits)
         taking._batch.local(local_batch, self.rng.step)
@@ -402,10 +399,3 @@ def _scaling(rule: LossScale | None, shared: Step | None) -> LossScaling | None:
     if shared is not None:
         return shared.loss_scaling
     return None if rule is None else rule.begin()
-
-
-def _untried(optimizer: torch.optim.Optimizer) -> str:
-    return (
-        f"what the update of {type(optimizer).__name__} depends on is not known: make the step with "
-        "trial=OptimizerTrial() of the program's runtime.optimizer_trial, which finds out"
-    )
