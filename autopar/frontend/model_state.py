@@ -253,8 +253,8 @@ class ModelState:
             now = tuple(table.values())
             is_kept = len(now) == len(held) and all(isinstance(each, Tensor) for each in (*now, *held))
             if kind == "_buffers" and is_kept:
-                names = [name for name, old, new in zip(_names(path, table), held, now, strict=True) if old is not new]
-                buffers.update(names)
+                pairs = zip(_names(path, table), held, now, strict=True)
+                buffers.update(name for name, old, new in pairs if old is not new and not _has_moved(old, new))
                 continue
             yield Change(f"the {what} of {where(path)}", *_unlike(held, now), is_of_parts=True)
         for parameter, was in zip(self._parameters, self._is_trained, strict=True):
@@ -380,6 +380,12 @@ def _named(path: str, table: Mapping[str, Tensor | None]) -> Iterator[tuple[str,
     for name, tensor in zip(_names(path, table), table.values(), strict=True):
         if tensor is not None:
             yield name, tensor
+
+
+def _has_moved(old: Tensor, new: Tensor) -> bool:
+    """Whether one tensor has the values of another, as after a visit to another device."""
+    is_alike = (old.shape, old.dtype) == (new.shape, new.dtype) and not (old.is_meta or new.is_meta)
+    return is_alike and torch.equal(old.cpu(), new.cpu())
 
 
 def _alike_modes(modes: Mapping[str, bool]) -> Mapping[str, bool]:

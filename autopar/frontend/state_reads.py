@@ -108,14 +108,17 @@ def noted(reads: Reads) -> Iterator[None]:
             seen.add(frame.f_code)
             _note_variables(reads, frame)
 
-    before, own = sys.getprofile(), nn.Module.__dict__.get("__getattribute__")
+    # A debugger or a measure of coverage may be tracing already; profilers are told of more, which takes longer.
+    is_free = sys.gettrace() is None
+    switch, before = (sys.settrace, None) if is_free else (sys.setprofile, sys.getprofile())
+    own = nn.Module.__dict__.get("__getattribute__")
     nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
-    sys.setprofile(called)
+    switch(called)
     try:
         yield
         reads.is_complete = True
     finally:
-        sys.setprofile(before)
+        switch(before)
         if own is None:
             del nn.Module.__getattribute__
         else:

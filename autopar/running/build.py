@@ -57,12 +57,13 @@ def build_step(
 
     init: `(name, shape, dtype) -> tensor` for parameters and buffers of a model on meta; called once per name,
     with equal results on every rank. non_finite, loss_scale: as in TrainerConfig. The step starts from the model's
-    values; what is done to the model later (frozen layers, loaded values) does not reach it. also: programs of the same
-    model and plan for batches of other shapes, `compile(..., example_inputs=other, plan=compiled.plan)`, which the step
-    then takes too, with the same parameters and optimiser. first_step_check: whether the step's first call compares
-    its loss with the model's own on one process, and raises TrainingError on every rank before an update where they
-    differ (first_step.py): None where that fits one rank and is quick, True whatever it costs, False never. It takes
-    values as they were when the step was built; parts of a batch that `step.local_batch` did not make are put together.
+    values; what parameters are given later does not reach it, all else is followed or refused (state_follower.py).
+    also: programs of the same model and plan for batches of other shapes, `compile(..., example_inputs=other,
+    plan=compiled.plan)`, which the step then takes too, with the same parameters and optimiser. first_step_check:
+    whether the step's first call compares its loss with the model's own on one process, and raises TrainingError on
+    every rank before an update where they differ (first_step.py): None where that fits one rank and is quick, True
+    whatever it costs, False never. It takes values as they were when the step was built; parts of a batch that
+    `step.local_batch` did not make are put together.
     Raises WorldSizeError, ModelError for a model that is not as it was compiled (but for its values), and for meta
     values without init.
     """

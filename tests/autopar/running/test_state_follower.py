@@ -83,7 +83,7 @@ def masks_in_place(model: Net, loss: Any, step: int) -> None:
 
 
 def fills_buffer(model: Net, loss: Any, step: int) -> None:
-    model.weights[step] *= 1.7
+    model.weights[step % 4] *= 1.7
 
 
 def replaces_buffer(model: Net, loss: Any, step: int) -> None:
@@ -202,8 +202,7 @@ def test_what_cannot_be_followed_is_refused_before_the_step_by_name() -> None:
     data = batches(1)[0]
     compiled = autopar.compile(Net(), "1 cpu", example_inputs=data, loss_fn=Weighted(), optimizer=sgd)
     for name, change in REFUSED.items():
-        model = copy.deepcopy(Net())
-        own = compiled.state.model if compiled.state is not None else model
+        own: Any = compiled.model
         before = (copy.copy(vars(own.config)), own.kind, own.outer, own.inner.bias)
         step = compiled.build(first_step_check=False)
         handle = change(own)
@@ -251,7 +250,8 @@ class Changes(autopar.Callback):
 
 def trainer(change: Change, model: Net, data: list[dict[str, Tensor]]) -> Trainer:
     loss = Weighted()
-    config = TrainerConfig(cluster="2 cpu", steps=len(data), learning_rate=0.2, log_every=0, optimizer={"name": "sgd"})
+    settings: dict[str, Any] = {"learning_rate": 0.2, "weight_decay": 0.0, "optimizer": {"name": "sgd"}}
+    config = TrainerConfig(cluster="2 cpu", steps=len(data), log_every=0, **settings)
     return Trainer(model, config, data, loss_fn=loss, callbacks=[Changes(model, loss, change)])
 
 
