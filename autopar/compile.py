@@ -23,10 +23,13 @@ from autopar.explain.rescue import advised
 from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
 from autopar.frontend.evaluation import why_no_evaluation
 from autopar.frontend.expert_padding import with_whole_shares
+from autopar.frontend.forward_numbers import ForwardOf
 from autopar.frontend.head_padding import with_whole_heads
-from autopar.frontend.inputs import common_batch, name_inputs
+from autopar.frontend.inputs import NamedBatch, common_batch, name_inputs
+from autopar.frontend.model_state import ModelState
 from autopar.frontend.padding import padded
 from autopar.frontend.rebatch import BatchedTrace
+from autopar.frontend.state_reads import Reads
 from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.chain import buffer_across_units
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
@@ -41,8 +44,10 @@ from autopar.planning.given import check_agreement, reprice
 from autopar.planning.layer_pool import LayerPool
 from autopar.planning.planner import ONE_STAGE_DEVICES, Planned, SearchResult, search_plans
 from autopar.planning.request import Request, pricer_for
+from autopar.program import GeneratedProgram
 from autopar.running.batch import with_inputs_of
 from autopar.running.launched import join_launched
+from autopar.running.random_states import kept_random_states
 from autopar.running.surroundings import check_autocast
 from autopar.settings.arguments import check_module, whole
 from autopar.settings.backend import NOTHING_ASYNCHRONOUS, check_layers_compile, with_backend
@@ -132,7 +137,38 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
         loss_fn=options.loss_fn,
         request=request,
         needs=request.needs,
+        state=ModelState(model, options.loss_fn, request.reads),
+        remake=Remake(options, inputs),
     )
+
+
+class Remake:
+    """Makes a program anew, by the same plan, of the model as it is now: `remake(program)`.
+
+    It keeps the options that the program was made with, and of the batch shapes and dtypes.
+    """
+
+    def __init__(self, options: CompileOptions, inputs: NamedBatch) -> None:
+        self._options = replace(options, example_inputs=inputs.map(_outline))
+
+    def __call__(self, program: GeneratedProgram) -> CompiledProgram:
+        """Collective where ranks run. Raises AutoparError for a model that the plan is not for."""
+        options = replace(self._options, plan=program.plan, constraints=None, compression=None, fp8=None)
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            kept_random_states(),
+            warnings.catch_warnings(action="ignore"),
+        ):
+            return compile_with(program.model, program.cluster, options)
+
+    def forward(self, program: GeneratedProgram) -> ForwardOf:
+        """The forward that the program is made of."""
+        return ForwardOf(program.model, self._options.example_inputs, program.loss_fn, self._options.dtype)
+
+
+def _outline(value: Any) -> Any:
+    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,13 +176,15 @@ class Traced:
     """What of a request follows from the model, its example batch, its loss and its optimiser alone.
 
     no_logits, no_evaluation: why it cannot evaluate, with and without logits, but for a graph's own reason. trainings:
-    how the optimiser bears on plans, by precision and whether they are for GPUs, found when it is asked for.
+    how the optimiser bears on plans, by precision and whether they are for GPUs, found when it is asked for. reads:
+    what forward reads, known once it was traced.
     """
 
     needs: Needs
     no_logits: str
     no_evaluation: str
     trace: BatchedTrace
+    reads: Reads
     trainings: dict[tuple[str, bool], Training] = field(default_factory=dict)
 
 
@@ -163,7 +201,7 @@ def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
     def trace_at(micro_rows: int) -> Graph:
         return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
 
-    return Traced(needs, no_logits, no_evaluation, BatchedTrace(trace_at))
+    return Traced(needs, no_logits, no_evaluation, BatchedTrace(trace_at), cuts.reads)
 
 
 def request_of(
@@ -224,6 +262,7 @@ def request_of(
         gives_logits=not (known.no_logits or traced(rows).no_evaluation),
         backend=options.backend,
         unpadded=AccumulatingTrace(trace_at, rows, source) if has_choice else None,
+        reads=known.reads,
     )
 
 

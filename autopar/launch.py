@@ -46,7 +46,7 @@ from autopar.settings.arguments import check_numbers, whole
 from autopar.settings.backend import patience_seconds
 from codegen.runtime import watch
 from codegen.runtime.diagnosis import THE_END, cause_of
-from codegen.runtime.processes import LOST, after_the_first, end_with_parent
+from codegen.runtime.processes import LOST, after_the_first, end_with_parent, note_own_group
 from codegen.runtime.watch import BOARD, Board
 
 TIMEOUT_SECONDS = 600.0
@@ -191,6 +191,7 @@ def _rank_main(
         timeout = timedelta(seconds=group_seconds)
         store = meeting(group_seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+        note_own_group()
         watch.start(group_seconds, Board.at(board, num_ranks) if board else None)
         with after_the_first():
             value = function(*args)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from autopar.frontend.admission import require_traits
+from autopar.frontend.forward_numbers import ForwardOf
 from autopar.frontend.inputs import BatchForm
+from autopar.frontend.model_state import ModelState
 from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
@@ -22,6 +24,18 @@ from codegen.runtime.optimizer_probe import Needs
 from cost_models.mixed import AnyCluster
 
 
+class Remaking(Protocol):
+    """What makes a program anew, by its plan, of the model as it is now."""
+
+    def __call__(self, program: GeneratedProgram) -> GeneratedProgram:
+        """The program of the same plan. Collective where ranks run. Raises AutoparError where there is none."""
+        ...
+
+    def forward(self, program: GeneratedProgram) -> ForwardOf:
+        """The forward that the program is made of."""
+        ...
+
+
 @dataclass(frozen=True)
 class GeneratedProgram:
     """A planned and generated program, as data: what functions of reports, folders and processes take.
@@ -31,7 +45,8 @@ class GeneratedProgram:
     every operator that the model calls.
     request: what was planned for; it stays behind when the program is sent to another process. traits: what the model
     was when it was traced (`frontend/admission.traits_of`). form: how the example batch went into model and loss.
-    needs: what the optimiser's update must see whole.
+    needs: what the optimiser's update must see whole. state: what the trace read of the model beside its parameters,
+    as it was. remake: makes the program anew, by its plan, of the model as it is.
     """
 
     model: nn.Module
@@ -46,6 +61,8 @@ class GeneratedProgram:
     loss_fn: Callable[..., torch.Tensor] | None = None
     request: Request | None = None
     needs: Needs = Needs()
+    state: ModelState | None = None
+    remake: Remaking | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "request": None, "result": replace(self.result, solved=None)}

@@ -78,7 +78,9 @@ def _find_cuts(model: nn.Module, batch: Any, loss_fn: Any, param_dtype: torch.dt
         content = _content((model, dict(batch), loss_fn, param_dtype))
     except _UNSHARED:
         return find_cuts(model, batch, loss_fn, param_dtype)
-    cuts = _SharedCuts(_once((content, "cuts"), lambda: find_cuts(model, batch, loss_fn, param_dtype)))
+    found = _once((content, "cuts"), lambda: find_cuts(model, batch, loss_fn, param_dtype))
+    cuts = _SharedCuts(found)
+    cuts.reads = found.reads
     cuts.content = content
     return cuts
 

@@ -25,7 +25,9 @@ count_devices()
 with torch.device("meta"):
     torch.empty(0)
 
-_TRACING = {Path(__file__).parent / "autopar" / name for name in ("frontend", "frameworks")}
+_TRACING = {
+    Path(__file__).parent / "autopar" / name for name in ("frontend", "frameworks", "running/test_state_follower.py")
+}
 """Tests of tracing, and of what happens while a model is traced, such as a LightningModule's `log`."""
 
 # Equal examples on every run; HYPOTHESIS_PROFILE=explore looks further.
@@ -49,7 +51,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         patch = getattr(item, "funcargs", {}).get("monkeypatch")
         return bool(patch and patch._setattr)
 
-    if not _TRACING.isdisjoint(item.path.parents) or os.environ.get("SHARED_TRACES") == "0":
+    if not _TRACING.isdisjoint((item.path, *item.path.parents)) or os.environ.get("SHARED_TRACES") == "0":
         return (yield)
     with shared(has_replaced):
         return (yield)

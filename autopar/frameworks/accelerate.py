@@ -246,6 +246,7 @@ class ProgramModel:
     def train(self, mode: bool = True) -> ProgramModel:
         """The model in training mode, as a module's own."""
         self.training = mode
+        self.module.train(mode)  # on one process both are the same module
         return self
 
     def eval(self) -> ProgramModel:

@@ -296,6 +296,7 @@ class TrainingStep(nn.Module):
         logs: list[tuple[str, Any, dict[str, Any]]] = []
         before = module._trainer
         module.log = lambda name, value, **options: logs.append((name, value, options))
+        module.all_gather = lambda data, *given, **named: data  # as on one process, whose batch is the whole one
         object.__setattr__(module, "_trainer", _Hidden("the Trainer (current_epoch, global_step, ...)"))
         try:
             returned = (
@@ -304,7 +305,7 @@ class TrainingStep(nn.Module):
                 else (module.training_step(batch))
             )
         finally:
-            del module.log
+            del module.log, module.all_gather
             object.__setattr__(module, "_trainer", before)
         if isinstance(returned, Mapping) and set(returned) - {"loss"}:
             raise _beyond(f"training_step returns {', '.join(sorted(set(returned) - {'loss'}))} beside its loss")

@@ -26,6 +26,7 @@ from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.masks import plain_masks
+from autopar.frontend.one_process import as_one_process
 from autopar.frontend.running_statistics import written_statistics
 from autopar.frontend.strided import ByPosition
 from autopar.frontend.untraceable import flex_attention, untraceable
@@ -81,6 +82,7 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None, drawn: lis
     that draw random numbers, which are tensors of torch's."""
     packed = any("position_ids" in name for name in batch)
     with (
+        as_one_process(),
         custom_backward(),
         skipped_checks(unchecked),
         plain_masks(packed_positions=packed),

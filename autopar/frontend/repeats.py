@@ -31,6 +31,7 @@ from autopar.frontend.attributes import (
     summary,
 )
 from autopar.frontend.recorder import Record, Source
+from autopar.frontend.state_reads import Reads, noted
 
 State = dict[tuple[str, str], Any]
 """(module path or function, attribute) -> what it holds, comparable."""
@@ -44,18 +45,21 @@ _TRUSTED = ("torch.", "transformers.")
 that were run, and hand on what layers returned, which is traced where forward reads it."""
 
 
-def check_repeats(model: nn.Module, functions: tuple[Any, ...], run: Callable[[nn.Module], Record]) -> None:
+def check_repeats(
+    model: nn.Module, functions: tuple[Any, ...], run: Callable[[nn.Module], Record], reads: Reads | None = None
+) -> None:
     """Raises TraceError, naming the module and the attribute. Says nothing of a forward that cannot run so.
 
     model: a copy that may be used up, with fake parameters. functions: what runs besides forward, such as the loss.
-    run: one forward of it, recorded.
+    run: one forward of it, recorded. reads: gets what the forward reads.
     """
     silent = _watch_hooks(model)
     names = {id(tensor): name for name, tensor in named_tensors(model)}
     with _own_random_state() as drawn:
         held = _tensors(model)
         try:
-            first = run(model)
+            with noted(reads or Reads()):
+                first = run(model)
         except TraceError:
             raise
         except Exception:  # whatever cannot run while it is recorded: the export does it, or says why not

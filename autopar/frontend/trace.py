@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,6 +37,7 @@ from autopar.frontend.recorder import Record, record
 from autopar.frontend.repeats import check_repeats
 from autopar.frontend.simplify import simplify
 from autopar.frontend.skeleton import skeleton_of
+from autopar.frontend.state_reads import Reads
 from autopar.frontend.training_only import write_training_only
 from autopar.frontend.untraceable import UntraceableError, failing
 from autopar.ir.graph import Graph, Input, Node
@@ -50,6 +51,13 @@ class Cuts(tuple[Truncation, ...]):
 
     first: _First | None = None
     is_repeatable: bool = False  # forward was seen to do the same each time
+    reads: Reads
+    """What that forward read of the model, the loss and the script."""
+
+    def __new__(cls, cuts: Iterable[Truncation] = ()) -> Cuts:
+        made = super().__new__(cls, cuts)
+        made.reads = Reads()
+        return made
 
     def __init__(self, *runs: Any) -> None:
         # What running the model in one process came to, by the dtype that it was cast to (`eager.py`).
@@ -168,7 +176,8 @@ def _flat_graph(
 
     results = Results(fake)
     if not (isinstance(cuts, Cuts) and cuts.is_repeatable):
-        check_repeats(short(), (loss_fn,), lambda candidate: recorded(candidate, batch))
+        reads = cuts.reads if isinstance(cuts, Cuts) else None
+        check_repeats(short(), (loss_fn,), lambda candidate: recorded(candidate, batch), reads)
         if isinstance(cuts, Cuts):
             cuts.is_repeatable = True
     first = cuts.first if isinstance(cuts, Cuts) else None

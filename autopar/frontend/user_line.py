@@ -57,6 +57,11 @@ def _is_foreign(file: str) -> bool:
     return file.startswith("<") or any(part in file for part in _FOREIGN)
 
 
+def called_at() -> str:
+    """The innermost line of the user's own code among the callers."""
+    return _innermost([(frame.filename, str(frame.lineno), frame.line or "") for frame in traceback.extract_stack()])
+
+
 def _innermost(frames: list[tuple[str, str, str]]) -> str:
     for file, line, text in reversed(frames):
         if not _is_foreign(file):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.costs.fp8 import Fp8KernelPricer, Fp8Pricer
 from autopar.costs.kernels import KernelPricer
@@ -11,6 +11,7 @@ from autopar.costs.layer_costs import defers_weights
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training, is_cpu
 from autopar.frontend.rebatch import BatchedTrace
+from autopar.frontend.state_reads import Reads
 from autopar.ir.compression import Compression
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.mesh import Mesh
@@ -49,7 +50,7 @@ class Request:
     0 for all of `whole`. needs: what the optimiser's update must see whole; `constraints` have it. no_evaluation: why a
     program of the model cannot evaluate, if it cannot. gives_logits: whether what the model returns as logits in
     evaluation mode is what it returns in training, but for what programs know of. unpadded: the trace without heads of
-    padding, where `trace` has some and plans without them are to be compared.
+    padding, where `trace` has some and plans without them are to be compared. reads: what the trace read of the model.
     """
 
     trace: BatchedTrace
@@ -67,6 +68,7 @@ class Request:
     gives_logits: bool = True
     backend: str = "eager"
     unpadded: BatchedTrace | None = None
+    reads: Reads | None = field(default=None, compare=False)
 
     @property
     def whole(self) -> AnyCluster:

@@ -26,6 +26,7 @@ from autopar.program import GeneratedProgram
 from autopar.running.first_step import FirstStepCheck
 from autopar.running.folder import TUNING_FILE, write_folder
 from autopar.running.launched import join_launched
+from autopar.running.state_follower import StateFollower, followed
 from autopar.running.surroundings import check_training
 from autopar.running.weights import Init, ValueSource
 from autopar.settings.arguments import check_numbers, yes_no_or_none
@@ -57,12 +58,13 @@ def build_step(
 
     init: `(name, shape, dtype) -> tensor` for parameters and buffers of a model on meta; called once per name,
     with equal results on every rank. non_finite, loss_scale: as in TrainerConfig. The step starts from the model's
-    values; what is done to the model later (frozen layers, loaded values) does not reach it. also: programs of the same
-    model and plan for batches of other shapes, `compile(..., example_inputs=other, plan=compiled.plan)`, which the step
-    then takes too, with the same parameters and optimiser. first_step_check: whether the step's first call compares
-    its loss with the model's own on one process, and raises TrainingError on every rank before an update where they
-    differ (first_step.py): None where that fits one rank and is quick, True whatever it costs, False never. It takes
-    values as they were when the step was built; parts of a batch that `step.local_batch` did not make are put together.
+    values; what parameters are given later does not reach it, all else is followed or refused (state_follower.py).
+    also: programs of the same model and plan for batches of other shapes, `compile(..., example_inputs=other,
+    plan=compiled.plan)`, which the step then takes too, with the same parameters and optimiser. first_step_check:
+    whether the step's first call compares its loss with the model's own on one process, and raises TrainingError on
+    every rank before an update where they differ (first_step.py): None where that fits one rank and is quick, True
+    whatever it costs, False never. It takes values as they were when the step was built; parts of a batch that
+    `step.local_batch` did not make are put together.
     Raises WorldSizeError, ModelError for a model that is not as it was compiled (but for its values), and for meta
     values without init.
     """
@@ -89,6 +91,8 @@ def build_step(
         loss_scale=scale,
     )
     step.load(ValueSource(compiled.model, init, compiled.loss_fn))
+    if compiled.state is not None and compiled.remake is not None:
+        step.state_check = StateFollower(compiled, step, _shared_step)
     for other in also:
         if (other.plan.precision, other.plan.fp8) != (compiled.plan.precision, compiled.plan.fp8):
             raise PlanError(
@@ -110,16 +114,23 @@ def take_also(step: Any, other: GeneratedProgram, init: Init | None = None) -> N
     if other.program.any.offload_optimizer or other.backend == "async-tp":
         what = "async-tp" if other.backend == "async-tp" else f"offload={other.plan.pipeline.offload}"
         raise ConstraintError("a step takes batches of other shapes without it", values=what)
+    made = _shared_step(step, other)
+    step.take_also(made, ValueSource(other.model, init, other.loss_fn))
+    if (follower := followed(step)) is not None:
+        follower.take_also(other, made)
+
+
+def _shared_step(step: Any, other: GeneratedProgram) -> Any:
+    """A step of another program of the same plan, with the parameters and the optimiser of a step. Collective."""
     program = importlib.import_module(f"{load_package(other).__name__}.program")
     try:
-        made = program.create_step(step.mesh, other.optimizer, shared=step)
+        return program.create_step(step.mesh, other.optimizer, shared=step)
     except ValueError as error:
         raise PlanError(
             "the programs of one step share its parameters, so they have one plan",
             values=str(error),
             alternatives="compile(..., plan=program.plan) for the other shapes",
         ) from None
-    step.take_also(made, ValueSource(other.model, init, other.loss_fn))
 
 
 def _optimizer_factory(compiled: GeneratedProgram, package: ModuleType) -> Callable[..., torch.optim.Optimizer]:

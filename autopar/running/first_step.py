@@ -34,6 +34,7 @@ from autopar.frontend.copies import deep_copy
 from autopar.frontend.inputs import NamedBatch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
+from autopar.frontend.one_process import as_one_process
 from autopar.frontend.skeleton import in_training
 from autopar.program import GeneratedProgram
 from autopar.running.random_states import kept_random_states, seed_all
@@ -291,7 +292,7 @@ class _Model:
                 return value
             return value.to(self.device, wide if value.is_floating_point() else None)
 
-        with kept_random_states(self.device), SameDropout(*self.draws):
+        with kept_random_states(self.device), SameDropout(*self.draws), as_one_process():
             if is_redrawn:
                 seed_all(torch.initial_seed() + 1)
             return float(loss_in(None if is_wider else low, module, self.batch.map(here)))

@@ -14,6 +14,7 @@ from typing import Any
 from autopar.errors import AutoparError, CheckpointError
 from autopar.integrations.pretrained import notes_of, save_pretrained
 from autopar.program import GeneratedProgram
+from autopar.running.state_follower import followed
 from autopar.running.weights import LazyState, set_values
 from autopar.settings.arguments import check_path
 from codegen.runtime import checkpoint_files as files
@@ -66,6 +67,8 @@ def load_checkpoint(compiled: GeneratedProgram, step: Any, directory: str | Path
     runtime = _runtime_of(step)
     with readable(runtime):
         runtime.load(step, directory, others=LazyState(compiled.model))
+    if (follower := followed(step)) is not None:
+        follower.values_loaded()
     return read_notes(Path(directory))
 
 
@@ -100,7 +103,12 @@ def write_pretrained(compiled: GeneratedProgram, step: Any, directory: str | Pat
 
 def update_model(compiled: GeneratedProgram, step: Any) -> None:
     """Put the trained values into the user's own model, on every rank."""
+    follower = followed(step)
+    if follower is not None:
+        follower(False)  # what the script changed meanwhile is kept
     set_values(compiled.model, step.whole_tensors())
+    if follower is not None:
+        follower.values_written()
 
 
 def _runtime_of(step: Any) -> Any:

@@ -22,6 +22,7 @@ from autopar.frontend.low_precision import loss_in
 from autopar.frontend.skeleton import in_training
 from autopar.running.build import take_also
 from autopar.running.state import check_checkpoint, load_checkpoint, save_checkpoint
+from autopar.running.state_follower import followed
 from autopar.settings.loss_scale import loss_scale_of
 from autopar.training import checkpoints
 from autopar.training.config import Batch, TrainerConfig
@@ -116,6 +117,11 @@ class RankLearner:
             raise DataError(str(error)) from None
         except watch.DataDiffer as error:
             raise DataError(f"the ranks were given different batches: {error}") from None
+
+    def share_changes(self) -> None:
+        """Make on every rank what callbacks changed on the model of rank 0. Collective."""
+        if (follower := followed(self.step)) is not None:
+            follower.share()
 
     def check(self) -> None:
         check_checkpoint(self.step)
@@ -221,6 +227,9 @@ class PlainLearner:
                 module.training = is_training
             for buffer, before in kept:
                 buffer.copy_(before)
+
+    def share_changes(self) -> None:
+        """Nothing: the model that callbacks change is the one that trains."""
 
     def check(self) -> None:
         checkpoints.require_resumable(self.model, self.factory)

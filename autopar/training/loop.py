@@ -19,6 +19,7 @@ from autopar.compiled import CompiledProgram
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.files.scratch import temporary_folder
+from autopar.frontend.state_values import Key
 from autopar.launch import RankError, group_seconds, run_ranks
 from autopar.running.launched import start_group, under_launcher
 from autopar.running.surroundings import check_starting
@@ -132,21 +133,28 @@ def fit_locally(program: CompiledProgram, setup: Setup) -> TrainResult:
     program.require_runnable()
     ranks, patience = program.plan.num_ranks, group_seconds(program, setup.config.collective_seconds)
     with temporary_folder() as folder:
-        found: list[tuple[TrainResult, list[dict[str, Any]]]] = run_ranks(
+        found: list[tuple[TrainResult, list[dict[str, Any]], list[tuple[Key, Any]]]] = run_ranks(
             _fit_and_tell, (program, setup, folder), ranks, math.inf, patience
         )
         is_whole = found[0][0].stopped != TOLD_TO_END
         if is_whole and not stays_on_disk(setup):
             set_values(program.model, read_values(folder))
     note(setup.callbacks, found[0][1])
-    peaks = tuple(peak for result, _ in found for peak in result.peak_bytes)
+    if program.state is not None:
+        program.state.apply(found[0][2])
+    peaks = tuple(peak for result, _, _ in found for peak in result.peak_bytes)
     return replace(found[0][0], peak_bytes=peaks, program=program, model=program.model)
 
 
-def _fit_and_tell(program: CompiledProgram, setup: Setup, folder: Path) -> tuple[TrainResult, list[dict[str, Any]]]:
-    """The result of a rank, and of rank 0 what its callbacks noted, as far as it can be sent."""
+def _fit_and_tell(
+    program: CompiledProgram, setup: Setup, folder: Path
+) -> tuple[TrainResult, list[dict[str, Any]], list[tuple[Key, Any]]]:
+    """The result of a rank, and of rank 0 what its callbacks noted and changed, as far as it can be sent."""
     result = fit_rank(program, setup, folder)
-    return result, noted(setup.callbacks) if dist.get_rank() == 0 else []
+    if dist.get_rank() > 0:
+        return result, [], []
+    changes = program.state.changes(is_training=False) if program.state is not None and setup.callbacks else []
+    return result, noted(setup.callbacks), [(each.key, each.new) for each in changes if each.key and each.is_movable]
 
 
 def fit_ranks(program: CompiledProgram, setup: Setup) -> TrainResult:

@@ -119,6 +119,7 @@ class Run:
         learner, skipped = self.learner, self.learner.num_skipped
         rates, scale = [float(group["lr"]) for group in learner.optimizer.param_groups], learner.loss_scale
         started = time.perf_counter()
+        self._share_changes()
         with _stopping(self.checkpoint):
             self.losses.append(learner(batch))
         if done == self.first + 1 and self.config.checkpoint_directory:
@@ -139,6 +140,11 @@ class Run:
         }
         self._write(record)
         self._tell("step", record, rates)
+
+    def _share_changes(self) -> None:
+        """What callbacks changed on the model, which they do on rank 0, is changed on all ranks."""
+        if self.setup.callbacks:
+            self.learner.share_changes()
 
     def _after(self, done: int) -> bool:
         """What is due after a step; True if it was the last, of all or because the run is told to end."""
@@ -182,6 +188,7 @@ class Run:
         """The mean loss and metrics over all batches of an evaluation, each counting by its rows; False if the run is
         told to end within it, which then comes to nothing."""
         assert self.setup.eval_batches is not None
+        self._share_changes()
         means, started = Means(), time.perf_counter()
         for batch in once(self.setup.eval_batches, self.config.evaluation.num_batches):
             means.add(self._evaluated(batch), num_rows(batch))
@@ -204,6 +211,7 @@ class Run:
         """Evaluates one batch before the first step, so that functions that give no metrics are told then."""
         if not self.setup.metrics or self.setup.eval_batches is None:
             return
+        self._share_changes()
         found = self._evaluated(next(once(self.setup.eval_batches, 1)))
         if self.best.metric not in found:
             raise ConstraintError(

@@ -97,6 +97,14 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in known or getattr(type(optimizer), "is_elementwise", False)
 
 
+def untried(optimizer: torch.optim.Optimizer) -> str:
+    """Return what to do about an optimizer that is not known."""
+    return (
+        f"what the update of {type(optimizer).__name__} depends on is not known: make the step with "
+        "trial=OptimizerTrial() of the program's runtime.optimizer_trial, which finds out"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class WholeOptimizer:
     """An optimiser of stand-ins; `replace` makes it this rank's. stand_ins: by the parameters' names."""

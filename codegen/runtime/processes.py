@@ -19,11 +19,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from . import watch
 
 _groups = itertools.count()
+_own: list[int] = []
+"""The identities of groups that autopar started."""
 _PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_TO_BE_SEEN = 5.0
@@ -59,7 +61,23 @@ def join(backend: str, collective_seconds: float | None = None) -> None:
             "world_size": size,
         }
     dist.init_process_group(backend, **more)
+    note_own_group()
     watch.start(collective_seconds)
+
+
+def note_own_group() -> None:
+    """The process group that there is now is autopar's, and none that the script started."""
+    _own.append(id(dist.group.WORLD))
+
+
+def is_own_group() -> bool:
+    """Whether autopar started the process group."""
+    return id(dist.group.WORLD) in _own
+
+
+def store_of_ranks() -> Any:
+    """The store by which the ranks of the process group met."""
+    return _get_default_store()
 
 
 def is_under_torchrun() -> bool:

@@ -18,7 +18,7 @@ from .executor import Accumulation, Executor, What
 from .flat import Bucket, Entry
 from .guard import Guard, NonFinite
 from .mesh import Mesh
-from .optimizers import Factory, GlobalParameter, is_elementwise, settings_of
+from .optimizers import Factory, GlobalParameter, is_elementwise, settings_of, untried
 from .options import check_step, require_argument
 from .parameters import Module, RngState
 from .part import Part, PartOptions, Source
@@ -110,8 +110,11 @@ class Step:
         self._batch = BatchCheck(programs, models, mesh, num_micro_batches)
         if compiled is not None:
             compiled.attach(models)
-        self._others: list[Step] = []
+        self._running_steps = [self]  # in the order in which they are asked whether they take a batch
         self.first_check: FirstCheck | None = None
+        self.state_check: Callable[[bool], object] = (
+            bool  # is told, before a batch, whether it is trained; does nothing
+        )
         if shared is not None:
             self.optimizer: torch.optim.Optimizer = shared.optimizer
             return
@@ -138,11 +141,8 @@ class Step:
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises AttributeError for what the step was made with: a new optimiser, say, would be ignored."""
-        if (
-            name in self.__dict__
-            and not name.startswith("_")
-            and name not in ("num_samples", "grad_norm", "first_check")
-        ):
+        is_fixed = name in self.__dict__ and not name.startswith("_")
+        if is_fixed and name not in ("num_samples", "grad_norm", "first_check", "state_check"):
             raise AttributeError(f"step.{name} is what the step was made with, and cannot be set: build another step")
         super().__setattr__(name, value)
 
@@ -151,18 +151,27 @@ class Step:
 
         source: as in `load`, for buffers whose shapes are those of its batches.
         """
+        self._load_into(other, source)
+        self._running_steps.append(other)
+
+    def run_instead(self, own: Step, other: Step, source: Source) -> None:
+        """Run `other`, a step as `take_also` takes them, in the place of `own`: this one, or one that it took."""
+        self._load_into(other, source)
+        self._running_steps[self._running_steps.index(own)] = other
+
+    def _load_into(self, other: Step, source: Source) -> None:
         for own, theirs in zip(self.parts, other.parts, strict=True):
             theirs.load_buffers(source, {id(value) for _, _, value in own.model.buffer_slots()})
-        self._others.append(other)
 
     def takes(self, batch: Mapping[str, Any]) -> bool:
         """Whether a whole global batch has shapes that this step, or one that it was given, was made for."""
         flat = self._batch.flat(batch)
-        return any(each._batch.takes(flat, is_local=False) for each in (self, *self._others))
+        return any(each._batch.takes(flat, is_local=False) for each in self._running_steps)
 
     def _taking(self, batch: Mapping[str, Any], is_local: bool) -> Step:
         """The step whose program takes the batch; this one if there is none, which will say so."""
-        return next((s for s in (self, *self._others) if not self._others or s._batch.takes(batch, is_local)), self)
+        steps = self._running_steps
+        return next((s for s in steps if len(steps) == 1 or s._batch.takes(batch, is_local)), steps[0])
 
     def _wholes(self) -> WholeUpdates | None:
         """What ranks update whole for one another. Raises where they cannot update what they store."""
@@ -174,14 +183,14 @@ class Step:
 
     def _require_known(self) -> None:
         if self._trial is None and self.mesh.everyone.size > 1 and not is_elementwise(self.optimizer):
-            raise ValueError(_untried(self.optimizer))
+            raise ValueError(untried(self.optimizer))
 
     @cached_property
     def forgotten(self) -> str:
         """Why checkpoints would be without a part of the optimiser's state; "" if they would not."""
         if self._trial is not None:
             return self._trial.forgotten(*self._made_with)
-        return "" if is_elementwise(self.optimizer) else _untried(self.optimizer)
+        return "" if is_elementwise(self.optimizer) else untried(self.optimizer)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -230,6 +239,7 @@ class Step:
 
         Raises BatchError for a batch that the program was not made for, or that differs between ranks that share it.
         """
+        self.state_check(True)
         with watch.entered(f"step {self.rng.step + 1}"):
             return self._forward_backward(local_batch)
 
@@ -305,6 +315,7 @@ class Step:
 
         Leaves all state as it is. Raises RuntimeError for a program that has no evaluation mode or no logits.
         """
+        self.state_check(False)
         taking = self._taking(local_batch, is_local=True)
         require_evaluation(taking._executor, logits)
         with watch.entered(f"step.evaluate after step {self.rng.step}"):
@@ -421,10 +432,3 @@ def _scaling(rule: LossScale | None, shared: Step | None) -> LossScaling | None:
     if shared is not None:
         return shared.loss_scaling
     return None if rule is None else rule.begin()
-
-
-def _untried(optimizer: torch.optim.Optimizer) -> str:
-    return (
-        f"what the update of {type(optimizer).__name__} depends on is not known: make the step with "
-        "trial=OptimizerTrial() of the program's runtime.optimizer_trial, which finds out"
-    )

@@ -1,0 +1,98 @@
+"""The numbers that a forward hands to operators, apart from all else that it does: whether a changed number changes
+nothing, numbers alone, or what is called, is told by two of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.frontend import fakes
+from autopar.frontend.export import forward_and_loss
+from autopar.frontend.fakes import Results
+from autopar.frontend.inputs import fake_input, name_inputs
+from autopar.frontend.recorder import Record, Source, record
+from autopar.frontend.skeleton import skeleton_of
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOf:
+    """One forward and its loss: a model, an example batch, a loss, and what parameters are cast to."""
+
+    model: nn.Module
+    example: tuple[Any, ...] | Mapping[str, Any]
+    loss_fn: Callable[..., torch.Tensor] | None
+    param_dtype: torch.dtype | None
+
+    def numbers(self) -> ForwardNumbers | None:
+        """The numbers of a forward as the model is now. None where it cannot run on fake tensors."""
+        found = self._recorded(lambda skeleton: None)
+        if found is None:
+            return None
+        values: list[float] = []
+
+        def without(value: Any) -> Any:
+            if isinstance(value, float):
+                values.append(value)
+                return float
+            if isinstance(value, (tuple, list)) and not isinstance(value, Source):
+                return tuple(map(without, value))
+            return value
+
+        return ForwardNumbers(without(found.outside), tuple(values))
+
+    def has_silent_hooks(self) -> bool:
+        """Whether forward hooks of modules only look on: they return nothing, and write to no tensor."""
+        returned: list[Any] = []
+
+        def watch(skeleton: nn.Module) -> None:
+            for module in skeleton.modules():
+                for table in (module._forward_hooks, module._forward_pre_hooks):
+                    for key, hook in list(table.items()):
+                        table[key] = partial(_noting, hook, returned)
+
+        def drop(skeleton: nn.Module) -> None:
+            for module in skeleton.modules():
+                module._forward_hooks.clear()
+                module._forward_pre_hooks.clear()
+
+        with_hooks, without = self._recorded(watch), self._recorded(drop)
+        if with_hooks is None or without is None or any(each is not None for each in returned):
+            return False
+        return _writes(with_hooks) == _writes(without)
+
+    @fakes.probing()
+    def _recorded(self, prepare: Callable[[nn.Module], None]) -> Record | None:
+        fake = fakes.mode()
+        batch = name_inputs(self.model, self.example, self.loss_fn)
+        batch = batch.map(lambda value: fake_input(value, fake, 0, None, self.param_dtype))
+        try:
+            skeleton = skeleton_of(self.model, fake, self.param_dtype)
+            prepare(skeleton)
+            forward = partial(forward_and_loss, loss_fn=self.loss_fn, batch=batch)
+            return record(skeleton, (), batch, forward, Results(fake))
+        except Exception:  # whatever a forward cannot do on fake tensors
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardNumbers:
+    """values: the floats among the operands, in order. rest: the operators with all their other operands."""
+
+    rest: Any
+    values: tuple[float, ...]
+
+
+def _noting(hook: Callable[..., Any], returned: list[Any], *args: Any, **kwargs: Any) -> Any:
+    result = hook(*args, **kwargs)
+    returned.append(result)
+    return result
+
+
+def _writes(found: Record) -> list[str]:
+    functions = [entry[0] for entry in found.outside if hasattr(entry[0], "_schema")]
+    return [str(each) for each in functions if each._schema.is_mutable]

@@ -1,0 +1,398 @@
+"""What a model and its loss hold beside parameters' values, as a trace read it; and what has changed since.
+
+A program is made of constants that may change between steps: numbers, flags, plain tensors, buffers, submodules, modes.
+`ModelState` keeps what the trace read (`state_reads.py`), asks in some hundred microseconds whether all of it is the
+same, and says what is not. Large tensors that are written through `.data` in place are not seen: torch counts no such
+write.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.frontend.admission import where
+from autopar.frontend.state_reads import ClassData, Line, Reads, text_of
+from autopar.frontend.state_values import (
+    FOREIGN,
+    MISSING,
+    Change,
+    Held,
+    Key,
+    Root,
+    get_step,
+    held_by,
+    is_class_data,
+    is_equal,
+    is_plain,
+    leaves_of,
+    place_of,
+    set_step,
+)
+
+HOOKS = "forward hooks of modules"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_SMALL, _MOST_SMALL = 4096, 8
+"""Elements of tensors whose values are compared, and how many tensors are."""
+
+
+class ModelState:
+    """A model's state and its loss's. reads: what a trace read of it, all of it where that is not known."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any = None, reads: Reads | None = None) -> None:
+        self.model, self.loss_fn, self.reads = model, loss_fn, reads or Reads()
+        self.note()
+
+    def __getstate__(self) -> Any:
+        return self.model, self.loss_fn, self.reads
+
+    def __setstate__(self, state: Any) -> None:
+        self.model, self.loss_fn, self.reads = state
+        self.note()
+
+    # What there is ----------------------------------------------------------------------------------------------------
+
+    def twin(self) -> ModelState:
+        """Another state, of the same model: numbers and all else that a program has as constants are as this one has
+        them, parts, buffers and modes as they are now."""
+        made = object.__new__(ModelState)
+        vars(made).update(vars(self))
+        modules = dict(self._modules())
+        made._attributes = [each.of(modules.get(each.path, each.module)) for each in self._attributes]
+        made._roots = {key: root.of(_getter(key, root.get, modules)) for key, root in self._roots.items()}
+        made._aliases = [(_getter(key, get, modules), key, value) for get, key, value in self._aliases]
+        made._join_attributes()
+        made._note_parts(None)
+        return made
+
+    def note(self, keep_modes: bool = False) -> None:
+        """Take all of it as it is now. keep_modes: but for the modes of modules."""
+        self._attributes: list[_Attributes] = []
+        self._roots: dict[Key, Root] = {}
+        self._aliases: list[tuple[Callable[[], Any], Key, Any]] = []
+        self._deep: set[int] = set()
+        for path, module in self._modules():
+            self._watch(path, module)
+        for (space, name), line in self.reads.variables.items():
+            if name in space.values:
+                self._watch_value(("variable", name, (space,)), f"{name} of {space.label}", line, space)
+        self._watch_loss()
+        self._join_attributes()
+        self._note_parts(self._modes if keep_modes else None)
+
+    def _join_attributes(self) -> None:
+        """All plain attributes in one row, which is compared faster than one by one."""
+        self._getters = [(each.get, each.own) for each in self._attributes]
+        self._plain = [value for each in self._attributes for value in each.values]
+        self._own, self._own_lengths = [each.own for each in self._attributes], [e.length for e in self._attributes]
+
+    def _note_parts(self, modes: Mapping[str, bool] | None) -> None:
+        """Take parts, buffers and hooks as they are now; modes, too, where none are given."""
+        modules = dict(self._modules())
+        self._tables: list[tuple[str, str, dict[str, Any], tuple[Any, ...]]] = []
+        for path, module in modules.items():
+            for table in ("_modules", "_parameters", "_buffers"):
+                if held := vars(module)[table]:
+                    self._tables.append((path, table, held, tuple(held.values())))
+        self._held = [table for _, _, table, _ in self._tables]
+        self._lengths = list(map(len, self._held))
+        self._parts = [part for _, _, _, held in self._tables for part in held]
+        parameters = [p for _, kind, _, held in self._tables if kind == "_parameters" for p in held if p is not None]
+        self._parameters, self._is_trained = parameters, [p.requires_grad for p in parameters]
+        self._buffers = {
+            name: b for path, m in modules.items() for name, b in _named(path, m._buffers) if not b.is_inference()
+        }
+        self._versions = [b._version for b in self._buffers.values()]
+        self._in_memory = [b for b in self._buffers.values() if place_of(b)]
+        self._addresses = list(map(_DATA_PTR, self._in_memory))
+        small = [(name, b) for name, b in self._buffers.items() if b.numel() <= _SMALL and not b.is_meta]
+        self._copies = [(name, b, b.detach().clone()) for name, b in small[:_MOST_SMALL]]
+        self._modes = modes or {path: module.training for path, module in modules.items()}
+        self._hooks = [vars(module)[table] for module in modules.values() for table in _HOOKS]
+        self._num_hooks = sum(map(len, self._hooks))
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        yield from self.model.named_modules()
+        if isinstance(self.loss_fn, nn.Module):
+            yield from self.loss_fn.named_modules(prefix="loss_fn")
+
+    def _lines(self, module: nn.Module) -> Mapping[str, Line | None]:
+        """The attributes of a module that were read; all where that is not known."""
+        known = self.reads.attributes.get(type(module), {})
+        if self.reads.is_complete:
+            return known
+        return {**dict.fromkeys(name for name in vars(module) if not name.startswith("_")), **known}
+
+    def _watch(self, path: str, module: nn.Module) -> None:
+        own, lines, plain = vars(module), self._lines(module), ["training"]
+        inherited = []
+        for name, line in lines.items():
+            if name in _INTERNAL or name == "training":
+                continue
+            if name not in own:
+                inherited.append(name)
+                self._watch_class(type(module), name, line)
+            elif is_plain(own[name]):
+                plain.append(name)
+            else:
+                self._watch_value(("attribute", path, (name,)), f"{name} of {where(path)}", line, own)
+        self._attributes.append(_Attributes(path, module, tuple(plain), tuple(inherited)))
+
+    def _watch_class(self, kind: type, name: str, line: Line | None) -> None:
+        owner = next((each for each in kind.__mro__ if name in vars(each)), None)
+        if owner is None or owner.__module__.partition(".")[0] in FOREIGN or not is_class_data(vars(owner)[name]):
+            return
+        space = ClassData(owner)
+        self._watch_value(("variable", name, (space,)), f"{name} of {space.label}", line, space)
+
+    def _watch_value(self, key: Key, name: str, line: Line | None, holder: Any) -> None:
+        """Watch what `holder` (attributes of a module, a namespace) has under the key's name."""
+        at = key[2][0] if key[0] == "attribute" else key[1]
+        own = holder if key[0] == "attribute" else None
+
+        def get() -> Any:
+            return (holder.values if own is None else own).get(at, MISSING)
+
+        value = get()
+        self._aliases.append((get, key, value))
+        is_opaque = is_plain(value) or isinstance(value, Tensor)
+        if key not in self._roots and (is_opaque or id(value) not in self._deep):
+            self._deep.add(id(value))
+            self._roots[key] = Root(key, name, line, get, None)
+
+    def _watch_loss(self) -> None:
+        """Closures, arguments and attributes of a loss that is no module, and of functions that modules hold."""
+        functions: list[tuple[str, Any]] = []
+        if not isinstance(self.loss_fn, nn.Module):
+            functions.append(("loss_fn", self.loss_fn))
+        for path, module in self._modules():
+            held = vars(module).items()
+            functions += [(f"{name} of {where(path)}", value) for name, value in held if callable(value)]
+        for label, function in functions:
+            for name, get, put in held_by(label, function):
+                key = ("loss", name, (label,))
+                if key not in self._roots:
+                    self._roots[key] = Root(key, name, None, get, put)
+
+    # What has changed -------------------------------------------------------------------------------------------------
+
+    def is_same(self, is_training: bool = True) -> bool:
+        """Whether nothing has changed; quick. is_training: modes count."""
+        return (
+            self._are_attributes_same(is_training)
+            and list(map(len, self._held)) == self._lengths
+            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self._held)), self._parts))
+            and list(map(_REQUIRES_GRAD, self._parameters)) == self._is_trained
+            and [b._version for b in self._buffers.values()] == self._versions
+            and list(map(_DATA_PTR, self._in_memory)) == self._addresses
+            and all(torch.equal(b, copy) for _, b, copy in self._copies)
+            and not any(self._replaced())
+            and all(root.is_same() for root in self._roots.values())
+            and sum(map(len, self._hooks)) == self._num_hooks
+        )
+
+    def _are_attributes_same(self, is_training: bool) -> bool:
+        try:
+            now = itertools.chain.from_iterable([get(own) for get, own in self._getters])
+            if all(map(operator.is_, now, self._plain)) and list(map(len, self._own)) == self._own_lengths:
+                return True
+        except KeyError:
+            return False
+        return all(each.is_same(is_training) for each in self._attributes)
+
+    def _replaced(self) -> Iterator[tuple[Key, Any, Any]]:
+        """(place, old, new) of values that another one stands in the place of."""
+        for get, key, value in self._aliases:
+            if (now := get()) is not value:
+                yield key, value, now
+
+    def changes(self, is_training: bool = True) -> list[Change]:
+        """What has changed, one by one. is_training: modes count."""
+        if self.is_same(is_training):
+            return []
+        modes = self._changed_modes() if is_training else ()
+        found = [*modes, *self._changed_attributes(), *self._changed_tables(), *self._changed_roots()]
+        if sum(map(len, self._hooks)) != self._num_hooks:
+            found.append(Change(HOOKS, self._num_hooks, sum(map(len, self._hooks)), is_of_parts=True))
+        return found
+
+    def _changed_modes(self) -> Iterator[Change]:
+        now = {path: module.training for path, module in self._modules()}
+        if any(self._modes.values()) and not any(now.values()):
+            line = next((lines["training"] for lines in self.reads.attributes.values() if "training" in lines), None)
+            if line is not None or not self.reads.is_complete:
+                yield Change("mode of the model", "training", "evaluation", text_of(line), is_of_parts=True)
+            return
+        if _alike_modes(now) == _alike_modes(self._modes):
+            return
+        for path in self._modes:
+            if path in now and now[path] != self._modes[path]:
+                words = {True: "training", False: "evaluation"}
+                yield Change(f"mode of {where(path)}", words[self._modes[path]], words[now[path]])
+
+    def _changed_attributes(self) -> Iterator[Change]:
+        for each in self._attributes:
+            lines = self._lines(each.module)
+            for name, old, new in each.changed():
+                key = None if new is MISSING else ("attribute", each.path, (name,))
+                yield Change(f"{name} of {where(each.path)}", old, new, text_of(lines.get(name)), key)
+
+    def _changed_tables(self) -> Iterator[Change]:
+        buffers: set[str] = set()
+        for path, kind, table, held in self._tables:
+            if _are_same(table.values(), held):
+                continue
+            what = {"_modules": "submodules", "_parameters": "parameters", "_buffers": "buffers"}[kind]
+            now = tuple(table.values())
+            is_kept = len(now) == len(held) and all(isinstance(each, Tensor) for each in (*now, *held))
+            if kind == "_buffers" and is_kept:
+                pairs = zip(_names(path, table), held, now, strict=True)
+                buffers.update(name for name, old, new in pairs if old is not new and not _has_moved(old, new))
+                continue
+            yield Change(f"the {what} of {where(path)}", *_unlike(held, now), is_of_parts=True)
+        for parameter, was in zip(self._parameters, self._is_trained, strict=True):
+            if parameter.requires_grad != was:
+                name = next((n for n, p in self.model.named_parameters() if p is parameter), "a parameter")
+                yield Change(f"requires_grad of {name}", was, not was, is_of_parts=True)
+        buffers |= {
+            name for (name, b), was in zip(self._buffers.items(), self._versions, strict=True) if b._version != was
+        }
+        moved = {id(b) for b, was in zip(self._in_memory, self._addresses, strict=True) if place_of(b) != was}
+        buffers |= {name for name, b in self._buffers.items() if id(b) in moved}
+        buffers |= {name for name, b, copy in self._copies if not torch.equal(b, copy)}
+        now_there = {name: b for path, m in self._modules() for name, b in _named(path, m._buffers)}
+        for name in sorted(buffers & now_there.keys()):
+            path, _, leaf = name.rpartition(".")
+            yield Change(name, self._buffers.get(name, MISSING), now_there[name], "", ("buffer", path, (leaf,)), name)
+
+    def _changed_roots(self) -> Iterator[Change]:
+        for root in self._roots.values():
+            if not root.is_same():
+                yield from root.changes()
+        for key, old, new in self._replaced():
+            # What several hold is looked into once; another in one of the places is told here.
+            if isinstance(old, Tensor) or is_plain(old) or any(root.value is old for root in self._roots.values()):
+                continue
+            if leaves_of(old) != leaves_of(new):
+                name = f"{key[2][0]} of {where(key[1])}" if key[0] == "attribute" else key[1]
+                yield Change(name, Held(old), Held(new))
+
+    # Places -----------------------------------------------------------------------------------------------------------
+
+    def apply(self, values: Iterable[tuple[Key, Any]]) -> None:
+        """Put values of another process where they are there."""
+        for key, value in values:
+            self._put(key, value)
+
+    def _put(self, key: Key, value: Any) -> None:
+        kind, path, steps = key
+        if kind in ("attribute", "buffer"):
+            owner: Any = self._module(path)
+        elif kind == "variable":
+            owner, steps = steps[0], (path, *steps[1:])
+        else:
+            root = self._roots[(kind, path, steps[:1])]
+            owner, steps = root.get(), steps[1:]
+            if not steps:
+                assert root.put is not None
+                root.put(value)
+                return
+        *inner, last = steps
+        for step in inner:
+            owner = get_step(owner, step)
+        if kind == "buffer":
+            with torch.no_grad():
+                owner._buffers[last].copy_(value)
+        else:
+            set_step(owner, last, value)
+
+    def _module(self, path: str) -> nn.Module:
+        if isinstance(self.loss_fn, nn.Module) and (path == "loss_fn" or path.startswith("loss_fn.")):
+            return self.loss_fn.get_submodule(path.removeprefix("loss_fn").removeprefix("."))
+        return self.model.get_submodule(path)
+
+
+_REQUIRES_GRAD, _DATA_PTR = operator.attrgetter("requires_grad"), operator.methodcaller("data_ptr")
+
+
+class _Attributes:
+    """A module's plain attributes."""
+
+    def __init__(self, path: str, module: nn.Module, names: tuple[str, ...], inherited: tuple[str, ...]) -> None:
+        self.path, self.module, self.names, self.inherited = path, module, names, inherited
+        own = vars(module)
+        self.own, self.length = own, len(own)
+        self.get: Callable[[Any], Any] = operator.itemgetter(*names, *(("training",) if len(names) == 1 else ()))
+        self.values: tuple[Any, ...] = self.get(own)
+
+    def of(self, module: nn.Module) -> _Attributes:
+        """The same values, asked of another module in this one's place."""
+        made = object.__new__(_Attributes)
+        vars(made).update(vars(self))
+        made.module, made.own = module, vars(module)
+        return made
+
+    def is_same(self, is_training: bool) -> bool:
+        own = self.own
+        if len(own) != self.length and any(name in own for name in self.inherited):
+            return False
+        try:
+            if all(map(operator.is_, self.get(own), self.values)):
+                return True
+        except KeyError:
+            return False
+        return (own["training"] == self.values[0] or not is_training) and not any(self.changed())
+
+    def changed(self) -> Iterator[tuple[str, Any, Any]]:
+        """(name, old, new) of each, but for the mode."""
+        for name, old in zip(self.names, self.values, strict=False):
+            new = self.own.get(name, MISSING)
+            if name != "training" and new is not old and not is_equal(old, new):
+                yield name, old, new
+        for name in self.inherited:
+            if name in self.own:
+                yield name, getattr(type(self.module), name, MISSING), self.own[name]
+
+
+def _getter(key: Key, get: Callable[[], Any], modules: Mapping[str, nn.Module]) -> Callable[[], Any]:
+    """How a value is read, of the module that is in its place now."""
+    if key[0] != "attribute" or key[1] not in modules:
+        return get
+    return functools.partial(vars(modules[key[1]]).get, key[2][0], MISSING)
+
+
+def _are_same(now: Any, then: tuple[Any, ...]) -> bool:
+    return len(now) == len(then) and all(map(operator.is_, now, then))
+
+
+def _names(path: str, table: Mapping[str, Any]) -> list[str]:
+    return [f"{path}.{name}" if path else name for name in table]
+
+
+def _named(path: str, table: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in zip(_names(path, table), table.values(), strict=True):
+        if tensor is not None:
+            yield name, tensor
+
+
+def _has_moved(old: Tensor, new: Tensor) -> bool:
+    """Whether one tensor has the values of another, as after a visit to another device."""
+    is_alike = (old.shape, old.dtype) == (new.shape, new.dtype) and not (old.is_meta or new.is_meta)
+    return is_alike and torch.equal(old.cpu(), new.cpu())
+
+
+def _alike_modes(modes: Mapping[str, bool]) -> Mapping[str, bool]:
+    """A model that is in evaluation mode as a whole is trained in training mode."""
+    return modes if any(modes.values()) else dict.fromkeys(modes, True)
+
+
+def _unlike(then: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[Any, Any]:
+    pair = next(((a, b) for a, b in zip(then, now, strict=False) if a is not b), None)
+    return pair if pair is not None else (f"{len(then)} of them", f"{len(now)} of them")

@@ -1,0 +1,300 @@
+"""torch.distributed as one process sees it, while forward is traced or run for comparison.
+
+A program distributes one process's computation, so what forward or the loss asks of torch.distributed has the answers
+of one process: rank 0 of 1, and collectives that hand on what they are given. What has no such meaning (messages to
+another rank, groups, device meshes) is refused with the user's line. The functions themselves are changed, for this
+thread and as long as the context lasts, so that names that a script imported are answered, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.errors import TraceError
+from autopar.frontend.fakes import in_this_thread
+from autopar.frontend.user_line import called_at
+from codegen.runtime.processes import is_own_group
+
+_PLACE = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "GROUP_RANK": "0",
+    "ROLE_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "GROUP_WORLD_SIZE": "1",
+    "ROLE_WORLD_SIZE": "1",
+}
+"""What torchrun says to the only process of a run."""
+
+_MODULES = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.nn.functional",
+    "torch.distributed._functional_collectives",
+    "torch.distributed.device_mesh",
+)
+_MESH_METHODS = ("__init__", "get_group", "get_all_groups", "get_rank", "get_local_rank", "get_coordinate", "size")
+_LEFT = frozenset(
+    (
+        "is_available",
+        "is_torchelastic_launched",
+        "supports_complex",
+        "get_default_backend_for_device",
+        "get_backend_config",
+        "get_pg_count",
+        *(f"is_{name}_available" for name in ("backend", "gloo", "mpi", "nccl", "ucc", "xccl")),
+    )
+)
+"""Functions that ask nothing of other ranks."""
+
+
+class _Done:
+    """Stands for the handle of a collective that has ended."""
+
+    def wait(self, *given: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Itself:
+    """Stands for a group of which this process is the only member."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def _ended(is_asynchronous: bool) -> _Done | None:
+    return _Done() if is_asynchronous else None
+
+
+def _in_place(tensor: Any, *given: Any, async_op: bool = False, **named: Any) -> Any:
+    return _ended(async_op)
+
+
+def _to_list(outputs: Any, own: Any, *given: Any, async_op: bool = False, **named: Any) -> Any:
+    outputs[0].copy_(own)
+    return _ended(async_op)
+
+
+def _to_tensor(output: Tensor, own: Tensor, *given: Any, async_op: bool = False, **named: Any) -> Any:
+    output.copy_(own.reshape(output.shape))
+    return _ended(async_op)
+
+
+def _from_list(output: Tensor, own: Any, *given: Any, async_op: bool = False, **named: Any) -> Any:
+    output.copy_(own[0])
+    return _ended(async_op)
+
+
+def _all_to_all(outputs: Any, own: Any, *given: Any, async_op: bool = False, **named: Any) -> Any:
+    return _to_list(outputs, own[0], async_op=async_op)
+
+
+def _gather(own: Tensor, gather_list: Any = None, *given: Any, async_op: bool = False, **named: Any) -> Any:
+    return _to_list(gather_list, own, async_op=async_op)
+
+
+def _scatter(output: Tensor, scatter_list: Any = None, *given: Any, async_op: bool = False, **named: Any) -> Any:
+    return _from_list(output, scatter_list, async_op=async_op)
+
+
+def _objects(outputs: list[Any], own: Any, *given: Any, **named: Any) -> None:
+    outputs[0] = own
+
+
+def _first(value: Any, *given: Any, **named: Any) -> Any:
+    return value
+
+
+def _none(*given: Any, **named: Any) -> None:
+    return None
+
+
+def _is_initialized() -> bool:
+    # A group that autopar started is none of the script's, which would have had none on one process.
+    return dist.GroupMember.WORLD is not None and not is_own_group()
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "is_initialized": _is_initialized,
+    "get_rank": lambda *given, **named: 0,
+    "get_node_local_rank": lambda *given, **named: 0,
+    "get_group_rank": lambda *given, **named: 0,
+    "get_global_rank": lambda *given, **named: 0,
+    "get_world_size": lambda *given, **named: 1,
+    "get_process_group_ranks": lambda *given, **named: [0],
+    "get_backend": lambda *given, **named: "gloo",
+    "new_group": lambda *given, **named: _Itself(),
+    "barrier": lambda *given, async_op=False, **named: _ended(async_op),
+    "monitored_barrier": _none,
+    "all_reduce": _in_place,
+    "broadcast": _in_place,
+    "reduce": _in_place,
+    "all_reduce_coalesced": _in_place,
+    "all_gather": _to_list,
+    "all_gather_into_tensor": _to_tensor,
+    "all_gather_single": _to_tensor,
+    "_all_gather_base": _to_tensor,
+    "reduce_scatter": _from_list,
+    "reduce_scatter_tensor": _to_tensor,
+    "reduce_scatter_single": _to_tensor,
+    "_reduce_scatter_base": _to_tensor,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _to_tensor,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_gather_object": _objects,
+    "broadcast_object_list": _none,
+    "gather_object": lambda own, object_gather_list=None, *given, **named: _objects(object_gather_list, own),
+    "scatter_object_list": lambda outputs, own, *given, **named: _objects(outputs, own[0]),
+}
+"""By the functions of torch.distributed."""
+
+_DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
+    "broadcast": _first,
+    "reduce": _first,
+    "all_reduce": _first,
+    "all_gather": lambda own, *given, **named: (own,),
+    "gather": lambda own, *given, **named: [own],
+    "scatter": lambda own, *given, **named: own[0],
+    "reduce_scatter": lambda output, own, *given, **named: own[0],
+    "all_to_all": lambda outputs, own, *given, **named: tuple(own),
+    "all_to_all_single": lambda output, own, *given, **named: own,
+    "_all_gather_base": lambda output, own, *given, **named: own,
+}
+"""By the functions of torch.distributed.nn.functional."""
+
+_FUNCTIONAL: dict[str, Callable[..., Any]] = dict.fromkeys(
+    (
+        "wait_tensor",
+        "broadcast",
+        "all_reduce",
+        "all_gather_tensor",
+        "all_gather_tensor_autograd",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_autograd",
+        "all_to_all_single",
+        "all_to_all_single_autograd",
+        "permute_tensor",
+    ),
+    _first,
+)
+"""By the functions of torch.distributed._functional_collectives."""
+
+
+@contextlib.contextmanager
+def as_one_process() -> Iterator[None]:
+    """Within it, this thread finds torch.distributed and torchrun's environment as one process does."""
+    if not dist.is_available():
+        yield
+        return
+    place = {name: value for name, value in _PLACE.items() if name in os.environ}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, place))
+        for function, answer in _answers():
+            stack.enter_context(_answered(function, answer))
+        mesh = importlib.import_module("torch.distributed.device_mesh").DeviceMesh
+        for name in _MESH_METHODS:
+            if inspect.isfunction(own := getattr(mesh, name, None)):
+                call = in_this_thread(_refused(f"device_mesh.DeviceMesh.{name}"), own)
+                stack.enter_context(mock.patch.object(mesh, name, call))
+        yield
+
+
+@functools.cache
+def _answers() -> list[tuple[types.FunctionType, Callable[..., Any]]]:
+    """Each public function of torch.distributed with its answer."""
+    return list(_each_answer())
+
+
+def _each_answer() -> Iterator[tuple[types.FunctionType, Callable[..., Any]]]:
+    for module, known in zip(_MODULES, (_ANSWERS, _DIFFERENTIABLE, _FUNCTIONAL, {}), strict=True):
+        functions = vars(importlib.import_module(module))
+        public = functions.get("__all__", ()) if known is _ANSWERS else ("init_device_mesh",) if not known else ()
+        for name in dict.fromkeys((*known, *public)):
+            function = functions.get(name)
+            if type(function) is not types.FunctionType:  # isinstance has deprecated names of torch warn
+                continue
+            if name not in _LEFT and function.__module__ == module:
+                yield function, known.get(name) or _refused(f"{module.removeprefix('torch.distributed.')}.{name}")
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        line = called_at()
+        raise TraceError(
+            "forward or the loss asks torch.distributed for what one process does not have",
+            values=f"torch.distributed.{name.removeprefix('distributed_c10d.')}" + (f" at {line}" if line else ""),
+            alternatives=[
+                "leave it out: the program distributes the whole batch's computation itself",
+                "dist.get_rank(), dist.get_world_size() and collectives, which are those of one process",
+            ],
+        )
+
+    return call
+
+
+_replaced: dict[str, Callable[..., Any]] = {}
+"""What stands for a function whose code is exchanged, by a key that its code holds."""
+
+
+@contextlib.contextmanager
+def _answered(function: types.FunctionType, answer: Callable[..., Any]) -> Iterator[None]:
+    """`function`, under whatever name it is held, gives the answer to calls of this thread."""
+    inner = next((cell for cell in function.__closure__ or () if inspect.isfunction(cell.cell_contents)), None)
+    if inner is not None:  # torch's decorator, which calls what its cell holds
+        own = inner.cell_contents
+        inner.cell_contents = in_this_thread(answer, own)
+        try:
+            yield
+        finally:
+            inner.cell_contents = own
+        return
+    if function.__closure__:
+        yield
+        return
+    code, key = function.__code__, f"{function.__module__}.{function.__qualname__}"
+    own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    before = _replaced.get(key)
+    _replaced[key] = in_this_thread(answer, own)
+    function.__code__ = _standing_for(key)
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        if before is None:
+            del _replaced[key]
+        else:
+            _replaced[key] = before
+
+
+@functools.cache
+def _standing_for(key: str) -> types.CodeType:
+    """Return the code of a function that `answer` answers for. It runs among torch's globals, so it imports that."""
+    text = f"def call(*args, **kwargs):\n from {__name__} import answer\n return answer({key!r}, args, kwargs)\n"
+    made: dict[str, Any] = {}
+    exec(compile(text, __file__, "exec"), made)  # constant text but for a function's own name
+    found: types.CodeType = made["call"].__code__
+    return found
+
+
+def answer(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function whose code is exchanged returns."""
+    return _replaced[key](*args, **kwargs)

@@ -1,0 +1,188 @@
+"""Which attributes, globals and class data a forward reads, and where: noted while it runs on fake tensors.
+
+A trace takes all of them for constants. `model_state.py` watches those that were read, so that a change is not missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import linecache
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_HOME = f"{Path(__file__).resolve().parents[2]}/"
+_SELF_ASKING = (f"{_TORCH}nn/modules/module.py", f"{_HOME}autopar/", f"{_HOME}codegen/")
+"""Files that ask modules for attributes on behalf of others."""
+_FRAMEWORKS = ("/lightning/", "/pytorch_lightning/", "/accelerate/")
+_LIBRARIES = (_TORCH, *_SELF_ASKING, f"{Path(np.__file__).parent}/", *_FRAMEWORKS, "/transformers/")
+_STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
+
+Line = tuple[str, int]
+"""A file and the number of a line."""
+
+
+@dataclass(slots=True)
+class Reads:
+    """What was read. is_complete: a forward was seen whole.
+
+    attributes: of modules, by their class, each with the line that read it first. variables: of namespaces (a module's
+    globals, or a class), by name.
+    """
+
+    attributes: dict[type, dict[str, Line]] = field(default_factory=dict)
+    variables: dict[tuple[Any, str], Line] = field(default_factory=dict)
+    is_complete: bool = False
+
+    def __getstate__(self) -> Any:
+        return self.attributes, dict(self.variables), self.is_complete
+
+    def __setstate__(self, state: Any) -> None:
+        self.attributes, self.variables, self.is_complete = state
+
+
+class Globals:
+    """The globals of a module; in another process, of the module of that name."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Globals) and other.values is self.values
+
+    def __hash__(self) -> int:
+        return id(self.values)
+
+    def __reduce__(self) -> Any:
+        return _globals_of, (self.values.get("__name__", ""),)
+
+    @property
+    def label(self) -> str:
+        return f"the module {self.values.get('__name__', '')}"
+
+
+def _globals_of(module: str) -> Globals:
+    return Globals(vars(sys.modules[module]) if module in sys.modules else {})
+
+
+@dataclass(frozen=True, slots=True)
+class ClassData:
+    """What a class holds for all its instances."""
+
+    kind: type
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return vars(self.kind)
+
+    @property
+    def label(self) -> str:
+        return f"the class {self.kind.__qualname__}"
+
+
+@contextlib.contextmanager
+def noted(reads: Reads) -> Iterator[None]:
+    """Within it, what this thread's forwards read is added to `reads`."""
+    thread, seen = threading.get_ident(), set[CodeType]()
+
+    def read(module: nn.Module, name: str) -> Any:
+        known = reads.attributes.get(type(module))
+        if (known is None or name not in known) and not name.startswith("__") and threading.get_ident() == thread:
+            _note_attribute(reads, type(module), name, sys._getframe(1))
+        return object.__getattribute__(module, name)
+
+    def called(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code not in seen:
+            seen.add(frame.f_code)
+            _note_variables(reads, frame)
+
+    # A debugger or a measure of coverage may be tracing already; profilers are told of more, which takes longer.
+    is_free = sys.gettrace() is None
+    switch, before = (sys.settrace, None) if is_free else (sys.setprofile, sys.getprofile())
+    own = nn.Module.__dict__.get("__getattribute__")
+    nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+    switch(called)
+    try:
+        yield
+        reads.is_complete = True
+    finally:
+        switch(before)
+        if own is None:
+            del nn.Module.__getattribute__
+        else:
+            nn.Module.__getattribute__ = own  # type: ignore[method-assign]
+
+
+def _note_attribute(reads: Reads, kind: type, name: str, frame: FrameType) -> None:
+    file = frame.f_code.co_filename
+    if file.startswith(_SELF_ASKING) or any(part in file for part in _FRAMEWORKS):
+        return
+    reads.attributes.setdefault(kind, {})[name] = _line_of(frame)
+
+
+def _line_of(frame: FrameType) -> Line:
+    """The innermost line of the user's code."""
+    each: FrameType | None = frame
+    while each is not None and each.f_code.co_filename.startswith((_TORCH, _HOME + "autopar/", _STANDARD, "<")):
+        each = each.f_back
+    found = each or frame
+    return found.f_code.co_filename, found.f_lineno
+
+
+def _note_variables(reads: Reads, frame: FrameType) -> None:
+    """Globals that a function of the user's names, and what it names of modules and classes among them."""
+    code = frame.f_code
+    file = code.co_filename
+    is_library = file.startswith("<") or any(part in file for part in _LIBRARIES)
+    if is_library or (file.startswith(_STANDARD) and "site-packages" not in file):
+        return
+    space, line = Globals(frame.f_globals), (file, code.co_firstlineno)
+    asked = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    parts = {name for how, name in asked if how in ("LOAD_ATTR", "LOAD_METHOD")}
+    for name in {name for how, name in asked if how in ("LOAD_GLOBAL", "LOAD_NAME")} & frame.f_globals.keys():
+        value = frame.f_globals[name]
+        inner = _namespace(value)
+        if inner is None and is_data(value):
+            reads.variables.setdefault((space, name), line)
+        if inner is None:
+            continue
+        for part in parts & inner.values.keys():
+            if is_data(inner.values[part]):
+                reads.variables.setdefault((inner, part), line)
+
+
+def _namespace(value: Any) -> Globals | ClassData | None:
+    """A module or class of the user's."""
+    if isinstance(value, types.ModuleType):
+        file = getattr(value, "__file__", None) or ""
+        is_library = any(part in file for part in _LIBRARIES) or not file or file.startswith(_STANDARD)
+        return None if is_library else Globals(vars(value))
+    if isinstance(value, type) and value.__module__.partition(".")[0] not in ("torch", "builtins", "enum"):
+        return ClassData(value)
+    return None
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is no code: no function, class, module or property of the interpreter's."""
+    if isinstance(value, (type, types.ModuleType, types.MethodType, types.BuiltinFunctionType, nn.Module)):
+        return False
+    return not (callable(value) or hasattr(type(value), "__get__"))
+
+
+def text_of(line: Line | None) -> str:
+    """`file:number: text` of a line; "" where it is not known."""
+    if line is None or line[0].startswith("<"):
+        return ""
+    return f"{line[0]}:{line[1]}: {linecache.getline(*line).strip()}"

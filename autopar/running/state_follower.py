@@ -1,0 +1,239 @@
+"""A step's program kept in agreement with what a script changes on the model between steps.
+
+Buffers are copied into the program. Numbers and plain tensors are constants of the program's text: the program is made
+anew by its plan, and where it differs in these constants alone, its functions get the new code. All else is refused
+before the step that would differ.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import AutoparError, ModelError
+from autopar.frontend.forward_numbers import ForwardNumbers, ForwardOf
+from autopar.frontend.model_state import HOOKS, ModelState
+from autopar.frontend.state_values import Change
+from autopar.program import GeneratedProgram
+from autopar.running.number_places import NumberPlaces
+from autopar.running.program_code import differ_in_bodies, exchange_code
+from autopar.running.random_states import kept_random_states
+from autopar.running.weights import ValueSource
+from codegen.runtime.processes import store_of_ranks
+
+AGREE_SECONDS = 60.0
+"""How long a rank that sees a change waits for the others to see it."""
+
+_numbers = itertools.count()
+"""Of followers: every rank makes the same ones."""
+
+_log = logging.getLogger("autopar")
+
+
+class StateFollower:
+    """Looks for changes before each batch of a step; `Step.state_check`.
+
+    make: makes a step of another program that shares the parameters of this one. Collective.
+    """
+
+    def __init__(self, compiled: GeneratedProgram, step: Any, make: Callable[[Any, GeneratedProgram], Any]) -> None:
+        assert compiled.state is not None
+        self.state: ModelState = compiled.state.twin()
+        self._step, self._make = step, make
+        self._programs: list[tuple[GeneratedProgram, Any]] = [(compiled, step)]
+        self._number, self._num_changes, self._num_steps = next(_numbers), 0, 0
+        self._is_loaded = False
+        self._places = NumberPlaces()
+        self._now: ForwardNumbers | None = None
+
+    def take_also(self, compiled: GeneratedProgram, step: Any) -> None:
+        """Keep a program for batches of other shapes in agreement, too."""
+        self._programs.append((compiled, step))
+
+    def __call__(self, is_training: bool) -> None:
+        """A batch is about to be trained or evaluated. Collective where something changed.
+
+        Raises ModelError, on every rank, for what the program cannot follow.
+        """
+        if self.state.is_same(is_training):
+            return
+        changes = self.state.changes(is_training)
+        if changes:
+            self._agree(changes)
+            with torch.inference_mode(False), torch.enable_grad(), kept_random_states():
+                self._follow(changes)
+        self.state.note(keep_modes=not is_training)
+
+    def share(self) -> None:
+        """Make on every rank the changes that rank 0 has, where callbacks run. Collective.
+
+        Raises ModelError, on every rank, for what cannot be brought to another process.
+        """
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return
+        is_first = dist.get_rank() == 0
+        changes = self.state.changes() if is_first and not self.state.is_same() else []
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        count = torch.tensor([len(changes)], device=device)
+        dist.broadcast(count, src=0)
+        if not int(count):
+            return
+        fixed = [each for each in changes if not each.is_movable]
+        said: list[Any] = [_refused(fixed, _AGAIN) if fixed else [(each.key, each.new) for each in changes]]
+        dist.broadcast_object_list(said, src=0, device=device)
+        if isinstance(said[0], ModelError):
+            raise said[0]
+        if not is_first:
+            self.state.apply(said[0])
+
+    def values_written(self) -> None:
+        """The step's values were put into the model, which is no change of the script's."""
+        self.state.note(keep_modes=True)
+        self._num_steps, self._is_loaded = int(self._step.rng.step), False
+
+    def values_loaded(self) -> None:
+        """The step has the values of a checkpoint, and not the model's."""
+        self._is_loaded = True
+
+    def _follow(self, changes: Sequence[Change]) -> None:
+        if any(each.name == HOOKS for each in changes) and self._forward.has_silent_hooks():
+            changes = [each for each in changes if each.name != HOOKS]
+        _require(not (never := [each for each in changes if each.is_of_parts]), never, _AGAIN)
+        written = _written_buffers(self._step) & {each.buffer for each in changes if each.buffer}
+        is_stale = int(self._step.rng.step) != self._num_steps
+        old = [each for each in changes if each.buffer and (self._is_loaded or (is_stale and each.buffer in written))]
+        _require(not old, old, _STALE)
+        constants = [each for each in changes if not each.buffer]
+        if constants:
+            self._make_anew(constants)
+        if names := {each.buffer for each in changes if each.buffer}:
+            self._load(names, [each for each in changes if each.buffer])
+        _log.info("the program follows: %s", "; ".join(map(str, changes)))
+
+    @property
+    def _forward(self) -> ForwardOf:
+        program = self._programs[0][0]
+        assert program.remake is not None
+        return program.remake.forward(program)
+
+    def _make_anew(self, changes: Sequence[Change]) -> None:
+        """Bring constants up to date, in all programs or in none."""
+        if self._renumbered(changes):
+            return
+        made = []
+        for program, step in self._programs:
+            assert program.remake is not None
+            try:
+                other = program.remake(program)
+            except AutoparError as error:
+                raise _refused(changes, _AGAIN, f"by the same plan there is no program: {error}") from error
+            if other.files == program.files:
+                continue
+            _require(all(each.is_followable for each in changes), changes, _AGAIN)
+            is_text = program.backend != "inductor" and differ_in_bodies(program.files, other.files)
+            try:
+                made.append((program, other, step, None if is_text else self._make(self._step, other)))
+            except AutoparError as error:
+                raise _refused(changes, _AGAIN, str(error)) from error
+        if made and len(self._programs) == 1:
+            self._places.learn(made[0][0].files, made[0][1].files, self._now)
+        self._now = None
+        for program, other, step, another in made:
+            if another is None:
+                exchange_code(type(step.model).__module__.rpartition(".")[0], program.files, other.files)
+                other = replace(program, files=other.files)
+            else:
+                self._step.run_instead(step, another, ValueSource(program.model, None, program.loss_fn))
+            self._programs[self._programs.index((program, step))] = (other, another or step)
+
+    def _renumbered(self, changes: Sequence[Change]) -> bool:
+        """Whether the program only needed other numbers, of which it is known where they are, and has them."""
+        (program, step), *others = self._programs
+        self._places = NumberPlaces() if others else self._places
+        if others or program.backend == "inductor" or not all(each.is_followable for each in changes):
+            return False
+        now = self._forward.numbers()
+        files = self._places.files_for(program.files, now)
+        if files is None:
+            self._now = now
+            return False
+        if files != program.files:
+            exchange_code(type(step.model).__module__.rpartition(".")[0], program.files, files)
+            self._programs[0] = replace(program, files=files), step
+        return True
+
+    def _load(self, names: set[str], changes: Sequence[Change]) -> None:
+        """Copy the model's buffers of these names into the program's own."""
+        program = self._programs[0][0]
+        source = ValueSource(program.model, None, program.loss_fn)
+        for _, step in self._programs:
+            for part in step.parts:
+                slots = list(part.model.buffer_slots())
+                for name, spec, _ in slots:
+                    if {name, *spec.aliases} & names:
+                        shape = tuple(source.outline(name).shape)
+                        _require(shape == tuple(spec.shape), changes, _AGAIN)
+                others = {id(value) for name, spec, value in slots if not {name, *spec.aliases} & names}
+                with torch.no_grad():
+                    part.load_buffers(source, others)
+
+    def _agree(self, changes: Sequence[Change]) -> None:
+        """Raises ModelError where ranks do not see the same changes: they would wait for one another, or differ."""
+        self._num_changes += 1
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return
+        store, rank = store_of_ranks(), dist.get_rank()
+        base = f"autopar/state/{self._number}/{self._num_changes}"
+        store.set(f"{base}/{rank}", "\n".join(sorted(map(str, changes))))
+        keys = [f"{base}/{other}" for other in range(dist.get_world_size())]
+        try:
+            store.wait(keys, timedelta(seconds=AGREE_SECONDS))
+            seen = [store.get(key) for key in keys]
+        except (RuntimeError, ValueError):  # dist.DistStoreError of those that did not come
+            seen = []
+        _require(len(set(seen)) == 1, changes, "the same change on every rank, before the same step")
+
+
+_AGAIN = [
+    "compile the changed model again, and go on from a checkpoint",
+    "an input of the batch, for what changes while training",
+]
+_STALE = "program.update_model(step) on every rank before the change: the buffer's value in the model is an old one"
+
+
+def _refused(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelError:
+    some = [str(each) for each in changes[:5]] + ([f"and {len(changes) - 5} more"] if len(changes) > 5 else [])
+    return ModelError(
+        "the model was changed between steps in what the program cannot follow",
+        values="\n".join([*some, *([reason] if reason else [])]),
+        alternatives=instead,
+    )
+
+
+def _require(is_met: bool, changes: Sequence[Change], instead: Any) -> None:
+    if not is_met:
+        raise _refused(changes, instead)
+
+
+def _written_buffers(step: Any) -> set[str]:
+    """The names of this rank's buffers that a forward in training changes."""
+    found: set[str] = set()
+    for part in step.parts:
+        written = {id(value) for value in part.written_buffers()}
+        for name, spec, value in part.model.buffer_slots():
+            if id(value) in written:
+                found |= {name, *spec.aliases}
+    return found
+
+
+def followed(step: Any) -> StateFollower | None:
+    """The follower of a step that `build_step` made."""
+    check = step.state_check
+    return check if isinstance(check, StateFollower) else None

@@ -1,0 +1,273 @@
+"""What a loop changes on the model between steps: the losses of one process, or a refusal before the step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar import Trainer, TrainerConfig
+from autopar.compile import Remake
+from autopar.errors import ModelError
+from codegen.runtime.reference import SameDropout
+
+SHARPNESS = 1.5
+"""A variable of the script that forward reads."""
+
+
+class Net(nn.Module):
+    """A classifier with all that a script may change."""
+
+    margin = 0.2
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer, self.drop = nn.Linear(8, 16), nn.Linear(16, 4), nn.Dropout(0.2)
+        self.temperature, self.mask, self.scales = 1.5, torch.ones(16), [0.5, {"last": 0.9}]
+        self.register_buffer("weights", torch.ones(4))
+        self.config = SimpleNamespace(use_relu=True, penalty=SimpleNamespace(rate=0.1))
+        self.calls, self.kind = 0, "mean"
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.inner(x)) * self.mask * self.scales[1]["last"] * SHARPNESS
+        if self.config.use_relu:
+            hidden = hidden.relu()
+        scores = (self.outer(hidden) / self.temperature).softmax(-1) * self.weights
+        penalty = hidden.square().sum() if self.kind == "sum" else hidden.square().mean()
+        return scores - (1 - self.margin) * self.config.penalty.rate * penalty
+
+
+class Weighted:
+    """A loss with a weight, and one per class."""
+
+    def __init__(self) -> None:
+        self.weight, self.classes = 1.2, torch.ones(4)
+
+    def __call__(self, scores: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(scores, target, weight=self.classes, label_smoothing=0.1) * self.weight
+
+
+def batches(count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {"x": torch.randn(8, 8, generator=generator), "target": torch.randint(4, (8,), generator=generator)}
+        for _ in range(count)
+    ]
+
+
+Change = Callable[[Net, Any, int], None]
+
+
+def anneals(model: Net, loss: Any, step: int) -> None:
+    model.temperature = 1.5 / (step + 1)
+
+
+def drops_less(model: Net, loss: Any, step: int) -> None:
+    model.drop.p = 0.3 - 0.1 * step if step < 3 else 0.0
+
+
+def masks(model: Net, loss: Any, step: int) -> None:
+    model.mask = (torch.arange(16) >= step).float()
+
+
+def masks_in_place(model: Net, loss: Any, step: int) -> None:
+    model.mask[step] = 0.5
+
+
+def fills_buffer(model: Net, loss: Any, step: int) -> None:
+    model.weights[step % 4] *= 1.7
+
+
+def replaces_buffer(model: Net, loss: Any, step: int) -> None:
+    model.weights = torch.full((4,), 1.0 + step)
+
+
+def sets_nested(model: Net, loss: Any, step: int) -> None:
+    model.config.penalty.rate, model.scales[1]["last"] = 0.1 * step, 0.9 - 0.1 * step
+
+
+def sets_class(model: Net, loss: Any, step: int) -> None:
+    Net.margin = 0.2 + 0.1 * step
+
+
+def sets_global(model: Net, loss: Any, step: int) -> None:
+    global SHARPNESS
+    SHARPNESS = 1.5 + 0.2 * step
+
+
+def weighs_loss(model: Net, loss: Any, step: int) -> None:
+    loss.weight, loss.classes = 1.2 + step, torch.ones(4).index_fill(0, torch.tensor([step % 4]), 2.0)
+
+
+def counts(model: Net, loss: Any, step: int) -> None:
+    model.calls += 1
+
+
+FOLLOWED = (anneals, drops_less, masks, masks_in_place, fills_buffer, replaces_buffer, sets_nested, sets_class)
+FOLLOWED += (sets_global, weighs_loss, counts)
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Any:
+    yield
+    sets_global(None, None, 0)  # type: ignore[arg-type]
+    sets_class(None, None, 0)  # type: ignore[arg-type]
+
+
+def sgd(given: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(given, lr=0.2)
+
+
+def eager(change: Change, data: list[dict[str, Tensor]]) -> list[float]:
+    """The losses of one process."""
+    model, loss, found = Net(), Weighted(), []
+    optimizer = sgd(model.parameters())
+    for number, each in enumerate(data):
+        change(model, loss, number)
+        optimizer.zero_grad()
+        with SameDropout(0, number):
+            value = loss(model(each["x"]), each["target"])
+        value.backward()
+        optimizer.step()
+        found.append(float(value))
+    return found
+
+
+def program(change: Change, data: list[dict[str, Tensor]]) -> list[float]:
+    """The losses of a program in a loop of its own."""
+    model, loss, found = Net(), Weighted(), []
+    step = autopar.compile(model, "1 cpu", example_inputs=data[0], loss_fn=loss, optimizer=sgd).build()
+    for number, each in enumerate(data):
+        change(model, loss, number)
+        found.append(float(step(step.local_batch(each))))
+    return found
+
+
+def all_at_once(model: Net, loss: Any, step: int) -> None:
+    """A change of its own kind before each step."""
+    FOLLOWED[step](model, loss, step % 3 + 1)
+
+
+def test_each_kind_of_change_is_followed() -> None:
+    data = batches(len(FOLLOWED))
+    right = eager(all_at_once, data)
+    all_at_once(Net(), Weighted(), 7), all_at_once(Net(), Weighted(), 8)  # other values before the program is made
+    sets_global(None, None, 0), sets_class(None, None, 0)  # type: ignore[arg-type]
+    assert program(all_at_once, data) == pytest.approx(right, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", FOLLOWED)
+def test_a_schedule_is_followed(change: Change) -> None:
+    data = batches(4)
+    right = eager(change, data)
+    sets_global(None, None, 0), sets_class(None, None, 0)  # type: ignore[arg-type]
+    assert program(change, data) == pytest.approx(right, rel=1e-5)
+
+
+def test_a_schedule_needs_a_new_program_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it is known which numbers of the program's text are the schedule's."""
+    made, own = [], Remake.__call__
+    monkeypatch.setattr(Remake, "__call__", lambda self, program: made.append(1) or own(self, program))
+    data = batches(6)
+
+    def change(model: Net, loss: Any, step: int) -> None:
+        model.temperature, model.config.penalty.rate = 1.73 + 0.1 * step, 0.11 * (step + 1)
+
+    assert program(change, data) == pytest.approx(eager(change, data), rel=1e-5)
+    assert len(made) == 2
+
+
+REFUSED: dict[str, Callable[[Net], Any]] = {
+    "config.use_relu": lambda model: setattr(model.config, "use_relu", False),
+    "kind": lambda model: setattr(model, "kind", "sum"),
+    "the submodules": lambda model: setattr(model, "outer", nn.Linear(16, 4)),
+    "mode of drop": lambda model: model.drop.eval(),
+    "mode of the model": lambda model: model.eval(),
+    "requires_grad of inner.weight": lambda model: model.inner.weight.requires_grad_(False),
+    "the parameters of inner": lambda model: setattr(model.inner, "bias", nn.Parameter(torch.zeros(16))),
+    "hooks": lambda model: model.inner.register_forward_hook(lambda module, given, output: output * 2),
+}
+
+
+def test_what_cannot_be_followed_is_refused_before_the_step_by_name() -> None:
+    data = batches(1)[0]
+    compiled = autopar.compile(Net(), "1 cpu", example_inputs=data, loss_fn=Weighted(), optimizer=sgd)
+    for name, change in REFUSED.items():
+        own: Any = compiled.model
+        before = (copy.copy(vars(own.config)), own.kind, own.outer, own.inner.bias)
+        step = compiled.build(first_step_check=False)
+        handle = change(own)
+        with pytest.raises(ModelError, match="changed between steps") as caught:
+            step(step.local_batch(data))
+        assert name in str(caught.value) and step.rng.step == 0
+        if name == "config.use_relu":
+            assert "True then, False now" in str(caught.value) and "test_state_follower.py" in str(caught.value)
+        vars(own.config).update(before[0])
+        own.kind, own.outer, own.inner.bias = before[1:]
+        own.train().requires_grad_(True)
+        if name == "hooks":
+            handle.remove()
+        assert float(step(step.local_batch(data))) > 0  # as it was, it trains
+
+
+def test_buffers_that_the_program_changes_are_changed_where_they_are_up_to_date() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    data = {"input": batches(1)[0]["x"]}
+    compiled = autopar.compile(model, "1 cpu", example_inputs=data, loss_fn=lambda y: y.square().mean(), optimizer=sgd)
+    step = compiled.build()
+    step(step.local_batch(data))
+    compiled.update_model(step)
+    mean = model[1].running_mean.clone()
+    model[1].running_mean.add_(3.0)
+    step.evaluate(step.local_batch(data))
+    assert torch.allclose(step.full_state_dict()["1.running_mean"], mean + 3)
+    step(step.local_batch(data))
+    model[1].running_mean.mul_(0.5)  # an old value
+    with pytest.raises(ModelError, match=r"1\.running_mean") as caught:
+        step(step.local_batch(data))
+    assert "update_model" in str(caught.value)
+
+
+class Changes(autopar.Callback):
+    def __init__(self, model: Net, loss: Any, change: Change) -> None:
+        self.model, self.loss, self.change = model, loss, change
+
+    def on_start(self, state: Any) -> None:
+        self.change(self.model, self.loss, 0)
+
+    def on_step(self, state: Any) -> None:
+        self.change(self.model, self.loss, state.step)
+
+
+def trainer(change: Change, model: Net, data: list[dict[str, Tensor]]) -> Trainer:
+    loss = Weighted()
+    settings: dict[str, Any] = {"learning_rate": 0.2, "weight_decay": 0.0, "optimizer": {"name": "sgd"}}
+    config = TrainerConfig(cluster="2 cpu", steps=len(data), log_every=0, **settings)
+    return Trainer(model, config, data, loss_fn=loss, callbacks=[Changes(model, loss, change)])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("change", [anneals, masks, fills_buffer, weighs_loss, drops_less])
+def test_what_callbacks_change_on_rank_0_is_changed_on_all_ranks(change: Change) -> None:
+    data, model = batches(4), Net()
+    found = trainer(change, model, data).fit().losses
+    assert list(found) == pytest.approx(eager(change, data), rel=1e-4)
+    if change is anneals:
+        assert model.temperature == 1.5 / 5  # as after a loop of one process
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_callbacks_change_is_refused_on_all_ranks() -> None:
+    with pytest.raises(ModelError, match=r"config\.use_relu"):
+        trainer(lambda model, loss, step: setattr(model.config, "use_relu", step < 2), Net(), batches(4)).fit()
