@@ -69,11 +69,11 @@ class ForwardOf:
     def _recorded(self, prepare: Callable[[nn.Module], None]) -> Record | None:
         fake = fakes.mode()
         batch = name_inputs(self.model, self.example, self.loss_fn)
-        batch = batch.map(lambda value: fake_input(value, fake, 0, None, self.param_dtype))
+        batch = batch.map(lambda value: fake_input(value, fake, 0, None))
         try:
             skeleton = skeleton_of(self.model, fake, self.param_dtype)
             prepare(skeleton)
-            forward = partial(forward_and_loss, loss_fn=self.loss_fn, batch=batch)
+            forward = partial(forward_and_loss, loss_fn=self.loss_fn, batch=batch, dtype=self.param_dtype)
             return record(skeleton, (), batch, forward, Results(fake))
         except Exception:  # whatever a forward cannot do on fake tensors
             return None
