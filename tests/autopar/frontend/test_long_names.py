@@ -54,7 +54,8 @@ def test_deeply_nested_modules(name: str, depth: int) -> None:
     assert is_exact(Root(Nested(name, depth)), {"x": X})
 
 
-@pytest.mark.parametrize("length", [119, pytest.param(250, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [119, 250])
 def test_long_names_of_classes(length: int) -> None:
     block, root = type("B" * length, (Chain2,), {}), type("R" * length, (Blocks,), {})
     model = root(lambda: block(("up",)))
