@@ -175,7 +175,7 @@ class _Scope:
             elif isinstance(statement, LayerLoop):
                 layouts = self.memory.loop(statement, tuple(map(self.of, statement.args)))
             else:
-                *before, statement = self.fitting(statement)
+                before, statement = self.fitting(statement)
                 done += before
                 layouts = self.call(statement)
             done.append(self.noted(statement, layouts))
@@ -202,31 +202,31 @@ class _Scope:
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
-    def fitting(self, call: Call) -> list[Statement]:
-        """The call, as one that runs for all layouts of its operands."""
+    def fitting(self, call: Call) -> tuple[list[Call], Call]:
+        """The call, as one that runs for all layouts of its operands, and what is called before it."""
         if not _is_operator(call):
-            return [call]
+            return [], call
         operands = self.operands(call)
         if call.target in _VIEWS and operands is None:
-            return [replace(call, target=_VIEWS[call.target])]
+            return [], replace(call, target=_VIEWS[call.target])
         cases = self.cases(call) if operands is not None else []
         if all(answer(call, case) is not None for case in cases):
-            return [_named_view(call)]
+            return [], _named_view(call)
         if call.target in _VIEWS:
-            return [replace(call, target=_VIEWS[call.target])]
-        return self.packed(call)
+            return [], replace(call, target=_VIEWS[call.target])
+        return self.packed(call), call
 
-    def packed(self, call: Call) -> list[Statement]:
-        """The call of contiguous operands; itself where torch does not take those either."""
+    def packed(self, call: Call) -> list[Call]:
+        """Calls that make a call's operands contiguous; none where torch does not take those either."""
         packed = {each.name: _operand(each, self.shape(each)) for each in reads(call)}
         if answer(call, packed) is None:
-            return [call]
-        before: list[Statement] = []
+            return []
+        before: list[Call] = []
         for variable in dict.fromkeys(reads(call)):
             if self.of(variable) != frozenset({packed[variable.name].strides}) and not variable.is_stored:
                 before.append(Call("aten.contiguous.default", (variable,), (), (variable,), section=call.section))
                 self.layouts[variable.name] = frozenset({packed[variable.name].strides})
-        return [*before, call]
+        return before
 
     def operands(self, call: Call) -> list[frozenset[Strides]] | None:
         """The layouts of what a call reads; None where one of them may be any."""

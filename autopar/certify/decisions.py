@@ -18,7 +18,7 @@ from autopar.ir.chain import chain
 from autopar.ir.graph import LayerRun, Ref, layer_names
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_data import StagePlan
-from autopar.lowering.assembly import files_of
+from autopar.lowering.assembly import text_of
 from autopar.lowering.scope_lowering import placement_pairs
 from autopar.options.assignment import Candidate
 from autopar.plan import Plan
@@ -162,7 +162,7 @@ class _Decisions:
                     self.failures.append(f"{parameter.name}: {count} stages hold it, tied are {sorted(tied) or 'none'}")
 
     def files(self, compiled: CompiledProgram) -> None:
-        files = files_of(compiled.program)
+        files = text_of(compiled.program)
         self.counts["files"] += len(files)
         others = sorted(n for n in files.keys() | compiled.files.keys() if files.get(n) != compiled.files.get(n))
         if others:

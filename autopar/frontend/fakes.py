@@ -129,6 +129,9 @@ _ACROSS = frozenset(
 class Strict(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises for calls that meta tensors let pass and devices do not: operands on two devices, or of two dtypes."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = list(_tensors((*args, *(kwargs or {}).values())))
         if len(tensors) > 1:

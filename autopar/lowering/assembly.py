@@ -109,12 +109,21 @@ def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:
 def files_of(program: Program | PipelineProgram) -> dict[str, str]:
     """File name -> text of all that is generated of the model.
 
-    Raises InternalError for text that would fail when a rank runs it (codegen/check.py).
+    Raises InternalError for text that would fail when a rank runs it (codegen/check.py, dry_run.py).
     """
+    files = text_of(program)
+    try:
+        dry_run(program, files)
+    except EmissionError as error:
+        raise _internal(f"{error}{_operator_of(program, error.call)}") from error
+    return files
+
+
+def text_of(program: Program | PipelineProgram) -> dict[str, str]:
+    """`files_of` without a dry run."""
     try:
         files = emit_pipeline(program) if isinstance(program, PipelineProgram) else {"model.py": emit_model(program)}
         check_files({name: text for name, text in files.items() if name.endswith(".py")})
-        dry_run(program, files)
     except EmissionError as error:
         raise _internal(f"{error}{_operator_of(program, error.call)}") from error
     return files

@@ -107,7 +107,7 @@ def planned(kind: type[nn.Module], cluster: str = IDEAL, **options: Any) -> Any:
     return autopar.compile(model, cluster, example_inputs=batch, loss_fn=F.mse_loss, **options)
 
 
-@pytest.mark.parametrize("kind", [Windows, Products, Channels])
+@pytest.mark.parametrize("kind", [Products, *(pytest.param(k, marks=pytest.mark.slow) for k in (Windows, Channels))])
 def test_one_rank_trains_as_one_process(kind: type[nn.Module]) -> None:
     model, batch = request(kind)
     step = planned(kind, "1 cpu").build()

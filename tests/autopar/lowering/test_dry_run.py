@@ -18,6 +18,7 @@ from autopar.lowering import assembly
 from autopar.lowering.assembly import files_of
 from autopar.lowering.dry_run import dry_run
 from codegen.schemas import EmissionError
+from examples.models import EXAMPLES
 
 IDEAL = str(Path(__file__).resolve().parents[3] / "examples" / "clusters" / "ideal.toml")
 
@@ -104,7 +105,18 @@ FAULTS = {
 
 
 def test_what_is_emitted_runs_dry() -> None:
-    for program in (sharded(), compiled(pp=2, dp=2), compiled(dp=4, zero=3)):
+    dry_run(sharded().program, sharded().files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pins", [{"dp": 2, "tp": 2, "zero": 3}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_plans_of_all_examples_are_accepted(name: str, pins: dict[str, Any]) -> None:
+    """`compile` runs each dry."""
+    for options in ({"kernels": "off"}, {"kernels": "on", "precision": "bf16"}):
+        example = EXAMPLES[name](dropout=0.1)
+        inputs = {"example_inputs": example.inputs, "loss_fn": example.loss_fn}
+        program = autopar.compile(example.model, IDEAL, **inputs, constraints=pins, **options)
         dry_run(program.program, program.files)
 
 
@@ -138,6 +150,7 @@ def test_the_line_of_a_failing_backward_is_named() -> None:
         dry_run(sharded().program, {"model.py": text})
 
 
+@pytest.mark.slow
 def test_every_stage_of_a_pipeline_runs() -> None:
     program = compiled(pp=2, dp=2)
     holding = [file for file, text in program.files.items() if "F.linear(" in text]
