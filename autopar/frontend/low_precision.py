@@ -25,7 +25,7 @@ def loss_in(dtype: torch.dtype | None, module: LossModule, batch: Mapping[str, A
         return loss
     cast = {name: _cast(p, dtype) for name, p in module.named_parameters()}
     module.dtype = dtype
-    with _WideLoss():
+    with _AsPrograms():
         loss = functional_call(module, cast, kwargs=dict(batch))
         return loss
 
@@ -34,12 +34,18 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-class _WideLoss(TorchFunctionMode):
-    """Within it, the cross-entropy of half-precision logits is computed in fp32, as programs do."""
+class _AsPrograms(TorchFunctionMode):
+    """Within it, the cross-entropy of half-precision logits is computed in fp32, and batch norm takes weights of its
+    statistics' dtype, as programs do."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is F.cross_entropy and args and args[0].dtype.itemsize < 4:
             args = (args[0].float(), *args[1:])
-        return func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        if func is F.batch_norm and len(args) > 1 and isinstance(args[1], Tensor):  # torch gives weights by name
+            for name in ("weight", "bias"):
+                value = kwargs.get(name)
+                kwargs[name] = value if value is None else value.to(args[1].dtype)
+        return func(*args, **kwargs)

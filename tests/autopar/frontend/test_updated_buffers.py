@@ -27,14 +27,14 @@ class _Written(nn.Module):
         self.layer, self.update = nn.Linear(4, 4), update
         self.kept = copy.deepcopy(self.layer).requires_grad_(False)
         self.register_buffer("rows", torch.zeros(3, 4))
-        self.register_buffer("half", torch.zeros(4, dtype=torch.bfloat16))
+        self.register_buffer("narrow", torch.zeros(4, dtype=torch.bfloat16))
         self.register_buffer("seen", torch.zeros(4, dtype=torch.bool))
 
     def forward(self, x: Tensor) -> Tensor:
         before = self.rows.clone()
         with torch.no_grad():
             self.update(self, x)
-        return F.mse_loss(self.layer(x - self.rows.mean(0) - self.half - before[0]), self.kept(x) * (1 + self.seen))
+        return F.mse_loss(self.layer(x - self.rows.mean(0) - self.narrow - before[0]), self.kept(x) * (1 + self.seen))
 
 
 def _foreach(model: Any, x: Tensor) -> None:
@@ -56,7 +56,7 @@ UPDATES: dict[str, Callable[[Any, Tensor], object]] = {
     "foreach": _foreach,
     "shifted rows": _shift,
     "a flag": _any,
-    "a narrow buffer": lambda model, x: model.half.mul_(0.9).add_(x.mean(0), alpha=0.1),
+    "a narrow buffer": lambda model, x: model.narrow.mul_(0.9).add_(x.mean(0), alpha=0.1),
 }
 
 SLOW = {"observed", "cumulative", "blocks", "contrast", "power"}
