@@ -32,7 +32,7 @@ def layer_by_layer(
         refs = replace(node, args=args, kwargs=kwargs).inputs
         grads = any(known[ref].requires_grad for ref in refs) and node.outputs[0].requires_grad
         results = tuple(replace(meta, requires_grad=grads) for meta in outputs)
-        made.append(Node(named(wish), op, args, kwargs, results, module=node.module))
+        made.append(replace(node, name=named(wish), op=op, args=args, kwargs=kwargs, outputs=results))
         known.update({Ref(made[-1].name, index): meta for index, meta in enumerate(results)})
         return made[-1]
 

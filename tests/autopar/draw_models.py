@@ -234,9 +234,8 @@ class Losses(nn.Module):
         return F.cross_entropy(self.layer(x + 0 * target).flatten(0, 1), labels.flatten())
 
 
-WITH_LOSS: dict[str, type[nn.Module]] = {
-    each.__name__: each for each in (Autoencoder, Diffusion, Masked, Losses, Recurrent)
-}
+_WITH_LOSS = (Autoencoder, Diffusion, Masked, Losses, Recurrent)
+WITH_LOSS: dict[str, type[nn.Module]] = {each.__name__: each for each in _WITH_LOSS}
 
 
 def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
