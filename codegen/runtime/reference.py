@@ -66,14 +66,19 @@ class SameDropout(TorchFunctionMode):
         }
         self._attention_forward = _without_override_check(F.multi_head_attention_forward)
         self._python = contextlib.ExitStack()
+        self._entered = 0
 
     def __enter__(self) -> SameDropout:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._python.enter_context(by_torch(Tensor.item))
+        if not self._entered:
+            self._python.enter_context(by_torch(Tensor.item))
+        self._entered += 1
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._python.close()
+        self._entered -= 1
+        if not self._entered:
+            self._python.close()
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
