@@ -18,6 +18,7 @@ from autopar.errors import TraceError
 from autopar.frontend import fakes
 from autopar.frontend.effects import at, draws, is_random, refused_random
 from autopar.frontend.fx_import import DROPPED_KWARGS, FlatGraph, unused_name
+from autopar.frontend.recurrent_dropout import RECURRENT, layer_by_layer
 from autopar.ir.draws import DRAW, IN_TRAINING
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_gradients, map_refs, refs_in
 from autopar.ir.operators import find_op
@@ -55,18 +56,32 @@ class _Writer:
         overload = find_op(node.op)
         if overload is None or not draws(overload):
             return [node]
+        if node.op in RECURRENT:
+            return self.by_layers(node) if is_random(node) else [node]
         try:
             made = self.inlined(node, self.parts(node, overload))
             return made + self.evaluated(node, overload) if node.op == _RRELU and is_random(node) else made
         except UndrawnError as error:
             raise refused_random(str(error), at(self.flat, node)) from None
 
+    def by_layers(self, node: Node) -> list[Node]:
+        """A recurrent operator with dropout inside, layer by layer."""
+        made, results = layer_by_layer(node, self.metas, self.named)
+        self.metas |= {Ref(each.name, index): meta for each in made for index, meta in enumerate(each.outputs)}
+        self.renamed |= {Ref(node.name, index): result for index, result in enumerate(results)}
+        return made
+
+    def named(self, wish: str) -> str:
+        """A name that nothing has yet."""
+        name = unused_name(wish, self.names)
+        self.names.add(name)
+        return name
+
     def evaluated(self, node: Node, overload: torch._ops.OpOverload) -> list[Node]:
         """The slope that an evaluation has in the place of drawn ones."""
         drawn, args = self.renamed[Ref(node.name)], (*node.args[:3], False, *node.args[4:])
         made = self.inlined(replace(node, args=args), self.parts(replace(node, args=args), overload))
-        name = unused_name(f"{node.name}_in_training", self.names)
-        self.names.add(name)
+        name = self.named(f"{node.name}_in_training")
         both = (drawn, self.renamed[Ref(node.name)])
         self.metas[Ref(name)], self.renamed[Ref(node.name)] = node.meta, Ref(name)
         return [*made, replace(node, name=name, op=IN_TRAINING, args=both, kwargs=())]
@@ -130,8 +145,7 @@ class _Writer:
             for value in (found if isinstance(found, (tuple, list)) else (found,))
         )
         wish = _NOUNS[args[0]] if op == DRAW else op.split(".")[1].strip("_")
-        name = unused_name(wish, self.names)
-        self.names.add(name)
+        name = self.named(wish)
         self.metas |= {Ref(name, index): meta for index, meta in enumerate(outputs)}
         self.flat.lines[name] = self.flat.lines.get(node.name, "")
         return Node(name=name, op=op, args=args, kwargs=kwargs, outputs=outputs, module=node.module)

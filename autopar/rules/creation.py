@@ -42,10 +42,11 @@ _LIBRARY.define(
 
 
 def _drawn(distribution: str, size: list[int], *, dtype: torch.dtype, **others: Any) -> torch.Tensor:
+    """Its shape and dtype; the numbers are drawn by the lowering."""
     return torch.empty(size, dtype=dtype, device="meta")
 
 
-_LIBRARY.impl("draw", _drawn, "Meta")
+_LIBRARY.impl("draw", _drawn, "CompositeExplicitAutograd")
 
 
 def draw(call: Call) -> Rule:

@@ -252,6 +252,6 @@ _WRITTEN: Mapping[Any, Callable[..., Tensor]] = {
 _BY_REJECTION = "which draws as many numbers for an element as their values ask for"
 _REASONS: Mapping[str, str] = {
     **dict.fromkeys(("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"), _BY_REJECTION),
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "whose dropout between layers is inside the operator"),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "whose dropout is of packed sequences"),
 }
 """Why an operator has no definition."""

@@ -66,14 +66,19 @@ class SameDropout(TorchFunctionMode):
         }
         self._attention_forward = _without_override_check(F.multi_head_attention_forward)
         self._python = contextlib.ExitStack()
+        self._entered = 0
 
     def __enter__(self) -> SameDropout:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._python.enter_context(by_torch(Tensor.item))
+        if not self._entered:
+            self._python.enter_context(by_torch(Tensor.item))
+        self._entered += 1
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._python.close()
+        self._entered -= 1
+        if not self._entered:
+            self._python.close()
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -91,7 +96,8 @@ class SameDropout(TorchFunctionMode):
             # torch switches the mode off inside a function that it was told of, but this one's dropout is inside.
             with self:
                 return self._attention_forward(*args, **kwargs)
-        _refuse_random(func, args, kwargs)
+        if _drops_between_layers(func, args):
+            return self._layer_by_layer(func, *args)
         return func(*args, **kwargs)
 
     def _draw(
@@ -122,6 +128,23 @@ class SameDropout(TorchFunctionMode):
     def _dropout_(self, input: Tensor, p: float, train: bool) -> Tensor | None:
         dropped = self._dropout(input, p, train)
         return None if dropped is None else input.copy_(dropped)
+
+    def _layer_by_layer(self, func: Callable[..., Any], x: Tensor, hx: Any, weights: Any, *rest: Any) -> Any:
+        """A recurrent function over padded sequences, one call per layer, with dropout between them."""
+        has_biases, count, p, train, bidirectional, batch_first = rest
+        states = hx if isinstance(hx, (tuple, list)) else (hx,)
+        ways, per_layer = 1 + bidirectional, len(weights) // count
+        last: list[list[Tensor]] = [[] for _ in states]
+        for layer in range(count):
+            own = [state[layer * ways : (layer + 1) * ways] for state in states]
+            given = weights[layer * per_layer : (layer + 1) * per_layer]
+            start = own if isinstance(hx, (tuple, list)) else own[0]
+            x, *ends = func(x, start, given, has_biases, 1, 0.0, train, bidirectional, batch_first)
+            for found, end in zip(last, ends, strict=True):
+                found.append(end)
+            dropped = self._dropout(x, p, True) if layer < count - 1 else None
+            x = x if dropped is None else dropped
+        return (x, *map(torch.cat, last))
 
     def _attention(
         self,
@@ -183,9 +206,12 @@ def _is_random(func: Callable[..., Any]) -> bool:
 _RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
 
 
-def _refuse_random(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise NotImplementedError if `func` would draw random numbers that no generated program draws."""
+def _drops_between_layers(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether `func` is a recurrent function with dropout. Raises NotImplementedError for one of packed sequences."""
     name = getattr(func, "__name__", "")
     # (..., dropout, train, ...) stand side by side in both signatures (padded and packed).
-    if name in _RECURRENT and any(isinstance(p, float) and p > 0.0 and train is True for p, train in pairwise(args)):
-        raise NotImplementedError(f"{name} with random numbers has no counterpart in a generated program")
+    if name not in _RECURRENT or not any(isinstance(p, float) and p > 0.0 and t is True for p, t in pairwise(args)):
+        return False
+    if not isinstance(args[3], bool):
+        raise NotImplementedError(f"{name} of packed sequences with dropout has no counterpart in a generated program")
+    return True

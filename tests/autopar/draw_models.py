@@ -208,6 +208,19 @@ class Masked(nn.Module):
         return ((found - target).square() * is_hidden).sum() / is_hidden.sum().clamp_min(1)
 
 
+class Recurrent(nn.Module):
+    """Several layers of one recurrent module, with dropout between them, whose last states are read, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, 3, dropout=0.4, batch_first=True)
+        self.gru = nn.GRU(WIDTH, WIDTH // 2, 2, dropout=0.3, bidirectional=True, batch_first=True)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x, (hidden, _) = self.lstm(x)
+        return F.mse_loss(self.gru(x)[0] + hidden[1].unsqueeze(1), target)
+
+
 class Losses(nn.Module):
     """Targets that are drawn in forward, of which some do not count."""
 
@@ -221,7 +234,8 @@ class Losses(nn.Module):
         return F.cross_entropy(self.layer(x + 0 * target).flatten(0, 1), labels.flatten())
 
 
-WITH_LOSS: dict[str, type[nn.Module]] = {each.__name__: each for each in (Autoencoder, Diffusion, Masked, Losses)}
+_WITH_LOSS = (Autoencoder, Diffusion, Masked, Losses, Recurrent)
+WITH_LOSS: dict[str, type[nn.Module]] = {each.__name__: each for each in _WITH_LOSS}
 
 
 def noisy_loss(output: Tensor, target: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ ONE_BATCH = frozenset({"permuted"})
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", slow_but(("row_mask", "Masked")))
 def test_every_plan_draws_the_same_numbers(name: str, plan: str) -> None:
-    if plan == "pp" and name in ("Autoencoder", "Masked", "Losses"):
+    if plan == "pp" and name in ("Autoencoder", "Masked", "Losses", "Recurrent"):
         pytest.skip("one block")
     model, loss_fn = model_and_loss(name)
     cluster, constraints = PLANS[plan]
@@ -88,6 +88,15 @@ def test_draws_of_training_are_off_in_evaluation(name: str) -> None:
     with torch.no_grad():
         expected = float(own_loss(own, loss_fn, batch(3)))
     assert float(step.evaluate(batch(3))) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_recurrent_dropout_is_off_in_evaluation() -> None:
+    model, loss_fn = model_and_loss("Recurrent")
+    step, given = compiled_of(model, loss_fn).build(), batch(3)
+    with torch.no_grad():
+        expected = float(own_loss(copy.deepcopy(model).eval(), loss_fn, given))
+    assert float(step.evaluate(given)) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -147,6 +147,14 @@ def test_numbers_of_python_and_numpy_follow_the_step() -> None:
     assert type(random.random()) is float and random.random.__module__ != "codegen.runtime.python_random"
 
 
+def test_numbers_of_python_are_counted_after_attention() -> None:
+    """Which the mode is entered for once more."""
+    layer, x = nn.MultiheadAttention(8, 2, dropout=0.4), torch.randn(3, 2, 8)
+    with SameDropout(0, 0) as mode:
+        layer(x, x, x), random.random()
+    assert len(mode.calls) == 2 and mode.calls[-1].kind == "uniform"
+
+
 def test_other_threads_keep_their_own_numbers() -> None:
     random.seed(0)
     expected = random.Random(0).random()

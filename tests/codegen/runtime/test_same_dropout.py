@@ -83,15 +83,36 @@ def test_multihead_attention_is_reached_inside(need_weights: bool) -> None:
     torch.testing.assert_close(got, layer.out_proj(mixed))
 
 
-def test_random_functions_without_counterpart_are_refused() -> None:
-    x = torch.randn(2, 3, 4)
-    for layer in (nn.GRU(4, 4, 3, dropout=0.2), nn.LSTM(4, 4, 2, dropout=0.1)):
-        with SameDropout(0, 0), pytest.raises(NotImplementedError):
-            layer(x)
-        with SameDropout(0, 0):
-            layer.eval()(x)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_drop_between_layers(kind: type[nn.RNNBase]) -> None:
+    """Each layer by itself, with a mask between them; without dropout nothing changes."""
+    layers = kind(4, 6, 3, dropout=0.4, bidirectional=True, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    with SameDropout(0, 3) as mode:
+        got, states = layers(x)
+    expected, lasts = x, []
+    for number in range(3):
+        one = kind(expected.shape[-1], 6, bidirectional=True, batch_first=True, dtype=torch.float64)
+        own = {name.replace(f"_l{number}", "_l0"): p for name, p in layers.named_parameters() if f"_l{number}" in name}
+        one.load_state_dict(own)
+        expected, last = one(expected)
+        lasts.append(last[0] if kind is nn.LSTM else last)
+        if number < 2:
+            expected = masked(expected, 0.4, 0, 3, number)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(states[0] if kind is nn.LSTM else states, torch.cat(lasts))
+    assert [call.kind for call in mode.calls] == ["dropout", "dropout"]
+    layers.eval()
+    with SameDropout(0, 3) as mode:
+        assert torch.equal(layers(x)[0], layers(x)[0]) and mode.calls == []
+
+
+def test_dropout_of_packed_sequences_is_refused() -> None:
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 4), torch.tensor([3, 2]))
+    with SameDropout(0, 0), pytest.raises(NotImplementedError, match="packed sequences"):
+        nn.LSTM(4, 4, 2, dropout=0.1)(packed)
     with SameDropout(0, 0):
-        nn.LSTM(4, 4, 2)(x)
+        nn.LSTM(4, 4, 2)(packed)
 
 
 class Loss(nn.Module):
