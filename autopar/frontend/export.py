@@ -21,6 +21,7 @@ from autopar.errors import AutoparError, TraceError
 from autopar.frontend.autograd_functions import call_function, outside_functions
 from autopar.frontend.constants import Constants
 from autopar.frontend.fakes import in_this_thread
+from autopar.frontend.inner_gradients import traceable_gradients
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.masks import plain_masks
@@ -78,6 +79,7 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None) -> Iterato
         ByPosition(),
         Constants(),
         innermost_lines(),
+        traceable_gradients(),
     ):
         yield
 
@@ -179,5 +181,4 @@ _DROPPED_CALLS = (
     (torch.Tensor, "register_post_accumulate_grad_hook", "Tensor.register_post_accumulate_grad_hook"),
     (torch.Tensor, "backward", "Tensor.backward"),
     (torch.autograd, "backward", "torch.autograd.backward"),
-    (torch.autograd, "grad", "torch.autograd.grad"),
 )

@@ -15,6 +15,7 @@ import torch
 from autopar.errors import TraceError
 from autopar.frontend.effects import at, refused_random
 from autopar.frontend.fx_import import FlatGraph, is_view, unused_name
+from autopar.frontend.overloads import functional_overload
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, with_refs
 from autopar.ir.operators import find_op
 from codegen.functions import NAMESPACE
@@ -22,7 +23,7 @@ from codegen.functions import NAMESPACE
 _COPY = "aten.copy_.default"
 _DROPOUT = "aten.dropout_.default"
 """Whose functional form draws what no other random operator does: the same mask under every plan."""
-_RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view"})
+_RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view", "reshape", "flatten", "unflatten", "view_as"})
 _SAME = frozenset({"alias", "detach", "to", "lift_fresh", "dropout"})
 
 
@@ -209,6 +210,16 @@ class _Functionaliser:
             value = self.add(write, "aten.unsqueeze.default", (value, dim), row)
             return self.joined(write, value, source, meta, dim, index, index + 1)
         defaults: tuple[Any, ...] = (0, None, None, 1)
+        if name == "diagonal":
+            return self.add(write, "aten.diagonal_scatter.default", (self.now(source), value, *arguments), meta)
+        if name == "narrow":
+            dim, start, length = arguments
+            dim, start = dim % len(meta.shape), start % meta.shape[dim]
+            return self.joined(write, value, source, meta, dim, start, start + length)
+        if name == "permute":
+            dims = arguments[0]
+            back = sorted(range(len(dims)), key=lambda place: dims[place] % len(dims))
+            return self.add(write, "aten.permute.default", (value, tuple(back)), meta)
         if name == "slice":
             dim, start, end, step = (*arguments, *defaults[len(arguments) :])
             if step != 1:
@@ -252,16 +263,16 @@ class _Functionaliser:
 
 def functional_name(op: str) -> str | None:
     """`aten.add_.Tensor` -> `aten.add.Tensor` where torch has it; None if `op` is functional already."""
-    namespace, name, overload = op.split(".")
+    namespace, name, _ = op.split(".")
     if not name.endswith("_") or name.endswith("__"):
         return None
-    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
     if op == _COPY:
         return op
-    if packet is None or overload not in packet.overloads():
+    found = functional_overload(find_op(op))
+    if found is None:
         raise TraceError(
             "an in-place operator without a functional form",
             values=op,
             alternatives="write it out of place in the model",
         )
-    return f"{namespace}.{name[:-1]}.{overload}"
+    return str(found)
