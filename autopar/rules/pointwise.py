@@ -43,8 +43,6 @@ LINEAR: dict[str, str] = {
     "sigmoid_backward": "grad_output",
     "threshold_backward": "grad_output",
     "gelu_backward": "grad_output",
-    "silu_backward": "grad_output",
-    "mish_backward": "grad_output",
     "leaky_relu_backward": "grad_output",
     "elu_backward": "grad_output",
     "hardtanh_backward": "grad_output",
