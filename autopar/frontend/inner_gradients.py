@@ -61,7 +61,7 @@ GRADIENT = torch.ops.autopar_inner.gradient.default
 @contextlib.contextmanager
 def traceable_gradients() -> Iterator[None]:
     """Within it, gradients that forward takes are traced."""
-    engine = torch.autograd._engine_run_backward
+    engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run(outputs: Any, given: Any, keep: Any, is_graph: Any, inputs: Any = (), *rest: Any, **named: Any) -> Any:
         if _is_inside.get():
@@ -78,7 +78,7 @@ def traceable_gradients() -> Iterator[None]:
         (eager_transforms, "_jvp_with_argnums"),
     ):
         owners.append((owner, name, _transform(getattr(owner, name))))
-    owners.append((apis, "vmap_impl", _vmap(apis.vmap_impl)))
+    owners.append((apis, "vmap_impl", _vmap(apis.vmap_impl)))  # type: ignore[attr-defined]
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in owners:
             own = getattr(owner, name)
@@ -163,7 +163,7 @@ class _Region:
         try:
             with (
                 _disable_current_modes(),
-                torch._C.DisableTorchFunction(),  # type: ignore[no-untyped-call]
+                torch._C.DisableTorchFunction(),
                 torch.inference_mode(False),
                 torch.enable_grad(),
             ):
@@ -236,7 +236,11 @@ class _Gradient:
 
     def __init__(self, graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         self.graph, self.node = graph, node
-        self.outputs, self.inputs, self.given, self.is_graph = node.args
+        given: Any = node.args
+        self.outputs: list[torch.fx.Node] = list(given[0])
+        self.inputs: list[torch.fx.Node] = list(given[1])
+        self.given: list[torch.fx.Node] = list(given[2])
+        self.is_graph: bool = given[3]
 
     def refused(self, why: str, at: torch.fx.Node | None = None) -> TraceError:
         line, other = (user_line(each.meta.get("stack_trace")) if each else "" for each in (self.node, at))
@@ -318,14 +322,15 @@ class _Gradient:
             def forward(*inputs: Tensor) -> list[Any]:
                 made = known | dict(zip(self.inputs, inputs, strict=True))
                 for each in calls:
-                    args, kwargs = map_arg((each.args, each.kwargs), made.__getitem__)
+                    found: Any = map_arg((each.args, each.kwargs), made.__getitem__)
+                    args, kwargs = found
                     if getattr(each.target, "_overloadname", "") and base_name(str(each.target)) == "batch_norm":
                         args = (*args[:3], None, None, *args[5:]) if args[5] else args  # its statistics are kept once
                     made[each] = targets[each](*args, **kwargs)
                 return [made[each] for each in self.outputs]
 
-            _, pull = torch.func.vjp(forward, *(known[each] for each in self.inputs))
-            return pull([known[each] for each in self.given])
+            made: Any = torch.func.vjp(forward, *(known[each] for each in self.inputs))
+            return made[1]([known[each] for each in self.given])
 
         token = _is_inside.set(True)
         try:
@@ -356,7 +361,8 @@ class _Gradient:
                     results[index] = self.graph.call_function(torch.ops.aten.detach.default, (each,))
                     results[index].meta = {**each.meta, **about}
         for user in list(self.node.users):
-            user.replace_all_uses_with(results[user.args[1]])
+            place: Any = user.args[1]
+            user.replace_all_uses_with(results[place])
             self.graph.erase_node(user)
         self.graph.erase_node(self.node)
 
@@ -381,5 +387,5 @@ def _is_random(node: torch.fx.Node) -> bool:
     if name == "dropout":
         return bool(node.args[1] and node.args[2])
     if name == "scaled_dot_product_attention":
-        return len(node.args) > 4 and node.args[4] != 0.0
+        return len(node.args) > 4 and bool(node.args[4])
     return True
