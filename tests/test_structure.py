@@ -15,6 +15,7 @@ REPOSITORY = Path(__file__).parent.parent
 ROOTS = ("autopar", "codegen", "cost_models", "search")
 
 LATE_IMPORTS = {
+    ("autopar/frontend/export.py", "torch.export"): "heavy: torch imports it with the first export",
     ("autopar/settings/fp8.py", "codegen.runtime.fp8"): "heavy: triton comes with it",
     ("autopar/integrations/loading.py", "transformers"): "optional, and heavy",
     ("autopar/integrations/lazy_weights.py", "transformers.conversion_mapping"): "optional, and heavy",

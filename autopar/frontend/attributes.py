@@ -92,7 +92,8 @@ def summary(value: Any, other: Callable[[Any], Hashable], deepest: int = _DEEPES
         return kind, str(value._name_)
     for plain in SCALARS:
         if issubclass(kind, plain):
-            return kind, plain.__repr__(value)
+            own: Any = plain.__repr__
+            return kind, str(own(value))
     if kind in _VALUES:
         return kind, repr(value)
     if issubclass(kind, np.generic) or (issubclass(kind, np.ndarray) and not value.dtype.hasobject):

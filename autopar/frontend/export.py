@@ -23,6 +23,7 @@ from autopar.frontend.constants import Constants
 from autopar.frontend.data_access import DataAccess
 from autopar.frontend.drawn_numbers import drawn_numbers
 from autopar.frontend.fakes import in_this_thread
+from autopar.frontend.inner_gradients import traceable_gradients
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.masks import plain_masks
@@ -94,6 +95,7 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None, drawn: lis
         Constants(),
         innermost_lines(),
         drawn_numbers([] if drawn is None else drawn),
+        traceable_gradients(),
     ):
         yield
 
@@ -195,5 +197,4 @@ _DROPPED_CALLS = (
     (torch.Tensor, "register_post_accumulate_grad_hook", "Tensor.register_post_accumulate_grad_hook"),
     (torch.Tensor, "backward", "Tensor.backward"),
     (torch.autograd, "backward", "torch.autograd.backward"),
-    (torch.autograd, "grad", "torch.autograd.grad"),
 )

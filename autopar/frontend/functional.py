@@ -17,6 +17,7 @@ from autopar.errors import TraceError
 from autopar.frontend.effects import at
 from autopar.frontend.fx_import import FlatGraph, is_view, unused_name
 from autopar.frontend.layers import layer_path
+from autopar.frontend.overloads import functional_overload
 from autopar.ir.graph import UPDATE_BUFFER, Node, Ref, TensorMeta, base_name, map_refs, with_refs
 from autopar.ir.operators import find_op
 from codegen.functions import NAMESPACE
@@ -28,7 +29,7 @@ _PLAIN = {
     for kind in ("Tensor", "Scalar")
 }
 """In-place operators of Python, as their named forms."""
-_RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view"})
+_RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view", "reshape", "flatten", "unflatten", "view_as"})
 _SAME = frozenset({"alias", "detach", "to", "lift_fresh", "dropout"})
 
 
@@ -257,6 +258,16 @@ class _Functionaliser:
             value = self.add(write, "aten.unsqueeze.default", (value, dim), row)
             return self.joined(write, value, source, meta, dim, index, index + 1)
         defaults: tuple[Any, ...] = (0, None, None, 1)
+        if name == "diagonal":
+            return self.add(write, "aten.diagonal_scatter.default", (self.now(source), value, *arguments), meta)
+        if name == "narrow":
+            dim, start, length = arguments
+            dim, start = dim % len(meta.shape), start % meta.shape[dim]
+            return self.joined(write, value, source, meta, dim, start, start + length)
+        if name == "permute":
+            dims = arguments[0]
+            back = sorted(range(len(dims)), key=lambda place: dims[place] % len(dims))
+            return self.add(write, "aten.permute.default", (value, tuple(back)), meta)
         if name == "slice":
             dim, start, end, step = (*arguments, *defaults[len(arguments) :])
             if step != 1:
@@ -355,16 +366,17 @@ def without_out(node: Node) -> str | None:
 
 def functional_name(op: str) -> str | None:
     """`aten.add_.Tensor` -> `aten.add.Tensor` where torch has it; None if `op` is functional already."""
-    namespace, name, overload = _PLAIN.get(op, op).split(".")
+    plain = _PLAIN.get(op, op)
+    _, name, _ = plain.split(".")
     if not name.endswith("_") or name.endswith("__"):
         return None
-    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
     if op == _COPY:
         return op
-    if packet is None or overload not in packet.overloads():
+    found = functional_overload(find_op(plain))
+    if found is None:
         raise TraceError(
             "an in-place operator without a functional form",
             values=op,
             alternatives="write it out of place in the model",
         )
-    return f"{namespace}.{name[:-1]}.{overload}"
+    return str(found)

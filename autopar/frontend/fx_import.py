@@ -18,10 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import TraceError
+from autopar.frontend import inner_gradients, vmaps
 from autopar.frontend.attributes import named_modules, named_tensors, persistent_names
 from autopar.frontend.composites import definition
 from autopar.frontend.user_line import user_line
-from autopar.frontend.vmaps import BRACKETS, write_out
+from autopar.frontend.vmaps import BRACKETS
 from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in, with_refs
 from autopar.ir.operators import arguments_of, may_be_view
 from autopar.rules.buffers import CONSTANT
@@ -104,7 +105,8 @@ def import_program(
     batch: by name, in the order in which it was exported. Raises TraceError for what a graph would hold otherwise than
     forward means it.
     """
-    write_out(program)
+    vmaps.write_out(program)
+    inner_gradients.write_out(program)
     return _Importer(program, module, batch, model).run()
 
 

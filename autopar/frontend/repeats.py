@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 from autopar.errors import TraceError
 from autopar.frontend.admission import where
@@ -26,6 +27,7 @@ from autopar.frontend.attributes import (
     attributes_of,
     is_a,
     items_of,
+    named_buffers,
     named_modules,
     named_tensors,
     summary,
@@ -88,7 +90,7 @@ def check_repeats(
     _refuse_state(once, twice)
     stays = {place for place, tensor in kept.items() if place not in held and kept_on.get(place) is tensor}
     if stays:
-        _refuse_kept(stays, kept, first)
+        _refuse_kept(stays, kept, first, _fixed_buffers(model, first))
         first, second = second, run(model)
     if not _alike(first.outside, second.outside):
         raise TraceError(
@@ -190,10 +192,15 @@ def _refuse_state(once: State, twice: State) -> None:
             )
 
 
-def _refuse_kept(places: set[tuple[str, str]], kept: Mapping[Any, Tensor], record: Record) -> None:
-    """What stays from the first forward must not come from its batch or from parameters."""
+def _refuse_kept(
+    places: set[tuple[str, str]], kept: Mapping[Any, Tensor], record: Record, fixed: frozenset[str]
+) -> None:
+    """What stays from the first forward must not come from its batch, from parameters, or from buffers that it writes.
+
+    fixed: the other buffers.
+    """
     for place in sorted(places):
-        if not _is_constant(kept[place], record):
+        if not _is_constant(kept[place], record, fixed):
             path, name = place
             raise TraceError(
                 "forward keeps a tensor of its first batch and uses it later",
@@ -202,13 +209,20 @@ def _refuse_kept(places: set[tuple[str, str]], kept: Mapping[Any, Tensor], recor
             )
 
 
-def _is_constant(tensor: Tensor, record: Record) -> bool:
+def _fixed_buffers(model: nn.Module, record: Record) -> frozenset[str]:
+    """The buffers that a recorded forward does not write to."""
+    calls = (entry for entry in record.outside if isinstance(entry[0], OpOverload) and entry[0]._schema.is_mutable)
+    written = {source[1] for entry in calls for source in _sources(entry[1])}
+    return frozenset(name for name, _ in named_buffers(model) if ("tensor", name) not in written)
+
+
+def _is_constant(tensor: Tensor, record: Record, fixed: frozenset[str]) -> bool:
     """Whether a record's tensor is computed from constants alone."""
     waiting = [record.name_of(tensor)]
     seen: set[Any] = set()
     while waiting:
         name = waiting.pop()
-        if name is None or name[0] in ("input", "tensor"):
+        if name is None or name[0] == "input" or (name[0] == "tensor" and name[1] not in fixed):
             return name is None
         if name[0] == "result" and name not in seen:
             seen.add(name)

@@ -86,6 +86,15 @@ def along_dim(call: Call) -> Rule:
     return make_rule(call, [own], [own for _ in call.outputs], sizes, blocked=blocked, linear=linear)
 
 
+def softmax_backward(call: Call) -> Rule:
+    """The gradient of softmax from that of its result: linear in it, along the same dim."""
+    names = [f"d{i}" for i in range(len(call.outputs[0].shape))]
+    sizes = dict(zip(names, call.outputs[0].shape, strict=True))
+    blocked = {names[normal_dim(call["dim"], len(names))]} if names else set()
+    own = [[f] for f in names]
+    return make_rule(call, [own, own], [own], sizes, blocked=blocked, linear=("grad_output",))
+
+
 TABLE = {
     "aten.layer_norm": trailing_norm,
     "aten.native_layer_norm": trailing_norm,
@@ -93,6 +102,7 @@ TABLE = {
     "aten.batch_norm": batch_norm,
     "aten.group_norm": group_norm,
     "aten.instance_norm": instance_norm,
+    **{f"aten.{name}": softmax_backward for name in ("_softmax_backward_data", "_log_softmax_backward_data")},
     **{
         f"aten.{name}": along_dim
         for name in (

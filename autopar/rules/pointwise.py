@@ -43,6 +43,18 @@ LINEAR: dict[str, str] = {
     "expand_as": "self",
     "broadcast_to": "self",
     "broadcast_tensors": "tensors",
+    "tanh_backward": "grad_output",
+    "sigmoid_backward": "grad_output",
+    "threshold_backward": "grad_output",
+    "gelu_backward": "grad_output",
+    "leaky_relu_backward": "grad_output",
+    "elu_backward": "grad_output",
+    "hardtanh_backward": "grad_output",
+    "hardsigmoid_backward": "grad_output",
+    "hardswish_backward": "grad_output",
+    "softplus_backward": "grad_output",
+    "softshrink_backward": "grad_output",
+    "hardshrink_backward": "grad_out",
 }
 """Operators that are linear in some arguments. div with a rounding mode is excluded by `pointwise`; the second tensor
 of expand_as is sharded like the result."""

@@ -220,6 +220,17 @@ def diagonal(call: Call) -> Rule:
     return make_rule(call, [source], [target], sizes, blocked={"n", *(names[d] for d in pair)}, linear=("self",))
 
 
+def diagonal_scatter(call: Call) -> Rule:
+    """A diagonal of the first tensor replaced by the second: the two dims that it runs through are blocked."""
+    x, source = call.tensor("self"), call.tensor("src")
+    pair = normal_dims((call["dim1"], call["dim2"]), len(x.shape))
+    names = [f"d{i}" for i in range(len(x.shape))]
+    sizes = dict(zip(names, x.shape, strict=True)) | {"n": source.shape[-1]}
+    whole, narrow = [[f] for f in names], [[f] for i, f in enumerate(names) if i not in pair] + [["n"]]
+    blocked = {"n", *(names[d] for d in pair)}
+    return make_rule(call, [whole, narrow], [whole], sizes, blocked=blocked, linear=("self src",))
+
+
 def unfold(call: Call) -> Rule:
     """Windows along one dim, their numbers in a new last one: both are blocked."""
     names, sizes = _names(call)
@@ -249,5 +260,6 @@ TABLE = {
     "aten.constant_pad_nd": pad,
     **{f"aten.{name}": keeps_shape for name in ("tril", "triu", "roll", "flip", "channel_shuffle")},
     **{f"aten.{name}": diagonal for name in ("diagonal", "diag_embed")},
+    "aten.diagonal_scatter": diagonal_scatter,
     "aten.unfold": unfold,
 }

@@ -160,6 +160,7 @@ def _remembers(m: Any, x: Tensor) -> Tensor:
 
 
 ACCEPTED: Mapping[str, tuple[Forward, Callable[[Any], object]]] = {
+    "autograd.grad": (_penalised, id),
     "a lock": (plain, adds("lock", threading.Lock)),
     "a module of Python": (plain, adds("np", lambda: np)),
     "a generator": (plain, adds("items", lambda: (i for i in range(3)))),
@@ -251,7 +252,6 @@ REFUSED: Mapping[str, tuple[Forward, Callable[[Any], object]]] = {
     "nonzero": (lambda m, x: m.lin(x) * x.nonzero().shape[0], id),
     "unique": (lambda m, x: m.lin(torch.unique(x)[:8]), id),
     "a branch": (_branch, id),
-    "autograd.grad": (_penalised, id),
     "backward": (statements(lambda m, x: m.lin(x).sum().backward()), id),
     "a Function that draws": (lambda m, x: _Noisy.apply(m.lin(x)), id),
     "a Function that writes": (lambda m, x: _Doubled.apply(m.lin(x)), id),

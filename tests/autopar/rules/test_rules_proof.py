@@ -100,6 +100,18 @@ ATTENTION = [
         T((1, 2, 6, 6), grad=False),
     ),
 ]
+BACKWARD = [
+    c("aten.tanh_backward.default", f(4, 6), f(4, 6)),
+    c("aten.sigmoid_backward.default", f(4, 6), f(4, 6)),
+    c("aten.threshold_backward.default", f(4, 6), f(4, 6), 0.0),
+    c("aten.gelu_backward.default", f(4, 6), f(4, 6)),
+    c("aten.leaky_relu_backward.default", f(4, 6), f(4, 6), 0.2, False),
+    c("aten.elu_backward.default", f(4, 6), 1.0, 1.0, 1.0, False, f(4, 6)),
+    c("aten.softplus_backward.default", f(4, 6), f(4, 6), 1.0, 20.0),
+    c("aten._softmax_backward_data.default", f(4, 6), f(4, 6), -1, torch.float32),
+    c("aten._log_softmax_backward_data.default", f(4, 6), f(4, 6), 0, torch.float32),
+    c("aten.diagonal_scatter.default", f(4, 6, 6), f(4, 6), 0, 1, 2),
+]
 NORM = [
     c("aten.layer_norm.default", f(4, 6, 12), [12], f(12), f(12)),
     c("aten.layer_norm.default", f(4, 6, 12), [6, 12]),
@@ -377,6 +389,7 @@ MORE = [
 ALL = [
     *CONTRACTION,
     *ATTENTION,
+    *BACKWARD,
     *NORM,
     *LOOKUP,
     *LOSS,

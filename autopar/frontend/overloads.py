@@ -1,0 +1,21 @@
+"""Overloads of torch's operators that stand for one another."""
+
+from __future__ import annotations
+
+import torch
+
+
+def functional_overload(overload: torch._ops.OpOverload | None) -> torch._ops.OpOverload | None:
+    """The overload that takes what an in-place one takes and writes nothing: `pow.Tensor_Scalar` of `pow_.Scalar`."""
+    if overload is None:
+        return None
+    namespace, _, name = overload._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    candidates = [getattr(packet, each) for each in packet.overloads()] if packet is not None else []
+    named = [each for each in candidates if each._overloadname == overload._overloadname]
+    fitting = (each for each in (*named, *candidates) if _takes(each) == _takes(overload))
+    return next((each for each in fitting if not each._schema.is_mutable), None)
+
+
+def _takes(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(each.name, str(each.type)) for each in overload._schema.arguments]
