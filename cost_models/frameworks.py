@@ -85,8 +85,7 @@ class Framework:
 
     def __post_init__(self) -> None:
         words = (("fusion", FUSIONS), ("attention", ATTENTIONS), ("stages", STAGES), ("cp_exchange", CP_EXCHANGES))
-        words += (("cp_habits", CP_HABITS),)
-        for key, legal in words:
+        for key, legal in (*words, ("cp_habits", CP_HABITS)):
             if getattr(self, key) not in legal:
                 raise ValueError(f"framework {self.name}: {key} must be one of {', '.join(legal)}")
         for name in self.dispatches:
