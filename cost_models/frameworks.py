@@ -20,6 +20,7 @@ KERNELS = ("fa2", "fa3", "cudnn", "triton")
 ATTENTIONS = ("flash", "unfused", *KERNELS)
 STAGES = ("time", "layers", "weights")
 CP_EXCHANGES = ("all-gather", "ring")
+CP_HABITS = ("published", "generated")
 HOST_SECONDS = tuple(f"host_{of}_seconds" for of in ("layer", "collective", "apart", "far", "step"))
 
 
@@ -38,7 +39,8 @@ class Framework:
     may run; -1: the share of that traffic which the planner takes to be hidden. zero_overlaps: whether that holds of
     gradients that ZeRO cuts, too. async_linears: a tensor-parallel linear sends its input's gradient while it computes
     its weight's. cp_exchange: how context-parallel ranks
-    get one another's keys and values, gathered before attention or passed around while it computes ("ring").
+    get one another's keys and values, gathered before attention or passed around while it computes ("ring"). cp_habits:
+    whether that takes what crosses the links ("published"), or also the copies and kernels of generated programs.
     gradient_bytes: of a gradient as it is reduced, in 16-bit training (0: the planner's). accumulate_bytes: moved per
     parameter and micro-batch to add up gradients. gradient_copy_bytes: of a second copy of all gradients, held for the
     update. optimizer_bytes: moved per parameter and step by clipping, unscaling and the update, in 16-bit training (0:
@@ -67,6 +69,7 @@ class Framework:
     zero_overlaps: bool = True
     async_linears: bool = False
     cp_exchange: str = "all-gather"
+    cp_habits: str = "published"
     gradient_bytes: int = 0
     accumulate_bytes: float = 0.0
     gradient_copy_bytes: float = 0.0
@@ -82,7 +85,7 @@ class Framework:
 
     def __post_init__(self) -> None:
         words = (("fusion", FUSIONS), ("attention", ATTENTIONS), ("stages", STAGES), ("cp_exchange", CP_EXCHANGES))
-        for key, legal in words:
+        for key, legal in (*words, ("cp_habits", CP_HABITS)):
             if getattr(self, key) not in legal:
                 raise ValueError(f"framework {self.name}: {key} must be one of {', '.join(legal)}")
         for name in self.dispatches:

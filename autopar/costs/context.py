@@ -18,7 +18,7 @@ keys at hand are in memory, of a window those of a tile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,6 +30,7 @@ from codegen.runtime.windows import Positions, Window
 from cost_models import collective
 
 CollectiveSeconds = Callable[[collective.Kind, int, float], float]
+MemorySeconds = Callable[[float], float]
 AttentionSeconds = Callable[[int, bool], tuple[float, float]]
 """(keys, whether the mask's diagonal runs through them) -> (forward, backward) of a kernel with the rank's queries."""
 
@@ -40,6 +41,46 @@ SCORES_HELD = (3, 4)
 SCORES_MOVED = (6, 10)
 """Tensors of the scores' size that the formulas hold at once, and read and write, forward and backward: counted in
 attention_blocks.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How a framework exchanges keys and values.
+
+    copies: they are packed and joined, and results merged, in tensors of their own. widens: gradients travel and are
+    added up in fp32. one_message: in a ring they travel in one message with keys and values. sends_again: an exchange
+    is repeated where recomputation keeps the results of attention.
+    """
+
+    copies: bool = True
+    widens: bool = True
+    one_message: bool = False
+    sends_again: bool = True
+
+
+GENERATED = Habits()
+"""Generated programs (codegen/runtime/context_attention.py)."""
+
+PUBLISHED = Habits(copies=False, widens=False, one_message=True, sends_again=False)
+"""Frameworks as they are published: an exchange is what crosses the links. A. Dubey et al., "The Llama 3 Herd of
+Models" (2024), section 3.3.2; H. Liu, M. Zaharia, P. Abbeel, "Ring Attention with Blockwise Transformers" (2023),
+section 3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Direction:
+    """Seconds of a call's forward or backward. kernels: of attention. copies: in memory. sent: by kind of collective,
+    what no kernel hides. hidden: what runs beside kernels, which takes no time."""
+
+    kernels: float
+    copies: float
+    sent: Mapping[str, float]
+    hidden: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """What the direction takes."""
+        return self.kernels + self.copies + sum(self.sent.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +105,7 @@ class ContextCall:
     tile_keys: int | None = None
     num_tiles: int = 1
     is_striped: bool = False
+    habits: Habits = GENERATED
 
     @property
     def whole(self) -> float:
@@ -82,39 +124,68 @@ class ContextCall:
         return self.size // self.num_blocks if self.tile_keys is None else 1
 
     def seconds(
-        self, collectives: CollectiveSeconds, memory: Callable[[float], float], attention: AttentionSeconds
+        self, collectives: CollectiveSeconds, memory: MemorySeconds, attention: AttentionSeconds
     ) -> tuple[float, float]:
         """Seconds (forward, backward) of the call. memory: seconds to move so many bytes."""
-        merged, packed = self._merging(memory), memory(2 * self.part)
+        forward, backward = self.directions(collectives, memory, attention)
+        return forward.seconds, backward.seconds
+
+    def directions(
+        self, collectives: CollectiveSeconds, memory: MemorySeconds, attention: AttentionSeconds
+    ) -> tuple[Direction, Direction]:
+        """What forward and backward take, by what takes it."""
         num_scores = self.parts_at_once * self.num_blocks * self.scores
         in_scores = [memory(n * num_scores) if self.scores else 0.0 for n in SCORES_MOVED]
+        copied = memory if self.habits.copies else _nothing
+        merged, packed = self._merging(copied), copied(2 * self.part)
         if self.exchange == "ring":
             once, back = (collectives("p2p", self.axis, size) for size in (self.part, self.wide_part))
+            both = collectives("p2p", self.axis, self.part + self.wide_part) if self.habits.one_message else once + back
             f, g = attention(self.tile_keys or self.keys, self.is_causal)
-            forward = (self.size - 1) * max(f, once) + f
-            backward = (self.size - 1) * max(g, once + back) + g + back
-            added = self.size * memory(2 * self.part + 2 * self.wide_part + 3 * self.wide_result)
-            return packed + forward + merged + in_scores[0], packed + backward + added + in_scores[1]
+            added = self.size * copied(2 * self.part + 2 * self.wide_part + 3 * self.wide_result)
+            steps = self.size - 1
+            return (
+                Direction(
+                    kernels=self.size * f + in_scores[0],
+                    copies=packed + merged,
+                    sent={"p2p": steps * max(once - f, 0.0)},
+                    hidden=steps * min(once, f),
+                ),
+                Direction(
+                    kernels=self.size * g + in_scores[1],
+                    copies=packed + added,
+                    sent={"p2p": steps * max(both - g, 0.0) + back},
+                    hidden=steps * min(both, g),
+                ),
+            )
         gather, scatter = (collectives(kind, self.axis, self.whole) for kind in ("all_gather", "reduce_scatter"))
-        kernels = attention(self.tile_keys or self.parts_at_once * self.keys, self.is_causal)
-        forward, backward = (self.num_blocks * each for each in kernels)
-        joined = memory(2 * self.whole)
-        added = memory(3 * self.whole + 3 * self.wide_result)
-        around = gather + packed + joined
-        return around + forward + merged + in_scores[0], around + backward + scatter + added + in_scores[1]
+        f, g = attention(self.tile_keys or self.parts_at_once * self.keys, self.is_causal)
+        joined, added = copied(2 * self.whole), copied(3 * self.whole + 3 * self.wide_result)
+        return (
+            Direction(self.num_blocks * f + in_scores[0], packed + joined + merged, {"all_gather": gather}),
+            Direction(
+                self.num_blocks * g + in_scores[1],
+                packed + joined + added,
+                {"all_gather": gather, "reduce_scatter": scatter},
+            ),
+        )
 
-    def again_seconds(self, collectives: CollectiveSeconds, memory: Callable[[float], float]) -> float:
+    def again_seconds(self, collectives: CollectiveSeconds, memory: MemorySeconds) -> float:
         """Seconds of a forward that runs again where the results of its kernels are kept."""
+        if not self.habits.sends_again:
+            return 0.0
         around = memory(2 * self.part) + self._merging(memory)
         if self.exchange == "ring":
             return around + (self.size - 1) * collectives("p2p", self.axis, self.part)
         return around + collectives("all_gather", self.axis, self.whole) + memory(2 * self.whole)
 
-    def _merging(self, memory: Callable[[float], float]) -> float:
+    def _merging(self, memory: MemorySeconds) -> float:
         return (self.num_blocks - 1) * memory(self.result + 3 * self.wide_result)
 
     def forward_temporary(self) -> float:
         """Bytes beside arguments and result at the forward's peak."""
+        if not self.habits.copies:
+            return 2 * self.part if self.exchange == "ring" else self.whole
         merged, scores = self.result + 3 * self.wide_result, SCORES_HELD[0] * self.scores / self.num_tiles
         if self.exchange == "ring":
             return 2 * self.part + max(merged, scores)
@@ -124,6 +195,8 @@ class ContextCall:
 
     def backward_temporary(self) -> float:
         """Bytes beside what is kept, the result's gradient and those of the arguments at the backward's peak."""
+        if not self.habits.copies:  # of all that travels, what is in use and what arrives
+            return 2 * (self.part + self.wide_part) if self.exchange == "ring" else 2 * self.whole
         sums = self.result + (self.wide_result if self.wide_result > self.result else 0.0)
         scores = SCORES_HELD[1] * self.scores / self.num_tiles
         if self.exchange == "ring":
@@ -155,17 +228,29 @@ class NearCall:
     num_blocks: int = 1
 
     def seconds(
-        self, collectives: CollectiveSeconds, memory: Callable[[float], float], attention: AttentionSeconds
+        self, collectives: CollectiveSeconds, memory: MemorySeconds, attention: AttentionSeconds
     ) -> tuple[float, float]:
         """Seconds (forward, backward) of the call: as of a ContextCall."""
+        forward, backward = self.directions(collectives, memory, attention)
+        return forward.seconds, backward.seconds
+
+    def directions(
+        self, collectives: CollectiveSeconds, memory: MemorySeconds, attention: AttentionSeconds
+    ) -> tuple[Direction, Direction]:
+        """What forward and backward take, by what takes it."""
         f, g = attention(self.tile_keys, False)
         in_scores = [memory(n * self.scores) if self.scores else 0.0 for n in SCORES_MOVED]
-        around = self.again_seconds(collectives, memory)
-        back = collectives("p2p", self.axis, self.wide_near) + memory(4 * self.wide_near) if self.near else 0.0
+        once = collectives("p2p", self.axis, self.near) if self.near else 0.0
+        back = collectives("p2p", self.axis, self.wide_near) if self.near else 0.0
+        joined = memory(4 * self.near + 2 * self.part) if self.near else 0.0
+        split = memory(4 * self.wide_near) if self.near else 0.0
         added = memory(3 * (self.wide_part + self.wide_near) + self.part)
-        return around + f + in_scores[0], around + g + in_scores[1] + back + added
+        return (
+            Direction(f + in_scores[0], joined, {"p2p": once}),
+            Direction(g + in_scores[1], joined + split + added, {"p2p": once + back}),
+        )
 
-    def again_seconds(self, collectives: CollectiveSeconds, memory: Callable[[float], float]) -> float:
+    def again_seconds(self, collectives: CollectiveSeconds, memory: MemorySeconds) -> float:
         """Seconds of a forward that runs again where the results of its kernels are kept."""
         if not self.near:
             return 0.0
@@ -207,24 +292,52 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
     axis = next((number for number, own in enumerate(option.axes) if own.lowering in EXCHANGES), None)
     if axis is None:
         return None
-    query, key, value = operator.inputs[:3]
-    size, output = mesh.sizes[axis], operator.node.outputs[0]
-    queries, keys = query.shape[-2] // size, key.shape[-2] // size
+    own = option.axes[axis]
+    ranks = Ranks(
+        exchange=str(own.lowering),
+        axis=axis,
+        size=mesh.sizes[axis],
+        queries=operator.inputs[0].shape[-2] // mesh.sizes[axis],
+        is_striped=operator.rule.joints[own.label].is_striped,
+    )
+    key, value = (num_local(operator.inputs[i], option.inputs[i], mesh) for i in (1, 2))
+    return call_of(operator, option, mesh, ranks, key + value, on_cpu)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that share a sequence. axis: their number in the mesh, size: how many; queries: of one rank."""
+
+    exchange: str
+    axis: int
+    size: int
+    queries: int
+    is_striped: bool
+    habits: Habits = GENERATED
+
+
+def call_of(
+    operator: Operator, option: Option, mesh: Mesh, ranks: Ranks, elements: int, on_cpu: bool
+) -> ContextCall | NearCall:
+    """The call of one rank. elements: of its own keys and values. on_cpu: as for `context_call`."""
+    query, key = operator.inputs[:2]
+    size, queries, output = ranks.size, ranks.queries, operator.node.outputs[0]
+    keys = key.shape[-2] // size
     heads = num_local(query, option.inputs[0], mesh) // (queries * query.shape[-1])
-    elements = num_local(key, option.inputs[1], mesh) + num_local(value, option.inputs[2], mesh)
-    wide, results = max(WIDE_BYTES, key.dtype.itemsize), num_local(output, option.outputs[0], mesh)
-    window, own = window_of(operator.node), option.axes[axis]
-    is_striped = operator.rule.joints[own.label].is_striped
+    wide = max(WIDE_BYTES, key.dtype.itemsize) if ranks.habits.widens else key.dtype.itemsize
+    results = num_local(output, option.outputs[0], mesh)
+    window = window_of(operator.node) if ranks.habits.copies else None
     tile_keys: int | None = None
     num_masked = 0
     if window is not None:
-        tile_keys, num_masked = _pieces(window, queries, size, is_striped)
+        tile_keys, num_masked = _pieces(window, queries, size, ranks.is_striped)
     has_mask = len(operator.inputs) > (4 if operator.node.op == SINK_ATTENTION else 3)
     is_flash = on_cpu or (not has_mask and not num_masked and key.dtype.itemsize < WIDE_BYTES)
-    if window is not None and tile_keys is not None and own.lowering == "ring" and not is_striped:
+    is_flash = is_flash or not ranks.habits.copies
+    if window is not None and tile_keys is not None and ranks.exchange == "ring" and not ranks.is_striped:
         reached = sum(window.reach(queries * size, size)) / keys
         return NearCall(
-            axis=axis,
+            axis=ranks.axis,
             size=size,
             heads=max(heads, 1),
             queries=queries,
@@ -240,8 +353,8 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
             num_blocks=1 if num_masked else 2,
         )
     return ContextCall(
-        exchange=str(option.axes[axis].lowering),
-        axis=axis,
+        exchange=ranks.exchange,
+        axis=ranks.axis,
         size=size,
         is_causal=is_causal(operator.node),
         heads=max(heads, 1),
@@ -254,8 +367,13 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
         scores=0.0 if is_flash else float(heads * queries * (tile_keys or keys) * wide),
         tile_keys=tile_keys,
         num_tiles=max(num_masked, 1),
-        is_striped=is_striped,
+        is_striped=ranks.is_striped,
+        habits=ranks.habits,
     )
+
+
+def _nothing(num_bytes: float) -> float:
+    return 0.0
 
 
 @cache

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.costs.context import ContextCall, NearCall, context_call, seen_keys
+from autopar.costs.context import AttentionSeconds, ContextCall, NearCall, context_call, seen_keys
 from autopar.costs.expert_exchange import ID_BYTES, Nodes, OncePerNode, nodes_of, pays
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
 from autopar.costs.sinks import Sinks, sinks
@@ -191,17 +191,24 @@ class Contractions(Rates):
         queries, width = query.shape[-2], query.shape[-1]
         call = self.context_call(operator, option)
         if call is not None:
-            known = call
-
-            def part(keys: int, causal: bool) -> tuple[float, float]:
-                shape, moved = (known.heads, known.queries, keys), num_bytes + known.part * (keys / known.keys - 1)
-                work = 4.0 * math.prod(shape) * width * (0.5 if causal else 1.0)
-                return self._flash_seconds(work, moved, dtype, shape, causal)
-
-            return call.seconds(self.collective_seconds, self.memory_seconds, part)
+            kernels = self.kernels_of_context(call, width, num_bytes, dtype)
+            return call.seconds(self.collective_seconds, self.memory_seconds, kernels)
         heads = max(num_local(query, option.inputs[0], self.mesh) // (queries * width), 1)
         shape = (heads, queries, seen_keys(operator))
         return self._flash_seconds(flops, num_bytes, dtype, shape, is_causal(operator.node))
+
+    def kernels_of_context(
+        self, call: ContextCall | NearCall, width: int, num_bytes: float, dtype: str
+    ) -> AttentionSeconds:
+        """Seconds of the flash kernels of attention over keys of several ranks. width: of a head; num_bytes: what a
+        rank's queries, result, and own keys and values are."""
+
+        def seconds(keys: int, causal: bool) -> tuple[float, float]:
+            shape, moved = (call.heads, call.queries, keys), num_bytes + call.part * (keys / call.keys - 1)
+            work = 4.0 * math.prod(shape) * width * (0.5 if causal else 1.0)
+            return self._flash_seconds(work, moved, dtype, shape, causal)
+
+        return seconds
 
     def repeated_bytes(self, operator: Operator, option: Option) -> float:
         """Bytes of the keys and values that windows on a GPU repeat for the heads that share them

@@ -102,6 +102,11 @@ def reshard_calls(sends_forward: bool, sends_backward: bool, has_gradient: bool)
     return FUNCTION + (COLLECTIVE if sends_forward else 0.0), gradient if has_gradient else 0.0
 
 
+def product_calls(num_gradients: int) -> Calls:
+    """Of a product or attention in one call of torch."""
+    return PRODUCT, NODE + PRODUCT_GRADIENT * num_gradients if num_gradients else 0.0
+
+
 def host_calls(statements: Iterable[Statement], is_layer: bool, is_compiled: bool = False) -> Calls:
     """What the statements of a unit take, parameters left out. is_compiled: those of layers that call nothing but torch
     are one graph from one of the others to the next."""
@@ -134,7 +139,7 @@ def _call(call: Call) -> Calls:
     """One call of the lowered program."""
     gradients = len({variable.name for variable in reads(call) if variable.type.requires_grad})
     if call.target.startswith(JOINED):
-        return PRODUCT, NODE + PRODUCT_GRADIENT * gradients if gradients else 0.0
+        return product_calls(gradients)
     if not call.target.startswith("aten."):
         known = LOSS if call.target == "runtime.cross_entropy" else RUNTIME
         return known if gradients else (known[0], 0.0)
@@ -144,7 +149,7 @@ def _call(call: Call) -> Calls:
     if name == "cross_entropy_loss":
         return LOSS
     if name in MATMULS or name in ATTENTION:
-        return PRODUCT, NODE + PRODUCT_GRADIENT * gradients if gradients else 0.0
+        return product_calls(gradients)
     return CALL, NODE + GRADIENT * gradients if gradients else 0.0
 
 

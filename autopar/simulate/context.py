@@ -2,17 +2,11 @@
 
 The model is traced at S / cp tokens, so that all but attention costs what it costs on one rank. The ranks of cp hold
 the same parameters: gradients and ZeRO shards go over dp x cp ranks. Attention has S / cp queries and S keys.
-With a causal mask a rank has the chunks i and 2 cp - 1 - i of 2 cp chunks, so that all have the same work, the cp-th
-part of the whole (A. Dubey et al., "The Llama 3 Herd of Models" (2024), section 3.3.2).
+With a causal mask ranks share the work evenly: by stripes, or with the chunks i and 2 cp - 1 - i of 2 cp chunks (A.
+Dubey et al., "The Llama 3 Herd of Models" (2024), section 3.3.2).
 
-With B the bytes of the whole K and V of a rank's rows and heads, and b = B / cp those of one rank, ranks exchange by
-
-    all-gather   forward all_gather(B), backward all_gather(B) again and reduce_scatter(B) of their gradients, all of it
-                 exposed (Llama 3, the same section); the gathered tensors are alive in one layer at a time
-    ring         in cp steps, each computing with the part at hand while the next one arrives (H. Liu, M. Zaharia,
-                 P. Abbeel, "Ring Attention with Blockwise Transformers" (2023), section 3). With f and g the seconds of
-                 attention forward and backward, a step lasts max(f / cp, p2p(b)) forward but for the last one, and
-                 max(g / cp, p2p(2 b)) backward, where the gradients of K and V travel along and take one hop more home
+The exchange is priced by costs/context.py, as in searched plans: for generated programs with their copies and their
+kernel for each part, for other frameworks as what crosses the links (`Habits`).
 """
 
 from __future__ import annotations
@@ -23,13 +17,17 @@ from typing import Any
 
 import torch
 
+from autopar.costs import host_calls
+from autopar.costs.context import AttentionSeconds, ContextCall, Direction, Habits, NearCall, Ranks, call_of
 from autopar.costs.layer_costs import HIDDEN
 from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.ir.chain import segments
 from autopar.ir.graph import ATTENTION, Graph, TensorMeta, base_name, is_causal
+from autopar.ir.mesh import Mesh
 from autopar.options.scopes import scopes_of
-from autopar.options.strategies import Operator, num_local
+from autopar.options.strategies import Operator, Option, num_local
 from autopar.planning.solved_layers import SolvedLayer
 from autopar.simulate.exchange import Exchange, again
 from cost_models import collective
@@ -109,62 +107,89 @@ def _longer(meta: TensorMeta, cp: int) -> TensorMeta:
     return replace(meta, shape=(*meta.shape[:-2], meta.shape[-2] * cp, meta.shape[-1]))
 
 
-def context_exchanges(solved_layer: SolvedLayer, pricer: Pricer, cp: int, by_ring: bool) -> dict[str, list[Exchange]]:
-    """Unit -> one exchange per attention call. solved_layer: whose calls have whole keys. pricer: of the whole
-    strategy."""
+def context_exchanges(
+    solved_layer: SolvedLayer, pricer: Pricer, cp: int, by_ring: bool, habits: Habits
+) -> dict[str, list[Exchange]]:
+    """Unit -> one exchange per attention call, as costs/context.py prices it.
+
+    solved_layer: whose calls have whole keys. pricer: of the whole strategy.
+    """
     call_costs, found = solved_layer.call_costs, dict[str, list[Exchange]]()
+    group = collective.Group(cp, pricer.mesh.size("tp"))
+
+    def sent(kind: collective.Kind, axis: int, num_bytes: float) -> float:
+        return collective.seconds(kind, num_bytes, group, pricer.cluster)
+
     for (scope, name), operator in call_costs.operators.items():
         if base_name(operator.node.op) not in ATTENTION:
             continue
-        option = call_costs.assignment.operators[scope, name]
-        whole = sum(
-            float(
-                num_local(operator.inputs[i], option.inputs[i], solved_layer.costed) * operator.inputs[i].dtype.itemsize
-            )
-            for i in (1, 2)
+        option, mesh, own = call_costs.assignment.operators[scope, name], solved_layer.costed, call_costs.pricer
+        ranks = Ranks(
+            exchange="ring" if by_ring else "all_gather",
+            axis=0,
+            size=cp,
+            queries=operator.inputs[0].shape[-2],
+            is_striped=is_causal(operator.node),
+            habits=habits,
         )
-        seconds = call_costs.pricer.operator_seconds(operator, option)
-        found.setdefault(scope or segments(call_costs.graph)[name], []).append(
-            ring(whole, seconds, pricer, cp) if by_ring else all_gather(whole, pricer, cp)
-        )
+        elements = sum(num_local(operator.inputs[i], option.inputs[i], mesh) for i in (1, 2)) // cp
+        call = call_of(operator, option, mesh, ranks, elements, is_cpu(pricer.cluster))
+        plain = own.operator_seconds(operator, option)
+        kernels = _kernels(own, operator, option, mesh, call, plain, habits)
+        kind = own.compute_kinds(operator)
+        exchange = _exchange(call, call.directions(sent, own.memory_seconds, kernels), plain, kind)
+        if habits.sends_again:
+            repeated = {"selective": call.again_seconds(sent, own.memory_seconds)}
+            exchange = replace(exchange, again={**exchange.again, **repeated}, host=_issued(operator, own))
+        found.setdefault(scope or segments(call_costs.graph)[name], []).append(exchange)
     return found
 
 
-def all_gather(whole_bytes: float, pricer: Pricer, cp: int) -> Exchange:
-    """The exchange by all_gather. whole_bytes: of K and V of all ranks of cp (the module's B)."""
-    group = collective.Group(cp, pricer.mesh.size("tp"))
-    gather, scatter = (
-        collective.seconds(kind, whole_bytes, group, pricer.cluster) for kind in ("all_gather", "reduce_scatter")
-    )
-    forward = {"all_gather cp": gather}
-    backward = {"all_gather cp": gather, "reduce_scatter cp": scatter}
+def _issued(operator: Operator, pricer: Pricer) -> tuple[float, float]:
+    """What the host of a generated program needs for a function of the run time in the place of a kernel."""
+    one = host_calls.product_calls(sum(meta.requires_grad for meta in operator.inputs))
+    forward, backward = (more - known for more, known in zip(host_calls.RUNTIME, one, strict=True))
+    return pricer.host_call_seconds * forward, pricer.host_call_seconds * backward
+
+
+def _kernels(
+    pricer: Pricer,
+    operator: Operator,
+    option: Option,
+    mesh: Mesh,
+    call: ContextCall | NearCall,
+    plain: tuple[float, float],
+    habits: Habits,
+) -> AttentionSeconds:
+    """Seconds of the kernels. plain: of one kernel over all keys. Published frameworks take a part of it for each part
+    of the keys; generated programs have a flash kernel for each part."""
+    if not habits.copies:
+        whole = call.size * call.keys
+        return lambda keys, causal: (plain[0] * keys / whole, plain[1] * keys / whole)
+    output = operator.node.outputs[0]
+    moved = num_local(operator.inputs[0], option.inputs[0], mesh) * operator.inputs[0].dtype.itemsize
+    moved += num_local(output, option.outputs[0], mesh) * output.dtype.itemsize
+    width = operator.inputs[0].shape[-1]
+    return pricer.kernels_of_context(call, width, moved + call.part, pricer.dtype_name(output))
+
+
+def _exchange(
+    call: ContextCall | NearCall,
+    directions: tuple[Direction, Direction],
+    plain: tuple[float, float],
+    kinds: tuple[str, str],
+) -> Exchange:
+    """What a call takes beyond `plain`, the seconds of one kernel over all keys."""
+    tables = []
+    for own, known, kind in zip(directions, plain, kinds, strict=True):
+        table = {f"{name} cp": seconds for name, seconds in own.sent.items()}
+        table |= {HIDDEN: own.hidden} if own.hidden else {}
+        more = own.kernels + own.copies - known
+        tables.append(table | ({kind: more} if more else {}))
     return Exchange(
-        forward=forward,
-        backward=backward,
-        again=again(forward, ATTENTION_MODES),
-        forward_bytes=whole_bytes,
-        backward_bytes=2 * whole_bytes,
+        forward=tables[0],
+        backward=tables[1],
+        again=again(tables[0], ATTENTION_MODES),
+        forward_bytes=call.forward_temporary(),
+        backward_bytes=call.backward_temporary(),
     )
-
-
-def ring(whole_bytes: float, attention_seconds: tuple[float, float], pricer: Pricer, cp: int) -> Exchange:
-    """whole_bytes: as in `all_gather`. attention_seconds: of this rank's forward and backward over all keys."""
-    group = collective.Group(cp, pricer.mesh.size("tp"))
-    part = whole_bytes / cp
-    once, twice = (collective.seconds("p2p", n * part, group, pricer.cluster) for n in (1, 2))
-    forward = _ring_steps(once, attention_seconds[0] / cp, cp)
-    backward = _ring_steps(twice, attention_seconds[1] / cp, cp)
-    backward["p2p cp"] += once
-    # Of each tensor that travels, the part in use and the part that arrives.
-    return Exchange(
-        forward=forward,
-        backward=backward,
-        again=again(forward, ATTENTION_MODES),
-        forward_bytes=2 * part,
-        backward_bytes=4 * part,
-    )
-
-
-def _ring_steps(message: float, compute: float, cp: int) -> dict[str, float]:
-    hidden = min(message, compute)
-    return {"p2p cp": (cp - 1) * (message - hidden), HIDDEN: (cp - 1) * hidden}

@@ -17,6 +17,7 @@ class Exchange:
     again: seconds of a forward that is computed again, by recompute mode. forward_bytes, backward_bytes: buffers that
     are alive meanwhile, beside what the unit itself has. hidden: the share of forward and backward that other
     computation hides, if the unit has as much of its own: another micro-batch's, of which a unit computes the same.
+    host: what the host needs to issue it, forward and backward.
     """
 
     forward: Mapping[str, float] = field(default_factory=dict)
@@ -25,6 +26,7 @@ class Exchange:
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     hidden: float = 0.0
+    host: tuple[float, float] = (0.0, 0.0)
 
 
 def with_exchanges(costs: Mapping[str, LayerCost], exchanges: Mapping[str, Iterable[Exchange]]) -> dict[str, LayerCost]:
@@ -48,7 +50,17 @@ def with_exchanges(costs: Mapping[str, LayerCost], exchanges: Mapping[str, Itera
         for label, mode in cost.modes.items():
             seconds = mode.seconds + sum(item.again.get(label, 0.0) for item in own)
             modes[label] = Mode(seconds, mode.kept_bytes, mode.transient_bytes + back, _held(mode.live, held, back))
-        found[name] = replace(cost, forward=forward, backward=backward, modes=modes, live=_held(cost.live, held, back))
+        issued = [
+            one + sum(each) for one, each in zip(cost.host, zip(*(i.host for i in own), strict=True), strict=True)
+        ]
+        found[name] = replace(
+            cost,
+            forward=forward,
+            backward=backward,
+            modes=modes,
+            live=_held(cost.live, held, back),
+            host=(issued[0], issued[1]),
+        )
     return found
 
 

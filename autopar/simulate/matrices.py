@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.costs.price import FREE
 from autopar.ir.chain import homes_of, segments
 from autopar.ir.graph import ATTENTION, MATMULS, VIEWS, Graph, base_name, view_root
+from autopar.ir.placement import R, S
 from autopar.options.scopes import scopes_of
+from autopar.settings.constraints import Constraints
 from autopar.simulate.experts import Experts
+from cost_models.frameworks import Framework
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +70,17 @@ def matrices_of(graph: Graph, experts: Experts) -> Matrices:
 def tokens_of(graph: Graph) -> int:
     """Tokens of a graph's batch, by its first input of two dims or more."""
     return next((math.prod(i.meta.shape[:2]) for i in graph.inputs if len(i.meta.shape) > 1), graph.batch_size)
+
+
+def pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: bool, tp: int) -> Constraints:
+    """The constraints with those ways of tensor parallelism forbidden that are not the framework's own."""
+    if tp == 1:
+        return limits
+    parameters, activations = limits.forbid_parameters, limits.forbid_activations
+    if profile.shards_weights:
+        parameters += tuple((name, (("tp", R),)) for name in matrices.names(tp))
+    if not sp:
+        activations += tuple((name, (("tp", S(1)),)) for name in matrices.sequences)
+    elif profile.shards_weights:
+        activations += tuple((name, (("tp", R),)) for name in matrices.residuals)
+    return replace(limits, forbid_parameters=parameters, forbid_activations=activations)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autopar.cluster import as_cluster
+from autopar.costs.context import GENERATED, PUBLISHED
 from autopar.costs.cost_table import combined
 from autopar.costs.layer_costs import LayerCost
 from autopar.costs.pipeline_costs import ChainCosts, pipeline_costs
@@ -21,19 +22,17 @@ from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError
 from autopar.frontend.inputs import common_batch, name_inputs
 from autopar.frontend.rebatch import BatchedTrace
-from autopar.ir.placement import R, S
 from autopar.ir.plan_data import Pipeline, StagePlan
 from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.request import Request, pricer_for
-from autopar.planning.solved_layers import SolvedLayer
-from autopar.settings.constraints import Constraints
+from autopar.planning.solved_layers import SolvedLayer, named_mesh
 from autopar.simulate.context import context_exchanges
 from autopar.simulate.exchange import Exchange, with_exchanges
 from autopar.simulate.experts import expert_exchanges
 from autopar.simulate.fits import require_fit
-from autopar.simulate.matrices import Matrices
+from autopar.simulate.matrices import pinned
 from autopar.simulate.prediction import StrategyPrediction
-from autopar.simulate.pricing import PRECISIONS
+from autopar.simulate.pricing import matmul_dtype, traced_as
 from autopar.simulate.scenario import Scenario
 from autopar.simulate.share import ScoredLayers, Setting, Share, ShareTrace, tracer_of
 from autopar.simulate.stage_meshes import stage_meshes_of
@@ -43,7 +42,6 @@ from autopar.simulate.strategy import Strategy, parse_strategy, profile_of
 from autopar.simulate.terms import Terms, has_kernels, priced_under
 from cost_models import collective
 from cost_models.frameworks import Framework
-from cost_models.hardware import DTYPE_FALLBACKS
 from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster
 from cost_models.schedule import placement
@@ -103,7 +101,7 @@ class Predictor:
         loss_fn: Callable[..., torch.Tensor] | None = None,
         precision: str = "bf16",
     ) -> None:
-        self.traced_as = _traced_as(precision)
+        self.traced_as = traced_as(precision)
         self.precision = precision
         batch = name_inputs(model, example_inputs, loss_fn)
         self.rows = common_batch({k: v for k, v in batch.items() if isinstance(v, torch.Tensor)})
@@ -115,7 +113,7 @@ class Predictor:
         """The predictor of a graph at hand: traced in bf16 for 16-bit precisions and fp8, else in fp32. shares: traces
         for strategies with cp or ep, which are refused without it."""
         self = cls.__new__(cls)
-        self.traced_as, self.precision, self.rows = _traced_as(precision), precision, rows
+        self.traced_as, self.precision, self.rows = traced_as(precision), precision, rows
 
         def at(cp: int, ep: int) -> BatchedTrace:
             if cp == ep == 1:
@@ -158,18 +156,17 @@ class Predictor:
         wanted = parse_strategy(strategy, cluster, rows)
         stage_meshes = stage_meshes_of(cluster, wanted.mesh, wanted.pp, wanted.groups)
         precision = precision or self.precision
-        if _traced_as(precision) != self.traced_as:
+        if traced_as(precision) != self.traced_as:
             raise ConstraintError(
                 "the model was traced in another precision", values=f"{self.traced_as}, not {precision}"
             )
-        terms = Terms(profile, wanted.attention or profile.attention, _matmul_dtype(precision, cluster))
-        share = self.share(wanted.cp, wanted.ep)
-        terms = replace(terms, kernels=has_kernels(wanted, cluster, terms, share), load=_fullest_load(wanted, share))
-        settings = self._settings(share, cluster, terms, wanted, rows)
+        terms = Terms(profile, wanted.attention or profile.attention, matmul_dtype(precision, cluster))
         capacities = [
             float(wanted.memory_bytes or cluster.groups[each.group].device.memory_bytes) for each in stage_meshes
         ]
-        result = self._score(share, settings, terms, wanted, cluster, stage_meshes, capacities)
+        result = self._planned(terms, wanted, cluster, stage_meshes, rows, capacities)
+        if result is None:
+            result = self._result(terms, wanted, cluster, stage_meshes, rows, capacities)
         plain = result.prediction
         found = StrategyPrediction(
             plain.seconds,
@@ -191,6 +188,42 @@ class Predictor:
         if check:
             require_fit(found)
         return found
+
+    def _planned(
+        self,
+        terms: Terms,
+        wanted: Strategy,
+        cluster: AnyCluster,
+        stage_meshes: Sequence[StageMesh],
+        rows: int,
+        capacities: Sequence[float],
+    ) -> Simulated | None:
+        """A generated program's context parallelism, on an axis of its mesh as the planner has it; None for all other
+        strategies, and where the planner offers no such exchange."""
+        if wanted.cp == 1 or wanted.ep > 1 or not terms.is_planners:
+            return None
+        sizes = {axis: wanted.mesh.size(axis) for axis in ("dp", "tp", "ddp")}
+        mesh = named_mesh(sizes["dp"] // wanted.cp, sizes["tp"], sizes["ddp"], cp=wanted.cp)
+        exchange = (wanted.cp_exchange or terms.framework.cp_exchange).replace("-", "_")
+        own = replace(wanted, cp=1, mesh=mesh, limits=replace(wanted.limits, context=exchange))
+        try:
+            return self._result(terms, own, cluster, [replace(e, mesh=mesh) for e in stage_meshes], rows, capacities)
+        except ConstraintError:
+            return None
+
+    def _result(
+        self,
+        terms: Terms,
+        wanted: Strategy,
+        cluster: AnyCluster,
+        stage_meshes: Sequence[StageMesh],
+        rows: int,
+        capacities: Sequence[float],
+    ) -> Simulated:
+        share = self.share(wanted.cp, wanted.ep)
+        terms = replace(terms, kernels=has_kernels(wanted, cluster, terms, share), load=_fullest_load(wanted, share))
+        settings = self._settings(share, cluster, terms, wanted, rows)
+        return self._score(share, settings, terms, wanted, cluster, stage_meshes, capacities)
 
     def _score(
         self,
@@ -247,7 +280,7 @@ class Predictor:
         pins = (profile.shards_weights, sp) if tp > 1 else None
         key = (whole, cluster, terms.without_host, pins, tp if pins else 0, rows, repr(wanted.limits))
         if key not in share.settings:
-            limits = _pinned(share.matrices, wanted.limits, profile, sp, tp)
+            limits = pinned(share.matrices, wanted.limits, profile, sp, tp)
             limits.check(share.graph)
             request = Request(
                 trace=share.traced,
@@ -285,10 +318,10 @@ def _in_group(share: Share, setting: Setting, number: int, terms: Terms, wanted:
     pricer, parameters = priced_under(plain, terms, share), solved_layer.parameters(wanted.zero)
     own = (wanted.mesh, wanted.rows, wanted.zero, wanted.offload, wanted.micro_batches > 1, wanted.cp_exchange)
     if own not in setting.costs:
-        costs = combined(solved_layer.costs, stored_shares(share, pricer, parameters, wanted))
+        costs: Mapping[str, LayerCost] = solved_layer.costs
         for exchanges in _exchanges(share, solved_layer, pricer, terms, wanted):
             costs = with_exchanges(costs, exchanges)
-        setting.costs[own] = costs
+        setting.costs[own] = combined(costs, stored_shares(share, pricer, parameters, wanted))
     return ChainCosts(
         graph=share.graph,
         pricer=pricer,
@@ -318,7 +351,8 @@ def _exchanges(
     found, profile = [], terms.framework
     if wanted.cp > 1:
         by_ring = (wanted.cp_exchange or profile.cp_exchange) == "ring"
-        found.append(context_exchanges(solved_layer, pricer, wanted.cp, by_ring))
+        habits = GENERATED if profile.cp_habits == "generated" else PUBLISHED
+        found.append(context_exchanges(solved_layer, pricer, wanted.cp, by_ring, habits))
     if wanted.ep > 1:
         sp = _is_sequence_parallel(profile, wanted)
         tp = pricer.mesh.size("tp")
@@ -354,41 +388,7 @@ def _pipeline(share: Share, wanted: Strategy, profile: Framework, costs: Sequenc
     return Pipeline(wanted.pp, wanted.schedule, tuple(stages), wanted.offload)
 
 
-def _pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: bool, tp: int) -> Constraints:
-    """The constraints with those ways of tensor parallelism forbidden that are not the framework's own."""
-    if tp == 1:
-        return limits
-    parameters, activations = limits.forbid_parameters, limits.forbid_activations
-    if profile.shards_weights:
-        parameters += tuple((name, (("tp", R),)) for name in matrices.names(tp))
-    if not sp:
-        activations += tuple((name, (("tp", S(1)),)) for name in matrices.sequences)
-    elif profile.shards_weights:
-        activations += tuple((name, (("tp", R),)) for name in matrices.residuals)
-    return replace(limits, forbid_parameters=parameters, forbid_activations=activations)
-
-
 @cache
 def _usual_training(precision: str, on_gpu: bool) -> Training:
     """How a step is run with the optimiser that stands where none is given."""
     return training_of(adamw, precision, on_gpu)
-
-
-def _matmul_dtype(precision: str, cluster: AnyCluster) -> str:
-    """What matmuls are computed in. Raises ConstraintError where a device has no units for it, nor others for it."""
-    dtype = PRECISIONS[precision][1]
-    for group in cluster.groups:
-        known = group.device.peak_flops_per_second
-        if dtype not in known and not DTYPE_FALLBACKS[dtype]:
-            raise ConstraintError(
-                "the device has no units for this precision",
-                values=f"{precision} on {group.device.name}",
-                alternatives=", ".join(name for name, (_, own) in PRECISIONS.items() if own in known),
-            )
-    return dtype
-
-
-def _traced_as(precision: str) -> str:
-    if precision not in PRECISIONS:
-        raise ConstraintError("precision is not supported", values=repr(precision), alternatives=", ".join(PRECISIONS))
-    return PRECISIONS[precision][0]

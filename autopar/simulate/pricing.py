@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.costs.price import Pricer
+from autopar.errors import ConstraintError
 from autopar.ir.graph import ATTENTION, MATMULS, TensorMeta, base_name, has_dropout, is_causal
 from autopar.ir.placement import Placements, Stored
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.simulate.fusion import Part
 from cost_models import compute
 from cost_models.frameworks import Framework
+from cost_models.hardware import DTYPE_FALLBACKS
+from cost_models.mixed import AnyCluster
 
 PRECISIONS: Mapping[str, tuple[str, str]] = {
     "fp32": ("fp32", "fp32"),
@@ -208,3 +211,23 @@ class ProfiledPricer(Pricer):
         rows = num_local(node.outputs[0], option.outputs[0], self.mesh) / query.shape[-1]
         scores = math.ceil(rows) * key.shape[-2]
         return scores * (2 * query.dtype.itemsize + 1 if has_dropout(node) else query.dtype.itemsize)
+
+
+def matmul_dtype(precision: str, cluster: AnyCluster) -> str:
+    """What matmuls are computed in. Raises ConstraintError where a device has no units for it, nor others for it."""
+    dtype = PRECISIONS[precision][1]
+    for group in cluster.groups:
+        known = group.device.peak_flops_per_second
+        if dtype not in known and not DTYPE_FALLBACKS[dtype]:
+            raise ConstraintError(
+                "the device has no units for this precision",
+                values=f"{precision} on {group.device.name}",
+                alternatives=", ".join(name for name, (_, own) in PRECISIONS.items() if own in known),
+            )
+    return dtype
+
+
+def traced_as(precision: str) -> str:
+    if precision not in PRECISIONS:
+        raise ConstraintError("precision is not supported", values=repr(precision), alternatives=", ".join(PRECISIONS))
+    return PRECISIONS[precision][0]

@@ -46,6 +46,10 @@ def cluster(count: int) -> Cluster:
     return Cluster(IDEAL, 1, count, LINK, LINK)
 
 
+PUBLISHED = replace(framework("autopar"), cp_habits="published")
+"""Keys and values take what crosses the links, without copies of generated programs."""
+
+
 @cache
 def dense() -> Predictor:
     with torch.device("meta"):
@@ -85,21 +89,21 @@ def gathered(num_bytes: float, ranks: int) -> float:
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_ranks_of_cp_share_the_arithmetic_evenly(cp: int) -> None:
-    whole, part = predicted(dense(), 1), predicted(dense(), cp, cp=cp)
-    for kind in ("forward compute", "backward compute"):
+    whole, part = predicted(dense(), 1, PUBLISHED), predicted(dense(), cp, PUBLISHED, cp=cp)
+    for kind in ("forward matmuls", "forward attention", "backward matmuls", "backward attention"):
         assert part.seconds[kind] == pytest.approx(whole.seconds[kind] / cp, rel=1e-6)
 
 
 def test_gathered_keys_and_values_take_the_alpha_beta_time() -> None:
     cp, micro = 4, 2
-    found = predicted(dense(), cp, cp=cp, micro_batches=micro)
+    found = predicted(dense(), cp, PUBLISHED, cp=cp, micro_batches=micro)
     both = 2 * (ROWS // micro) * TOKENS * WIDTH * 4
     assert found.seconds["all_gather cp"] == pytest.approx(2 * micro * LAYERS * gathered(both, cp))
     assert found.seconds["reduce_scatter cp"] == pytest.approx(micro * LAYERS * gathered(both, cp))
-    again = predicted(dense(), cp, cp=cp, micro_batches=micro, recompute="full")
+    again = predicted(dense(), cp, PUBLISHED, cp=cp, micro_batches=micro, recompute="full")
     more = micro * LAYERS * gathered(both, cp)
     assert again.seconds["recomputation"] - more == pytest.approx(
-        predicted(dense(), 1, micro_batches=micro, recompute="full").seconds["recomputation"] / cp, rel=1e-6
+        predicted(dense(), 1, PUBLISHED, micro_batches=micro, recompute="full").seconds["recomputation"] / cp, rel=1e-6
     )
 
 
@@ -108,8 +112,8 @@ def test_a_ring_hides_what_its_steps_compute(rate: float) -> None:
     """Against a loop over the steps of the ring."""
     cp = 4
     spec = replace(cluster(cp), intra_node=replace(LINK, bytes_per_second=rate))
-    strategy = {"dp": 1, "cp": cp, "zero": 0, "micro_batches": 1, "cp_exchange": "ring", "kernels": "off"}
-    found = dense().predict(spec, strategy, global_batch_size=ROWS)
+    strategy = {"dp": 1, "cp": cp, "zero": 0, "micro_batches": 1, "cp_exchange": "ring"}
+    found = dense().predict(spec, strategy, global_batch_size=ROWS, framework=PUBLISHED)
     part = 2 * ROWS * TOKENS // cp * WIDTH * 4 / rate
     whole = 4 * ROWS * TOKENS * TOKENS * WIDTH / 2 / 1e12  # scores and weighted sum, half of them masked
     exposed = hidden = 0.0
@@ -318,7 +322,7 @@ def test_small_products_of_many_experts_are_padded_each() -> None:
 def test_degrees_that_do_not_divide_are_named_with_what_would(model: Any, strategy: dict[str, Any], words: str) -> None:
     count = strategy.get("dp", 1) * (strategy.get("cp", 1) or 1)
     with pytest.raises(ConstraintError, match=words) as caught:
-        predicted(model(), count, **strategy)
+        predicted(model(), count, "fsdp", **strategy)
     assert caught.value.alternatives or "no module" in words
 
 
@@ -333,7 +337,7 @@ def test_a_model_without_attention_calls_has_no_cp() -> None:
 def test_a_graph_at_hand_has_no_shares() -> None:
     given = Predictor.of_trace(dense().share(1, 1).traced, ROWS, "fp32")
     with pytest.raises(ConstraintError, match="whole rows"):
-        predicted(given, 2, cp=2)
+        predicted(given, 2, "fsdp", cp=2)
 
 
 # --- narrow formats ---------------------------------------------------------------------------------------------------
