@@ -14,7 +14,7 @@ from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.stage_boundaries import tied_parameters
 from autopar.costs.stored_costs import StoredCost, StoredParameters, stored_costs
-from autopar.ir.chain import chain, homes_of
+from autopar.ir.chain import chain, homes_of, uncut
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.scopes import scopes_of
 from autopar.planning.known_costs import Limits, known_costs
@@ -46,7 +46,7 @@ class ConfigCosts:
     def __init__(self, request: Request, solved: Solved) -> None:
         self.request, self.solved = request, solved
         self.graph = request.trace(request.global_batch_size)
-        self.units = chain(self.graph)
+        self.units, self.uncut = chain(self.graph), uncut(self.graph)
         self.counts = Counter(self.units)
         self.homes, self.scopes = homes_of(self.graph), scopes_of(self.graph)
         self.shared = tied_parameters(self.graph)
@@ -57,6 +57,11 @@ class ConfigCosts:
         self.known = known_costs(solved.known_costs, request)
         self.limits: Limits = request.constraints.recompute, tuple(self.usable_bytes)
         self._none = [0.0] * len(self.counts)
+
+    @property
+    def most_stages(self) -> int:
+        """Into so many at most the units can be cut."""
+        return len(self.units) - len(self.uncut)
 
     def solved_layer(self, config: ParallelConfig, stage_mesh: StageMesh) -> SolvedLayer:
         """The solved layer on a stage mesh, which there must be."""
