@@ -50,12 +50,12 @@ from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.solved_layers import SolvedLayer
 from autopar.planning.stage_points import HOLDING
 
-
 EXACT_DEVICES = 8
 """Devices up to which no pipeline is missed whose plan predicts less than its closed form."""
 
 Seconds = np.ndarray
 """Of every class of units."""
+
 
 def bound(costs: ConfigCosts, config: ParallelConfig) -> float:
     """With memory and transfers free."""
@@ -263,8 +263,8 @@ def _on_best_stage(seconds: ClassSeconds, weights: np.ndarray) -> Seconds:
 
 @lru_cache(maxsize=4096)
 def _weights(p: int, count: int, forward: float, gradients: float) -> np.ndarray:
-    """By stage l_s m, 1 - l_s w_s and L_s, such that a unit of these shares of forwards and input gradients adds as much
-    on every stage."""
+    """By stage l_s m, 1 - l_s w_s and L_s, such that a unit of these shares of forwards and input gradients adds as
+    much on every stage."""
     begun, weights, ahead = [min(count, p - stage) for stage in range(p)], list[float](), 0.0
     for number in begun:
         weights.append(max((1.0 - gradients * ahead) / (count - number * forward), 0.0))

@@ -22,7 +22,18 @@ from autopar.settings.constraints import Constraints
 from tests.autopar.requests import hostless
 
 MODELS = 24
-CLUSTERS = ("2 cpu", "4 cpu", "6 cpu", "8 cpu", "2 h100-sxm", "4 h100-sxm", "2x4 a100-80g", "6 a100-80g", "3 l4", "8 l4")
+CLUSTERS = (
+    "2 cpu",
+    "4 cpu",
+    "6 cpu",
+    "8 cpu",
+    "2 h100-sxm",
+    "4 h100-sxm",
+    "2x4 a100-80g",
+    "6 a100-80g",
+    "3 l4",
+    "8 l4",
+)
 BATCHES = (4, 6, 8, 12)
 POSITIONS, WORDS = 8, 24
 
