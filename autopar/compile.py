@@ -105,6 +105,8 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
     check_plan(best.plan, request.needs, best.graph)
     if best.plan.compression and not best.plan.compresses:
         warnings.warn(NOTHING_COMPRESSED, stacklevel=4)
+    if best.repeated_work:
+        warnings.warn(best.repeated_work, stacklevel=4)
     asynchronous = backend == "async-tp"
     own = passes(
         fused=request.kernels,

@@ -124,6 +124,7 @@ class PipelineProblem:
         tied: parameters shared by two units.
         num_stages: allowed numbers of stages; None allows all.
         num_deferred: micro-batches whose weight gradients wait, by number of stages and stage; None: none do.
+        uncut: units ahead of which no stage begins.
 
     Raises:
         ValueError: a name, index or number does not fit the others.
@@ -141,6 +142,7 @@ class PipelineProblem:
     tied: tuple[Tied, ...] = ()
     num_stages: Collection[int] | None = None
     num_deferred: InFlight | None = None
+    uncut: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.units or self.num_micro_batches < 1:

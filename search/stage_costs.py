@@ -110,6 +110,7 @@ class StageCosts:
             (tuple(busy[0]), tuple(busy[1])),
             tuple(bool(points) for points in self.points),
             tuple((pair.first, pair.second) for pair in problem.tied),
+            problem.uncut,
         )
         self.shape_of, self.counts, self.busy = shapes.shape_of, shapes.counts, shapes.busy
         self.extra_bytes = shapes.second_alone @ np.array([pair.fixed_bytes for pair in problem.tied])

@@ -38,11 +38,13 @@ def shapes_of(
     busy: tuple[tuple[float, ...], tuple[float, ...]],
     usable: tuple[bool, ...],
     tied: tuple[tuple[int, int], ...],
+    uncut: tuple[int, ...] = (),
 ) -> Shapes:
     """The shapes of all intervals of up to `longest` units.
 
     busy: [N + 1] seconds of the boundary before each unit as a stage's first and as its last boundary. usable: whether
-    a class (in order of appearance) can run at all; stages that have one that cannot have no shape.
+    a class (in order of appearance) can run at all; stages that have one that cannot have no shape. uncut: units at
+    which no stage begins or ends; those that would have no shape either.
     """
     num_units = len(units)
     start = np.repeat(np.arange(num_units), longest)
@@ -50,7 +52,7 @@ def shapes_of(
     inside = np.flatnonzero(end <= num_units)
     start, end = start[inside], end[inside]
     columns: list[Array] = []
-    valid = np.ones(len(start), dtype=np.bool_)
+    valid = ~(np.isin(start, uncut) | np.isin(end, uncut))
     for kind, is_usable in zip(dict.fromkeys(units), usable, strict=True):
         total = np.append(0, np.cumsum([name == kind for name in units]))
         columns.append((total[end] - total[start]).astype(np.float64))

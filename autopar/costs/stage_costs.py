@@ -198,8 +198,9 @@ def simulated(
 
     Seconds by kind are those of the busiest pipeline rank, the rest of the simulated time is the bubble, and what is
     done once per step is that of the slowest pipeline rank. Waiting for hosts is what the whole step has of it: several
-    times what it would take less if a part of it were gone (`WAITED`), wherever that is. A first pass (`FIRST_PASS`) is simulated as the first half
-    of every forward: as long as forwards that are all run ahead, whose fill is that of the schedule, but for messages.
+    times what it would take less if a part of it were gone (`WAITED`), wherever that is. A first pass (`FIRST_PASS`)
+    is simulated as the first half of every forward: as long as forwards that are all run ahead, whose fill is that of
+    the schedule, but for messages.
     """
     schedule, pp, chunks = pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks
     lines = make_schedule(schedule, pp, num_micro_batches, chunks)

@@ -52,8 +52,8 @@ Trained = tuple[str, TensorMeta, Stored]
 
 @dataclass(frozen=True, slots=True)
 class StoredParameters:
-    """Parameters as they are stored on some axes. elements: of all that are alike; numbers: how many these are. trained: by unit. scope_bytes: of
-    the trained ones of every scope."""
+    """Parameters as they are stored on some axes. elements: of all that are alike; numbers: how many these are.
+    trained: by unit. scope_bytes: of the trained ones of every scope."""
 
     elements: Mapping[Alike, int]
     numbers: Mapping[Alike, int]

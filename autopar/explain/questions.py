@@ -14,7 +14,7 @@ from autopar.explain.decisions import Decision, is_made, other_decisions, pin_te
 from autopar.explain.explanation import Alternative, Explanation, WhatIf
 from autopar.explain.processes import answers
 from autopar.explain.verdict import TIE, time_words, verdict_words
-from autopar.ir.chain import chain
+from autopar.ir.chain import most_stages
 from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.config_costs import Solved
@@ -85,7 +85,7 @@ class _Questions:
     def answer(self, best: Candidate, processes: int) -> Explanation:
         plan = best.plan
         # First what is solved already: other decisions have the prices of the plan, other conditions few of them.
-        asked: list[Decision | Condition] = [*other_decisions(self.request, plan, len(chain(best.graph)))]
+        asked: list[Decision | Condition] = [*other_decisions(self.request, plan, most_stages(best.graph))]
         asked += conditions(self.request)
 
         # What shares layers that are solved for it is asked by one process, and first, as it takes longest.

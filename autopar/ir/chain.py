@@ -78,6 +78,22 @@ def chain(graph: Graph) -> tuple[str, ...]:
     return tuple(units)
 
 
+@derived
+def uncut(graph: Graph) -> tuple[int, ...]:
+    """Units ahead of which no stage begins: a unit that does nothing but what every stage makes itself (masks, tables,
+    padding of the batch) is in the stage of the next one."""
+    units, repeats = chain(graph), repeated_calls(graph)
+    busy = {unit for name, unit in segments(graph).items() if name not in repeats}
+    busy |= {piece.layer.name for piece in graph.body if isinstance(piece, LayerRun)}
+    found = {index + 1 if index + 1 < len(units) else index for index, name in enumerate(units) if name not in busy}
+    return tuple(sorted(found))
+
+
+def most_stages(graph: Graph) -> int:
+    """Into so many stages at most the chain can be cut."""
+    return len(chain(graph)) - len(uncut(graph))
+
+
 def homes_of(graph: Graph) -> dict[str, str]:
     """Top-level parameter -> the unit that uses it first (layers that get it passed in count for the top)."""
     own, found = segments(graph), dict[str, str]()

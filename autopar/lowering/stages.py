@@ -135,7 +135,12 @@ def _divide(graph: Graph, boundaries: Cut) -> _Division:
     made_in = {piece.name: stage for stage, piece in placed if stage >= 0}
     idle = set(range(len(boundaries))) - set(made_in.values())
     if idle:
-        raise PlanError(f"stage {min(idle)} has nothing to compute but masks and tables that every stage makes itself")
+        first = boundaries[min(idle)]
+        raise PlanError(
+            f"stage {min(idle)} has nothing to compute but masks and tables that every stage makes itself",
+            values=f"a stage of the blocks from {first}, {units[first]}",
+            alternatives="these blocks in the stage of the next ones",
+        )
     return _Division(graph, tuple(placed), repeated, made_in)
 
 

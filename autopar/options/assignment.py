@@ -44,6 +44,31 @@ class Candidate:
     assignment: Assignment
     solution: Solution | None
 
+    @property
+    def idle_axes(self) -> tuple[str, ...]:
+        """Axes that no call makes use of: their ranks repeat the same work."""
+        options = self.assignment.operators.values()
+        return tuple(
+            axis
+            for i, axis in enumerate(self.plan.mesh.axes)
+            if not any(p[i].is_shard for o in options for p in (*o.inputs, *o.outputs))
+        )
+
+    @property
+    def repeated_work(self) -> str:
+        """What to say of a plan that splits nothing; empty of any other. Such a plan is legal on any number of devices:
+        no mesh divides the model's work, or to divide it would cost more than it saves."""
+        plan = self.plan
+        is_split = not plan.mesh.axes or len(self.idle_axes) < len(plan.mesh.axes)
+        if is_split or plan.pipeline.num_pipeline_ranks > 1:
+            return ""
+        rows, ranks = plan.global_batch_size, plan.mesh.num_ranks
+        divisors = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
+        return (
+            f"every rank repeats all of the work: the plan splits nothing over {ranks} devices, so one is as fast. "
+            f"The batch of {rows} divides over {divisors} devices"
+        )
+
 
 def default_option(
     options: tuple[Option, ...], sources: tuple[Placements, ...], sizes: tuple[int, ...], weights: tuple[float, ...]

@@ -263,8 +263,8 @@ def _on_best_stage(seconds: ClassSeconds, weights: np.ndarray) -> Seconds:
 
 @lru_cache(maxsize=4096)
 def _weights(p: int, count: int, forward: float, gradients: float) -> np.ndarray:
-    """By stage l_s m, 1 - l_s w_s and L_s, such that a unit of these shares of forwards and input gradients adds as much
-    on every stage."""
+    """By stage l_s m, 1 - l_s w_s and L_s, such that a unit of these shares of forwards and input gradients adds as
+    much on every stage."""
     begun, weights, ahead = [min(count, p - stage) for stage in range(p)], list[float](), 0.0
     for number in begun:
         weights.append(max((1.0 - gradients * ahead) / (count - number * forward), 0.0))

@@ -57,7 +57,7 @@ def refined(search: EqualSearch, found: tuple[Found, ...]) -> Iterator[Found]:
 
 def _check_depth(search: EqualSearch) -> None:
     """Raises ConstraintError where the model is too short for the pinned schedule with every number of ranks."""
-    numbers, num_units = sorted({each.pp for each in search.unscheduled if each.pp > 1}), len(search.costs.units)
+    numbers, num_units = sorted({each.pp for each in search.unscheduled if each.pp > 1}), search.costs.most_stages
     needed = [number * chunks for number in numbers for _, chunks in chunks_of(search)]
     if needed and min(needed) > num_units:
         limits = search.request.constraints
@@ -154,7 +154,7 @@ def _modes(search: EqualSearch) -> tuple[str, ...]:
 def _even_cut(search: EqualSearch, config: ParallelConfig, mode: str) -> EvenCut | None:
     """The even cut under one recompute mode; None where there are too few units or micro-batches for it."""
     costs, known = search.costs, search.costs.known.cuts
-    is_long_enough = config.pp * config.chunks <= len(costs.units) and config.num_micro_batches > 1
+    is_long_enough = config.pp * config.chunks <= costs.most_stages and config.num_micro_batches > 1
     if not is_long_enough or search.solved_layers.of(config, config.stage_meshes[0]) is None:
         return None
     if (config, mode) not in known:
@@ -185,6 +185,7 @@ def _evenly(problem: StageProblem, mode: str) -> PipelineSolution | None:
         in_flight=lambda p, i: 1,
         num_micro_batches=config.num_micro_batches,
         num_stages=(num_stages,),
+        uncut=problem.costs.uncut,
     )
     try:
         return solve_pipeline(even)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from autopar.costs.cost_table import combined
 from autopar.costs.host import host_of
-from autopar.costs.layer_costs import SYNCHRONISATION, LayerCost, Mode, exposed
+from autopar.costs.layer_costs import SYNCHRONISATION, LayerCost, Mode, chosen_seconds, exposed
 from autopar.costs.pipeline_costs import ChainCosts
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.stage_boundaries import tied_parameters
 from autopar.costs.stored_costs import StoredCost, StoredParameters, stored_costs
-from autopar.ir.chain import chain, homes_of
+from autopar.ir.chain import chain, homes_of, uncut
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.scopes import scopes_of
 from autopar.planning.known_costs import Limits, known_costs
@@ -46,7 +46,7 @@ class ConfigCosts:
     def __init__(self, request: Request, solved: Solved) -> None:
         self.request, self.solved = request, solved
         self.graph = request.trace(request.global_batch_size)
-        self.units = chain(self.graph)
+        self.units, self.uncut = chain(self.graph), uncut(self.graph)
         self.counts = Counter(self.units)
         self.homes, self.scopes = homes_of(self.graph), scopes_of(self.graph)
         self.shared = tied_parameters(self.graph)
@@ -58,6 +58,11 @@ class ConfigCosts:
         self.limits: Limits = request.constraints.recompute, tuple(self.usable_bytes)
         self._none = [0.0] * len(self.counts)
 
+    @property
+    def most_stages(self) -> int:
+        """Into so many at most the units can be cut."""
+        return len(self.units) - len(self.uncut)
+
     def solved_layer(self, config: ParallelConfig, stage_mesh: StageMesh) -> SolvedLayer:
         """The solved layer on a stage mesh, which there must be."""
         found = self.solved.of(config, stage_mesh)
@@ -67,11 +72,11 @@ class ConfigCosts:
     def seconds(self, config: ParallelConfig, stage_mesh: StageMesh) -> ClassSeconds:
         """On a stage mesh."""
         solved_layer = self.solved_layer(config, stage_mesh)
-        key = stage_mesh, solved_layer.storage, config.zero, config.offload
+        key = stage_mesh, solved_layer.storage, config.zero, config.offload, self._summing(config)
         if key not in self.known.synchronised:
             stored = self.stored(config, stage_mesh)
             own = [stored.get(name, StoredCost()) for name in self.counts]
-            micro, step = [exposed(s.per_micro) for s in own], [exposed(s.per_step) for s in own]
+            micro, step = [exposed(s.per_micro) for s in own], [chosen_seconds(s.per_step) for s in own]
             sent = [s.per_step.get(SYNCHRONISATION, 0.0) for s in own]
             self.known.synchronised[key] = micro, step, [s.host for s in own], sent
         return self._busy(solved_layer, config, *self.known.synchronised[key])
@@ -118,14 +123,18 @@ class ConfigCosts:
     def stored(self, config: ParallelConfig, stage_mesh: StageMesh) -> dict[str, StoredCost]:
         """The parameters of every unit on a stage mesh."""
         solved_layer = self.solved_layer(config, stage_mesh)
-        # Gradients that are summed over micro-batches take room of their own, however many there are.
-        # A first pass gathers parameters once more.
-        kind = config.num_micro_batches > 1, self.has_first_pass(config)
-        key = stage_mesh, solved_layer.storage, config.zero, config.offload, kind
+        key = stage_mesh, solved_layer.storage, config.zero, config.offload, self._summing(config)
         if key not in self.known.stored:
             parameters = self._parameters(solved_layer, config.zero)
-            self.known.stored[key] = stored_costs(self.graph, self._pricer(config, stage_mesh), parameters)
+            few = replace(config, num_micro_batches=min(config.num_micro_batches, 2))
+            self.known.stored[key] = stored_costs(self.graph, self._pricer(few, stage_mesh), parameters)
         return self.known.stored[key]
+
+    def _summing(self, config: ParallelConfig) -> tuple[bool, bool]:
+        """What of its micro-batches the prices of parameters know. Gradients that are summed over micro-batches take
+        room of their own, however many there are; the second and all later ones take as long, which is least for two.
+        A first pass gathers parameters once more."""
+        return config.num_micro_batches > 1, self.has_first_pass(config)
 
     def _parameters(self, solved_layer: SolvedLayer, zero: int) -> StoredParameters:
         """The parameters as a solved layer stores them, on meshes of its axes."""

@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator
 
 from autopar.costs.layer_costs import chosen_seconds
-from autopar.ir.chain import chain
+from autopar.ir.chain import most_stages
 from autopar.planning.best_first import BestFirst, Bound
 from autopar.planning.bounds import EXACT_DEVICES, bound, bound_of_many_rows, bound_without_parameters, tightened
 from autopar.planning.candidates import candidate_of
@@ -145,7 +145,7 @@ class EqualSearch(PipelineSearch):
     """
 
     def __init__(self, request: Request, solved: SolvedLayers | LayerPool | None = None) -> None:
-        num_units = len(chain(request.trace(request.global_batch_size)))
+        num_units = most_stages(request.trace(request.global_batch_size))
         self.unscheduled = tuple(equal_configs(request, num_units))
         # Without the first, ttp: that grids are tried beside the rest makes no plan of the rest less exact.
         kinds = {(*c.sharing[1:], c.rows_on(c.stage_meshes[0])) for c in self.unscheduled}
@@ -241,9 +241,9 @@ class UnequalSearch(PipelineSearch):
 
     def configs(self) -> Iterator[ParallelConfig]:
         """All of them."""
-        return unequal_configs(self.request, self.assignments, len(self.costs.units))
+        return unequal_configs(self.request, self.assignments, self.costs.most_stages)
 
     def bounded(self) -> Iterable[Bounded]:
         """Where the search begins: what bears on parameters only is left open."""
-        configs = without_parameters(self.request, self.assignments, len(self.costs.units))
+        configs = without_parameters(self.request, self.assignments, self.costs.most_stages)
         return ((bound_without_parameters(self.costs, each), each, Bound.WITHOUT_PARAMETERS) for each in configs)

@@ -27,7 +27,7 @@ from autopar.planning.chunked import refined
 from autopar.planning.config_costs import Solved
 from autopar.planning.known_costs import KnownCosts
 from autopar.planning.layer_pool import LayerPool, kind_of
-from autopar.planning.one_stage import OneStageSearch, meshes
+from autopar.planning.one_stage import OneStageSearch
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
 from autopar.planning.predict import chosen, predicted
@@ -145,7 +145,6 @@ def search_plans(
         raise nothing_fits(request, failures, [search] if unlike is None else [search, unlike])
     found.sort(key=lambda c: (float(f"{chosen(c.plan):.9g}"), c.solution is None, c.plan.mesh_text))
     found = _distinct(found)
-    _refuse_idle(found[0], request)
     names = {c.plan.mesh_text for c in found}
     skipped = {whole_mesh_text(each.pp, each.stage_meshes[0].mesh): bound for bound, each in pipelines.skipped}
     skipped |= {str(mesh): bound for bound, mesh in one.skipped}
@@ -161,8 +160,6 @@ def fits_soon(request: Request, pool: LayerPool) -> bool:
     try:
         search = EqualSearch(request, pool)
         _refuse_undivided(search)
-        if all(mesh.num_data_ranks == 1 for mesh in meshes(request)):
-            return False
     except ConstraintError:
         return False
     like_others = itertools.chain.from_iterable(_alike(search, each) for each in pool.fitting[:MOST_ALIKE])
@@ -315,28 +312,4 @@ def _refuse_undivided(search: EqualSearch) -> None:
         "tp divides no dim of the model that may be cut: every rank of it would repeat all of the work",
         values=f"tp={tp}, sizes {', '.join(map(str, sorted(sizes, reverse=True)[:8]))}",
         alternatives=[*(f"tp={n}" for n in nearest), "tp left out"],
-    )
-
-
-def _refuse_idle(best: Candidate, request: Request) -> None:
-    """A cluster whose size divides neither the batch nor any dim of the model: every rank would do all of the work.
-
-    Where it could be divided but communication would cost more (a tiny model), the plan stands and says so itself.
-    """
-    plan = best.plan
-    if not plan.mesh.axes or plan.pipeline.num_pipeline_ranks > 1 or request.constraints.degrees:
-        return
-    options = best.assignment.operators.values()
-    is_split = any(p.is_shard for o in options for tensor in (*o.inputs, *o.outputs) for p in tensor)
-    can_split = any(mesh.num_data_ranks > 1 for mesh in meshes(request))
-    if is_split or can_split:
-        return
-    rows, devices = request.global_batch_size, request.cluster.num_devices
-    raise InfeasibleError(
-        f"no mesh of {devices} devices divides the model's work: every rank would repeat all of it",
-        values={"global batch": rows, "meshes tried": ", ".join(map(str, meshes(request)))},
-        alternatives=[
-            f"a number of devices that divides the batch: {', '.join(map(str, divisors(rows)))}",
-            f"a batch that is a multiple of {devices}",
-        ],
     )

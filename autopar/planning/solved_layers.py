@@ -20,6 +20,7 @@ from typing import NamedTuple
 from autopar.costs.emitted import Known
 from autopar.costs.layer_costs import LayerCost
 from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import ZERO_AXES, Mesh, zero_axes
 from autopar.ir.placement import Stored
@@ -218,6 +219,8 @@ class SolvedLayers:
     ) -> tuple[Assignment, CallCosts]:
         """An assignment with what it costs on a mesh with `rows` rows of a data-parallel rank."""
         key, whole = (costed, rows, self._number_of(assignment)), rows * costed.num_data_ranks
+        # Of programs that differ in sizes alone, one may have views that another does without, which only CPUs count.
+        decisions = None if is_cpu(self.request.cluster) else (key[2], len(self.operators(whole)))
         if key not in self._call_costs:
             solved_rows = solved_key.whole_rows
             here = carried(assignment, self.operators(solved_rows), solved_rows, whole)
@@ -227,7 +230,7 @@ class SolvedLayers:
                 pricer=self.pricer(costed),
                 assignment=on_axes(here, solved_key.mesh.axes, costed.axes),
                 known=self._known,
-                decisions=(self._number_of(assignment), len(self.operators(whole))),
+                decisions=decisions,
             )
         return assignment, self._call_costs[key]
 

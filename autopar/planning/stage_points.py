@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from autopar.costs.layer_costs import LayerCost, Mode, defers_weights
+from autopar.costs.layer_costs import LayerCost, Mode, chosen_seconds, defers_weights
 from autopar.ir.plan_data import RECOMPUTE_MODES, Pipeline, StagePlan
 from search.pipeline_problem import (
     InFlight,
@@ -85,7 +85,7 @@ def point(cost: LayerCost, label: str, mode: Mode, schedule: str, stretch: float
         label=label,
         fill_seconds=fill,
         steady_seconds=busy * stretch,
-        step_seconds=cost.step_seconds,
+        step_seconds=chosen_seconds(cost.step),
         fixed_bytes=cost.fixed_bytes,
         micro_bytes=mode.kept_bytes,
         transient_bytes=mode.transient_bytes,

@@ -128,6 +128,7 @@ class StageProblem:
             tied=tuple(self._tied()),
             num_stages=config.pipeline_ranks,
             num_deferred=holding.num_deferred,
+            uncut=costs.uncut,
         )
 
     def _tied(self) -> Iterator[Tied]:

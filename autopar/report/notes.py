@@ -24,7 +24,10 @@ def notes_of(compiled: GeneratedProgram) -> tuple[str, ...]:
     notes += [f"a check of values that the program leaves out: {line}" for line in compiled.best.graph.unchecked]
     if compiled.plan.compression and not compiled.plan.compresses:
         notes.append(NOTHING_COMPRESSED)
-    notes += [f"nothing is split over {axis}: its ranks repeat the same work" for axis in _idle_axes(compiled)]
+    if compiled.best.repeated_work:
+        notes.append(compiled.best.repeated_work)
+    else:
+        notes += [f"nothing is split over {axis}: its ranks repeat the same work" for axis in compiled.best.idle_axes]
     return (*notes, *_bound_by_host(compiled), *exchange_notes(compiled))
 
 
@@ -38,14 +41,4 @@ def _bound_by_host(compiled: GeneratedProgram) -> list[str]:
     return [
         f"the host's calls take {seconds_text(whole)}, the devices {seconds_text(device)}: more devices do not help; "
         "larger batches do" + ("" if compiled.backend == "inductor" else ", and so may backend inductor")
-    ]
-
-
-def _idle_axes(compiled: GeneratedProgram) -> list[str]:
-    """Axes that no call makes use of."""
-    mesh, options = compiled.plan.mesh, compiled.best.assignment.operators.values()
-    return [
-        axis
-        for i, axis in enumerate(mesh.axes)
-        if not any(p[i].is_shard for o in options for p in (*o.inputs, *o.outputs))
     ]

@@ -1,0 +1,86 @@
+"""Searches against enumeration: no bound is above what is achieved, and no pin makes a plan faster than the free one.
+
+Requests are drawn from seeds (random_requests.py). Exact is what a plan predicts, as choices count it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from autopar.errors import AutoparError
+from autopar.options.assignment import Candidate
+from autopar.planning.bounds import bound, tightened
+from autopar.planning.candidates import candidate_of
+from autopar.planning.one_stage import _solve, free_optimum, meshes, micro_batch_counts
+from autopar.planning.pipelines import EqualSearch
+from autopar.planning.planner import SearchResult, search_plans
+from autopar.planning.predict import chosen
+from autopar.planning.request import Request
+from tests.autopar.planning.random_requests import draw, pinned, within
+
+MOST_CONFIGS = 30
+"""Parallel configs of a request that are enumerated, drawn at random."""
+ROUND_OFF = 1 + 1e-9
+
+
+def exact_seconds(request: Request, random_: random.Random) -> Iterator[tuple[str, float, float]]:
+    """(config in words, its bound, what its plan takes) of configs with pipelines and of meshes of one stage."""
+    search = EqualSearch(request)
+    configs = list(search.configs())
+    for config in random_.sample(configs, min(len(configs), MOST_CONFIGS)):
+        least = max(bound(search.costs, config), tightened(search.costs, config))
+        found = search.cut(config)
+        plan = candidate_of(found, request, search.costs.known).plan if found is not None else None
+        if plan is not None and plan.prediction.peak_bytes <= request.capacity_bytes():
+            yield f"{plan.mesh_text} {config.key}", least, chosen(plan)
+    for mesh in meshes(request):
+        for count in micro_batch_counts(request, mesh):
+            solved = _solve(mesh, request, count)
+            if isinstance(solved, Candidate):
+                yield f"one stage on {mesh}, {count}", free_optimum(mesh, request, count), chosen(solved.plan)
+
+
+def violations(seed: int, num_pins: int = 4) -> Iterator[str]:
+    """What does not hold of a seed's request."""
+    drawn, random_ = draw(seed, num_pins), random.Random(seed)
+    request, result = drawn.request, search_plans(drawn.request)
+    if seed % 3 == 0:
+        tight = within(request, result.best.plan.prediction.peak_bytes * random_.choice((0.5, 0.7, 0.9)))
+        with contextlib.suppress(AutoparError):  # Where nothing fits, the request is looked at without its budget.
+            request, result = tight, search_plans(tight)
+    free = chosen(result.best.plan)
+    for words, least, seconds in exact_seconds(request, random_):
+        if least > seconds * ROUND_OFF:
+            yield f"seed {seed}: a bound of {least:.6g} s for {words}, which takes {seconds:.6g} s"
+        if free > seconds * ROUND_OFF:
+            yield f"seed {seed}: free takes {free:.6g} s, {words} {seconds:.6g} s"
+    for pins in drawn.pins:
+        try:
+            seconds = chosen(search_plans(pinned(request, pins)).best.plan)
+        except AutoparError:
+            continue
+        if free > seconds * ROUND_OFF:
+            yield f"seed {seed}: free takes {free:.6g} s, {pins} {seconds:.6g} s"
+    yield from (f"seed {seed}: {name} is skipped for {least:.6g} s" for least, name in told(result) if least < free)
+
+
+def told(result: SearchResult) -> list[tuple[float, str]]:
+    """What the report calls slower."""
+    return [(least * ROUND_OFF, name) for least, name in result.skipped if math.isfinite(least)]
+
+
+@pytest.mark.parametrize("seed", [2])
+def test_bounds_hold_and_free_is_best(seed: int) -> None:
+    assert not list(violations(seed, num_pins=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 216, 24))
+def test_bounds_hold_and_free_is_best_of_many_requests(first: int) -> None:
+    """Every model of the generator once per case, on other devices."""
+    assert [line for seed in range(first, first + 24) for line in violations(seed)] == []
