@@ -29,6 +29,7 @@ try:
     from autopar.trial_report import TrialReport  # noqa: E402
     from autopar.verify import verify  # noqa: E402
     from autopar.verify_report import VerifyReport  # noqa: E402
+    from codegen.runtime.processes import Ending  # noqa: E402
 finally:
     if _collects:
         if not gc.get_freeze_count():  # all to the oldest generation, without being looked at once in each
@@ -43,6 +44,7 @@ __all__ = [
     "Certificate",
     "ClusterSpec",
     "CompiledProgram",
+    "Ending",
     "Explanation",
     "Plan",
     "Predictor",

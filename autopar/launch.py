@@ -45,9 +45,10 @@ from autopar.running.surroundings import check_starting
 from autopar.settings.arguments import check_numbers, whole
 from autopar.settings.backend import patience_seconds
 from codegen.runtime import watch
+from codegen.runtime.board import Board
 from codegen.runtime.diagnosis import THE_END, cause_of
 from codegen.runtime.processes import LOST, after_the_first, end_with_parent, note_own_group
-from codegen.runtime.watch import BOARD, Board
+from codegen.runtime.watch import BOARD
 
 TIMEOUT_SECONDS = 600.0
 GROUP_SECONDS = 120.0

@@ -16,15 +16,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autopar.running.supervise import exit_on
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig
 from benchmarks.faults.case import Result
+from codegen.runtime.processes import exit_on
 from examples.models import gpt2
 
 STEPS = 12
@@ -39,27 +39,45 @@ def batches(start: int) -> Iterator[dict[str, Tensor]]:
         start += 8
 
 
+def held_out(start: int) -> Iterator[dict[str, Tensor]]:
+    return batches(start + 10_000)
+
+
 @functools.cache
-def trainer() -> Trainer:
-    """Planned once; dropout, so that the random state must be resumed as well."""
+def trainer(every: int = 1) -> Trainer:
+    """Planned once; dropout, so that the random state must be resumed as well. every: steps between checkpoints; with
+    none of them the run evaluates instead."""
     config = TrainerConfig(
-        cluster="2 cpu", constraints={"dp": 2, "zero": 2}, steps=STEPS, checkpoint_every=1,
-        checkpoint_directory="unset",
+        cluster="2 cpu", constraints={"dp": 2, "zero": 2}, steps=STEPS, checkpoint_every=every,
+        checkpoint_directory="unset", evaluation={} if every else {"every": 2, "num_batches": 6},
         keep_checkpoints=2, log_every=0,
     )  # fmt: skip
-    made = Trainer(gpt2(layers=1, width=16, num_heads=2, dropout=0.1).model, config, batches)
+    model = gpt2(layers=1, width=16, num_heads=2, dropout=0.1).model
+    made = Trainer(model, config, batches, eval_batches=None if every else held_out)
     made.compile()
     return made
+
+
+class Found(NamedTuple):
+    """The first step of a run, the losses from there on, and those of its evaluations by their steps."""
+
+    first: int
+    losses: list[float]
+    evaluated: dict[str, float]
+
+    def is_end_of(self, whole: Found) -> bool:
+        """Whether this run did what a whole one does from there on."""
+        return self.losses == whole.losses[self.first :] and self.evaluated.items() <= whole.evaluated.items()
 
 
 class Run:
     """A run in `folder`: checkpoints and temporary files go there, and the losses of its end."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, every: int = 1) -> None:
         self.folder, self.losses = folder, folder / "losses.json"
         (folder / "temporary").mkdir(exist_ok=True)
-        trainer()
-        self.process = multiprocessing.get_context("fork").Process(target=_main, args=(folder,))
+        trainer(every)
+        self.process = multiprocessing.get_context("fork").Process(target=_main, args=(folder, every))
         self.process.start()
 
     @property
@@ -83,44 +101,42 @@ class Run:
             self.process.join()
         return code
 
-    def result(self) -> tuple[int, list[float]] | None:
-        """(first step, losses) of a run that came to its end."""
-        if not self.losses.exists():
-            return None
-        first, losses = json.loads(self.losses.read_text())
-        return first, losses
+    def result(self) -> Found | None:
+        """What came of a run that came to its end."""
+        return Found(*json.loads(self.losses.read_text())) if self.losses.exists() else None
 
 
-def _main(folder: Path) -> None:
+def _main(folder: Path, every: int) -> None:
     exit_on(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # as the command line does
     tempfile.tempdir = str(folder / "temporary")
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 2)
-    made = trainer()
+    made = trainer(every)
     config = replace(made.setup.config, checkpoint_directory=str(folder / "run"))
     made.setup = replace(made.setup, config=config)
     result = made.fit()
-    (folder / "losses.json").write_text(json.dumps([result.first_step, result.losses]))
+    evaluated = {each["step"]: each["loss"] for each in result.evaluations}
+    (folder / "losses.json").write_text(json.dumps([result.first_step, result.losses, evaluated]))
 
 
 @functools.cache
-def unbroken() -> tuple[list[float], float]:
-    """The losses of a run that nothing happens to, and the seconds that it takes."""
+def unbroken(every: int = 1) -> tuple[Found, float]:
+    """What a run does that nothing happens to, and the seconds that it takes."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     started = time.monotonic()
-    run = Run(folder)
+    run = Run(folder, every)
     code, found = run.wait(), run.result()
     shutil.rmtree(folder)
     assert code == 0 and found is not None, f"the run that nothing happens to ended with {code}"
-    return found[1], time.monotonic() - started
+    return found, time.monotonic() - started
 
 
-def attempt(fault: Any, expected_code: int | None = None) -> Result:
+def attempt(fault: Any, expected_code: int | None = None, every: int = 1) -> Result:
     """What comes of `fault(run)`: the run must end, with expected_code if given, and its ranks, and be resumable."""
-    whole, _ = unbroken()
+    whole, _ = unbroken(every)
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     try:
-        run = Run(folder)
+        run = Run(folder, every)
         ranks = fault(run)
         code = run.wait()
         if code is None:
@@ -129,15 +145,14 @@ def attempt(fault: Any, expected_code: int | None = None) -> Result:
             return Result("wrong", f"exit code {code} instead of {expected_code}")
         if left := _living(ranks):
             return Result("wrong", f"ranks {left} were left behind")
-        again = Run(folder)
+        again = Run(folder, every)
         code, found = again.wait(), again.result()
         if found is None:
             return Result("raw", f"the run that was started again ended with {code}")
-        first, losses = found
-        if losses != whole[first:]:
-            return Result("wrong", f"the resumed losses from step {first} on differ")
+        if not found.is_end_of(whole):
+            return Result("wrong", f"the resumed losses from step {found.first} on differ")
         temporary = list((folder / "temporary").iterdir())
-        return Result("wrong", f"left {temporary}") if temporary else Result("right", f"resumed at step {first}")
+        return Result("wrong", f"left {temporary}") if temporary else Result("right", f"resumed at step {found.first}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -34,11 +34,11 @@ from autopar.frameworks.building import (
     plain,
     rows_of_steps,
 )
+from autopar.frameworks.lightning_callbacks import AtSigterm, Values
 from autopar.frameworks.lightning_loaders import loader_of
 from autopar.frameworks.loops import LoopOptimizer, ModelValues, PendingLoss
 from autopar.running.launched import has_gpus, join_launched
 from autopar.training.learners import RankLearner
-from codegen.runtime.processes import Ending
 from cost_models.mixed import AnyCluster
 
 SILENT = (
@@ -52,9 +52,6 @@ CHANGING = (
     *(callbacks.LearningRateFinder, callbacks.BatchSizeFinder),
 )
 """Callbacks of Lightning's that do what a program, which is made once, does not follow."""
-
-LAST_FILE = "sigterm.ckpt"
-"""The checkpoint of a run that was told to end; `fit(..., ckpt_path=...)` goes on from it."""
 
 STATE_ENDING = ".autopar"
 """What the folder beside a checkpoint has after the checkpoint's name: the program's state, in parts of the ranks."""
@@ -145,8 +142,8 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             moved_schedule(each.scheduler, before, self.optimizers[0])
         if isinstance(self.precision_plugin, _Clipping):
             self.precision_plugin.learner = self.learner
-        others = [each for each in trainer.callbacks if not isinstance(each, (_Values, _Ending))]
-        trainer.callbacks = [_Values(self.values, others), _Ending(self.root_device), *others]
+        others = [each for each in trainer.callbacks if not isinstance(each, (Values, AtSigterm))]
+        trainer.callbacks = [Values(self.values, others), AtSigterm(self.root_device), *others]
 
     def training_step(self, *given: Any, **named: Any) -> Tensor:
         """The loss of a whole batch, whose gradients wait for their update; it is logged as `training_step` says."""
@@ -222,50 +219,6 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             )
         self.learner.load(folder)
         self.values.note()
-
-
-class _Values(Callback):  # type: ignore[misc]
-    """Brings the module's values up to date where an epoch or training ends, before other callbacks and the module's
-    own hooks look at them; after every step where a callback averages them."""
-
-    def __init__(self, values: ModelValues, others: list[Callback]) -> None:
-        averaging = getattr(callbacks, "WeightAveraging", ())
-        self._values, self._is_averaged = values, any(isinstance(each, averaging) for each in others)
-
-    def on_train_batch_end(self, *given: Any) -> None:
-        if self._is_averaged:
-            self._values.take()
-
-    def on_train_epoch_end(self, *given: Any) -> None:
-        self._values.take()
-
-    def on_train_end(self, *given: Any) -> None:
-        self._values.take()
-
-
-class _Ending(Callback):  # type: ignore[misc]
-    """Writes a last checkpoint after the step in which a rank is told to end (SIGTERM), in the folder of the first
-    ModelCheckpoint, and exits with code 143. Without one, the run ends as Lightning's do."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._ending: Ending | None = None
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        if trainer.checkpoint_callback is not None:
-            # Lightning's own handler ends the rank that hears the signal, while the others wait for it.
-            self._ending = Ending(self._device, is_alone=True)
-
-    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
-        if self._ending is not None and self._ending.is_told():
-            folder = trainer.checkpoint_callback.dirpath or trainer.default_root_dir
-            trainer.save_checkpoint(Path(folder) / LAST_FILE)
-            raise SystemExit(Ending.EXIT_CODE)
-
-    def teardown(self, *given: Any, **named: Any) -> None:
-        if self._ending is not None:
-            self._ending.close()
-            self._ending = None
 
 
 class _Clipping(Precision):  # type: ignore[misc]

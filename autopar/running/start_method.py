@@ -37,7 +37,7 @@ def _fork_has_gradients() -> bool:
             os.dup2(devnull, 2)
             torch.set_num_threads(1)
             with torch.enable_grad(), torch.inference_mode(False), torch.device("cpu"):
-                torch.ones(1, requires_grad=True).mul(2.0).sum().backward()
+                torch.autograd.backward(torch.ones(1, requires_grad=True).mul(2.0).sum())
         except BaseException:
             os._exit(1)
         os._exit(0)

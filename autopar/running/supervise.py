@@ -14,10 +14,10 @@ from types import FrameType
 from typing import Any
 
 from autopar.errors import AutoparError
+from codegen.runtime.board import Board
 from codegen.runtime.diagnosis import cause_of
 from codegen.runtime.processes import exit_at_once
 from codegen.runtime.processes import exit_on as exit_on
-from codegen.runtime.watch import Board
 
 STOPPED_SECONDS = 10.0
 """Seconds after which a rank that is stopped (SIGSTOP, Ctrl-Z of it alone) counts as lost."""
@@ -114,7 +114,7 @@ def collect(
             code = processes[rank].exitcode  # asked first: what it sent before it ended is there now
             answer = _answer(receivers[rank])
             if answer is None and code is not None:
-                if told.is_told:
+                if told.is_told or code == 128 + signal.SIGTERM:  # or this rank alone, which had nothing to write
                     raise SystemExit(128 + signal.SIGTERM)
                 raise RankError(f"{processes[rank].name} {_end_of(code)}")
             if answer is None:
@@ -165,11 +165,14 @@ def _raise(
                 if isinstance(said[other], AutoparError):
                     raise said[other]
         time.sleep(0.02)
+    if any(process.exitcode == 128 + signal.SIGTERM for process in processes):
+        raise SystemExit(128 + signal.SIGTERM)
     causes = [f"{p.name} {_end_of(p.exitcode)}" for p in processes if p.exitcode not in (None, 0)]
     records = [] if board is None else board.records()
     own = [each for each in records if each is not None and each.raised and each.is_own]
-    if causes:  # a rank that died breaks the others' connections: it is named first
-        raise RankError(f"{'; '.join(causes)}; {processes[rank].name}: {value}")
+    if causes:  # a rank that died breaks the others' connections, which is no news
+        more = f"; {processes[rank].name}: {value}" if own or not records else ""
+        raise RankError(f"{'; '.join(causes)}{more}")
     if own:  # the first to raise: what others raise after it may come from its end
         first = min(own, key=lambda each: each.raised_at)
         raise RankError(f"rank {first.rank}: {said.get(first.rank) or first.raised}")

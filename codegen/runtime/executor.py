@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 from torch import Tensor
 
+from . import watch
 from .mesh import Mesh
 from .parameters import Module, RngState, needs_first_pass
 from .part import Batches, Part, PartOptions, loss_gradient, mean_loss
@@ -105,3 +107,11 @@ class Accumulation:
         """Whether this module's ranks store parts of what `read` gives."""
         (part,) = self.parts
         return part.reads_others(what)
+
+
+def reading(executor: Executor, what: What, step: int) -> AbstractContextManager[None]:
+    """The context of a `read`: where other ranks have parts of it, a call that all of them must make."""
+    if not executor.reads_others(what):
+        return nullcontext()
+    name = "step.gradients" if what == "gradients" else "step.full_state_dict (or whole_tensors, save)"
+    return watch.entered(f"{name} after step {step}")

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+import torch
+
 from .precision import PRECISIONS
 
 
@@ -74,6 +76,13 @@ def require_argument(name: str, value: object, said: str) -> None:
     """Raise ValueError where a method's argument is no number of that name, or None. said: what the method calls it."""
     if value is None or value not in RANGES[name]:
         raise ValueError(f"{said} is {RANGES[name]}, got {value!r}")
+
+
+def check_rates(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for a learning rate that a script set and no option takes."""
+    for group in optimizer.param_groups:
+        if isinstance(rate := group.get("lr"), (int, float)):
+            require_argument("learning_rate", rate, "the learning rate of an optimizer's group")
 
 
 def check_step(

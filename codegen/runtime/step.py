@@ -14,12 +14,12 @@ from . import watch
 from .batch import BatchCheck
 from .by_hand import ByHand
 from .evaluation import evaluate_with_logits, evaluating, require_evaluation
-from .executor import Accumulation, Executor, What
+from .executor import Accumulation, Executor, reading
 from .flat import Bucket, Entry
 from .guard import Guard, NonFinite
 from .mesh import Mesh
 from .optimizers import Factory, GlobalParameter, is_elementwise, settings_of, untried
-from .options import check_step, require_argument
+from .options import check_rates, check_step, require_argument
 from .parameters import Module, RngState
 from .part import Part, PartOptions, Source
 from .precision import Precision
@@ -141,8 +141,8 @@ class Step:
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises AttributeError for what the step was made with: a new optimiser, say, would be ignored."""
-        is_fixed = name in self.__dict__ and not name.startswith("_")
-        if is_fixed and name not in ("num_samples", "grad_norm", "first_check", "state_check"):
+        is_free = name.startswith("_") or name in ("num_samples", "grad_norm", "first_check", "state_check")
+        if name in self.__dict__ and not is_free:
             raise AttributeError(f"step.{name} is what the step was made with, and cannot be set: build another step")
         super().__setattr__(name, value)
 
@@ -234,16 +234,13 @@ class Step:
         self._update_parameters(is_at_once=True)
         return loss if self.guard.loss is None else self.guard.loss
 
+    @watch.noted("step {coming}")
     def forward_backward(self, local_batch: Mapping[str, Tensor]) -> Tensor:
         """All micro-batches forward and backward, gradients reduced and unscaled; no update. The global mean loss.
 
         Raises BatchError for a batch that the program was not made for, or that differs between ranks that share it.
         """
         self.state_check(True)
-        with watch.entered(f"step {self.rng.step + 1}"):
-            return self._forward_backward(local_batch)
-
-    def _forward_backward(self, local_batch: Mapping[str, Tensor]) -> Tensor:
         self._by_hand.before_forward()
         taking = self._taking(local_batch, is_local=True)
         taking._batch.local(local_batch, self.rng.step)
@@ -272,29 +269,22 @@ class Step:
 
         A step that `non_finite` or an overflow in fp16 makes skip changes neither parameters nor the optimiser's state
         nor buffers, on any rank, but counts: the next one reads on in the data. Raises FloatingPointError where
-        training is to stop, RuntimeError where a script did to gradients or optimiser what would be dropped or
-        differ between ranks, and ValueError for a learning rate that is negative, inf or nan.
+        training is to stop, RuntimeError where a script did to gradients or optimiser what would be dropped or differ
+        between ranks, and ValueError for a learning rate that no option takes.
         """
         self._update_parameters(is_at_once=False)
 
+    @watch.noted("step.clip of step {coming}")
     def clip(self, max_norm: float) -> Tensor:
-        """Let the coming update clip as `clip_grad_norm_` does; the global norm before that (0-dim). Collective.
-
-        max_norm: as max_grad_norm, so that inf only computes the norm. Raises ValueError for another number.
-        """
+        """Let the coming update clip as `clip_grad_norm_` does (inf: not at all); the global norm before that (0-dim).
+        Collective. Raises ValueError for what max_grad_norm cannot be."""
         require_argument("max_grad_norm", max_norm, "max_norm")
-        with watch.entered(f"step.clip after step {self.rng.step + 1}"):
-            self._update.max_grad_norm, self.grad_norm = float(max_norm), self._update.global_norm()
+        self._update.max_grad_norm, self.grad_norm = float(max_norm), self._update.global_norm()
         return self.grad_norm
 
+    @watch.noted("the update of step {coming}")
     def _update_parameters(self, is_at_once: bool) -> None:
-        with watch.entered(f"the update of step {self.rng.step + 1}"):
-            self._update_all(is_at_once)
-
-    def _update_all(self, is_at_once: bool) -> None:
-        for group in self.optimizer.param_groups:
-            if isinstance(rate := group.get("lr"), (int, float)):
-                require_argument("learning_rate", rate, "the learning rate of an optimizer's group")
+        check_rates(self.optimizer)
         self._by_hand.before_update(is_at_once)
         if self._update.max_grad_norm is not None or self.guard.is_on:
             self.grad_norm = self._update.global_norm()
@@ -308,6 +298,7 @@ class Step:
     def evaluate(self, local_batch: Mapping[str, Tensor], *, logits: Literal[False] = False) -> Tensor: ...
     @overload
     def evaluate(self, local_batch: Mapping[str, Tensor], *, logits: Literal[True]) -> tuple[Tensor, Tensor]: ...
+    @watch.noted("step.evaluate after step {done}")
     @torch.no_grad()
     def evaluate(self, local_batch: Mapping[str, Tensor], *, logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """The global mean loss (0-dim) in evaluation mode (`training` is False), without gradients; with logits=True
@@ -318,12 +309,6 @@ class Step:
         self.state_check(False)
         taking = self._taking(local_batch, is_local=True)
         require_evaluation(taking._executor, logits)
-        with watch.entered(f"step.evaluate after step {self.rng.step}"):
-            return self._evaluated(taking, local_batch, logits)
-
-    def _evaluated(
-        self, taking: Step, local_batch: Mapping[str, Tensor], logits: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
         taking._batch.local(local_batch, self.rng.step)
         if self.first_check is not None:
             self.first_check.passed(local_batch)
@@ -371,10 +356,10 @@ class Step:
         for part in self.parts:
             part.zero.publish()
 
+    @watch.noted("for a look at inf and nan after step {done}")
     def require_finite(self) -> None:
         """Raises FloatingPointError on all ranks if a parameter is inf or nan on one. Collective."""
-        with watch.entered(f"a look for inf and nan after step {self.rng.step}"):
-            require_finite(self.buckets, self.mesh)
+        require_finite(self.buckets, self.mesh)
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:
         """What this rank stores and optimisers update, by original name (of tied stages' copies the first)."""
@@ -394,7 +379,7 @@ class Step:
 
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradient of every trainable parameter, after `forward_backward`. Collective."""
-        with self._reading("gradients"):
+        with reading(self._executor, "gradients", self.rng.step):
             return {names[0]: value.clone() for names, value in self._executor.read("gradients", rank0_only=False)}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -414,17 +399,10 @@ class Step:
 
         Collective: every rank must exhaust it. rank0_only: other ranks get none.
         """
-        with self._reading("state"):
+        with reading(self._executor, "state", self.rng.step):
             for names, whole in self._executor.read("state", rank0_only):
                 if self.mesh.everyone.rank == 0 or not rank0_only:
                     yield names, whole
-
-    def _reading(self, what: What) -> AbstractContextManager[None]:
-        """Where other ranks have parts of it, all of them must read: it is a call like any other."""
-        if not self._executor.reads_others(what):
-            return nullcontext()
-        name = "step.gradients" if what == "gradients" else "step.full_state_dict (or whole_tensors, save)"
-        return watch.entered(f"{name} after step {self.rng.step}")
 
 
 def _scaling(rule: LossScale | None, shared: Step | None) -> LossScaling | None:

@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dis
+import functools
 import mmap
 import os
 import socket
-import struct
 import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from .board import HALF, HEADER, KEPT, SLOT, Board
 from .diagnosis import SAME_BATCHES, SILENT_SECONDS, THE_END, Record, cause_of, certain_cause_of, mismatch
+from .stack import is_of_group, is_waiting, last, place
 
 BOARD = "AUTOPAR_BOARD"
 """The environment variable with the board's file, where the process that started the ranks made one."""
@@ -37,14 +37,10 @@ BOARD = "AUTOPAR_BOARD"
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_BETWEEN_NODES = 2.0
 _SECONDS_TO_END = 1.0
-_KEPT = 8
-"""Calls that a record remembers."""
-_HEADER = struct.Struct(f"<3Q{_KEPT}Q")
-_LENGTH = struct.Struct("<2Q")
-_HALF = 4096
-_SLOT = 2 * _HALF
-_RUNTIME, _TORCH = str(Path(__file__).parent), str(Path(torch.__file__).parent)
-_RAISES = dis.opmap["RAISE_VARARGS"]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class RanksDiffer(RuntimeError):
@@ -58,62 +54,6 @@ class DataDiffer(RanksDiffer):
 def error_of(cause: str) -> RanksDiffer:
     """Return the error that tells a cause."""
     return DataDiffer(cause) if cause.endswith(SAME_BATCHES) else RanksDiffer(cause)
-
-
-class Board:
-    """The records of all ranks. memory: shared by the ranks, if is_shared; else `store` brings those of the others."""
-
-    def __init__(self, memory: mmap.mmap, size: int, is_shared: bool, store: Any = None) -> None:
-        self.memory, self.size, self.is_shared, self.store = memory, size, is_shared, store
-
-    @staticmethod
-    def at(path: str | Path, size: int) -> Board:
-        """Open the board of a file, which is made where there is none."""
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            os.ftruncate(descriptor, size * _SLOT)
-            return Board(mmap.mmap(descriptor, size * _SLOT), size, is_shared=True)
-        finally:
-            os.close(descriptor)
-
-    def write_state(self, rank: int, record: Record) -> None:
-        """Write what the thread of a rank has found."""
-        data = record.to_bytes()[: _HALF - _LENGTH.size]
-        start = rank * _SLOT + _HALF
-        self.memory[start + _LENGTH.size : start + _LENGTH.size + len(data)] = data
-        self.memory[start : start + _LENGTH.size] = _LENGTH.pack(len(data), zlib.crc32(data))
-        if self.store is not None:
-            self.store.set(str(rank), bytes(self.memory[rank * _SLOT : (rank + 1) * _SLOT]))
-
-    def read(self, rank: int) -> Record | None:
-        """Return a rank's record; None where it has none."""
-        for _ in range(20):  # it may be being written
-            slot = self._slot(rank)
-            length, check = _LENGTH.unpack_from(slot, _HALF)
-            data = slot[_HALF + _LENGTH.size : _HALF + _LENGTH.size + length]
-            if length and zlib.crc32(data) == check:
-                count, is_inside, names_length, *_ = _HEADER.unpack_from(slot)
-                names = slot[_HEADER.size : _HEADER.size + names_length].decode(errors="replace").split("\n")
-                numbers = range(max(count - _KEPT, 0), count)
-                calls = dict(zip(reversed(numbers), reversed(names), strict=False)) if count else {}
-                found = Record.from_bytes(data, rank, calls, bool(is_inside))
-                return replace(found, is_gone=self.is_shared and _is_gone(found.process))
-            if not length:
-                return None
-            time.sleep(0.002)
-        return None
-
-    def records(self) -> list[Record | None]:
-        """Return the records by rank."""
-        return [self.read(rank) for rank in range(self.size)]
-
-    def _slot(self, rank: int) -> bytes:
-        if self.store is None:
-            return bytes(self.memory[rank * _SLOT : (rank + 1) * _SLOT])
-        with contextlib.suppress(RuntimeError):  # the store's host may be gone
-            if self.store.check([str(rank)]):
-                return bytes(self.store.get(str(rank)))
-        return bytes(_SLOT)
 
 
 @dataclass(eq=False)
@@ -132,7 +72,7 @@ class Watch:
     is_finishing: bool = False
 
     def __post_init__(self) -> None:
-        self._digests = [0] * _KEPT
+        self._digests = [0] * KEPT
         self._changed, self._stop = time.monotonic(), threading.Event()
         self._main, self._process = threading.get_ident(), os.getpid()
         self._lock = threading.Lock()
@@ -170,8 +110,8 @@ class Watch:
     def enter(self, name: str) -> None:
         """Note the begin of a call, as `entered` does, whose end is not noted."""
         self.raised = ""  # whoever goes on has survived it
-        self.names = [*self.names[1 - _KEPT :], name]
-        self._digests[self.count % _KEPT] = zlib.crc32(name.encode())
+        self.names = [*self.names[1 - KEPT :], name]
+        self._digests[self.count % KEPT] = zlib.crc32(name.encode())
         self.count += 1
         self._changed = time.monotonic()
         self._write(is_inside=True)
@@ -179,19 +119,19 @@ class Watch:
             self._compare(name)
 
     def _write(self, is_inside: bool) -> None:
-        names = "\n".join(self.names).encode()[: _HALF - _HEADER.size]
-        start = self.rank * _SLOT
-        self.board.memory[start + _HEADER.size : start + _HEADER.size + len(names)] = names
-        header = _HEADER.pack(self.count, is_inside, len(names), *self._digests)
-        self.board.memory[start : start + _HEADER.size] = header
+        names = "\n".join(self.names).encode()[: HALF - HEADER.size]
+        start = self.rank * SLOT
+        self.board.memory[start + HEADER.size : start + HEADER.size + len(names)] = names
+        header = HEADER.pack(self.count, is_inside, len(names), *self._digests)
+        self.board.memory[start : start + HEADER.size] = header
 
     def _compare(self, name: str) -> None:
         """Raise RanksDiffer where a rank has made another call than this one, which it may be waiting in."""
         index = self.count - 1
-        own = self._digests[index % _KEPT]
+        own = self._digests[index % KEPT]
         for rank in range(self.board.size):
-            count, _, _, *digests = _HEADER.unpack_from(self.board.memory, rank * _SLOT)
-            if rank != self.rank and index < count < index + _KEPT and digests[index % _KEPT] != own:
+            count, _, _, *digests = HEADER.unpack_from(self.board.memory, rank * SLOT)
+            if rank != self.rank and index < count < index + KEPT and digests[index % KEPT] != own:
                 records = [each for each in self.board.records() if each is not None]
                 said = mismatch(records) or f"rank {rank} does not make the call of rank {self.rank}: {name}"
                 raise error_of(said)
@@ -201,7 +141,7 @@ class Watch:
         if os.getpid() != self._process:
             return ""
         if not self.raised:
-            where = _place(_last(error.__traceback__)) if error.__traceback__ else ""
+            where = place(last(error.__traceback__)) if error.__traceback__ else ""
             first = next(iter(str(error).splitlines()), "")
             self.raised = f"{type(error).__name__}: {first}" + (f", in {where}" if where else "")
             is_cause_elsewhere = isinstance(error, RanksDiffer) or is_of_group(error)
@@ -223,8 +163,8 @@ class Watch:
             self.board.write_state(
                 self.rank,
                 Record(
-                    place=_place(frame) if frame is not None else "",
-                    is_waiting=frame is not None and _is_waiting(frame),
+                    place=place(frame) if frame is not None else "",
+                    is_waiting=frame is not None and is_waiting(frame),
                     idle=time.monotonic() - self._changed,
                     raised=self.raised,
                     is_own=self.is_own,
@@ -288,6 +228,22 @@ def finish_after_signal() -> None:
         _process.watch.publish()
 
 
+def noted(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let each call of a step's method be noted. name: with {done}, the steps before it, or {coming}, the next one's
+    number."""
+
+    def with_note(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
+        def call(*given: P.args, **named: P.kwargs) -> R:
+            done = given[0].rng.step  # type: ignore[attr-defined]
+            with entered(name.format(done=done, coming=done + 1)):
+                return method(*given, **named)
+
+        return call
+
+    return with_note
+
+
 def start(seconds: float | None = None, board: Board | None = None) -> None:
     """Watch this process as a rank of the process group that is initialized. Collective, unless a board is given."""
     group = dist.group.WORLD
@@ -341,7 +297,7 @@ def _agreed_board(rank: int, size: int) -> Board:
     descriptor = -1
     if rank == 0 and hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("autopar_board")
-        os.ftruncate(descriptor, size * _SLOT)
+        os.ftruncate(descriptor, size * SLOT)
         address = [(socket.gethostname(), f"/proc/{os.getpid()}/fd/{descriptor}")]
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
     dist.broadcast_object_list(address, src=0, device=device)
@@ -355,7 +311,7 @@ def _agreed_board(rank: int, size: int) -> Board:
         os.close(descriptor)
     if found is not None and all(are_shared):
         return found
-    return Board(mmap.mmap(-1, size * _SLOT), size, is_shared=False, store=_store())
+    return Board(mmap.mmap(-1, size * SLOT), size, is_shared=False, store=_store())
 
 
 def _store() -> Any:
@@ -363,73 +319,8 @@ def _store() -> Any:
     if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return None
     where, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt, stores = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), vars(dist)
     with contextlib.suppress(RuntimeError):
-        client: Any = dist.TCPStore(where, port, is_master=False, timeout=timedelta(seconds=10))  # type: ignore[attr-defined]
-        return dist.PrefixStore(f"autopar/watch_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)  # type: ignore[attr-defined]
+        client = stores["TCPStore"](where, port, is_master=False, timeout=timedelta(seconds=10))
+        return stores["PrefixStore"](f"autopar/watch_{attempt}", client)
     return None
-
-
-# Where a thread is ----------------------------------------------------------------------------------------------------
-
-
-def is_of_group(error: BaseException) -> bool:
-    """Return whether an error comes out of a collective, by where it was raised: in torch.distributed, or from C++ in
-    the runtime that calls it."""
-    if not isinstance(error, RuntimeError) or error.__traceback__ is None:
-        return False
-    traceback = error.__traceback__
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    frame = traceback.tb_frame
-    if _is_in(frame, f"{_TORCH}/distributed"):
-        return True
-    return _is_waiting(frame) and frame.f_code.co_code[traceback.tb_lasti] != _RAISES
-
-
-def _is_waiting(frame: FrameType) -> bool:
-    """Whether the innermost call is one of torch.distributed, of the runtime, or of autograd's engine."""
-    return _is_in(frame, f"{_TORCH}/distributed") or _is_in(frame, f"{_TORCH}/autograd/graph.py") or _is_runtime(frame)
-
-
-def _is_runtime(frame: FrameType) -> bool:
-    package = str(frame.f_globals.get("__package__"))
-    return _is_in(frame, _RUNTIME) or (package.startswith("autopar_program") and package.endswith(".runtime"))
-
-
-def _is_in(frame: FrameType, folder: str) -> bool:
-    return frame.f_code.co_filename.startswith(folder)
-
-
-def _is_gone(process: int) -> bool:
-    """Whether a process of this machine has ended, as far as the system tells."""
-    if sys.platform != "linux":
-        return False
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (OSError, IndexError, UnicodeDecodeError):
-        return True
-
-
-def _last(traceback: TracebackType | None) -> FrameType | None:
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return None if traceback is None else traceback.tb_frame
-
-
-def _place(frame: FrameType | None) -> str:
-    """The innermost line of the user's own, as "data() at train.py:31"; of all lines where none is."""
-    innermost = frame
-    while frame is not None and not _is_users(frame):
-        frame = frame.f_back
-    frame = frame or innermost
-    if frame is None:
-        return ""
-    name = frame.f_code.co_name
-    where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-    return where if name == "<module>" else f"{name}() at {where}"
-
-
-def _is_users(frame: FrameType) -> bool:
-    file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    is_ours = package in ("autopar", "codegen", "search", "cost_models") or package.startswith("autopar_program")
-    return not (is_ours or file.startswith((sys.prefix, sys.base_prefix, "<")) or "site-packages" in file)

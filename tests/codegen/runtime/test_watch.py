@@ -15,13 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from codegen.runtime import watch
-from codegen.runtime.watch import Board, DataDiffer, RanksDiffer, Watch, is_of_group
+from codegen.runtime.board import SLOT, Board
+from codegen.runtime.stack import is_of_group, is_waiting
+from codegen.runtime.stack import place as place_of
+from codegen.runtime.watch import DataDiffer, RanksDiffer, Watch
 
 
 @pytest.fixture
 def ranks() -> Any:
-    board = Board(mmap.mmap(-1, 3 * watch._SLOT), 3, is_shared=True)
+    board = Board(mmap.mmap(-1, 3 * SLOT), 3, is_shared=True)
     found = [Watch(board, rank) for rank in range(3)]
     yield found
     for each in found:
@@ -108,7 +110,7 @@ def test_a_board_is_read_while_it_is_written(tmp_path: Path) -> None:
 
 def test_ranks_of_several_machines_read_one_another_from_a_store() -> None:
     store = dist.HashStore()
-    boards = [Board(mmap.mmap(-1, 2 * watch._SLOT), 2, is_shared=False, store=store) for _ in range(2)]
+    boards = [Board(mmap.mmap(-1, 2 * SLOT), 2, is_shared=False, store=store) for _ in range(2)]
     one, other = (Watch(board, rank) for rank, board in enumerate(boards))
     with one.entered("step 1"):
         one.publish()
@@ -153,7 +155,7 @@ def test_where_a_rank_is_names_the_users_own_line() -> None:
 
         threading.Thread(target=look).start()
         seen.wait(10)  # of threading's own, called from this line
-        return frame[0], watch._place(frame[0])
+        return frame[0], place_of(frame[0])
 
     frame, place = load()
-    assert place.startswith("load() at test_watch.py:") and not watch._is_waiting(frame)
+    assert place.startswith("load() at test_watch.py:") and not is_waiting(frame)

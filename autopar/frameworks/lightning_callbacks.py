@@ -1,0 +1,59 @@
+"""The callbacks of Lightning's that stand before a script's own: trained values in the module, and SIGTERM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, callbacks
+
+from autopar.frameworks.loops import ModelValues
+from codegen.runtime.processes import Ending
+
+LAST_FILE = "sigterm.ckpt"
+"""The checkpoint of a run that was told to end; `fit(..., ckpt_path=...)` goes on from it."""
+
+
+class Values(Callback):  # type: ignore[misc]
+    """Brings the module's values up to date where an epoch or training ends, before other callbacks and the module's
+    own hooks look at them; after every step where a callback averages them."""
+
+    def __init__(self, values: ModelValues, others: list[Callback]) -> None:
+        averaging = getattr(callbacks, "WeightAveraging", ())
+        self._values, self._is_averaged = values, any(isinstance(each, averaging) for each in others)
+
+    def on_train_batch_end(self, *given: Any) -> None:
+        if self._is_averaged:
+            self._values.take()
+
+    def on_train_epoch_end(self, *given: Any) -> None:
+        self._values.take()
+
+    def on_train_end(self, *given: Any) -> None:
+        self._values.take()
+
+
+class AtSigterm(Callback):  # type: ignore[misc]
+    """Writes a last checkpoint after the step in which a rank is told to end (SIGTERM), in the folder of the first
+    ModelCheckpoint, and exits with code 143. Without one, the run ends as Lightning's do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ending: Ending | None = None
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer.checkpoint_callback is not None:
+            # Lightning's own handler ends the rank that hears the signal, while the others wait for it.
+            self._ending = Ending(self._device, is_alone=True)
+
+    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
+        if self._ending is not None and self._ending.is_told():
+            folder = trainer.checkpoint_callback.dirpath or trainer.default_root_dir
+            trainer.save_checkpoint(Path(folder) / LAST_FILE)
+            raise SystemExit(Ending.EXIT_CODE)
+
+    def teardown(self, *given: Any, **named: Any) -> None:
+        if self._ending is not None:
+            self._ending.close()
+            self._ending = None
