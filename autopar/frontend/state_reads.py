@@ -110,7 +110,8 @@ def noted(reads: Reads) -> Iterator[None]:
 
     # A debugger or a measure of coverage may be tracing already; profilers are told of more, which takes longer.
     is_free = sys.gettrace() is None
-    switch, before = (sys.settrace, None) if is_free else (sys.setprofile, sys.getprofile())
+    switch: Any = sys.settrace if is_free else sys.setprofile
+    before = None if is_free else sys.getprofile()
     own = nn.Module.__dict__.get("__getattribute__")
     nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
     switch(called)

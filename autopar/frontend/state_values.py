@@ -107,7 +107,7 @@ class Root:
             head, _, rest = self.name.partition(" ")
             is_movable = new is not MISSING and not any(how == "#" for how, _ in steps)
             key = (kind, path, (*own, *steps)) if is_movable else None
-            yield Change(f"{head}{inner} {rest}".strip(), old, new, text_of(self.line), key)
+            yield Change(f"{head}{inner} {rest}".strip(), old, new, line=text_of(self.line), key=key)
 
 
 class SeenTensor:

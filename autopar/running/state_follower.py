@@ -233,6 +233,12 @@ def _written_buffers(step: Any) -> set[str]:
     return found
 
 
+def follow(compiled: GeneratedProgram, step: Any, make: Callable[[Any, GeneratedProgram], Any]) -> None:
+    """Let a step follow what is changed on the model of its program. make: as StateFollower takes it."""
+    if compiled.state is not None and compiled.remake is not None:
+        step.state_check = StateFollower(compiled, step, make)
+
+
 def followed(step: Any) -> StateFollower | None:
     """The follower of a step that `build_step` made."""
     check = step.state_check
