@@ -147,7 +147,7 @@ class StateFollower:
         self._now = None
         for program, other, step, another in made:
             if another is None:
-                exchange_code(type(step.model).__module__.rpartition(".")[0], program.files, other.files)
+                exchange_code(type(step).__module__.partition(".runtime.")[0], program.files, other.files)
                 other = replace(program, files=other.files)
             else:
                 self._step.run_instead(step, another, ValueSource(program.model, None, program.loss_fn))
@@ -165,7 +165,7 @@ class StateFollower:
             self._now = now
             return False
         if files != program.files:
-            exchange_code(type(step.model).__module__.rpartition(".")[0], program.files, files)
+            exchange_code(type(step).__module__.partition(".runtime.")[0], program.files, files)
             self._programs[0] = replace(program, files=files), step
         return True
 
