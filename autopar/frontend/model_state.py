@@ -165,7 +165,7 @@ class ModelState:
         is_opaque = is_plain(value) or isinstance(value, Tensor)
         if key not in self._roots and (is_opaque or id(value) not in self._deep):
             self._deep.add(id(value))
-            self._roots[key] = Root(key, name, line, get, None)
+            self._roots[key] = Root(key, name, line, get, None, self.reads.fields)
 
     def _watch_loss(self) -> None:
         """Closures, arguments and attributes of a loss that is no module, and of functions that modules hold."""
@@ -179,7 +179,7 @@ class ModelState:
             for name, get, put in held_by(label, function):
                 key = ("loss", name, (label,))
                 if key not in self._roots:
-                    self._roots[key] = Root(key, name, None, get, put)
+                    self._roots[key] = Root(key, name, None, get, put, self.reads.fields)
 
     # What has changed -------------------------------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class ModelState:
             # What several hold is looked into once; another in one of the places is told here.
             if isinstance(old, Tensor) or is_plain(old) or any(root.value is old for root in self._roots.values()):
                 continue
-            if leaves_of(old) != leaves_of(new):
+            if leaves_of(old, self.reads.fields) != leaves_of(new, self.reads.fields):
                 name = f"{key[2][0]} of {where(key[1])}" if key[0] == "attribute" else key[1]
                 yield Change(name, Held(old), Held(new))
 
