@@ -203,7 +203,7 @@ def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
     def trace_at(micro_rows: int) -> Graph:
         return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
 
-    return Traced(needs, no_logits, no_evaluation, BatchedTrace(trace_at), cuts.reads)
+    return Traced(needs, no_logits, no_evaluation, trace=BatchedTrace(trace_at), reads=cuts.reads)
 
 
 def request_of(

@@ -2,8 +2,7 @@
 
 A program is made of constants that may change between steps: numbers, flags, plain tensors, buffers, submodules, modes.
 `ModelState` keeps what the trace read (`state_reads.py`), asks in some hundred microseconds whether all of it is the
-same, and says what is not. Large tensors that are written through `.data` in place are not seen: torch counts no such
-write.
+same, and says what is not. A large tensor that is written through `.data` in place is not seen.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from autopar.frontend.state_values import (
     set_step,
 )
 
+_MODES = ("evaluation", "training")
 HOOKS = "forward hooks of modules"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
@@ -165,7 +165,7 @@ class ModelState:
         is_opaque = is_plain(value) or isinstance(value, Tensor)
         if key not in self._roots and (is_opaque or id(value) not in self._deep):
             self._deep.add(id(value))
-            self._roots[key] = Root(key, name, line, get, None)
+            self._roots[key] = Root(key, name, line, get, None, self.reads.fields)
 
     def _watch_loss(self) -> None:
         """Closures, arguments and attributes of a loss that is no module, and of functions that modules hold."""
@@ -179,7 +179,7 @@ class ModelState:
             for name, get, put in held_by(label, function):
                 key = ("loss", name, (label,))
                 if key not in self._roots:
-                    self._roots[key] = Root(key, name, None, get, put)
+                    self._roots[key] = Root(key, name, None, get, put, self.reads.fields)
 
     # What has changed -------------------------------------------------------------------------------------------------
 
@@ -228,21 +228,20 @@ class ModelState:
         if any(self._modes.values()) and not any(now.values()):
             line = next((lines["training"] for lines in self.reads.attributes.values() if "training" in lines), None)
             if line is not None or not self.reads.is_complete:
-                yield Change("mode of the model", "training", "evaluation", text_of(line), is_of_parts=True)
+                yield Change("mode of the model", "training", "evaluation", line=text_of(line), is_of_parts=True)
             return
         if _alike_modes(now) == _alike_modes(self._modes):
             return
         for path in self._modes:
             if path in now and now[path] != self._modes[path]:
-                words = {True: "training", False: "evaluation"}
-                yield Change(f"mode of {where(path)}", words[self._modes[path]], words[now[path]])
+                yield Change(f"mode of {where(path)}", _MODES[self._modes[path]], _MODES[now[path]])
 
     def _changed_attributes(self) -> Iterator[Change]:
         for each in self._attributes:
             lines = self._lines(each.module)
             for name, old, new in each.changed():
                 key = None if new is MISSING else ("attribute", each.path, (name,))
-                yield Change(f"{name} of {where(each.path)}", old, new, text_of(lines.get(name)), key)
+                yield Change(f"{name} of {where(each.path)}", old, new, line=text_of(lines.get(name)), key=key)
 
     def _changed_tables(self) -> Iterator[Change]:
         buffers: set[str] = set()
@@ -256,7 +255,8 @@ class ModelState:
                 pairs = zip(_names(path, table), held, now, strict=True)
                 buffers.update(name for name, old, new in pairs if old is not new and not _has_moved(old, new))
                 continue
-            yield Change(f"the {what} of {where(path)}", *_unlike(held, now), is_of_parts=True)
+            old, new = _unlike(held, now)
+            yield Change(f"the {what} of {where(path)}", old, new, is_of_parts=True)
         for parameter, was in zip(self._parameters, self._is_trained, strict=True):
             if parameter.requires_grad != was:
                 name = next((n for n, p in self.model.named_parameters() if p is parameter), "a parameter")
@@ -270,7 +270,9 @@ class ModelState:
         now_there = {name: b for path, m in self._modules() for name, b in _named(path, m._buffers)}
         for name in sorted(buffers & now_there.keys()):
             path, _, leaf = name.rpartition(".")
-            yield Change(name, self._buffers.get(name, MISSING), now_there[name], "", ("buffer", path, (leaf,)), name)
+            yield Change(
+                name, self._buffers.get(name, MISSING), now_there[name], key=("buffer", path, (leaf,)), buffer=name
+            )
 
     def _changed_roots(self) -> Iterator[Change]:
         for root in self._roots.values():
@@ -280,7 +282,7 @@ class ModelState:
             # What several hold is looked into once; another in one of the places is told here.
             if isinstance(old, Tensor) or is_plain(old) or any(root.value is old for root in self._roots.values()):
                 continue
-            if leaves_of(old) != leaves_of(new):
+            if leaves_of(old, self.reads.fields) != leaves_of(new, self.reads.fields):
                 name = f"{key[2][0]} of {where(key[1])}" if key[0] == "attribute" else key[1]
                 yield Change(name, Held(old), Held(new))
 

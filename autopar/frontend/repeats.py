@@ -34,6 +34,7 @@ from autopar.frontend.attributes import (
 )
 from autopar.frontend.recorder import Record, Source
 from autopar.frontend.state_reads import Reads, noted
+from autopar.frontend.state_values import object_kinds
 
 State = dict[tuple[str, str], Any]
 """(module path or function, attribute) -> what it holds, comparable."""
@@ -60,7 +61,8 @@ def check_repeats(
     with _own_random_state() as drawn:
         held = _tensors(model)
         try:
-            with noted(reads or Reads()):
+            attributes = [each for module in model.modules() for each in vars(module).values()]
+            with noted(reads or Reads(), object_kinds([*attributes, *functions])):
                 first = run(model)
         except TraceError:
             raise

@@ -12,11 +12,11 @@ import sys
 import sysconfig
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ _FRAMEWORKS = ("/lightning/", "/pytorch_lightning/", "/accelerate/")
 _LIBRARIES = (_TORCH, *_SELF_ASKING, f"{Path(np.__file__).parent}/", *_FRAMEWORKS, "/transformers/")
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
 
+Fields = Mapping[type, set[str]]
+"""The attributes that were read of objects, by their classes; of other classes all may have been."""
+
 Line = tuple[str, int]
 """A file and the number of a line."""
 
@@ -39,18 +42,19 @@ class Reads:
     """What was read. is_complete: a forward was seen whole.
 
     attributes: of modules, by their class, each with the line that read it first. variables: of namespaces (a module's
-    globals, or a class), by name.
+    globals, or a class), by name. fields: of objects that modules and the loss hold.
     """
 
     attributes: dict[type, dict[str, Line]] = field(default_factory=dict)
     variables: dict[tuple[Any, str], Line] = field(default_factory=dict)
+    fields: dict[type, set[str]] = field(default_factory=dict)
     is_complete: bool = False
 
     def __getstate__(self) -> Any:
-        return self.attributes, dict(self.variables), self.is_complete
+        return self.attributes, self.variables, self.fields, self.is_complete
 
     def __setstate__(self, state: Any) -> None:
-        self.attributes, self.variables, self.is_complete = state
+        self.attributes, self.variables, self.fields, self.is_complete = state
 
 
 class Globals:
@@ -93,8 +97,8 @@ class ClassData:
 
 
 @contextlib.contextmanager
-def noted(reads: Reads) -> Iterator[None]:
-    """Within it, what this thread's forwards read is added to `reads`."""
+def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
+    """Within it, what this thread's forwards read is added to `reads`. kinds: of objects whose attributes are."""
     thread, seen = threading.get_ident(), set[CodeType]()
 
     def read(module: nn.Module, name: str) -> Any:
@@ -110,12 +114,16 @@ def noted(reads: Reads) -> Iterator[None]:
 
     # A debugger or a measure of coverage may be tracing already; profilers are told of more, which takes longer.
     is_free = sys.gettrace() is None
-    switch, before = (sys.settrace, None) if is_free else (sys.setprofile, sys.getprofile())
+    switch: Any = sys.settrace if is_free else sys.setprofile
+    before = None if is_free else sys.getprofile()
     own = nn.Module.__dict__.get("__getattribute__")
     nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
     switch(called)
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(_asked(kind, reads))
+            yield
         reads.is_complete = True
     finally:
         switch(before)
@@ -123,6 +131,30 @@ def noted(reads: Reads) -> Iterator[None]:
             del nn.Module.__getattribute__
         else:
             nn.Module.__getattribute__ = own  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _asked(kind: type, reads: Reads) -> Iterator[None]:
+    """Within it, attributes that are asked of a class's objects are noted, where the class lets itself be changed."""
+    own, ask = vars(kind).get("__getattribute__"), cast(Any, kind.__getattribute__)
+
+    def read(value: Any, name: str) -> Any:
+        reads.fields.setdefault(type(value), set()).add(name)
+        return ask(value, name)
+
+    try:
+        kind.__getattribute__ = read  # type: ignore[method-assign, assignment]
+    except TypeError:
+        yield
+        return
+    reads.fields.setdefault(kind, set())
+    try:
+        yield
+    finally:
+        if own is None:
+            del kind.__getattribute__
+        else:
+            kind.__getattribute__ = own  # type: ignore[method-assign]
 
 
 def _note_attribute(reads: Reads, kind: type, name: str, frame: FrameType) -> None:

@@ -6,14 +6,14 @@ import argparse
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.frontend.state_reads import ClassData, Globals, Line, text_of
+from autopar.frontend.state_reads import ClassData, Fields, Globals, Line, text_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 FOREIGN = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "numpy", "logging", "threading"})
@@ -76,11 +76,17 @@ class Root:
     """A value that holds others: where it is, and what was in it. get, put: read and replace it."""
 
     def __init__(
-        self, key: Key, name: str, line: Line | None, get: Callable[[], Any], put: Callable[[Any], None] | None
+        self,
+        key: Key,
+        name: str,
+        line: Line | None,
+        get: Callable[[], Any],
+        put: Callable[[Any], None] | None,
+        fields: Fields,
     ) -> None:
         self.key, self.name, self.line, self.get, self.put = key, name, line, get, put
-        self.value = get()
-        self.leaves = leaves_of(self.value)
+        self.value, self.fields = get(), fields
+        self.leaves = leaves_of(self.value, fields)
         self.is_opaque = isinstance(self.leaves.get(()), Held) or is_plain(self.value)
 
     def of(self, get: Callable[[], Any]) -> Root:
@@ -92,11 +98,11 @@ class Root:
     def is_same(self) -> bool:
         """Whether nothing in it has changed."""
         now = self.get()
-        return (self.is_opaque and now is self.value) or leaves_of(now) == self.leaves
+        return (self.is_opaque and now is self.value) or leaves_of(now, self.fields) == self.leaves
 
     def changes(self) -> Iterator[Change]:
         """What has changed in it."""
-        now = leaves_of(self.get())
+        now = leaves_of(self.get(), self.fields)
         for steps in dict.fromkeys((*self.leaves, *now)):
             old, new = self.leaves.get(steps, MISSING), now.get(steps, MISSING)
             if old == new:
@@ -107,7 +113,7 @@ class Root:
             head, _, rest = self.name.partition(" ")
             is_movable = new is not MISSING and not any(how == "#" for how, _ in steps)
             key = (kind, path, (*own, *steps)) if is_movable else None
-            yield Change(f"{head}{inner} {rest}".strip(), old, new, text_of(self.line), key)
+            yield Change(f"{head}{inner} {rest}".strip(), old, new, line=text_of(self.line), key=key)
 
 
 class SeenTensor:
@@ -124,8 +130,11 @@ class SeenTensor:
     __hash__ = None  # type: ignore[assignment]
 
 
-def leaves_of(value: Any) -> dict[tuple[Any, ...], Any]:
-    """What is in a value, by the steps to it: plain values, tensors, and the identities of all else."""
+def leaves_of(value: Any, fields: Fields) -> dict[tuple[Any, ...], Any]:
+    """What is in a value, by the steps to it: plain values, tensors, and the identities of all else.
+
+    fields: of objects, as `Reads` has them.
+    """
     found: dict[tuple[Any, ...], Any] = {}
     seen: set[int] = set()
 
@@ -136,7 +145,7 @@ def leaves_of(value: Any) -> dict[tuple[Any, ...], Any]:
             found[steps] = SeenTensor(each)
         elif len(found) > _MOST_LEAVES or len(steps) >= _MOST_DEPTH or id(each) in seen:
             found[steps] = id(each)
-        elif (items := _items(each)) is not None:
+        elif (items := _items(each, fields)) is not None:
             seen.add(id(each))
             found[(*steps, ("#", "length"))] = (type(each), len(items))
             for step, inner in items:
@@ -167,7 +176,7 @@ def _is_same_method(one: Any, other: Any) -> bool:
     return isinstance(one, types.MethodType) and isinstance(other, types.MethodType) and one == other
 
 
-def _items(value: Any) -> list[tuple[tuple[str, Any], Any]] | None:
+def _items(value: Any, fields: Fields) -> list[tuple[tuple[str, Any], Any]] | None:
     """The parts of a container or of an object that is made of plain attributes; None of all else."""
     if isinstance(value, Mapping):
         return [(("[", key), inner) for key, inner in value.items()]
@@ -184,10 +193,37 @@ def _items(value: Any) -> list[tuple[tuple[str, Any], Any]] | None:
     if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, types.ModuleType)):
         return None
     if dataclasses.is_dataclass(value):
-        return [((".", each.name), getattr(value, each.name, MISSING)) for each in dataclasses.fields(value)]
+        names = [each.name for each in dataclasses.fields(value) if _is_read(value, each.name, fields)]
+        return [((".", name), getattr(value, name, MISSING)) for name in names]
     if is_namespace or hasattr(value, "__dict__"):
-        return [((".", name), inner) for name, inner in vars(value).items()]
+        return [((".", name), inner) for name, inner in vars(value).items() if _is_read(value, name, fields)]
     return None
+
+
+def _is_read(value: Any, name: str, fields: Fields) -> bool:
+    """Whether forward reads an attribute of an object, also under the name that a configuration of transformers has
+    for it."""
+    known = fields.get(type(value))
+    if known is None or name in known or "__dict__" in known:
+        return True
+    return any(own == name and alias in known for alias, own in getattr(type(value), "attribute_map", {}).items())
+
+
+def object_kinds(values: Iterable[Any]) -> set[type]:
+    """The classes of objects with attributes that are in these values."""
+    found: set[type] = set()
+    seen: set[int] = set()
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or is_plain(value) or isinstance(value, Tensor) or len(seen) > _MOST_LEAVES:
+            continue
+        seen.add(id(value))
+        items = _items(value, {})
+        if items and items[0][0][0] == ".":
+            found.add(type(value))
+        waiting += [inner for _, inner in items or ()]
+    return found
 
 
 def held_by(label: str, function: Any) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None] | None]]:

@@ -26,7 +26,7 @@ from autopar.program import GeneratedProgram
 from autopar.running.first_step import FirstStepCheck
 from autopar.running.folder import TUNING_FILE, write_folder
 from autopar.running.launched import join_launched
-from autopar.running.state_follower import StateFollower, followed
+from autopar.running.state_follower import follow, followed
 from autopar.running.surroundings import check_training
 from autopar.running.weights import Init, ValueSource
 from autopar.settings.arguments import check_numbers, yes_no_or_none
@@ -63,8 +63,7 @@ def build_step(
     plan=compiled.plan)`, which the step then takes too, with the same parameters and optimiser. first_step_check:
     whether the step's first call compares its loss with the model's own on one process, and raises TrainingError on
     every rank before an update where they differ (first_step.py): None where that fits one rank and is quick, True
-    whatever it costs, False never. It takes values as they were when the step was built; parts of a batch that
-    `step.local_batch` did not make are put together.
+    whatever it costs, False never. It puts parts of a batch that `step.local_batch` did not make together.
     Raises WorldSizeError, ModelError for a model that is not as it was compiled (but for its values), and for meta
     values without init.
     """
@@ -91,8 +90,7 @@ def build_step(
         loss_scale=scale,
     )
     step.load(ValueSource(compiled.model, init, compiled.loss_fn))
-    if compiled.state is not None and compiled.remake is not None:
-        step.state_check = StateFollower(compiled, step, _shared_step)
+    follow(compiled, step, _shared_step)
     for other in also:
         if (other.plan.precision, other.plan.fp8) != (compiled.plan.precision, compiled.plan.fp8):
             raise PlanError(

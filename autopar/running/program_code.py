@@ -92,13 +92,15 @@ def _number(node: ast.expr) -> float | None:
 def exchange_code(package: str, old: Mapping[str, str], new: Mapping[str, str]) -> None:
     """Give the functions of a loaded package the code of another text of its files."""
     for name, text in new.items():
-        module = sys.modules.get(f"{package}.{name.removesuffix('.py').replace('/', '.')}")
-        if old.get(name) == text or module is None:
+        if old.get(name) == text:
             continue
+        module = sys.modules[f"{package}.{name.removesuffix('.py').replace('/', '.')}"]
         codes = dict(_codes(compile(text, module.__file__ or name, "exec"), ""))
-        for function, place in _functions(module):
-            if place in codes:
-                function.__code__ = codes[place]
+        found = dict(_functions(module))
+        missing = [each for each in codes if each.count(".") == 1 and "<" not in each and each not in found]
+        assert not missing, f"{name} as it is loaded has no {missing[0]}"
+        for place in codes.keys() & found.keys():
+            found[place].__code__ = codes[place]
 
 
 def _codes(code: types.CodeType, prefix: str) -> Iterator[tuple[str, types.CodeType]]:
@@ -108,13 +110,13 @@ def _codes(code: types.CodeType, prefix: str) -> Iterator[tuple[str, types.CodeT
             yield from _codes(each, f"{prefix}{each.co_name}.")
 
 
-def _functions(module: types.ModuleType) -> Iterator[tuple[types.FunctionType, str]]:
-    """The functions that a module defines, with the names of their classes and their own."""
+def _functions(module: types.ModuleType) -> Iterator[tuple[str, types.FunctionType]]:
+    """The functions that a module defines, by the names of their classes and their own."""
     for name, value in vars(module).items():
         if isinstance(value, types.FunctionType) and value.__module__ == module.__name__:
-            yield value, name
+            yield name, value
         elif isinstance(value, type) and value.__module__ == module.__name__:
             for inner, held in vars(value).items():
                 function = getattr(held, "__func__", held)
                 if isinstance(function, types.FunctionType):
-                    yield function, f"{name}.{inner}"
+                    yield f"{name}.{inner}", function

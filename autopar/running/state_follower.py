@@ -147,7 +147,7 @@ class StateFollower:
         self._now = None
         for program, other, step, another in made:
             if another is None:
-                exchange_code(type(step.model).__module__.rpartition(".")[0], program.files, other.files)
+                exchange_code(type(step).__module__.partition(".runtime.")[0], program.files, other.files)
                 other = replace(program, files=other.files)
             else:
                 self._step.run_instead(step, another, ValueSource(program.model, None, program.loss_fn))
@@ -165,7 +165,7 @@ class StateFollower:
             self._now = now
             return False
         if files != program.files:
-            exchange_code(type(step.model).__module__.rpartition(".")[0], program.files, files)
+            exchange_code(type(step).__module__.partition(".runtime.")[0], program.files, files)
             self._programs[0] = replace(program, files=files), step
         return True
 
@@ -231,6 +231,12 @@ def _written_buffers(step: Any) -> set[str]:
             if id(value) in written:
                 found |= {name, *spec.aliases}
     return found
+
+
+def follow(compiled: GeneratedProgram, step: Any, make: Callable[[Any, GeneratedProgram], Any]) -> None:
+    """Let a step follow what is changed on the model of its program. make: as StateFollower takes it."""
+    if compiled.state is not None and compiled.remake is not None:
+        step.state_check = StateFollower(compiled, step, make)
 
 
 def followed(step: Any) -> StateFollower | None:

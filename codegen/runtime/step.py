@@ -151,17 +151,14 @@ class Step:
 
         source: as in `load`, for buffers whose shapes are those of its batches.
         """
-        self._load_into(other, source)
+        for own, theirs in zip(self.parts, other.parts, strict=True):
+            theirs.load_buffers(source, {id(value) for _, _, value in own.model.buffer_slots()})
         self._running_steps.append(other)
 
     def run_instead(self, own: Step, other: Step, source: Source) -> None:
         """Run `other`, a step as `take_also` takes them, in the place of `own`: this one, or one that it took."""
-        self._load_into(other, source)
-        self._running_steps[self._running_steps.index(own)] = other
-
-    def _load_into(self, other: Step, source: Source) -> None:
-        for own, theirs in zip(self.parts, other.parts, strict=True):
-            theirs.load_buffers(source, {id(value) for _, _, value in own.model.buffer_slots()})
+        self.take_also(other, source)
+        self._running_steps[self._running_steps.index(own)] = self._running_steps.pop()
 
     def takes(self, batch: Mapping[str, Any]) -> bool:
         """Whether a whole global batch has shapes that this step, or one that it was given, was made for."""
@@ -170,8 +167,8 @@ class Step:
 
     def _taking(self, batch: Mapping[str, Any], is_local: bool) -> Step:
         """The step whose program takes the batch; this one if there is none, which will say so."""
-        steps = self._running_steps
-        return next((s for s in steps if len(steps) == 1 or s._batch.takes(batch, is_local)), steps[0])
+        first, *others = self._running_steps
+        return next((s for s in (first, *others) if not others or s._batch.takes(batch, is_local)), first)
 
     def _wholes(self) -> WholeUpdates | None:
         """What ranks update whole for one another. Raises where they cannot update what they store."""

@@ -16,6 +16,7 @@ import autopar
 from autopar import Trainer, TrainerConfig
 from autopar.compile import Remake
 from autopar.errors import ModelError
+from autopar.launch import run_ranks
 from codegen.runtime.reference import SameDropout
 
 SHARPNESS = 1.5
@@ -271,3 +272,64 @@ def test_what_callbacks_change_on_rank_0_is_changed_on_all_ranks(change: Change)
 def test_what_callbacks_change_is_refused_on_all_ranks() -> None:
     with pytest.raises(ModelError, match=r"config\.use_relu"):
         trainer(lambda model, loss, step: setattr(model.config, "use_relu", step < 2), Net(), batches(4)).fit()
+
+
+class Layered(nn.Module):
+    """Equal blocks with numbers and buffers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer, self.temperature = nn.Linear(8, 16), nn.Linear(16, 4), 1.5
+        self.blocks = nn.ModuleList(Gated() for _ in range(4))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.outer(x) / self.temperature, target)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop, self.scale = nn.Linear(16, 32), nn.Linear(32, 16), nn.Dropout(0.1), 0.5
+        self.register_buffer("gate", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(self.up(x).relu())) * self.scale * self.gate
+
+
+def changes_layers(model: Layered, step: int) -> None:
+    model.temperature = 1.5 + 0.1 * step
+    for block in model.blocks:
+        block.drop.p, block.scale = 0.1 + 0.05 * step, 0.5 + 0.07 * step
+        block.gate.mul_(0.9)
+
+
+def layered_losses(compiled: Any) -> list[float]:
+    step, found = compiled.build(), []
+    for number, each in enumerate(batches(5)):
+        changes_layers(compiled.model, number)
+        found.append(float(step(step.local_batch(each))))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("constraints", [{"pp": 2, "micro_batches": 2}, {"tp": 2}, {"dp": 2, "zero": 3}])
+def test_changes_are_followed_under_every_kind_of_plan(constraints: dict[str, Any]) -> None:
+    model, right = Layered(), []
+    optimizer = sgd(model.parameters())
+    for number, each in enumerate(batches(5)):
+        changes_layers(model, number)
+        optimizer.zero_grad()
+        with SameDropout(0, number):
+            loss = model(**each)
+        loss.backward()
+        optimizer.step()
+        right.append(float(loss))
+    options: dict[str, Any] = {"optimizer": sgd, "constraints": constraints}
+    compiled = autopar.compile(Layered(), "2 cpu", example_inputs=batches(1)[0], **options)
+    for found in run_ranks(layered_losses, (compiled,), 2):
+        assert found == pytest.approx(right, rel=1e-4)
