@@ -313,11 +313,3 @@ def _json(value: Any) -> Any:
         items = [_json(each) for each in value]
         return _UNSAID if any(each is _UNSAID for each in items) else items
     return value if value is None or isinstance(value, (bool, int, float, str)) else _UNSAID
-
-
-def untried(optimizer: torch.optim.Optimizer) -> str:
-    """Say that an optimizer needs a trial, which its step was made without."""
-    return (
-        f"what the update of {type(optimizer).__name__} depends on is not known: make the step with "
-        "trial=OptimizerTrial() of the program's runtime.optimizer_trial, which finds out"
-    )
