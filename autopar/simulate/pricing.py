@@ -173,16 +173,16 @@ class ProfiledPricer(Pricer):
 
     # --- parameters -------------------------------------------------------------------------------------------
 
-    def optimizer_seconds(self, meta: TensorMeta, stored: Stored) -> float:
+    def optimizer_seconds(self, meta: TensorMeta, stored: Stored, count: int = 1) -> float:
         """The update of one parameter, at the bandwidth that memory-bound kernels reach."""
         moved = self.framework.optimizer_bytes
         if self.training.offload or not moved or not meta.requires_grad:
-            return super().optimizer_seconds(meta, stored)
+            return super().optimizer_seconds(meta, stored, count)
         device = self.cluster.device
         elements = num_local(meta, stored.placements, self.mesh) / self.zero_size(stored)
         return elements * moved / (device.memory_bytes_per_second * device.memory_efficiency)
 
-    def accumulation_seconds(self, meta: TensorMeta, stored: Stored) -> float:
+    def accumulation_seconds(self, meta: TensorMeta, stored: Stored, count: int = 1) -> float:
         """Seconds of adding up gradients: 0, as `stages.profiled` adds what the framework moves."""
         return 0.0
 
