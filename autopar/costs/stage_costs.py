@@ -197,10 +197,8 @@ def simulated(
     pipeline ranks share.
 
     Seconds by kind are those of the busiest pipeline rank, the rest of the simulated time is the bubble, and what is
-    done once per step is that of the slowest pipeline rank. Waiting for hosts is what the whole step has of it: several
-    times what it would take less if a part of it were gone (`WAITED`), wherever that is. A first pass (`FIRST_PASS`)
-    is simulated as the first half of every forward: as long as forwards that are all run ahead, whose fill is that of
-    the schedule, but for messages.
+    done once per step is that of the slowest pipeline rank. A first pass (`FIRST_PASS`) is simulated as the first half
+    of every forward: as long as forwards that are all run ahead, whose fill is that of the schedule, but for messages.
     """
     schedule, pp, chunks = pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks
     lines = make_schedule(schedule, pp, num_micro_batches, chunks)
@@ -210,8 +208,7 @@ def simulated(
         stages = [_apart(stage) for stage in stages]
     if pp > 1 and host.action_seconds:
         stages = [_in_actions(stage, host.action_seconds, defers) for stage in stages]
-    home = placement(schedule, pp, chunks)
-    shape = Shape(num_micro_batches, home)
+    shape = Shape(num_micro_batches, home := placement(schedule, pp, chunks))
     timeline = simulate(lines, [stage.times for stage in stages], transfers, shape)
     tables = [_of_rank(stages, home, rank, num_micro_batches, tied) for rank in range(pp)]
     exposed = [sum(v for k, v in table.items() if k != HIDDEN) for table, _ in tables]
@@ -225,9 +222,7 @@ def simulated(
         timeline = timeline.scaled(max(host.core_share, least / timeline.makespan))
     if pp > 1 and any(any(stage.waiting) for stage in stages):
         less = simulate(lines, [stage.chosen_times for stage in stages], transfers, shape).makespan
-        waiting = min((timeline.makespan - less) / (1.0 - WAITED), timeline.makespan - exposed[busiest] + seconds[HOST])
-        exposed[busiest] += waiting - seconds[HOST]
-        seconds[HOST] = waiting
+        exposed[busiest] += _waits_of_step(timeline.makespan, less, exposed[busiest], seconds)
     bubble = timeline.makespan - exposed[busiest]
     if pp > 1:
         seconds[BUBBLE] = bubble if bubble > ROUND_OFF * timeline.makespan else 0.0
@@ -238,16 +233,23 @@ def simulated(
     sizes = capacities or [1.0] * pp
     fullest = memory[max(range(pp), key=lambda rank: sum(memory[rank].values()) / sizes[rank])]
     prediction = Prediction(dict(seconds), fullest, tuple(memory) if pp > 1 else ())
-    once = tuple(table for _, table in tables)
     return Simulated(
         prediction=prediction,
         timeline=timeline,
         stages=tuple(stages),
         home=home,
-        once=once,
+        once=tuple(table for _, table in tables),
         memory=tuple(memory),
         transfers=dict(transfers),
     )
+
+
+def _waits_of_step(makespan: float, less: float, busy: float, seconds: dict[str, float]) -> float:
+    """Puts the whole step's waiting for hosts into the seconds by kind of a pipeline rank that is busy for so long, and
+    returns by how much that is more. less: the makespan as choices count it."""
+    before = seconds[HOST]
+    seconds[HOST] = min((makespan - less) / (1.0 - WAITED), makespan - busy + before)
+    return seconds[HOST] - before
 
 
 def _receiving(home: Sequence[int], transfers: Mapping[tuple[int, int], float], count: int) -> list[float]:

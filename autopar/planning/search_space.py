@@ -95,7 +95,7 @@ def build_search_space(
     """All variables and prices. memory_limit: bytes per rank for what the variables account for. is_bound: prices that
     add up to no more than what a plan predicts. Else a reshard counts once for every call that reads its result, and
     gradients as if they were never sent while the device waits for its host."""
-    builder = _Builder(graph, operators, pricer, constraints, is_bound)
+    builder = _Builder(graph=graph, operators=operators, pricer=pricer, constraints=constraints, is_bound=is_bound)
     builder.add_variables()
     builder.add_edges()
     variables = tuple(
