@@ -72,7 +72,9 @@ def told():
     except autopar.errors.AutoparError as error:
         print("clear:", str(error).splitlines()[0])
 
-if sys.argv[3] == "bare" or __name__ == "__main__":
+if sys.argv[3] == "bare":
+    told()
+if __name__ == "__main__" and sys.argv[3] != "bare":
     told()
 """
 
