@@ -17,5 +17,5 @@ def functional_overload(overload: torch._ops.OpOverload | None) -> torch._ops.Op
     return next((each for each in fitting if not each._schema.is_mutable), None)
 
 
-def _takes(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
-    return [(each.name, str(each.type)) for each in overload._schema.arguments]
+def _takes(overload: torch._ops.OpOverload) -> list[str]:
+    return [str(each.type) for each in overload._schema.arguments]

@@ -244,20 +244,14 @@ def test_joins_and_views_give_gradients_to_what_eager_gives_them(join: Callable[
     torch.testing.assert_close([g for g in found if g is not None], [g for g in expected if g is not None])
 
 
-def into_diagonal(base: Tensor, y: Tensor) -> Tensor:
-    base.diagonal().mul_(y.sum())
-    return base
-
-
 def into_windows(base: Tensor, y: Tensor) -> Tensor:
     base.unfold(1, 2, 2).mul_(y.sum())
     return base
 
 
-@pytest.mark.parametrize("write", [into_diagonal, into_windows])
-def test_write_that_cannot_be_carried_over_is_refused(write: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_write_that_cannot_be_carried_over_is_refused() -> None:
     with pytest.raises(TraceError, match="writes in place to a view"):
-        trace(Writes(write), (LEFT,))
+        trace(Writes(into_windows), (LEFT,))
 
 
 class Constants(nn.Module):
