@@ -76,7 +76,10 @@ def planted(old: str, new: str) -> Callable[[str], str]:
 
 
 FAULTS = {
-    "view of strides that do not fit": (planted(".reshape(BATCH, SEQUENCE, 16)", ".view(BATCH, SEQUENCE, 16)"), "view"),
+    "view of strides that do not fit": (
+        planted(".reshape(BATCH, LOCAL_SEQUENCE, 32)", ".view(BATCH, LOCAL_SEQUENCE, 32)"),
+        "view",
+    ),
     "wrong sizes": (
         planted("q.view(BATCH, SEQUENCE, HEADS, HEAD_DIM)", "q.view(BATCH, SEQUENCE, HEADS, 7)"),
         "invalid",
@@ -91,7 +94,7 @@ FAULTS = {
     "a name": (planted("F.gelu(up)", "F.gelu(upper)"), "upper"),
     "an import of torch": (lambda text: dropped(text, "import torch.nn.functional as F"), "F"),
     "an import of the run time": (lambda text: dropped(text, "from .runtime.cross_entropy"), "count_valid"),
-    "a reshard that is not there": (lambda text: dropped(text, "attention = tp.all_to_all("), "linear"),
+    "a reshard that is not there": (lambda text: dropped(text, "norm = tp.all_gather("), "invalid"),
     "a reshard of another dim": (planted("(norm, dim=1)", "(norm, dim=2)"), "linear"),
     "the wrong part of a parameter": (
         planted('(48, 32), dp="Rp", tp="S(0)"', '(48, 32), dp="Rp", tp="S(1)"'),
