@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from autopar.compile import outline_of
 from autopar.compiled import CompiledProgram
 from autopar.ir.mesh import AXIS_NAMES, Mesh
 from autopar.plan import Plan
+from autopar.planning.ranks import outline_of
 from autopar.planning.request import Request
 from autopar.profiling.machine import available_cores, cpu_model, own_version
 from autopar.profiling.trials import TrialRecord, read_trials, trials_path

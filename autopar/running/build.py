@@ -92,12 +92,7 @@ def build_step(
     step.load(ValueSource(compiled.model, init, compiled.loss_fn))
     follow(compiled, step, _shared_step)
     for other in also:
-        if (other.plan.precision, other.plan.fp8) != (compiled.plan.precision, compiled.plan.fp8):
-            raise PlanError(
-                "the programs of one step compute in one precision",
-                values=f"{other.plan.precision} beside {compiled.plan.precision}",
-                alternatives="compile(..., plan=program.plan) for the other shapes",
-            )
+        _require_one_precision(compiled.plan, other.plan)
         take_also(step, other, init)
     if first_step_check is not False:
         step.first_check = FirstStepCheck(compiled, step, first_step_check)
@@ -190,6 +185,15 @@ def share_choices(package: Path, cluster: AnyCluster) -> None:
         shared.parent.mkdir(parents=True, exist_ok=True)
         shared.touch()
         (package / TUNING_FILE).symlink_to(shared)
+
+
+def _require_one_precision(plan: Plan, other: Plan) -> None:
+    if (other.precision, other.fp8) != (plan.precision, plan.fp8):
+        raise PlanError(
+            "the programs of one step compute in one precision",
+            values=f"{other.precision} beside {plan.precision}",
+            alternatives="compile(..., plan=program.plan) for the other shapes",
+        )
 
 
 def _check_world_size(plan: Plan) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .holding import held
 from .mesh import Mesh
-from .parameters import Module, RngState
+from .parameters import Module
+from .rng_state import RngState
 
 UPDATING_ATTRIBUTES = ("_next_values",)
 """What an `UpdatingModule` holds beside what any module does."""

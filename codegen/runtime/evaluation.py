@@ -18,7 +18,8 @@ from torch import Tensor
 from . import collectives
 from .executor import Executor
 from .mesh import Mesh
-from .parameters import Module, RngState
+from .parameters import Module
+from .rng_state import RngState
 
 LOGITS_ATTRIBUTES = ("gives_logits", "given_logits")
 """What a `LogitsModule` holds beside what any module does."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from . import watch
 from .mesh import Mesh
-from .parameters import Module, RngState, needs_first_pass
+from .parameters import Module, needs_first_pass
 from .part import Batches, Part, PartOptions, loss_gradient, mean_loss
+from .rng_state import RngState
 
 What = Literal["gradients", "state"]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from . import reshard
 from .holding import Container, HoldingParts, held
 from .mesh import Mesh
+from .rng_state import RngState
 
 if TYPE_CHECKING:
     # Only programs that offload activations have it beside them.
@@ -190,19 +191,6 @@ def is_apart(spec: Param, mesh: Mesh) -> bool:
 
 def _placements(spec: Param | Mapping[str, str]) -> Mapping[str, str]:
     return spec.placements if isinstance(spec, Param) else spec
-
-
-@dataclass(slots=True)
-class RngState:
-    """Where training is, as far as random numbers depend on it; shared by all modules of a program.
-
-    micro_batch: index in the step. micro_batch_rows: rows (dim 0) of one global micro-batch.
-    """
-
-    seed: int = 0
-    step: int = 0
-    micro_batch: int = 0
-    micro_batch_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from . import collectives
 from .actions import Action, Lines, check_lines, digest, forward_only, parse_lines
 from .mesh import Mesh
-from .parameters import Module, RngState, needs_first_pass
+from .parameters import Module, needs_first_pass
 from .part import Batches, Part, PartOptions, loss_gradient, mean_loss
 from .pipeline import Pipeline
+from .rng_state import RngState
 from .tied_gradients import TiedGradients
 from .transfer import Channels, Edge, Mailbox, Message, Transfer, incoming_to
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .mesh import Mesh
-from .parameters import Module, RngState
+from .parameters import Module
+from .rng_state import RngState
 
 SUMMING_ATTRIBUTES = ("_sums", "_is_first_pass")
 """What a `SummingModule` holds beside what any module does."""

@@ -1,0 +1,71 @@
+"""Planning on several ranks: rank 0 plans, the others have its plan, and the models of all are compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar.costs.emitted import mixtures_of
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph, LayerRun
+from autopar.options.assignment import Candidate
+from autopar.planning.planner import SearchResult
+from autopar.planning.request import Request, pricer_for
+from codegen.once_per_node import Neighbours
+
+
+def planned_together(request: Request, plan: Callable[[], SearchResult]) -> SearchResult:
+    """What `plan` gives, under torch.distributed what it gives rank 0: its candidate or its error crosses to all ranks.
+
+    The graph crosses too: of one model two processes may trace graphs whose calls differ in order and name (a set of
+    strings that forward iterates over is ordered by the process's hash seed), and ranks that run different programs
+    wait for each other forever. Raises PlanError on every rank if the models of the ranks differ in more than that.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return plan()
+    outline = outline_of(request.trace(request.global_batch_size))
+    message: list[Any] = [None]
+    result: SearchResult | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = plan()
+            message = [(result.best, outline)]
+        except Exception as error:  # must reach the other ranks, which wait for a plan
+            message = [error]
+    dist.broadcast_object_list(message, src=0)
+    if isinstance(message[0], Exception):
+        raise message[0]
+    best, first = message[0]
+    others: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(others, outline == first)
+    if not all(others):
+        raise PlanError(
+            "the ranks have different models or example inputs",
+            values=f"rank {others.index(False)} differs from rank 0 in parameters, inputs or operators",
+            alternatives="the same model, loss and shapes of a batch on every rank",
+        )
+    return result or SearchResult((best,), (), (), is_given=True)
+
+
+def neighbours_of(request: Request, best: Candidate) -> Neighbours:
+    """How many ranks that share out experts share a node, for rows that cross between nodes once per node, by what rank
+    0 knows of the cluster: ranks that send other rows wait for each other forever. On unlike stage meshes rows go
+    straight."""
+    plan = best.plan
+    pricer = pricer_for(request, plan.mesh, plan.num_micro_batches)
+    mixtures = [] if plan.pipeline.stage_meshes else mixtures_of(best.operators.values(), plan.mesh)
+    found = [{mixture: pricer.neighbours(*mixture) for mixture in mixtures}]
+    if found[0] and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(found, src=0)
+    return lambda *mixture: found[0].get(mixture, 0)
+
+
+def outline_of(graph: Graph) -> tuple[Any, ...]:
+    """What of a graph does not depend on the order and names of its calls."""
+    nodes = [n for piece in graph.body for n in (piece.layer.nodes if isinstance(piece, LayerRun) else (piece,))]
+    calls = Counter((node.op, node.outputs) for node in nodes)
+    stored = sorted((p.name, p.meta.shape, str(p.meta.dtype), p.is_buffer) for p in graph.parameters)
+    return graph.name, graph.inputs, stored, calls

@@ -1,0 +1,18 @@
+"""Where training is, for random numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class RngState:
+    """Where training is, as far as random numbers depend on it; shared by all modules of a program.
+
+    micro_batch: index in the step. micro_batch_rows: rows (dim 0) of one global micro-batch.
+    """
+
+    seed: int = 0
+    step: int = 0
+    micro_batch: int = 0
+    micro_batch_rows: int = 0
