@@ -145,6 +145,7 @@ BY_HAND: dict[str, list[tuple[Any, ...]]] = {
     ],
     "unflatten.int": [(f(4, 12), -1, [3, 4])],
     "permute.default": [(f(4, 6, 12), [2, 0, 1])],
+    "diagonal_scatter.default": [(f(4, 4, 6), f(6, 4))],
     "expand.default": [(f(4, 1, 6), [4, 12, 6])],
     "broadcast_to.default": [(f(4, 1, 6), [4, 12, 6])],
     "expand_as.default": [(f(1, 6), f(4, 6))],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -55,6 +56,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     with shared(has_replaced):
         return (yield)
+
+
+@pytest.fixture(autouse=True)
+def same_handlers() -> Generator[None]:
+    """The command line, called in this process, handles signals as a process of its own would; the next test's runs
+    would end by its handlers."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in kept.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

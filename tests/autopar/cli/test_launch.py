@@ -53,6 +53,32 @@ def test_a_script_runs_in_as_many_processes_as_the_plan_has_ranks(tmp_path: Path
     assert missing.returncode == 2 and "there is no such script" in missing.stderr
 
 
+EARLY = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from codegen.runtime import watch
+from codegen.runtime.board import Board
+here = Path(sys.argv[1])
+if os.environ["RANK"] == "0":
+    own = watch.Watch(Board.at(os.environ["AUTOPAR_BOARD"], 2), 0)
+    here.touch()
+    while True:
+        time.sleep(0.1)
+while not here.exists():
+    time.sleep(0.01)
+raise ValueError("this rank has no such library")
+"""
+
+
+def test_a_rank_that_ends_before_it_has_joined_is_named_with_its_error(tmp_path: Path) -> None:
+    """Rank 0, which has joined, is ended by the launcher."""
+    script = tmp_path / "script.py"
+    script.write_text(EARLY)
+    with pytest.raises(RankError, match="rank 1 of .*: ValueError: this rank has no such library"):
+        launch_main(script, [str(tmp_path / "here"), str(Path(autopar.__file__).parents[1])], 2)
+
+
 LOSING = """
 import os, sys, time
 said = sys.argv[1]

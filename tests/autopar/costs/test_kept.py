@@ -91,7 +91,12 @@ def differences(some: Sequence[Written]) -> list[str]:
         if call[0].startswith(UNKNOWN) or REWRITTEN in text_of(call):
             continue
         node, metas = make_node(call[0], *call[1], **call[2])
-        asked, real = kept(node, metas, on_cpu=True), really(node, metas)
+        try:
+            asked, real = kept(node, metas, on_cpu=True), really(node, metas)
+        except (RuntimeError, NotImplementedError) as error:
+            if "differentiation" in str(error) or "derivative" in str(error):
+                continue  # torch has no gradient of it: the backward of another operator
+            raise
         if num_bytes(node, metas, asked) != num_bytes(node, metas, real) or asked.inputs != real.inputs:
             found.append(f"{text_of(call)}: {asked}, really {real}")
     return found

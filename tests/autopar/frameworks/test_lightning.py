@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,9 @@ class Seen(Callback):
 
 def test_values_are_the_trained_ones_wherever_callbacks_look(tmp_path: Path) -> None:
     theirs = looked_at(tmp_path / "one", "auto")
+    before = signal.getsignal(signal.SIGTERM)
     assert looked_at(tmp_path / "program", AutoparStrategy("1 cpu")) == pytest.approx(theirs, rel=1e-4)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 class Thawing(BaseFinetuning):

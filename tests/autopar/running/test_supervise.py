@@ -333,3 +333,15 @@ def test_folders_of_the_living_and_of_strangers_stay(tmp_path: Path, monkeypatch
         names = {path.name for path in tmp_path.iterdir()}
         assert names == {"autopar_notes", "autopar_link", first.name, second.name}
     assert {path.name for path in tmp_path.iterdir()} == {"autopar_notes", "autopar_link"}
+
+
+def test_an_error_of_a_rank_that_did_not_come_to_join_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(path: str, num_ranks: int, seconds: float) -> Any:
+        if multiprocessing.current_process().name == "rank 1":
+            raise OSError("the store's folder is full")
+        return store(path, num_ranks, seconds)
+
+    store = launch._file_store
+    monkeypatch.setattr(launch, "_file_store", meet)
+    with pytest.raises(RankError, match=r"^rank 1: [\s\S]*OSError: the store's folder is full"):
+        run_ranks(os.getpid, (), 2)

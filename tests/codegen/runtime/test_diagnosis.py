@@ -42,6 +42,7 @@ def record(rank: int, *calls: str, inside: bool = True, waiting: bool = True, **
             f"rank 1 calls {THE_END}; rank 0 calls step 2: {SAME_CALLS}",
         ),
         ([record(0, "step 1"), None], "rank 1 did not join the others"),
+        ([None, None], ""),
         ([record(rank, "step 1") for rank in range(3)], ""),
     ],
 )  # fmt: skip
