@@ -46,8 +46,8 @@ from autopar.settings.arguments import check_numbers, whole
 from autopar.settings.backend import patience_seconds
 from codegen.runtime import watch
 from codegen.runtime.board import Board
-from codegen.runtime.diagnosis import THE_END, cause_of
-from codegen.runtime.processes import LOST, after_the_first, end_with_parent, note_own_group
+from codegen.runtime.diagnosis import LOST, THE_END, Record, cause_of, is_of_another
+from codegen.runtime.processes import after_the_first, end_with_parent, note_own_group
 from codegen.runtime.watch import BOARD
 
 TIMEOUT_SECONDS = 600.0
@@ -275,10 +275,7 @@ def launch_main(main: Path, arguments: Sequence[str], num_ranks: int) -> None:
             rank, failure = error.get_first_failure()
             if failure.exitcode == 128 + signal.SIGTERM:
                 raise SystemExit(failure.exitcode) from None
-            if cause := cause_of(board.records(), time.time()):
-                raise RankError(f"{main}: {cause}") from None
-            said = _last_words(folder, rank) or _end_of(failure.exitcode)
-            raise RankError(f"rank {rank} of {main}: {said}") from None
+            raise RankError(_failure(str(main), folder, board.records(), rank, failure.exitcode)) from None
 
 
 @contextlib.contextmanager
@@ -288,6 +285,20 @@ def _in_environment(name: str, value: str) -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
+
+
+def _failure(main: str, folder: Path, records: Sequence[Record | None], rank: int, code: int) -> str:
+    """What went wrong where a rank ended first: an error of a rank's own, also of one that has no record (the script
+    starts no watch, or the rank did not come so far), rather than of one that waited, or was ended with the others."""
+    said = {rank: _last_words(folder, rank) or _end_of(code)}
+    said |= {other: _last_words(folder, other) for other in range(len(records)) if other != rank}
+    if not any(each is not None and each.raised and each.is_own for each in records):
+        for other, words in said.items():
+            is_error = other == rank or "Error" in words
+            if records[other] is None and is_error and not is_of_another(words):
+                return f"rank {other} of {main}: {words}"
+    cause = cause_of(records, time.time())
+    return f"{main}: {cause}" if cause else f"rank {rank} of {main}: {said[rank]}"
 
 
 def _last_words(folder: Path, rank: int) -> str:

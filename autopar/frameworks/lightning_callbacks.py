@@ -53,6 +53,12 @@ class AtSigterm(Callback):  # type: ignore[misc]
             trainer.save_checkpoint(Path(folder) / LAST_FILE)
             raise SystemExit(Ending.EXIT_CODE)
 
+    def on_train_end(self, *given: Any) -> None:
+        self.teardown()  # before Lightning puts back the handlers that it found
+
+    def on_exception(self, *given: Any) -> None:
+        self.teardown()
+
     def teardown(self, *given: Any, **named: Any) -> None:
         if self._ending is not None:
             self._ending.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from codegen.runtime.board import Board
-from codegen.runtime.diagnosis import cause_of
+from codegen.runtime.diagnosis import Record, cause_of, certain_cause_of, is_of_another
 from codegen.runtime.processes import exit_at_once
 from codegen.runtime.processes import exit_on as exit_on
 
@@ -27,6 +27,8 @@ _LEAVE_SECONDS = 30.0
 """Seconds for ranks that have answered to leave; on a busy machine they may have to wait for it."""
 _CAUSE_SECONDS = 0.5
 """Seconds for ranks to say what became of them, or to be seen as dead, after the first one said so."""
+_LOST_SECONDS = 10.0
+"""Seconds for a rank to be seen as dead whose connections are closed; on a busy machine it may have to wait for it."""
 _END_SECONDS = 2.0
 """Seconds for ranks to remove their files in, when they are told to end."""
 
@@ -165,20 +167,33 @@ def _raise(
                 if isinstance(said[other], AutoparError):
                     raise said[other]
         time.sleep(0.02)
+    if board is not None and all(map(is_of_another, said.values())):
+        deadline = time.monotonic() + _LOST_SECONDS
+        while time.monotonic() < deadline and not _is_clear(processes, board.records()):
+            time.sleep(0.1)
     if any(process.exitcode == 128 + signal.SIGTERM for process in processes):
         raise SystemExit(128 + signal.SIGTERM)
     causes = [f"{p.name} {_end_of(p.exitcode)}" for p in processes if p.exitcode not in (None, 0)]
     records = [] if board is None else board.records()
     own = [each for each in records if each is not None and each.raised and each.is_own]
+    early = [other for other, text in said.items() if text and other < len(records) and records[other] is None]
     if causes:  # a rank that died breaks the others' connections, which is no news
-        more = f"; {processes[rank].name}: {value}" if own or not records else ""
+        more = f"; {processes[rank].name}: {value}" if own or rank in early or not records else ""
         raise RankError(f"{'; '.join(causes)}{more}")
     if own:  # the first to raise: what others raise after it may come from its end
         first = min(own, key=lambda each: each.raised_at)
         raise RankError(f"rank {first.rank}: {said.get(first.rank) or first.raised}")
+    if early:  # raised before it joined the others, and so has no record
+        rank = min(early, key=lambda other: is_of_another(said[other]) or "timed out" in said[other].lower())
+        raise RankError(f"{processes[rank].name}: {said[rank]}")
     if cause := cause_of(records, time.time()) if records else "":
         raise RankError(cause)
     raise RankError(f"{processes[rank].name}: {value}")
+
+
+def _is_clear(processes: Sequence[Any], records: Sequence[Record | None]) -> bool:
+    """Whether it is seen who closed connections that others lost."""
+    return bool(certain_cause_of(records)) or any(process.exitcode not in (None, 0) for process in processes)
 
 
 def _end_of(code: int) -> str:

@@ -21,6 +21,8 @@ HEADER = struct.Struct(f"<3Q{KEPT}Q")
 _LENGTH = struct.Struct("<2Q")
 HALF = 4096
 SLOT = 2 * HALF
+_SECONDS_TO_WRITE = 2.0
+"""How long a record may be half written, by a thread that waits for a busy machine."""
 
 
 class Board:
@@ -50,7 +52,8 @@ class Board:
 
     def read(self, rank: int) -> Record | None:
         """Return a rank's record; None where it has none."""
-        for _ in range(20):  # it may be being written
+        deadline = time.monotonic() + _SECONDS_TO_WRITE
+        while True:
             slot = self._slot(rank)
             length, check = _LENGTH.unpack_from(slot, HALF)
             data = slot[HALF + _LENGTH.size : HALF + _LENGTH.size + length]
@@ -61,10 +64,9 @@ class Board:
                 calls = dict(zip(reversed(numbers), reversed(names), strict=False)) if count else {}
                 found = Record.from_bytes(data, rank, calls, bool(is_inside))
                 return replace(found, is_gone=self.is_shared and _is_gone(found.process))
-            if not length:
+            if not length or time.monotonic() > deadline:
                 return None
             time.sleep(0.002)
-        return None
 
     def records(self) -> list[Record | None]:
         """Return the records by rank."""

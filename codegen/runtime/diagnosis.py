@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 
 SILENT_SECONDS = 5.0
 """Seconds without a sign after which a rank counts as stopped; its thread gives one every half, or two, of them."""
+LOST = ("connection closed", "connection reset", "broken pipe", "remote process exited")
+"""What gloo and NCCL say where another rank is gone."""
 THE_END = "nothing more: it has come to the end of its work"
 """The last call of a rank that is done."""
 SAME_CALLS = "every rank must make the same calls in the same order"
@@ -77,7 +79,7 @@ def cause_of(records: Sequence[Record | None], now: float) -> str:
     known = [each for each in records if each is not None]
     # A rank that raised out of a collective waited for another one: who raised is no cause from here on.
     missing = [rank for rank, each in enumerate(records) if each is None]
-    if missing:
+    if missing and known:
         return f"{_ranks(missing)} did not join the others"
     living = [each for each in known if not each.raised]
     silent = [each for each in living if now - each.beat > SILENT_SECONDS]
@@ -89,6 +91,11 @@ def cause_of(records: Sequence[Record | None], now: float) -> str:
         )
         return "; ".join(said) + ": it has ended, is stopped, or runs code that keeps Python's lock"
     return _behind(known, living)
+
+
+def is_of_another(said: str) -> bool:
+    """Whether an error's text tells of another rank that is gone."""
+    return any(word in said.lower() for word in LOST)
 
 
 def certain_cause_of(records: Sequence[Record | None]) -> str:

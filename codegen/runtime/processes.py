@@ -22,6 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from . import watch
+from .diagnosis import is_of_another
 
 _groups = itertools.count()
 _own: list[int] = []
@@ -29,8 +30,6 @@ _own: list[int] = []
 _PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_TO_BE_SEEN = 5.0
-LOST = ("connection closed", "connection reset", "broken pipe", "remote process exited")
-"""What gloo and NCCL say where another rank is gone."""
 
 
 def join(backend: str, collective_seconds: float | None = None) -> None:
@@ -104,7 +103,7 @@ def after_the_first() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if any(word in str(error).lower() for word in LOST):
+        if is_of_another(str(error)):
             time.sleep(_SECONDS_TO_BE_SEEN)
         raise
 
@@ -153,7 +152,8 @@ class Ending:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._is_told = True
-        if callable(self._before) and self._before is not exit_at_once and not self._is_alone:
+        is_passed_on = self._before is not exit_at_once and not self._is_alone
+        if callable(self._before) and (is_passed_on or not self._is_installed):  # closed, below another's handler
             self._before(number, frame)
 
     def is_told(self) -> bool:
@@ -161,14 +161,16 @@ class Ending:
         told = torch.tensor(int(self._is_told), device=self._device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(told, dist.ReduceOp.MAX)
-        self._is_told = bool(told)
-        return self._is_told
+        if found := bool(told):  # a signal that came meanwhile is told of by the next call
+            self._is_told = True
+        return found
 
     def close(self) -> None:
-        """Put back the handler that was there before."""
+        """Put back the handler that was there before, unless another one has taken this one's place since."""
         if self._is_installed:
-            signal.signal(signal.SIGTERM, self._before)
             self._is_installed = False
+            if signal.getsignal(signal.SIGTERM) == self._note:
+                signal.signal(signal.SIGTERM, self._before)
 
 
 def _watch(parent: int) -> None:

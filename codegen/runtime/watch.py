@@ -28,7 +28,16 @@ import torch
 import torch.distributed as dist
 
 from .board import HALF, HEADER, KEPT, SLOT, Board
-from .diagnosis import SAME_BATCHES, SILENT_SECONDS, THE_END, Record, cause_of, certain_cause_of, mismatch
+from .diagnosis import (
+    SAME_BATCHES,
+    SILENT_SECONDS,
+    THE_END,
+    Record,
+    cause_of,
+    certain_cause_of,
+    is_of_another,
+    mismatch,
+)
 from .stack import is_of_group, is_waiting, last, place
 
 BOARD = "AUTOPAR_BOARD"
@@ -37,6 +46,8 @@ BOARD = "AUTOPAR_BOARD"
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_BETWEEN_NODES = 2.0
 _SECONDS_TO_END = 1.0
+_SECONDS_TO_BE_GONE = 10.0
+"""For a rank whose connections are closed, on a busy machine."""
 
 
 P = ParamSpec("P")
@@ -151,6 +162,7 @@ class Watch:
             return ""
         # Until a rank that is being killed is gone, or the records of other machines are here, or are seen not to come.
         wait = _SECONDS_TO_END if self.board.is_shared else SILENT_SECONDS + _SECONDS_BETWEEN_NODES
+        wait = _SECONDS_TO_BE_GONE if is_of_another(str(error)) else wait
         deadline = time.monotonic() + wait
         while not (cause := certain_cause_of(records := self.board.records())) and time.monotonic() < deadline:
             time.sleep(0.1)
