@@ -43,6 +43,11 @@ def attribute(value: Any, name: str, default: Any = None) -> Any:
         return default
 
 
+def dict_of(value: Any) -> dict[str, Any]:
+    """Return an object's own `__dict__`, not a copy."""
+    return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
+
+
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return what an object's `__dict__` and its slots hold, by name."""
     found: dict[str, Any] = {}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autopar.frontend import fakes
+from autopar.frontend.attributes import is_a, items_of, modules_of
 from autopar.frontend.export import forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.inputs import fake_input, name_inputs
@@ -36,11 +37,11 @@ class ForwardOf:
         values: list[float] = []
 
         def without(value: Any) -> Any:
-            if isinstance(value, float):
+            if is_a(value, float):
                 values.append(value)
                 return float
-            if isinstance(value, (tuple, list)) and not isinstance(value, Source):
-                return tuple(map(without, value))
+            if is_a(value, tuple, list) and not is_a(value, Source):
+                return tuple([without(item) for _, item in items_of(value) or ()])
             return value
 
         return ForwardNumbers(without(found.outside), tuple(values))
@@ -50,13 +51,13 @@ class ForwardOf:
         returned: list[Any] = []
 
         def watch(skeleton: nn.Module) -> None:
-            for module in skeleton.modules():
+            for module in modules_of(skeleton):
                 for table in (module._forward_hooks, module._forward_pre_hooks):
                     for key, hook in list(table.items()):
                         table[key] = partial(_noting, hook, returned)
 
         def drop(skeleton: nn.Module) -> None:
-            for module in skeleton.modules():
+            for module in modules_of(skeleton):
                 module._forward_hooks.clear()
                 module._forward_pre_hooks.clear()
 

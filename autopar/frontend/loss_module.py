@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autopar.errors import TraceError
+from autopar.frontend.attributes import modules_of
 from autopar.frontend.inputs import Batch, NamedBatch, arguments_of_batch, model_arguments, split_names
 from autopar.frontend.operand_dtypes import operands_in
 
@@ -56,7 +57,7 @@ class LossModule(nn.Module):
 @contextlib.contextmanager
 def _kept_buffers(model: nn.Module) -> Iterator[None]:
     """Buffers that forward replaces by others of their shape and dtype are written in place when it is over."""
-    before = [(m._buffers, name, value) for m in model.modules() for name, value in m._buffers.items()]
+    before = [(m._buffers, name, value) for m in modules_of(model) for name, value in m._buffers.items()]
     yield
     for buffers, name, value in before:
         now = buffers.get(name)

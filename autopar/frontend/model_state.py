@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from autopar.frontend.admission import where
-from autopar.frontend.state_reads import ClassData, Line, Reads, text_of
+from autopar.frontend.attributes import dict_of, is_a, named_modules, named_parameters
+from autopar.frontend.module_attributes import ModuleAttributes, class_with
+from autopar.frontend.state_places import get_step, held_by, set_step
+from autopar.frontend.state_reads import ClassData, Line, Reads, home_of, text_of
 from autopar.frontend.state_values import (
     FOREIGN,
     MISSING,
@@ -25,14 +28,11 @@ from autopar.frontend.state_values import (
     Held,
     Key,
     Root,
-    get_step,
-    held_by,
+    are_alike,
     is_class_data,
-    is_equal,
     is_plain,
     leaves_of,
     place_of,
-    set_step,
 )
 
 _MODES = ("evaluation", "training")
@@ -74,7 +74,7 @@ class ModelState:
 
     def note(self, keep_modes: bool = False) -> None:
         """Take all of it as it is now. keep_modes: but for the modes of modules."""
-        self._attributes: list[_Attributes] = []
+        self._attributes: list[ModuleAttributes] = []
         self._roots: dict[Key, Root] = {}
         self._aliases: list[tuple[Callable[[], Any], Key, Any]] = []
         self._deep: set[int] = set()
@@ -99,7 +99,7 @@ class ModelState:
         self._tables: list[tuple[str, str, dict[str, Any], tuple[Any, ...]]] = []
         for path, module in modules.items():
             for table in ("_modules", "_parameters", "_buffers"):
-                if held := vars(module)[table]:
+                if held := dict_of(module)[table]:
                     self._tables.append((path, table, held, tuple(held.values())))
         self._held = [table for _, _, table, _ in self._tables]
         self._lengths = list(map(len, self._held))
@@ -114,24 +114,24 @@ class ModelState:
         self._addresses = list(map(_DATA_PTR, self._in_memory))
         small = [(name, b) for name, b in self._buffers.items() if b.numel() <= _SMALL and not b.is_meta]
         self._copies = [(name, b, b.detach().clone()) for name, b in small[:_MOST_SMALL]]
-        self._modes = modes or {path: module.training for path, module in modules.items()}
-        self._hooks = [vars(module)[table] for module in modules.values() for table in _HOOKS]
+        self._modes = modes or {path: _is_in_training(module) for path, module in modules.items()}
+        self._hooks = [dict_of(module)[table] for module in modules.values() for table in _HOOKS]
         self._num_hooks = sum(map(len, self._hooks))
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        yield from self.model.named_modules()
-        if isinstance(self.loss_fn, nn.Module):
-            yield from self.loss_fn.named_modules(prefix="loss_fn")
+        yield from named_modules(self.model)
+        if is_a(self.loss_fn, nn.Module):
+            yield from ((f"loss_fn.{path}".rstrip("."), module) for path, module in named_modules(self.loss_fn))
 
     def _lines(self, module: nn.Module) -> Mapping[str, Line | None]:
         """The attributes of a module that were read; all where that is not known."""
         known = self.reads.attributes.get(type(module), {})
         if self.reads.is_complete:
             return known
-        return {**dict.fromkeys(name for name in vars(module) if not name.startswith("_")), **known}
+        return {**dict.fromkeys(name for name in dict_of(module) if not name.startswith("_")), **known}
 
     def _watch(self, path: str, module: nn.Module) -> None:
-        own, lines, plain = vars(module), self._lines(module), ["training"]
+        own, lines, plain = dict_of(module), self._lines(module), ["training"]
         inherited = []
         for name, line in lines.items():
             if name in _INTERNAL or name == "training":
@@ -143,11 +143,11 @@ class ModelState:
                 plain.append(name)
             else:
                 self._watch_value(("attribute", path, (name,)), f"{name} of {where(path)}", line, own)
-        self._attributes.append(_Attributes(path, module, tuple(plain), tuple(inherited)))
+        self._attributes.append(ModuleAttributes(path, module, tuple(plain), tuple(inherited)))
 
     def _watch_class(self, kind: type, name: str, line: Line | None) -> None:
-        owner = next((each for each in kind.__mro__ if name in vars(each)), None)
-        if owner is None or owner.__module__.partition(".")[0] in FOREIGN or not is_class_data(vars(owner)[name]):
+        owner = class_with(kind, name)
+        if owner is None or home_of(owner) in FOREIGN or not is_class_data(vars(owner)[name]):
             return
         space = ClassData(owner)
         self._watch_value(("variable", name, (space,)), f"{name} of {space.label}", line, space)
@@ -162,7 +162,7 @@ class ModelState:
 
         value = get()
         self._aliases.append((get, key, value))
-        is_opaque = is_plain(value) or isinstance(value, Tensor)
+        is_opaque = is_plain(value) or is_a(value, Tensor)
         if key not in self._roots and (is_opaque or id(value) not in self._deep):
             self._deep.add(id(value))
             self._roots[key] = Root(key, name, line, get, None, self.reads.fields)
@@ -170,10 +170,10 @@ class ModelState:
     def _watch_loss(self) -> None:
         """Closures, arguments and attributes of a loss that is no module, and of functions that modules hold."""
         functions: list[tuple[str, Any]] = []
-        if not isinstance(self.loss_fn, nn.Module):
+        if not is_a(self.loss_fn, nn.Module):
             functions.append(("loss_fn", self.loss_fn))
         for path, module in self._modules():
-            held = vars(module).items()
+            held = dict_of(module).items()
             functions += [(f"{name} of {where(path)}", value) for name, value in held if callable(value)]
         for label, function in functions:
             for name, get, put in held_by(label, function):
@@ -224,7 +224,7 @@ class ModelState:
         return found
 
     def _changed_modes(self) -> Iterator[Change]:
-        now = {path: module.training for path, module in self._modules()}
+        now = {path: _is_in_training(module) for path, module in self._modules()}
         if any(self._modes.values()) and not any(now.values()):
             line = next((lines["training"] for lines in self.reads.attributes.values() if "training" in lines), None)
             if line is not None or not self.reads.is_complete:
@@ -250,7 +250,7 @@ class ModelState:
                 continue
             what = {"_modules": "submodules", "_parameters": "parameters", "_buffers": "buffers"}[kind]
             now = tuple(table.values())
-            is_kept = len(now) == len(held) and all(isinstance(each, Tensor) for each in (*now, *held))
+            is_kept = len(now) == len(held) and all(is_a(each, Tensor) for each in (*now, *held))
             if kind == "_buffers" and is_kept:
                 pairs = zip(_names(path, table), held, now, strict=True)
                 buffers.update(name for name, old, new in pairs if old is not new and not _has_moved(old, new))
@@ -259,7 +259,7 @@ class ModelState:
             yield Change(f"the {what} of {where(path)}", old, new, is_of_parts=True)
         for parameter, was in zip(self._parameters, self._is_trained, strict=True):
             if parameter.requires_grad != was:
-                name = next((n for n, p in self.model.named_parameters() if p is parameter), "a parameter")
+                name = next((n for n, p in named_parameters(self.model) if p is parameter), "a parameter")
                 yield Change(f"requires_grad of {name}", was, not was, is_of_parts=True)
         buffers |= {
             name for (name, b), was in zip(self._buffers.items(), self._versions, strict=True) if b._version != was
@@ -280,9 +280,9 @@ class ModelState:
                 yield from root.changes()
         for key, old, new in self._replaced():
             # What several hold is looked into once; another in one of the places is told here.
-            if isinstance(old, Tensor) or is_plain(old) or any(root.value is old for root in self._roots.values()):
+            if is_a(old, Tensor) or is_plain(old) or any(root.value is old for root in self._roots.values()):
                 continue
-            if leaves_of(old, self.reads.fields) != leaves_of(new, self.reads.fields):
+            if not are_alike(leaves_of(old, self.reads.fields), leaves_of(new, self.reads.fields)):
                 name = f"{key[2][0]} of {where(key[1])}" if key[0] == "attribute" else key[1]
                 yield Change(name, Held(old), Held(new))
 
@@ -316,58 +316,22 @@ class ModelState:
             set_step(owner, last, value)
 
     def _module(self, path: str) -> nn.Module:
-        if isinstance(self.loss_fn, nn.Module) and (path == "loss_fn" or path.startswith("loss_fn.")):
-            return self.loss_fn.get_submodule(path.removeprefix("loss_fn").removeprefix("."))
-        return self.model.get_submodule(path)
+        return next(module for name, module in self._modules() if name == path)
 
 
 _REQUIRES_GRAD, _DATA_PTR = operator.attrgetter("requires_grad"), operator.methodcaller("data_ptr")
-
-
-class _Attributes:
-    """A module's plain attributes."""
-
-    def __init__(self, path: str, module: nn.Module, names: tuple[str, ...], inherited: tuple[str, ...]) -> None:
-        self.path, self.module, self.names, self.inherited = path, module, names, inherited
-        own = vars(module)
-        self.own, self.length = own, len(own)
-        self.get: Callable[[Any], Any] = operator.itemgetter(*names, *(("training",) if len(names) == 1 else ()))
-        self.values: tuple[Any, ...] = self.get(own)
-
-    def of(self, module: nn.Module) -> _Attributes:
-        """The same values, asked of another module in this one's place."""
-        made = object.__new__(_Attributes)
-        vars(made).update(vars(self))
-        made.module, made.own = module, vars(module)
-        return made
-
-    def is_same(self, is_training: bool) -> bool:
-        own = self.own
-        if len(own) != self.length and any(name in own for name in self.inherited):
-            return False
-        try:
-            if all(map(operator.is_, self.get(own), self.values)):
-                return True
-        except KeyError:
-            return False
-        return (own["training"] == self.values[0] or not is_training) and not any(self.changed())
-
-    def changed(self) -> Iterator[tuple[str, Any, Any]]:
-        """(name, old, new) of each, but for the mode."""
-        for name, old in zip(self.names, self.values, strict=False):
-            new = self.own.get(name, MISSING)
-            if name != "training" and new is not old and not is_equal(old, new):
-                yield name, old, new
-        for name in self.inherited:
-            if name in self.own:
-                yield name, getattr(type(self.module), name, MISSING), self.own[name]
 
 
 def _getter(key: Key, get: Callable[[], Any], modules: Mapping[str, nn.Module]) -> Callable[[], Any]:
     """How a value is read, of the module that is in its place now."""
     if key[0] != "attribute" or key[1] not in modules:
         return get
-    return functools.partial(vars(modules[key[1]]).get, key[2][0], MISSING)
+    return functools.partial(dict_of(modules[key[1]]).get, key[2][0], MISSING)
+
+
+def _is_in_training(module: nn.Module) -> bool:
+    mode = dict_of(module).get("training", True)
+    return bool(mode) if type(mode) in (bool, int, type(None)) else True
 
 
 def _are_same(now: Any, then: tuple[Any, ...]) -> bool:

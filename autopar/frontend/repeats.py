@@ -27,6 +27,7 @@ from autopar.frontend.attributes import (
     attributes_of,
     is_a,
     items_of,
+    modules_of,
     named_buffers,
     named_modules,
     named_tensors,
@@ -61,7 +62,7 @@ def check_repeats(
     with _own_random_state() as drawn:
         held = _tensors(model)
         try:
-            attributes = [each for module in model.modules() for each in vars(module).values()]
+            attributes = [each for module in modules_of(model) for each in attributes_of(module).values()]
             with noted(reads or Reads(), object_kinds([*attributes, *functions])):
                 first = run(model)
         except TraceError:

@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from autopar.frontend.attributes import attribute, dict_of, is_a
+
 _TORCH = f"{Path(torch.__file__).parent}/"
 _HOME = f"{Path(__file__).resolve().parents[2]}/"
 _SELF_ASKING = (f"{_TORCH}nn/modules/module.py", f"{_HOME}autopar/", f"{_HOME}codegen/")
@@ -197,20 +199,27 @@ def _note_variables(reads: Reads, frame: FrameType) -> None:
 
 def _namespace(value: Any) -> Globals | ClassData | None:
     """A module or class of the user's."""
-    if isinstance(value, types.ModuleType):
-        file = getattr(value, "__file__", None) or ""
-        is_library = any(part in file for part in _LIBRARIES) or not file or file.startswith(_STANDARD)
-        return None if is_library else Globals(vars(value))
-    if isinstance(value, type) and value.__module__.partition(".")[0] not in ("torch", "builtins", "enum"):
+    if is_a(value, types.ModuleType):
+        file = dict_of(value).get("__file__")
+        if type(file) is not str or not file or file.startswith(_STANDARD) or any(part in file for part in _LIBRARIES):
+            return None
+        return Globals(dict_of(value))
+    if is_a(value, type) and home_of(value) not in ("torch", "builtins", "enum"):
         return ClassData(value)
     return None
 
 
+def home_of(kind: type) -> str:
+    """The package that a class is of; "" where it does not say."""
+    module = attribute(kind, "__module__")
+    return module.partition(".")[0] if type(module) is str else ""
+
+
 def is_data(value: Any) -> bool:
     """Whether a value is no code: no function, class, module or property of the interpreter's."""
-    if isinstance(value, (type, types.ModuleType, types.MethodType, types.BuiltinFunctionType, nn.Module)):
+    if is_a(value, type, types.ModuleType, types.MethodType, types.BuiltinFunctionType, nn.Module):
         return False
-    return not (callable(value) or hasattr(type(value), "__get__"))
+    return not (callable(value) or any("__get__" in vars(kind) for kind in type(value).__mro__))
 
 
 def text_of(line: Line | None) -> str:

@@ -1,24 +1,34 @@
-"""Values that a model, its loss and their script hold: what is in them, and whether they are as they were."""
+"""Values that a model, its loss and their script hold: what is in them, and whether they are as they were.
+
+Nothing here runs the user's code: what is in values is asked as `attributes.py` does, and equality is that of the
+interpreter's own types and of the classes below.
+"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import enum
 import functools
+import gc
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from autopar.frontend.state_reads import ClassData, Fields, Globals, Line, text_of
+from autopar.frontend.attributes import attribute, attributes_of, is_a, items_of
+from autopar.frontend.state_reads import Fields, Line, home_of, text_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_EXACT = frozenset(_PLAIN)
+"""Types whose equality and hash are the interpreter's own."""
 FOREIGN = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "numpy", "logging", "threading"})
 """Packages whose objects are not looked into."""
-_MOST_LEAVES, _MOST_DEPTH = 2000, 6
+_MOST_LEAVES, _MOST_DEPTH = 2000, 10
+
+_NO_PARTS = (type, nn.Module, types.FunctionType, types.MethodType, functools.partial, types.ModuleType, enum.Enum)
 
 Key = tuple[str, str, tuple[Any, ...]]
 """Where a value is: a kind of place, the path of it, and the steps within what is there."""
@@ -47,15 +57,15 @@ class Change:
     @property
     def is_movable(self) -> bool:
         """Whether another process can be given it."""
-        return self.key is not None and (is_plain(self.new) or isinstance(self.new, Tensor))
+        return self.key is not None and (is_plain(self.new) or is_a(self.new, Tensor))
 
     @property
     def is_number(self) -> bool:
-        return all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (self.old, self.new))
+        return all(is_a(each, int, float) and not is_a(each, bool, enum.Enum) for each in (self.old, self.new))
 
     @property
     def is_tensor(self) -> bool:
-        return isinstance(self.old, Tensor) and isinstance(self.new, Tensor)
+        return is_a(self.old, Tensor) and is_a(self.new, Tensor)
 
     def __str__(self) -> str:
         at = f", read at {self.line}" if self.line else ""
@@ -87,7 +97,7 @@ class Root:
         self.key, self.name, self.line, self.get, self.put = key, name, line, get, put
         self.value, self.fields = get(), fields
         self.leaves = leaves_of(self.value, fields)
-        self.is_opaque = isinstance(self.leaves.get(()), Held) or is_plain(self.value)
+        self.is_opaque = type(self.leaves.get(())) is Held or is_plain(self.value)
 
     def of(self, get: Callable[[], Any]) -> Root:
         """The same value, read in another way."""
@@ -98,20 +108,20 @@ class Root:
     def is_same(self) -> bool:
         """Whether nothing in it has changed."""
         now = self.get()
-        return (self.is_opaque and now is self.value) or leaves_of(now, self.fields) == self.leaves
+        return (self.is_opaque and now is self.value) or are_alike(leaves_of(now, self.fields), self.leaves)
 
     def changes(self) -> Iterator[Change]:
         """What has changed in it."""
         now = leaves_of(self.get(), self.fields)
         for steps in dict.fromkeys((*self.leaves, *now)):
             old, new = self.leaves.get(steps, MISSING), now.get(steps, MISSING)
-            if old == new:
+            if type(old) is type(new) and old == new:
                 continue
-            old, new = (each.tensor if isinstance(each, SeenTensor) else each for each in (old, new))
+            old, new = (each.value if type(each) in (SeenTensor, Alike) else each for each in (old, new))
             kind, path, own = self.key
-            inner = "".join(f".{step}" if how == "." else f"[{step!r}]" if how == "[" else "" for how, step in steps)
+            inner = "".join(f".{step}" if how == "." else "" if how == "#" else f"[{step!r}]" for how, step in steps)
             head, _, rest = self.name.partition(" ")
-            is_movable = new is not MISSING and not any(how == "#" for how, _ in steps)
+            is_movable = new is not MISSING and all(how in (".", "[") for how, _ in steps)
             key = (kind, path, (*own, *steps)) if is_movable else None
             yield Change(f"{head}{inner} {rest}".strip(), old, new, line=text_of(self.line), key=key)
 
@@ -119,42 +129,15 @@ class Root:
 class SeenTensor:
     """A tensor as it was: another one, or another number of writes to it, is not equal."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self._version, self._place = tensor, _version(tensor), place_of(tensor)
+    def __init__(self, value: Tensor) -> None:
+        self.value, self._version, self._place = value, _version(value), place_of(value)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SeenTensor):
             return False
-        return (self.tensor is other.tensor) and (self._version, self._place) == (other._version, other._place)
+        return (self.value is other.value) and (self._version, self._place) == (other._version, other._place)
 
     __hash__ = None  # type: ignore[assignment]
-
-
-def leaves_of(value: Any, fields: Fields) -> dict[tuple[Any, ...], Any]:
-    """What is in a value, by the steps to it: plain values, tensors, and the identities of all else.
-
-    fields: of objects, as `Reads` has them.
-    """
-    found: dict[tuple[Any, ...], Any] = {}
-    seen: set[int] = set()
-
-    def visit(each: Any, steps: tuple[Any, ...]) -> None:
-        if is_plain(each):
-            found[steps] = each
-        elif isinstance(each, Tensor):
-            found[steps] = SeenTensor(each)
-        elif len(found) > _MOST_LEAVES or len(steps) >= _MOST_DEPTH or id(each) in seen:
-            found[steps] = id(each)
-        elif (items := _items(each, fields)) is not None:
-            seen.add(id(each))
-            found[(*steps, ("#", "length"))] = (type(each), len(items))
-            for step, inner in items:
-                visit(inner, (*steps, step))
-        else:
-            found[steps] = Held(each)
-
-    visit(value, ())
-    return found
 
 
 class Held:
@@ -172,41 +155,122 @@ class Held:
         return f"a {type(self.value).__name__}"
 
 
+class Alike:
+    """Plain data of a class that may have an equality of its own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alike) and is_equal(self.value, other.value)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class KeyOf:
+    """A key of a dict, or an element of a set, that may have an equality of its own: its identity counts."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KeyOf) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return _shown(self.value)
+
+
+class Length(NamedTuple):
+    """Of what class a container or an object is, and how much is in it."""
+
+    kind: type
+    size: int
+
+    def __repr__(self) -> str:
+        return f"a {self.kind.__name__} of {self.size}"
+
+
+def leaves_of(value: Any, fields: Fields) -> dict[tuple[Any, ...], Any]:
+    """What is in a value, by the steps to it: plain values, tensors, and the identities of all else.
+
+    fields: of objects, as `Reads` has them.
+    """
+    found: dict[tuple[Any, ...], Any] = {}
+    seen: set[int] = set()
+
+    def visit(each: Any, steps: tuple[Any, ...]) -> None:
+        if type(each) in _EXACT:
+            found[steps] = each
+        elif is_plain(each):
+            found[steps] = each if _is_exact(each) else Alike(each)
+        elif is_a(each, Tensor):
+            found[steps] = SeenTensor(each)
+        elif len(found) > _MOST_LEAVES or len(steps) >= _MOST_DEPTH or id(each) in seen:
+            found[steps] = Held(each)
+        elif (items := _items(each, fields)) is not None:
+            seen.add(id(each))
+            found[(*steps, ("#", "length"))] = Length(type(each), len(items))
+            for step, inner in items:
+                visit(inner, (*steps, step))
+        else:
+            found[steps] = Held(each)
+
+    visit(value, ())
+    return found
+
+
+def are_alike(some: dict[tuple[Any, ...], Any], others: dict[tuple[Any, ...], Any]) -> bool:
+    """Whether two values have equal leaves, 1 and 1.0 and True apart."""
+    return some == others and list(map(type, some.values())) == list(map(type, others.values()))
+
+
 def _is_same_method(one: Any, other: Any) -> bool:
-    return isinstance(one, types.MethodType) and isinstance(other, types.MethodType) and one == other
+    if not (type(one) is type(other) is types.MethodType):
+        return False
+    return one.__self__ is other.__self__ and one.__func__ is other.__func__
 
 
 def _items(value: Any, fields: Fields) -> list[tuple[tuple[str, Any], Any]] | None:
     """The parts of a container or of an object that is made of plain attributes; None of all else."""
-    if isinstance(value, Mapping):
-        return [(("[", key), inner) for key, inner in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [(("[", index), inner) for index, inner in enumerate(value)]
-    if isinstance(value, (set, frozenset)):
-        return [(("[", key), True) for key in value if isinstance(key, _PLAIN)]
-    home = type(value).__module__.partition(".")[0]
-    is_namespace = isinstance(value, (types.SimpleNamespace, argparse.Namespace))
-    if isinstance(value, (type, nn.Module)) or (callable(value) and not hasattr(value, "__dict__")):
+    kind = type(value)
+    if kind is types.MappingProxyType:
+        (value,) = gc.get_referents(value)  # what it is a view of
+        kind = type(value)
+    if issubclass(kind, dict):
+        return [(("[", _step(key)), inner) for key, inner in dict.items(value)]
+    if (held := items_of(value)) is not None:
+        if issubclass(kind, (set, frozenset)):
+            return [(("{", _step(inner)), True) for _, inner in held]
+        # No other process can be given one item of a tuple.
+        return [(("(" if issubclass(kind, tuple) else "[", index), inner) for index, inner in held]
+    if issubclass(kind, _NO_PARTS) or not (kind.__dictoffset__ or any("__slots__" in vars(k) for k in kind.__mro__)):
         return None
-    if home in FOREIGN or (home == "transformers" and "Config" not in type(value).__name__):
+    home = home_of(kind)
+    if home in FOREIGN or (home == "transformers" and "Config" not in kind.__name__):
         return None
-    if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, types.ModuleType)):
+    if not (own := attributes_of(value)) and not kind.__dictoffset__:
         return None
-    if dataclasses.is_dataclass(value):
-        names = [each.name for each in dataclasses.fields(value) if _is_read(value, each.name, fields)]
-        return [((".", name), getattr(value, name, MISSING)) for name in names]
-    if is_namespace or hasattr(value, "__dict__"):
-        return [((".", name), inner) for name, inner in vars(value).items() if _is_read(value, name, fields)]
-    return None
+    if dataclasses.is_dataclass(kind):
+        names = {each.name for each in dataclasses.fields(kind)}
+        own = {name: inner for name, inner in own.items() if name in names}
+    return [((".", name), inner) for name, inner in own.items() if _is_read(kind, name, fields)]
 
 
-def _is_read(value: Any, name: str, fields: Fields) -> bool:
-    """Whether forward reads an attribute of an object, also under the name that a configuration of transformers has
-    for it."""
-    known = fields.get(type(value))
+def _step(key: Any) -> Any:
+    return key if _is_exact(key) else KeyOf(key)
+
+
+def _is_read(kind: type, name: str, fields: Fields) -> bool:
+    """Whether forward reads an attribute of a class's objects, also under the name that a configuration of transformers
+    has for it."""
+    known = fields.get(kind)
     if known is None or name in known or "__dict__" in known:
         return True
-    return any(own == name and alias in known for alias, own in getattr(type(value), "attribute_map", {}).items())
+    aliases = attribute(kind, "attribute_map")
+    return is_a(aliases, dict) and any(own == name and alias in known for alias, own in dict.items(aliases))
 
 
 def object_kinds(values: Iterable[Any]) -> set[type]:
@@ -216,7 +280,7 @@ def object_kinds(values: Iterable[Any]) -> set[type]:
     waiting = list(values)
     while waiting:
         value = waiting.pop()
-        if id(value) in seen or is_plain(value) or isinstance(value, Tensor) or len(seen) > _MOST_LEAVES:
+        if id(value) in seen or is_plain(value) or is_a(value, Tensor) or len(seen) > _MOST_LEAVES:
             continue
         seen.add(id(value))
         items = _items(value, {})
@@ -226,68 +290,40 @@ def object_kinds(values: Iterable[Any]) -> set[type]:
     return found
 
 
-def held_by(label: str, function: Any) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None] | None]]:
-    """(name, how to get it, how to replace it) of what a function brings with it."""
-    if isinstance(function, functools.partial):
-        yield f"the arguments of {label}", lambda: (function.args, function.keywords), None
-        yield from held_by(label, function.func)
-    elif isinstance(function, types.MethodType):
-        if not isinstance(function.__self__, nn.Module):
-            yield f"self of {label}", lambda: function.__self__, None
-    elif isinstance(function, types.FunctionType):
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            place = f"{name} in the closure of {label}"
-            yield place, functools.partial(_cell, cell), functools.partial(setattr, cell, "cell_contents")
-        if function.__defaults__ or function.__kwdefaults__:
-            yield f"the defaults of {label}", lambda: (function.__defaults__, function.__kwdefaults__), None
-    elif function is not None and not isinstance(function, (type, nn.Module, types.BuiltinFunctionType)):
-        yield label, lambda: function, None
-
-
-def _cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it holds nothing yet
-        return MISSING
-
-
-def get_step(owner: Any, step: Any) -> Any:
-    how, name = step if isinstance(step, tuple) else (".", step)
-    if how == "[":
-        return owner[name]
-    return owner.values[name] if isinstance(owner, (Globals, ClassData)) else getattr(owner, name)
-
-
-def set_step(owner: Any, step: Any, value: Any) -> None:
-    how, name = step if isinstance(step, tuple) else (".", step)
-    if how == "[":
-        owner[name] = value
-    elif isinstance(owner, ClassData):
-        setattr(owner.kind, name, value)
-    elif isinstance(owner, Globals):
-        owner.values[name] = value
-    else:
-        setattr(owner, name, value)
-
-
 def is_plain(value: Any) -> bool:
-    if isinstance(value, tuple) and type(value) is not torch.Size:
-        return all(isinstance(each, _PLAIN) for each in value)
-    return isinstance(value, _PLAIN)
+    """Whether a value is a number, a text, a member of an enum or the like, or a tuple of those."""
+    kind = type(value)
+    if kind in _EXACT:
+        return True
+    if issubclass(kind, tuple):
+        return all(type(each) in _EXACT or is_a(each, *_PLAIN, enum.Enum) for each in tuple.__iter__(value))
+    return issubclass(kind, (*_PLAIN, enum.Enum))
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether a value's equality is the interpreter's own."""
+    return type(value) in _EXACT or (type(value) is tuple and all(type(each) in _EXACT for each in value))
 
 
 def is_class_data(value: Any) -> bool:
     """Whether a class attribute is data."""
-    return is_plain(value) or isinstance(value, (list, dict, set, Tensor, types.SimpleNamespace))
+    return is_plain(value) or is_a(value, list, dict, set, Tensor, types.SimpleNamespace)
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
-    try:
-        return type(one) is type(other) and bool(one == other or (one != one and other != other))
-    except Exception:  # whatever a class's own comparison raises
+    """Whether plain values are equal; of all else, whether it is the same."""
+    kind = type(one)
+    if one is other:
+        return True
+    if kind is not type(other) or issubclass(kind, enum.Enum):
         return False
+    if kind in _EXACT:
+        return bool(one == other or (one != one and other != other))
+    if issubclass(kind, tuple):
+        some, others = list(tuple.__iter__(one)), list(tuple.__iter__(other))
+        return len(some) == len(others) and all(map(is_equal, some, others))
+    plain: Any = next((each for each in _PLAIN if issubclass(kind, each)), object)
+    return plain.__eq__(one, other) is True or (plain.__ne__(one, one) is True and plain.__ne__(other, other) is True)
 
 
 def _version(tensor: Tensor) -> int:
@@ -302,9 +338,16 @@ def place_of(tensor: Tensor) -> int:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
+    kind = type(value)
+    if issubclass(kind, Tensor):
         return f"a tensor of shape {list(value.shape)}"
-    if isinstance(value, nn.Module):
-        return f"a {type(value).__name__}"
-    text = repr(value)
+    if issubclass(kind, enum.Enum):
+        return f"{kind.__name__}.{value._name_}"
+    if not (_is_exact(value) or kind in (Missing, Held, Length)):
+        plain: Any = next((each for each in _PLAIN if issubclass(kind, each)), None)
+        return f"a {kind.__name__}" if plain is None else _short(plain.__repr__(value))
+    return _short(repr(value))
+
+
+def _short(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,62 @@
+"""The plain attributes of one module: as they were, and whether they still are."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from autopar.frontend.attributes import dict_of
+from autopar.frontend.state_values import MISSING, is_equal
+
+
+class ModuleAttributes:
+    """A module's plain attributes."""
+
+    def __init__(self, path: str, module: nn.Module, names: tuple[str, ...], inherited: tuple[str, ...]) -> None:
+        self.path, self.module, self.names, self.inherited = path, module, names, inherited
+        own = dict_of(module)
+        self.own, self.length = own, len(own)
+        self.get: Callable[[Any], Any] = operator.itemgetter(*names, *(("training",) if len(names) == 1 else ()))
+        self.values: tuple[Any, ...] = self.get(own)
+
+    def of(self, module: nn.Module) -> ModuleAttributes:
+        """The same values, asked of another module in this one's place."""
+        made = object.__new__(ModuleAttributes)
+        vars(made).update(vars(self))
+        made.module, made.own = module, dict_of(module)
+        return made
+
+    def is_same(self, is_training: bool) -> bool:
+        own = self.own
+        if len(own) != self.length and any(name in own for name in self.inherited):
+            return False
+        try:
+            if all(map(operator.is_, self.get(own), self.values)):
+                return True
+        except KeyError:
+            return False
+        return (is_equal(own["training"], self.values[0]) or not is_training) and not any(self.changed())
+
+    def changed(self) -> Iterator[tuple[str, Any, Any]]:
+        """(name, old, new) of each, but for the mode."""
+        for name, old in zip(self.names, self.values, strict=False):
+            new = self.own.get(name, MISSING)
+            if name != "training" and new is not old and not is_equal(old, new):
+                yield name, old, new
+        for name in self.inherited:
+            if name in self.own:
+                yield name, of_class(type(self.module), name), self.own[name]
+
+
+def class_with(kind: type, name: str) -> type | None:
+    """The class among a class's own and its bases that has an attribute."""
+    return next((each for each in kind.__mro__ if name in vars(each)), None)
+
+
+def of_class(kind: type, name: str) -> Any:
+    """What a class or one of its bases has under a name, as it is there."""
+    owner = class_with(kind, name)
+    return MISSING if owner is None else vars(owner)[name]
