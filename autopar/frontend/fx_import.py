@@ -28,6 +28,8 @@ from autopar.ir.operators import arguments_of, may_be_view
 from autopar.rules.buffers import CONSTANT
 
 DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
+_DROPPED_OF = (("aten.einsum.default", "path"),)
+"""What else is left out of one operator: torch.einsum finds an order of products itself, if opt_einsum is installed."""
 LOGITS = "autopar.logits.default"
 """The op of a node, the last one, that reads the model's logits: as long as a trace is simplified they are
 in use. Only logits that the loss is computed from have it."""
@@ -259,8 +261,9 @@ class _Importer:
 
     def _append(self, node: torch.fx.Node, target: torch._ops.OpOverload, no_grad: bool) -> Any:
         args = tuple(self._argument(a) for a in node.args)
-        kwargs = tuple((k, self._argument(v)) for k, v in node.kwargs.items() if k not in DROPPED_KWARGS)
         op = str(target)
+        kept = {k: v for k, v in node.kwargs.items() if k not in DROPPED_KWARGS and (op, k) not in _DROPPED_OF}
+        kwargs = tuple((k, self._argument(v)) for k, v in kept.items())
         is_differentiable = not no_grad and base_name(op) not in CONSTANT
         grads = is_differentiable and any(self.metas[ref].requires_grad for ref in refs_in((args, kwargs)))
         value = node.meta.get("val")

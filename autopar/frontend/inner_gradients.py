@@ -26,7 +26,7 @@ from autopar.errors import TraceError
 from autopar.frontend.autograd_functions import outside_functions
 from autopar.frontend.backward_calls import traced_below
 from autopar.frontend.fakes import in_this_thread
-from autopar.frontend.overloads import functional_overload
+from autopar.frontend.overloads import functional_overload, is_write, written_by
 from autopar.frontend.user_line import user_line
 from autopar.ir.graph import base_name
 from autopar.ir.operators import may_be_view
@@ -273,6 +273,11 @@ class _Gradient:
         missing = [str(each) for each in self.inputs if each not in needed]
         if missing:
             raise self.refused("the outputs do not depend on all inputs, of which it returns None")
+        for each in [each for each in needed if is_write(each) and base_name(str(each.target)) != "batch_norm"]:
+            for written in written_by(each):  # which holds what was written to it where the calls stand again
+                if not isinstance(written.target, torch._ops.OpOverload):
+                    raise self.refused(f"{each.target} writes to a tensor that is used otherwise", each)
+                needed.add(written)
         calls = [each for each in before if each in needed and each not in self.inputs]
         self.check_writes(before[before.index(calls[0]) if calls else 0 :], calls)
         return calls
@@ -281,8 +286,7 @@ class _Gradient:
         """Raise TraceError for a write to what the calls read or made, by a call that is none of them."""
         held = {*calls, *self.inputs, *(source for each in calls for source in each.all_input_nodes)}
         for each in after:
-            is_write = isinstance(each.target, torch._ops.OpOverload) and each.target._schema.is_mutable
-            if each in calls or not is_write or base_name(str(each.target)) == "batch_norm":
+            if each in calls or not is_write(each) or base_name(str(each.target)) == "batch_norm":
                 continue
             written: Any = each.args[0]
             while written not in held and _may_be_view(written):
@@ -299,11 +303,11 @@ class _Gradient:
             raise self.refused(f"it goes through {target}, whose random numbers would be drawn anew", node)
         if target._schema.is_mutable and base_name(str(target)) != "batch_norm":
             functional = functional_overload(target)
-            written: Any = node.args[0]
+            same = written_by(node)
             order = {each: position for position, each in enumerate(self.graph.nodes)}
-            others = [each for each in written.users if each is not node]
+            others = [each for written in same for each in written.users if each not in (node, *same)]
             is_last = all(order[each] < order[node] and not _may_be_view(each) for each in others)
-            if functional is None or _may_be_view(written) or not is_last:
+            if functional is None or _may_be_view(same[-1]) or not is_last:
                 raise self.refused(f"{target} writes to a tensor that is used otherwise", node)
             return functional
         return target

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -19,3 +21,16 @@ def functional_overload(overload: torch._ops.OpOverload | None) -> torch._ops.Op
 
 def _takes(overload: torch._ops.OpOverload) -> list[str]:
     return [str(each.type) for each in overload._schema.arguments]
+
+
+def is_write(node: torch.fx.Node) -> bool:
+    """Return whether a call of an exported graph writes to one of its arguments."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """What a call writes to: one call, or several that wrote to the same memory before, as C++'s `1 - x` does."""
+    found: list[Any] = [node.args[0]]
+    while is_write(found[-1]):
+        found.append(found[-1].args[0])
+    return found

@@ -34,6 +34,8 @@ from codegen.runtime.part import loss_gradient
 from codegen.runtime.precision import compute_dtype, used_dtype
 from codegen.schemas import EmissionError
 
+_Paths = Mapping[type[Module], tuple[str, ...]]
+"""Of each layer class the paths of its instances."""
 _OURS = tuple(str(folder) for folder in (*map(Path, (*torch.__path__, *codegen.__path__)), Path(__file__).parents[1]))
 """Folders whose code runs under a generated program; what else does is the user's."""
 
@@ -57,8 +59,8 @@ def dry_run(program: Program | PipelineProgram, files: Mapping[str, str]) -> Non
 
 def _run(program: Program | PipelineProgram, files: Mapping[str, str]) -> None:
     modules = _Modules(files)
-    for root, (axes, sizes) in modules.roots(program):
-        _Run(modules, root, StandInMesh.of(axes, sizes), program.any).run()
+    for root, own, (axes, sizes) in modules.roots(program):
+        _Run(modules, root, own, StandInMesh.of(axes, sizes), program.any).run()
 
 
 class _Modules:
@@ -87,18 +89,21 @@ class _Modules:
             return own[name]
         return builtins.__import__(name, space, local, wanted, level)
 
-    def roots(self, program: Program | PipelineProgram) -> Iterator[tuple[type[Module], tuple[Any, Any]]]:
-        """Each distinct root class with its mesh."""
+    def roots(self, program: Program | PipelineProgram) -> Iterator[tuple[type[Module], _Paths, tuple[Any, Any]]]:
+        """Each distinct root class with the layers that it has and its mesh."""
         if isinstance(program, Program):
-            yield self.found["model.py"][program.root.name], (program.axes, program.axis_sizes)
+            root = self.found["model.py"][program.root.name]
+            yield root, root.LAYERS, (program.axes, program.axis_sizes)
             return
         pipeline = self.found["pipeline.py"]["PIPELINE"]
         seen = set()
         for number, stage in enumerate(pipeline.stages):
             mesh = pipeline.stage_mesh(number)
-            if (stage.program, mesh.axes, mesh.sizes) not in seen:
-                seen.add((stage.program, mesh.axes, mesh.sizes))
-                yield stage.program, (mesh.axes, mesh.sizes)
+            layers = stage.program.LAYERS if stage.layers is None else stage.layers
+            kind = stage.program, mesh.axes, mesh.sizes, tuple(min(len(paths), 2) for paths in layers.values())
+            if kind not in seen:
+                seen.add(kind)
+                yield stage.program, layers, (mesh.axes, mesh.sizes)
 
     def failing(self, file: str, again: Callable[[], Any] | None = None) -> _Failing:
         return _Failing(self, file, again)
@@ -168,6 +173,7 @@ class _Run:
 
     modules: _Modules
     root: type[Module]
+    paths: _Paths
     mesh: StandInMesh
     program: Program
     layers: dict[type[Module], _Layer] = field(default_factory=dict)
@@ -185,7 +191,7 @@ class _Run:
 
     def model(self) -> Module:
         """The root with one layer of each class, and the parameters that this rank computes with."""
-        layers = {cls: paths[:1] for cls, paths in self.root.LAYERS.items()}
+        layers = {cls: paths[:1] for cls, paths in self.paths.items()}
         one_each = {"LAYERS": layers, "RECOMPUTE": {}, "OFFLOAD": {}, "FIRST_LAYER": {}}
         model: Module = type(self.root.__name__, (self.root,), one_each)(self.mesh)
         for slot in model.slots():
@@ -195,8 +201,12 @@ class _Run:
             for owner, attribute in slot.places:
                 owner._parameters[attribute] = used
         self.layers = {cls: _Layer(model._instances[cls][0]) for cls in layers}
-        object.__setattr__(model, "layers_of", lambda cls, start=0, stop=None: (self.layers[cls],) * 2)
+        object.__setattr__(model, "layers_of", self.layers_of)
         return model
+
+    def layers_of(self, cls: type[Module], start: int = 0, stop: int | None = None) -> tuple[_Layer, ...]:
+        """The layer of the class, twice where a loop has more than one: what one returns, the next is given."""
+        return (self.layers[cls],) * min(len(self.paths[cls][start:stop]), 2)
 
     def inputs(self) -> dict[str, Any]:
         """What forward is given beside sums over the batch."""

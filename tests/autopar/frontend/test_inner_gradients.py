@@ -183,3 +183,29 @@ def test_refused_with_the_line(loss: Callable[[Any, Tensor], Tensor], why: str) 
     model.spare = nn.Parameter(torch.ones(3))
     with pytest.raises(TraceError, match=rf"cannot be traced(.|\n)*{why}(.|\n)*test_inner_gradients.py:\d+: "):
         trace(model, {"x": BATCH["x"].clone().requires_grad_(True)})
+
+
+def _cubed(y: Tensor, x: Tensor) -> Tensor:
+    return grad(y.pow(3).sum(), x, create_graph=True)[0].square().mean()
+
+
+def ones_less(m: Any, x: Tensor) -> Tensor:
+    x = x.requires_grad_()
+    return _cubed(torch.ones_like(m.body(x)).sub_(m.body(x)), x)
+
+
+def filled_less(m: Any, x: Tensor) -> Tensor:
+    x = x.requires_grad_()
+    return _cubed(torch.empty(8, 1).fill_(2.0).sub_(m.body(x)).mul_(3.0), x)
+
+
+def twice(m: Any, x: Tensor) -> Tensor:
+    """Gradients of SiLU's gradients, in which C++ computes `1 - sigmoid` in place."""
+    x = x.requires_grad_()
+    (slope,) = grad(m.body(x).sum(), x, create_graph=True)
+    return grad(slope.pow(2).sum(), x, create_graph=True)[0].square().mean()
+
+
+@pytest.mark.parametrize("loss", [ones_less, filled_less, twice])
+def test_what_was_written_in_place_before_is_made_again(loss: Callable[[Any, Tensor], Tensor]) -> None:
+    assert is_exact(Net(loss, nn.SiLU if loss is twice else nn.Tanh), BATCH)

@@ -137,6 +137,29 @@ def test_faults_of_emission_are_caught(name: str, monkeypatch: pytest.MonkeyPatc
         files_of(program)
 
 
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.gelu(self.first(x))
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_layer_is_given_what_it_returned_only_where_another_follows() -> None:
+    batch = {"x": torch.zeros(8, 64)}
+    made = autopar.compile(Wide(), IDEAL, example_inputs=batch, constraints={"tp": 4}, kernels="off")
+    text = swapped(made.files["model.py"], "return F.relu(linear)", "return tp.all_gather(F.relu(linear), dim=1)")
+    dry_run(made.program, {"model.py": swapped(text, "for i in range(3)", "for i in range(1)")})
+    for count in (2, 3):
+        with pytest.raises(EmissionError, match="linear"):
+            dry_run(made.program, {"model.py": swapped(text, "for i in range(3)", f"for i in range({count})")})
+
+
 def test_the_line_and_the_reason_are_named() -> None:
     text = swapped(sharded().files["model.py"], "F.linear(gelu,", "F.linear(gelu[:, :, :60],")
     number = next(n for n, line in enumerate(text.splitlines(), 1) if ":60]" in line)
