@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from autopar.frontend.attributes import attribute, attributes_of, is_a, items_of
 from autopar.frontend.state_reads import Fields, Line, home_of, text_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_KINDS = (*_PLAIN, enum.Enum)
 _EXACT = frozenset(_PLAIN)
 """Types whose equality and hash are the interpreter's own."""
 FOREIGN = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "numpy", "logging", "threading"})
@@ -204,10 +206,10 @@ def leaves_of(value: Any, fields: Fields) -> dict[tuple[Any, ...], Any]:
     def visit(each: Any, steps: tuple[Any, ...]) -> None:
         if type(each) in _EXACT:
             found[steps] = each
+        elif issubclass(type(each), Tensor):
+            found[steps] = SeenTensor(each)
         elif is_plain(each):
             found[steps] = each if _is_exact(each) else Alike(each)
-        elif is_a(each, Tensor):
-            found[steps] = SeenTensor(each)
         elif len(found) > _MOST_LEAVES or len(steps) >= _MOST_DEPTH or id(each) in seen:
             found[steps] = Held(each)
         elif (items := _items(each, fields)) is not None:
@@ -224,7 +226,7 @@ def leaves_of(value: Any, fields: Fields) -> dict[tuple[Any, ...], Any]:
 
 def are_alike(some: dict[tuple[Any, ...], Any], others: dict[tuple[Any, ...], Any]) -> bool:
     """Whether two values have equal leaves, 1 and 1.0 and True apart."""
-    return some == others and list(map(type, some.values())) == list(map(type, others.values()))
+    return some == others and all(map(operator.is_, map(type, some.values()), map(type, others.values())))
 
 
 def _is_same_method(one: Any, other: Any) -> bool:
@@ -241,6 +243,8 @@ def _items(value: Any, fields: Fields) -> list[tuple[tuple[str, Any], Any]] | No
         kind = type(value)
     if issubclass(kind, dict):
         return [(("[", _step(key)), inner) for key, inner in dict.items(value)]
+    if issubclass(kind, list):
+        return [(("[", index), inner) for index, inner in enumerate(list.__iter__(value))]
     if (held := items_of(value)) is not None:
         if issubclass(kind, (set, frozenset)):
             return [(("{", _step(inner)), True) for _, inner in held]
@@ -296,8 +300,8 @@ def is_plain(value: Any) -> bool:
     if kind in _EXACT:
         return True
     if issubclass(kind, tuple):
-        return all(type(each) in _EXACT or is_a(each, *_PLAIN, enum.Enum) for each in tuple.__iter__(value))
-    return issubclass(kind, (*_PLAIN, enum.Enum))
+        return all(type(each) in _EXACT or issubclass(type(each), _KINDS) for each in tuple.__iter__(value))
+    return issubclass(kind, _KINDS)
 
 
 def _is_exact(value: Any) -> bool:
