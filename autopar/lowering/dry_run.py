@@ -60,7 +60,7 @@ def dry_run(program: Program | PipelineProgram, files: Mapping[str, str]) -> Non
 def _run(program: Program | PipelineProgram, files: Mapping[str, str]) -> None:
     modules = _Modules(files)
     for root, own, (axes, sizes) in modules.roots(program):
-        _Run(modules, root, own, StandInMesh.of(axes, sizes), program.any).run()
+        _Run(modules, root, own, StandInMesh.of(axes, sizes), program=program.any).run()
 
 
 class _Modules:
