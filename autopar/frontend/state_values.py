@@ -51,7 +51,7 @@ class Change:
 
     @property
     def is_number(self) -> bool:
-        return all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (self.old, self.new))
+        return _are_numbers(self.old, self.new)
 
     @property
     def is_tensor(self) -> bool:
@@ -268,6 +268,14 @@ def set_step(owner: Any, step: Any, value: Any) -> None:
         owner.values[name] = value
     else:
         setattr(owner, name, value)
+
+
+def _are_numbers(old: Any, new: Any) -> bool:
+    """Whether both are numbers, or tuples that differ in numbers alone."""
+    if type(old) is tuple and type(new) is tuple and len(old) == len(new):
+        pairs = zip(old, new, strict=True)
+        return all(_are_numbers(*pair) or (type(pair[0]) is type(pair[1]) and is_equal(*pair)) for pair in pairs)
+    return all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (old, new))
 
 
 def is_plain(value: Any) -> bool:

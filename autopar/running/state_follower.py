@@ -205,7 +205,10 @@ _AGAIN = [
     "compile the changed model again, and go on from a checkpoint",
     "an input of the batch, for what changes while training",
 ]
-_STALE = "program.update_model(step) on every rank before the change: the buffer's value in the model is an old one"
+_STALE = [
+    "program.update_model(step) on every rank before the change: the buffer's value in the model is an old one",
+    "of Accelerate accelerator.unwrap_model(model), of Lightning trainer.strategy.values.take(), instead",
+]
 
 
 def _refused(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelError:
