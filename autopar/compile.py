@@ -84,9 +84,9 @@ def compile(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOp
 
 
 def compile_with(
-    model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions, is_changed: bool = False
+    model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions, before: Graph | None = None
 ) -> CompiledProgram:
-    """`compile`, for callers that have the options as one value. is_changed: the plan is the model's as it was."""
+    """`compile`, for callers that have the options as one value. before: as `reprice` takes it."""
     check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
     join_launched(is_on_cpu(cluster_spec))
     given, backend = options.given_plan, options.backend
@@ -98,7 +98,7 @@ def compile_with(
             given = replace(given, fp8=options.fp8)
         request = replace(request.compressed(given.compression), fp8=given.fp8)
         check_agreement(given, request.constraints, options.global_batch_size)
-        result = planned_together(request, functools.partial(reprice, request, given, is_changed))
+        result = planned_together(request, functools.partial(reprice, request, given, before))
     else:
         result = planned_together(request, functools.partial(advised_search, request))
         request = request.of(result.best.graph)
@@ -164,7 +164,7 @@ class Remake:
             kept_random_states(),
             warnings.catch_warnings(action="ignore"),
         ):
-            return compile_with(program.model, program.cluster, options, is_changed=True)
+            return compile_with(program.model, program.cluster, options, before=program.best.graph)
 
     def forward(self, program: GeneratedProgram) -> ForwardOf:
         """The forward that the program is made of."""

@@ -21,10 +21,10 @@ from cost_models.mixed import AnyCluster
 from cost_models.schedule import SCHEDULES, placement
 
 
-def reprice(request: Request, plan: Plan, is_changed: bool = False) -> SearchResult:
+def reprice(request: Request, plan: Plan, before: Graph | None = None) -> SearchResult:
     """Validate a given plan against the model and predict it anew, with its own compression and fp8.
 
-    is_changed: the plan is for the same model with other numbers, and is refitted to it.
+    before: what the plan is for, where that is the same model with other numbers, to which it is refitted.
     Raises PlanError, and ConstraintError for a plan in fp8 on a cluster without it.
     """
     request = replace(request.compressed(plan.compression), fp8=plan.fp8)
@@ -55,8 +55,8 @@ def reprice(request: Request, plan: Plan, is_changed: bool = False) -> SearchRes
             alternatives="micro_batches: 1",
         )
     graph, operators = operators_at(request, plan.global_batch_size // plan.num_micro_batches)
-    if is_changed:
-        plan = refit(plan, graph)
+    if before is not None:
+        plan = refit(plan, before, graph)
     check_pipeline(plan, graph)
     assignment = expand(graph, operators, plan)
     candidate: Candidate = price_plan(graph, operators, request, plan, assignment)
