@@ -254,8 +254,7 @@ class _Importer:
         kwargs = tuple((k, self._argument(v)) for k, v in node.kwargs.items() if k not in DROPPED_KWARGS)
         op = str(target)
         is_differentiable = not no_grad and base_name(op) not in CONSTANT
-        refs = [*refs_in((args, kwargs))]
-        if any(ref not in self.metas for ref in refs):  # not a tensor
+        if not (refs := {*refs_in((args, kwargs))}) <= self.metas.keys():  # some are no tensors
             raise _takes_number(node, target.name())
         grads = is_differentiable and any(self.metas[ref].requires_grad for ref in refs)
         value = node.meta.get("val")
@@ -294,13 +293,11 @@ class _Importer:
 
 
 def _takes_number(node: torch.fx.Node, name: str) -> TraceError:
-    """The error for a call that makes, or is given, a number out of a tensor or of Python's random numbers."""
     return TraceError(
         "forward takes a number out of a tensor, so its computation depends on values",
         values=user_line(node.meta.get("stack_trace")) or f"{name} at {_module_path(node)}",
         alternatives=[
-            "keep it a tensor (no .item(), float(), int() or tolist() in forward)",
-            "of a random number of Python: arithmetic alone, no index, size or option by it",
+            "keep it a tensor (no .item(), float(), int() or tolist() in forward, no index or size by a random number)",
             "of a mixture of experts: torch.nn.functional.grouped_mm instead of parts of counted sizes",
         ],
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.frontend.admission import where
+from autopar.frontend.module_attributes import ModuleAttributes
 from autopar.frontend.state_reads import ClassData, Line, Reads, text_of
 from autopar.frontend.state_values import (
     FOREIGN,
@@ -28,7 +29,6 @@ from autopar.frontend.state_values import (
     get_step,
     held_by,
     is_class_data,
-    is_equal,
     is_plain,
     leaves_of,
     place_of,
@@ -74,10 +74,11 @@ class ModelState:
 
     def note(self, keep_modes: bool = False) -> None:
         """Take all of it as it is now. keep_modes: but for the modes of modules."""
-        self._attributes: list[_Attributes] = []
+        self._attributes: list[ModuleAttributes] = []
         self._roots: dict[Key, Root] = {}
         self._aliases: list[tuple[Callable[[], Any], Key, Any]] = []
         self._deep: set[int] = set()
+        self._methods: dict[tuple[type, str], Any] = {}
         for path, module in self._modules():
             self._watch(path, module)
         for (space, name), line in self.reads.variables.items():
@@ -133,21 +134,24 @@ class ModelState:
     def _watch(self, path: str, module: nn.Module) -> None:
         own, lines, plain = vars(module), self._lines(module), ["training"]
         inherited = []
-        for name, line in lines.items():
+        for name, line in {**lines, "forward": lines.get("forward")}.items():
             if name in _INTERNAL or name == "training":
                 continue
             if name not in own:
                 inherited.append(name)
                 self._watch_class(type(module), name, line)
-            elif is_plain(own[name]):
+            elif is_plain(own[name]) or name == "forward":
                 plain.append(name)
             else:
                 self._watch_value(("attribute", path, (name,)), f"{name} of {where(path)}", line, own)
-        self._attributes.append(_Attributes(path, module, tuple(plain), tuple(inherited)))
+        self._attributes.append(ModuleAttributes(path, module, tuple(plain), tuple(inherited)))
 
     def _watch_class(self, kind: type, name: str, line: Line | None) -> None:
         owner = next((each for each in kind.__mro__ if name in vars(each)), None)
-        if owner is None or owner.__module__.partition(".")[0] in FOREIGN or not is_class_data(vars(owner)[name]):
+        if owner is None or owner.__module__.partition(".")[0] in FOREIGN:
+            return
+        if not is_class_data(vars(owner)[name]):
+            self._methods[owner, name] = vars(owner)[name]
             return
         space = ClassData(owner)
         self._watch_value(("variable", name, (space,)), f"{name} of {space.label}", line, space)
@@ -196,6 +200,7 @@ class ModelState:
             and not any(self._replaced())
             and all(root.is_same() for root in self._roots.values())
             and sum(map(len, self._hooks)) == self._num_hooks
+            and all(vars(owner).get(name) is method for (owner, name), method in self._methods.items())
         )
 
     def _are_attributes_same(self, is_training: bool) -> bool:
@@ -219,6 +224,9 @@ class ModelState:
             return []
         modes = self._changed_modes() if is_training else ()
         found = [*modes, *self._changed_attributes(), *self._changed_tables(), *self._changed_roots()]
+        for (owner, name), method in self._methods.items():
+            if (now := vars(owner).get(name, MISSING)) is not method:
+                found.append(Change(f"{name} of {ClassData(owner).label}", method, now))
         if sum(map(len, self._hooks)) != self._num_hooks:
             found.append(Change(HOOKS, self._num_hooks, sum(map(len, self._hooks)), is_of_parts=True))
         return found
@@ -322,45 +330,6 @@ class ModelState:
 
 
 _REQUIRES_GRAD, _DATA_PTR = operator.attrgetter("requires_grad"), operator.methodcaller("data_ptr")
-
-
-class _Attributes:
-    """A module's plain attributes."""
-
-    def __init__(self, path: str, module: nn.Module, names: tuple[str, ...], inherited: tuple[str, ...]) -> None:
-        self.path, self.module, self.names, self.inherited = path, module, names, inherited
-        own = vars(module)
-        self.own, self.length = own, len(own)
-        self.get: Callable[[Any], Any] = operator.itemgetter(*names, *(("training",) if len(names) == 1 else ()))
-        self.values: tuple[Any, ...] = self.get(own)
-
-    def of(self, module: nn.Module) -> _Attributes:
-        """The same values, asked of another module in this one's place."""
-        made = object.__new__(_Attributes)
-        vars(made).update(vars(self))
-        made.module, made.own = module, vars(module)
-        return made
-
-    def is_same(self, is_training: bool) -> bool:
-        own = self.own
-        if len(own) != self.length and any(name in own for name in self.inherited):
-            return False
-        try:
-            if all(map(operator.is_, self.get(own), self.values)):
-                return True
-        except KeyError:
-            return False
-        return (own["training"] == self.values[0] or not is_training) and not any(self.changed())
-
-    def changed(self) -> Iterator[tuple[str, Any, Any]]:
-        """(name, old, new) of each, but for the mode."""
-        for name, old in zip(self.names, self.values, strict=False):
-            new = self.own.get(name, MISSING)
-            if name != "training" and new is not old and not is_equal(old, new):
-                yield name, old, new
-        for name in self.inherited:
-            if name in self.own:
-                yield name, getattr(type(self.module), name, MISSING), self.own[name]
 
 
 def _getter(key: Key, get: Callable[[], Any], modules: Mapping[str, nn.Module]) -> Callable[[], Any]:

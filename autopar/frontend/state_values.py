@@ -314,5 +314,7 @@ def _shown(value: Any) -> str:
         return f"a tensor of shape {list(value.shape)}"
     if isinstance(value, nn.Module):
         return f"a {type(value).__name__}"
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        return f"a function of line {value.__code__.co_firstlineno}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
