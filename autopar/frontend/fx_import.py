@@ -254,9 +254,9 @@ class _Importer:
         kwargs = tuple((k, self._argument(v)) for k, v in node.kwargs.items() if k not in DROPPED_KWARGS)
         op = str(target)
         is_differentiable = not no_grad and base_name(op) not in CONSTANT
-        if not (refs := {*refs_in((args, kwargs))}) <= self.metas.keys():  # some are no tensors
-            raise _takes_number(node, target.name())
-        grads = is_differentiable and any(self.metas[ref].requires_grad for ref in refs)
+        if not (given := {*refs_in((args, kwargs))}) <= self.metas.keys():  # some are no tensors
+            raise _takes_number(node, op)
+        grads = is_differentiable and any(self.metas[ref].requires_grad for ref in given)
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else (value,)
         tensors = [v for v in values if isinstance(v, torch.Tensor)]

@@ -129,7 +129,8 @@ class ModelState:
         known = self.reads.attributes.get(type(module), {})
         if self.reads.is_complete:
             return known
-        return {**dict.fromkeys(name for name in vars(module) if not name.startswith("_")), **known}
+        held = [*vars(module), *vars(type(module))]
+        return {**dict.fromkeys(name for name in held if not name.startswith("_")), **known}
 
     def _watch(self, path: str, module: nn.Module) -> None:
         own, lines, plain = vars(module), self._lines(module), ["training"]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import numbers
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from autopar.frontend.state_reads import ClassData, Fields, Globals, Line, text_of
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = (bool, int, float, complex, np.number, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 FOREIGN = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "numpy", "logging", "threading"})
 """Packages whose objects are not looked into."""
 _MOST_LEAVES, _MOST_DEPTH = 2000, 6
@@ -275,7 +277,7 @@ def _are_numbers(old: Any, new: Any) -> bool:
     if type(old) is tuple and type(new) is tuple and len(old) == len(new):
         pairs = zip(old, new, strict=True)
         return all(_are_numbers(*pair) or (type(pair[0]) is type(pair[1]) and is_equal(*pair)) for pair in pairs)
-    return all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (old, new))
+    return all(isinstance(each, numbers.Real) and not isinstance(each, bool) for each in (old, new))
 
 
 def is_plain(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A plan refitted to the graph of a model whose numbers were changed: calls may be gone, layers may be of other classes.
+"""A plan refitted to a model whose numbers were changed: calls may be gone, layers may be of other classes.
 
 A factor of 1.0 leaves its product out, and layers that had one class have two where one of them has another number.
 Parameters lie as before, for the refitted program shares them. `expand` checks the result as it checks a file.
