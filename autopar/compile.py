@@ -79,8 +79,10 @@ def compile(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOp
     return compile_with(model, cluster_spec, options)
 
 
-def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions) -> CompiledProgram:
-    """`compile`, for callers that have the options as one value."""
+def compile_with(
+    model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions, before: Graph | None = None
+) -> CompiledProgram:
+    """`compile`, for callers that have the options as one value. before: as `reprice` takes it."""
     check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
     join_launched(is_on_cpu(cluster_spec))
     given, backend = options.given_plan, options.backend
@@ -92,7 +94,7 @@ def compile_with(model: nn.Module, cluster_spec: AnyCluster | str, options: Comp
             given = replace(given, fp8=options.fp8)
         request = replace(request.compressed(given.compression), fp8=given.fp8)
         check_agreement(given, request.constraints, options.global_batch_size)
-        result = planned_together(request, functools.partial(reprice, request, given))
+        result = planned_together(request, functools.partial(reprice, request, given, before))
     else:
         result = planned_together(request, functools.partial(advised_search, request))
         request = request.of(result.best.graph)
@@ -158,7 +160,7 @@ class Remake:
             kept_random_states(),
             warnings.catch_warnings(action="ignore"),
         ):
-            return compile_with(program.model, program.cluster, options)
+            return compile_with(program.model, program.cluster, options, before=program.best.graph)
 
     def forward(self, program: GeneratedProgram) -> ForwardOf:
         """The forward that the program is made of."""

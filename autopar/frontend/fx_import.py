@@ -230,15 +230,7 @@ class _Importer:
                 alternatives="change parameters and buffers in the training loop",
             )
         if not isinstance(target, torch._ops.OpOverload) and isinstance(node.meta.get("val"), _NUMBERS):
-            line = user_line(node.meta.get("stack_trace"))
-            raise TraceError(
-                "forward takes a number out of a tensor, so its computation depends on values",
-                values=line or f"{name} at {_module_path(node)}",
-                alternatives=[
-                    "keep it a tensor (no .item(), float(), int() or tolist() in forward)",
-                    "of a mixture of experts: torch.nn.functional.grouped_mm instead of parts of counted sizes",
-                ],
-            )
+            raise _takes_number(node, name)
         if not isinstance(target, torch._ops.OpOverload):
             line = user_line(node.meta.get("stack_trace")) or _module_path(node) or "in forward"
             of_vmap = "what torch.vmap computes written for all elements at once (torch.einsum, torch.bmm)"
@@ -265,7 +257,9 @@ class _Importer:
         kept = {k: v for k, v in node.kwargs.items() if k not in DROPPED_KWARGS and (op, k) not in _DROPPED_OF}
         kwargs = tuple((k, self._argument(v)) for k, v in kept.items())
         is_differentiable = not no_grad and base_name(op) not in CONSTANT
-        grads = is_differentiable and any(self.metas[ref].requires_grad for ref in refs_in((args, kwargs)))
+        if not (given := {*refs_in((args, kwargs))}) <= self.metas.keys():  # some are no tensors
+            raise _takes_number(node, op)
+        grads = is_differentiable and any(self.metas[ref].requires_grad for ref in given)
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else (value,)
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
@@ -299,6 +293,17 @@ class _Importer:
         if isinstance(value, (tuple, list)):
             return tuple(self._argument(item) for item in value)
         return value
+
+
+def _takes_number(node: torch.fx.Node, name: str) -> TraceError:
+    return TraceError(
+        "forward takes a number out of a tensor, so its computation depends on values",
+        values=user_line(node.meta.get("stack_trace")) or f"{name} at {_module_path(node)}",
+        alternatives=[
+            "keep it a tensor (no .item(), float(), int() or tolist() in forward, no index or size by a random number)",
+            "of a mixture of experts: torch.nn.functional.grouped_mm instead of parts of counted sizes",
+        ],
+    )
 
 
 def _leave_out_unneeded(graph: torch.fx.Graph) -> None:

@@ -78,6 +78,7 @@ class ModelState:
         self._roots: dict[Key, Root] = {}
         self._aliases: list[tuple[Callable[[], Any], Key, Any]] = []
         self._deep: set[int] = set()
+        self._methods: dict[tuple[type, str], Any] = {}
         for path, module in self._modules():
             self._watch(path, module)
         for (space, name), line in self.reads.variables.items():
@@ -128,18 +129,19 @@ class ModelState:
         known = self.reads.attributes.get(type(module), {})
         if self.reads.is_complete:
             return known
-        return {**dict.fromkeys(name for name in dict_of(module) if not name.startswith("_")), **known}
+        held = [*dict_of(module), *vars(type(module))]
+        return {**dict.fromkeys(name for name in held if not name.startswith("_")), **known}
 
     def _watch(self, path: str, module: nn.Module) -> None:
         own, lines, plain = dict_of(module), self._lines(module), ["training"]
         inherited = []
-        for name, line in lines.items():
+        for name, line in {**lines, "forward": lines.get("forward")}.items():
             if name in _INTERNAL or name == "training":
                 continue
             if name not in own:
                 inherited.append(name)
                 self._watch_class(type(module), name, line)
-            elif is_plain(own[name]):
+            elif is_plain(own[name]) or name == "forward":
                 plain.append(name)
             else:
                 self._watch_value(("attribute", path, (name,)), f"{name} of {where(path)}", line, own)
@@ -147,7 +149,10 @@ class ModelState:
 
     def _watch_class(self, kind: type, name: str, line: Line | None) -> None:
         owner = class_with(kind, name)
-        if owner is None or home_of(owner) in FOREIGN or not is_class_data(vars(owner)[name]):
+        if owner is None or home_of(owner) in FOREIGN:
+            return
+        if not is_class_data(vars(owner)[name]):
+            self._methods[owner, name] = vars(owner)[name]
             return
         space = ClassData(owner)
         self._watch_value(("variable", name, (space,)), f"{name} of {space.label}", line, space)
@@ -196,6 +201,7 @@ class ModelState:
             and not any(self._replaced())
             and all(root.is_same() for root in self._roots.values())
             and sum(map(len, self._hooks)) == self._num_hooks
+            and all(vars(owner).get(name) is method for (owner, name), method in self._methods.items())
         )
 
     def _are_attributes_same(self, is_training: bool) -> bool:
@@ -219,6 +225,9 @@ class ModelState:
             return []
         modes = self._changed_modes() if is_training else ()
         found = [*modes, *self._changed_attributes(), *self._changed_tables(), *self._changed_roots()]
+        for (owner, name), method in self._methods.items():
+            if (now := vars(owner).get(name, MISSING)) is not method:
+                found.append(Change(f"{name} of {ClassData(owner).label}", method, now))
         if sum(map(len, self._hooks)) != self._num_hooks:
             found.append(Change(HOOKS, self._num_hooks, sum(map(len, self._hooks)), is_of_parts=True))
         return found

@@ -188,12 +188,12 @@ def _note_variables(reads: Reads, frame: FrameType) -> None:
     for name in {name for how, name in asked if how in ("LOAD_GLOBAL", "LOAD_NAME")} & frame.f_globals.keys():
         value = frame.f_globals[name]
         inner = _namespace(value)
-        if inner is None and is_data(value):
+        if inner is None and _is_watched(value):
             reads.variables.setdefault((space, name), line)
         if inner is None:
             continue
         for part in parts & inner.values.keys():
-            if is_data(inner.values[part]):
+            if _is_watched(inner.values[part]):
                 reads.variables.setdefault((inner, part), line)
 
 
@@ -213,6 +213,11 @@ def home_of(kind: type) -> str:
     """The package that a class is of; "" where it does not say."""
     module = attribute(kind, "__module__")
     return module.partition(".")[0] if type(module) is str else ""
+
+
+def _is_watched(value: Any) -> bool:
+    """Whether a script may put another value in this one's place: data, and functions."""
+    return is_data(value) or is_a(value, types.FunctionType, types.BuiltinFunctionType)
 
 
 def is_data(value: Any) -> bool:

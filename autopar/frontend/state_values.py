@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +24,7 @@ from autopar.frontend.attributes import attribute, attributes_of, is_a, items_of
 from autopar.frontend.state_reads import Fields, Line, home_of, text_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_KINDS = (*_PLAIN, enum.Enum)
+_KINDS = (*_PLAIN, np.number, enum.Enum)
 _EXACT = frozenset(_PLAIN)
 """Types whose equality and hash are the interpreter's own."""
 FOREIGN = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "numpy", "logging", "threading"})
@@ -63,7 +64,7 @@ class Change:
 
     @property
     def is_number(self) -> bool:
-        return all(is_a(each, int, float) and not is_a(each, bool, enum.Enum) for each in (self.old, self.new))
+        return _are_numbers(self.old, self.new)
 
     @property
     def is_tensor(self) -> bool:
@@ -294,6 +295,14 @@ def object_kinds(values: Iterable[Any]) -> set[type]:
     return found
 
 
+def _are_numbers(old: Any, new: Any) -> bool:
+    """Whether both are numbers, or tuples that differ in numbers alone."""
+    if type(old) is tuple and type(new) is tuple and len(old) == len(new):
+        pairs = zip(old, new, strict=True)
+        return all(_are_numbers(*pair) or (type(pair[0]) is type(pair[1]) and is_equal(*pair)) for pair in pairs)
+    return all(is_a(each, int, float, np.number) and not is_a(each, bool, enum.Enum) for each in (old, new))
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value is a number, a text, a member of an enum or the like, or a tuple of those."""
     kind = type(value)
@@ -347,8 +356,10 @@ def _shown(value: Any) -> str:
         return f"a tensor of shape {list(value.shape)}"
     if issubclass(kind, enum.Enum):
         return f"{kind.__name__}.{value._name_}"
+    if issubclass(kind, types.FunctionType):
+        return f"a function of line {value.__code__.co_firstlineno}"
     if not (_is_exact(value) or kind in (Missing, Held, Length)):
-        plain: Any = next((each for each in _PLAIN if issubclass(kind, each)), None)
+        plain: Any = next((each for each in (*_PLAIN, np.number) if issubclass(kind, each)), None)
         return f"a {kind.__name__}" if plain is None else _short(plain.__repr__(value))
     return _short(repr(value))
 

@@ -44,7 +44,7 @@ def untraceable(error: Exception, drawn: Sequence[str] = ()) -> TraceError:
             "on them",
             values={"drawn by": ", ".join(dict.fromkeys(drawn)), "stopped": line or what},
             alternatives=[
-                "arithmetic with the number, which is drawn anew in every step; no `if`, index, size or option by it",
+                "arithmetic with the number, which is drawn anew in every step; no float(), `if`, index or option",
                 "for a layer that is skipped at random: its result times a torch.bernoulli (stochastic depth)",
                 "the decision in the training loop, or random tensors as inputs of the batch",
             ],

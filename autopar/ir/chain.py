@@ -81,9 +81,10 @@ def chain(graph: Graph) -> tuple[str, ...]:
 @derived
 def uncut(graph: Graph) -> tuple[int, ...]:
     """Units ahead of which no stage begins: a unit that does nothing but what every stage makes itself (masks, tables,
-    padding of the batch) is in the stage of the next one."""
+    padding of the batch), and updates buffers by it, is in the stage of the next one: it has nothing to send."""
     units, repeats = chain(graph), repeated_calls(graph)
-    busy = {unit for name, unit in segments(graph).items() if name not in repeats}
+    updates = {piece.name for piece in graph.body if isinstance(piece, Node) and piece.op == UPDATE_BUFFER}
+    busy = {unit for name, unit in segments(graph).items() if name not in repeats | updates}
     busy |= {piece.layer.name for piece in graph.body if isinstance(piece, LayerRun)}
     found = {index + 1 if index + 1 < len(units) else index for index, name in enumerate(units) if name not in busy}
     return tuple(sorted(found))

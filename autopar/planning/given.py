@@ -13,6 +13,7 @@ from autopar.ir.mesh import ZERO_AXES
 from autopar.options.assignment import Candidate, expand
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult, price_plan
+from autopar.planning.refit import refit
 from autopar.planning.request import Request, operators_at
 from autopar.settings.constraints import Constraints
 from autopar.settings.fp8 import check_fp8
@@ -20,9 +21,10 @@ from cost_models.mixed import AnyCluster
 from cost_models.schedule import SCHEDULES, placement
 
 
-def reprice(request: Request, plan: Plan) -> SearchResult:
+def reprice(request: Request, plan: Plan, before: Graph | None = None) -> SearchResult:
     """Validate a given plan against the model and predict it anew, with its own compression and fp8.
 
+    before: what the plan is for, where that is the same model with other numbers, to which it is refitted.
     Raises PlanError, and ConstraintError for a plan in fp8 on a cluster without it.
     """
     request = replace(request.compressed(plan.compression), fp8=plan.fp8)
@@ -53,6 +55,8 @@ def reprice(request: Request, plan: Plan) -> SearchResult:
             alternatives="micro_batches: 1",
         )
     graph, operators = operators_at(request, plan.global_batch_size // plan.num_micro_batches)
+    if before is not None:
+        plan = refit(plan, before, graph)
     check_pipeline(plan, graph)
     assignment = expand(graph, operators, plan)
     candidate: Candidate = price_plan(graph, operators, request, plan, assignment)

@@ -26,10 +26,11 @@ from autopar.running.number_places import NumberPlaces
 from autopar.running.program_code import differ_in_bodies, exchange_code
 from autopar.running.random_states import kept_random_states
 from autopar.running.weights import ValueSource
+from codegen.runtime import watch
 from codegen.runtime.processes import store_of_ranks
 
 AGREE_SECONDS = 60.0
-"""How long a rank that sees a change waits for the others to see it."""
+"""How long a rank that sees a change waits at most for the others to see it."""
 
 _numbers = itertools.count()
 """Of followers: every rank makes the same ones."""
@@ -193,8 +194,10 @@ class StateFollower:
         base = f"autopar/state/{self._number}/{self._num_changes}"
         store.set(f"{base}/{rank}", "\n".join(sorted(map(str, changes))))
         keys = [f"{base}/{other}" for other in range(dist.get_world_size())]
+        own = watch.current()
+        patience = min(AGREE_SECONDS, (own and own.seconds or AGREE_SECONDS) / 2)  # before the others give up
         try:
-            store.wait(keys, timedelta(seconds=AGREE_SECONDS))
+            store.wait(keys, timedelta(seconds=patience))
             seen = [store.get(key) for key in keys]
         except (RuntimeError, ValueError):  # dist.DistStoreError of those that did not come
             seen = []
@@ -205,7 +208,10 @@ _AGAIN = [
     "compile the changed model again, and go on from a checkpoint",
     "an input of the batch, for what changes while training",
 ]
-_STALE = "program.update_model(step) on every rank before the change: the buffer's value in the model is an old one"
+_STALE = [
+    "program.update_model(step) on every rank before the change: the buffer's value in the model is an old one",
+    "of Accelerate accelerator.unwrap_model(model), of Lightning trainer.strategy.values.take(), instead",
+]
 
 
 def _refused(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelError:

@@ -355,7 +355,8 @@ def _groups(model: Module, mesh: Mesh, tied: Collection[str]) -> Iterator[tuple[
 def _lies(slot: Slot, mesh: Mesh) -> tuple[Any, ...]:
     """What two programs must agree on to share a parameter; of their own classes as plain values."""
     key = key_of(slot.spec, mesh)
-    return slot.unit, astuple(key), slot.spec.shape, slot.spec.local_shape(mesh), shards(slot.spec.placements, mesh)
+    unit = slot.unit if key.stage == 3 else 0  # whose forward gathers it
+    return unit, astuple(key), slot.spec.shape, slot.spec.local_shape(mesh), shards(slot.spec.placements, mesh)
 
 
 def _tensors(value: Any) -> Iterator[Any]:

@@ -51,6 +51,38 @@ def test_no_stage_is_cut_that_only_pads_the_batch(kind: str) -> None:
     assert not {stage.first for stage in compiled.plan.pipeline.stages} & set(uncut(graph))
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = x.new_empty(len(x), 1).bernoulli_(0.9)
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * kept
+
+
+class Noisy(nn.Module):
+    """Draws the noise of its weights into a buffer ahead of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.out = nn.ModuleList(Residual() for _ in range(2)), nn.Linear(4, 2)
+        self.register_buffer("noise", torch.zeros(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.noise.normal_()
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(x, self.out.weight + 0.1 * self.noise)
+
+
+def test_no_stage_is_cut_that_only_draws_into_a_buffer() -> None:
+    batch = {"x": torch.randn(4, 4), "y": torch.randn(4, 2)}
+    options = {"example_inputs": batch, "loss_fn": F.mse_loss, "constraints": {"pp": 2, "micro_batches": 2}}
+    graph = autopar.compile(Noisy(), "2 cpu", **options).best.graph
+    assert 1 in uncut(graph) and chain(graph)[0] == "top 0"
+
+
 @pytest.mark.slow
 def test_more_stages_than_there_is_work_for_are_refused_by_number() -> None:
     request = request_of(Padded("norm"), "2 cpu", CompileOptions(**OPTIONS))
