@@ -21,6 +21,7 @@ from autopar.errors import TraceError
 from autopar.frontend import inner_gradients, vmaps
 from autopar.frontend.attributes import named_modules, named_tensors, persistent_names
 from autopar.frontend.composites import definition
+from autopar.frontend.untraceable import takes_number
 from autopar.frontend.user_line import user_line
 from autopar.frontend.vmaps import BRACKETS
 from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in, with_refs
@@ -230,7 +231,7 @@ class _Importer:
                 alternatives="change parameters and buffers in the training loop",
             )
         if not isinstance(target, torch._ops.OpOverload) and isinstance(node.meta.get("val"), _NUMBERS):
-            raise _takes_number(node, name)
+            raise takes_number(user_line(node.meta.get("stack_trace")) or f"{name} at {_module_path(node)}")
         if not isinstance(target, torch._ops.OpOverload):
             line = user_line(node.meta.get("stack_trace")) or _module_path(node) or "in forward"
             of_vmap = "what torch.vmap computes written for all elements at once (torch.einsum, torch.bmm)"
@@ -258,7 +259,7 @@ class _Importer:
         kwargs = tuple((k, self._argument(v)) for k, v in kept.items())
         is_differentiable = not no_grad and base_name(op) not in CONSTANT
         if not (given := {*refs_in((args, kwargs))}) <= self.metas.keys():  # some are no tensors
-            raise _takes_number(node, op)
+            raise takes_number(user_line(node.meta.get("stack_trace")) or f"{op} at {_module_path(node)}")
         grads = is_differentiable and any(self.metas[ref].requires_grad for ref in given)
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else (value,)
@@ -293,17 +294,6 @@ class _Importer:
         if isinstance(value, (tuple, list)):
             return tuple(self._argument(item) for item in value)
         return value
-
-
-def _takes_number(node: torch.fx.Node, name: str) -> TraceError:
-    return TraceError(
-        "forward takes a number out of a tensor, so its computation depends on values",
-        values=user_line(node.meta.get("stack_trace")) or f"{name} at {_module_path(node)}",
-        alternatives=[
-            "keep it a tensor (no .item(), float(), int() or tolist() in forward, no index or size by a random number)",
-            "of a mixture of experts: torch.nn.functional.grouped_mm instead of parts of counted sizes",
-        ],
-    )
 
 
 def _leave_out_unneeded(graph: torch.fx.Graph) -> None:

@@ -103,6 +103,18 @@ def failing(error: Exception, dtype: torch.dtype | None = None) -> TraceError:
     )
 
 
+def takes_number(line: str) -> TraceError:
+    """Return the error for a forward that computes with a number which it took out of a tensor."""
+    return TraceError(
+        "forward takes a number out of a tensor, so its computation depends on values",
+        values=line,
+        alternatives=[
+            "keep it a tensor (no .item(), float(), int() or tolist() in forward, no index or size by a random number)",
+            "of a mixture of experts: torch.nn.functional.grouped_mm instead of parts of counted sizes",
+        ],
+    )
+
+
 def control_flow(name: str, place: str) -> TraceError:
     """Return the error for an operator of torch that runs functions of the user's under a condition or in a loop."""
     return TraceError(
