@@ -85,19 +85,8 @@ def compile_with(
     """`compile`, for callers that have the options as one value. before: as `reprice` takes it."""
     check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
     join_launched(is_on_cpu(cluster_spec))
-    given, backend = options.given_plan, options.backend
-    request = request_of(model, cluster_spec, options)
-    if given is not None:
-        if options.compression is not None:
-            given = replace(given, compression=request.training.compression)
-        if options.fp8 is not None:
-            given = replace(given, fp8=options.fp8)
-        request = replace(request.compressed(given.compression), fp8=given.fp8)
-        check_agreement(given, request.constraints, options.global_batch_size)
-        result = planned_together(request, functools.partial(reprice, request, given, before))
-    else:
-        result = planned_together(request, functools.partial(advised_search, request))
-        request = request.of(result.best.graph)
+    backend = options.backend
+    request, result = _planned(request_of(model, cluster_spec, options), options, before)
     best, traits = result.best, traits_of(model)
     best = replace(best, plan=replace(best.plan, basis=request.basis))
     check_plan(best.plan, request.needs, best.graph)
@@ -140,6 +129,21 @@ def compile_with(
         state=ModelState(model, options.loss_fn, request.reads),
         remake=Remake(options, inputs),
     )
+
+
+def _planned(request: Request, options: CompileOptions, before: Graph | None) -> tuple[Request, SearchResult]:
+    """The given plan priced anew, or the plan that a search finds, with the request that it answers."""
+    given = options.given_plan
+    if given is None:
+        result = planned_together(request, functools.partial(advised_search, request))
+        return request.of(result.best.graph), result
+    if options.compression is not None:
+        given = replace(given, compression=request.training.compression)
+    if options.fp8 is not None:
+        given = replace(given, fp8=options.fp8)
+    request = replace(request.compressed(given.compression), fp8=given.fp8)
+    check_agreement(given, request.constraints, options.global_batch_size)
+    return request, planned_together(request, functools.partial(reprice, request, given, before))
 
 
 class Remake:
