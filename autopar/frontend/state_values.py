@@ -359,7 +359,9 @@ def _shown(value: Any) -> str:
     if issubclass(kind, types.FunctionType):
         return f"a function of line {value.__code__.co_firstlineno}"
     if not (_is_exact(value) or kind in (Missing, Held, Length)):
-        plain: Any = next((each for each in (*_PLAIN, np.number) if issubclass(kind, each)), None)
+        if issubclass(kind, np.number):
+            return _short(repr(np.generic.item(value)))
+        plain: Any = next((each for each in _PLAIN if issubclass(kind, each)), None)
         return f"a {kind.__name__}" if plain is None else _short(plain.__repr__(value))
     return _short(repr(value))
 
