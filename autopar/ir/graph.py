@@ -318,7 +318,8 @@ def is_causal(node: Node) -> bool:
 
 def has_dropout(node: Node) -> bool:
     """Whether a call of attention drops probabilities."""
-    return node.op not in _OWN_ATTENTION and len(node.args) > 4 and bool(node.args[4])
+    given = node.args[4] if len(node.args) > 4 else dict(node.kwargs).get("dropout_p")
+    return node.op not in _OWN_ATTENTION and bool(given)
 
 
 def view_root(ref: Ref, nodes: Mapping[str, Node]) -> Ref:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ir.draws import IN_TRAINING
 from autopar.ir.graph import Node, TensorMeta, base_name, map_refs
 from autopar.ir.operators import arguments_of, find_op
 from autopar.rules.attention import EXCHANGES
@@ -74,6 +75,8 @@ def run_alone(node: Node, metas: tuple[TensorMeta, ...], inputs: Sequence[Tensor
 
     Inputs are written to by in-place forms. Masks of dropout are not drawn.
     """
+    if node.op == IN_TRAINING:
+        return (inputs[0],)
     device = next((str(tensor.device) for tensor in inputs), "cpu")
     function = function_of(node.op)
     if function is not None:
