@@ -16,7 +16,7 @@ from autopar.planning.stage_problem import StageProblem
 from benchmarks.budget import SLACK, Row, complaints
 from tests.autopar.requests import request_for
 
-TOO_SLOW = pytest.mark.xfail(reason="at a budget near the least, recomputing all is chosen where a part would do: 5 % slower")
+TOO_SLOW = pytest.mark.xfail(reason="near the least budget all is recomputed where a part would do: 5 % slower")
 
 
 @pytest.mark.slow

@@ -80,8 +80,10 @@ def test_bounds_hold_and_free_is_best(seed: int) -> None:
 
 
 KNOWN = {
-    0: pytest.mark.xfail(reason="seed 11: a pinned zero-bubble schedule is 4 % faster than the free plan"),
-    24: pytest.mark.xfail(reason="seed 40: a pinned recompute mode is 0.03 % faster than the free plan"),
+    0: pytest.mark.xfail(
+        reason="seed 11: a pinned zero-bubble schedule is 4 % faster than the free plan", strict=False
+    ),
+    24: pytest.mark.xfail(reason="seed 40: a pinned recompute mode is 0.03 % faster than the free plan", strict=False),
 }
 """Requests whose free plan is not the fastest: open defects of the search, not of its bounds."""
 
