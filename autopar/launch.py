@@ -251,7 +251,7 @@ def launch_program(
 
 
 def _launched(compiled: GeneratedProgram, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What a launched rank does: it finds its place in the environment too, as under torchrun."""
+    """Run a launched rank, which finds its place in the environment too, as under torchrun."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return function(build_step(compiled), *args)

@@ -280,7 +280,7 @@ class _Scope:
         return _few(found)
 
     def operator(self, call: Call) -> tuple[Layouts, ...]:
-        """What torch says of each case."""
+        """Return what torch says of each case."""
         count, found = len(call.results), [set[Strides]() for _ in call.results]
         cases = self.cases(call) if self.operands(call) is not None else []
         if not cases or len(cases) > MOST_CASES:

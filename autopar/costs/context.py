@@ -133,7 +133,7 @@ class ContextCall:
     def directions(
         self, collectives: CollectiveSeconds, memory: MemorySeconds, attention: AttentionSeconds
     ) -> tuple[Direction, Direction]:
-        """What forward and backward take, by what takes it."""
+        """Return what forward and backward take, by what takes it."""
         num_scores = self.parts_at_once * self.num_blocks * self.scores
         in_scores = [memory(n * num_scores) if self.scores else 0.0 for n in SCORES_MOVED]
         copied = memory if self.habits.copies else _nothing
@@ -237,7 +237,7 @@ class NearCall:
     def directions(
         self, collectives: CollectiveSeconds, memory: MemorySeconds, attention: AttentionSeconds
     ) -> tuple[Direction, Direction]:
-        """What forward and backward take, by what takes it."""
+        """Return what forward and backward take, by what takes it."""
         f, g = attention(self.tile_keys, False)
         in_scores = [memory(n * self.scores) if self.scores else 0.0 for n in SCORES_MOVED]
         once = collectives("p2p", self.axis, self.near) if self.near else 0.0

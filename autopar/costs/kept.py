@@ -78,7 +78,7 @@ _BY_CALL: dict[Any, Kept] = {}
 
 
 def kept(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
-    """What the call keeps. on_cpu: whether it runs on a CPU."""
+    """Return what the call keeps. on_cpu: whether it runs on a CPU."""
     if not any(meta.requires_grad for meta in node.outputs):
         return _NOTHING
     known = _BY_NODE.get((id(node), on_cpu))  # the node is stored with it, so that no other has its id

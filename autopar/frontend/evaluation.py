@@ -69,7 +69,7 @@ def why_no_evaluation(
 
 
 def _difference(training: RecordedCalls, evaluating: RecordedCalls) -> str:
-    """What differs first, in one clause."""
+    """Return what differs first, in one clause."""
     owns, others = training.numbered(), evaluating.numbered()
     for own, other in zip(owns, others, strict=False):
         if own != other:

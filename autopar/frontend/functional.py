@@ -195,7 +195,7 @@ class _Functionaliser:
         return source is not None and (source.shape, source.dtype) == (node.meta.shape, node.meta.dtype)
 
     def increment(self, name: str) -> int | float | None:
-        """What forward adds to a buffer; None where it does anything else to it."""
+        """Return what forward adds to a buffer; None where it does anything else to it."""
         made = {node.name: node for node in self.nodes}
         total: int | float = 0
         ref, count = self.now(Ref(name)), 0
@@ -341,7 +341,7 @@ def write_each(flat: FlatGraph) -> None:
 
 
 def each_of(op: str) -> str | None:
-    """What `aten._foreach_NAME` calls for each tensor; None for all other operators."""
+    """Return what `aten._foreach_NAME` calls for each tensor; None for all other operators."""
     if not op.startswith("aten._foreach_"):
         return None
     name, overload = op.removeprefix("aten._foreach_").split(".")

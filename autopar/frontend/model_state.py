@@ -220,7 +220,7 @@ class ModelState:
                 yield key, value, now
 
     def changes(self, is_training: bool = True) -> list[Change]:
-        """What has changed, one by one. is_training: modes count."""
+        """Return what has changed, one by one. is_training: modes count."""
         if self.is_same(is_training):
             return []
         modes = self._changed_modes() if is_training else ()

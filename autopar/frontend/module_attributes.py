@@ -57,6 +57,6 @@ def class_with(kind: type, name: str) -> type | None:
 
 
 def of_class(kind: type, name: str) -> Any:
-    """What a class or one of its bases has under a name, as it is there."""
+    """Return what a class or one of its bases has under a name, as it is there."""
     owner = class_with(kind, name)
     return MISSING if owner is None else vars(owner)[name]

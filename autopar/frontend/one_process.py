@@ -296,5 +296,5 @@ def _standing_for(key: str) -> types.CodeType:
 
 
 def answer(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function whose code is exchanged returns."""
+    """Call what stands for a function whose code is exchanged."""
     return _replaced[key](*args, **kwargs)

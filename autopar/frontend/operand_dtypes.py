@@ -105,7 +105,7 @@ class _OperandDtypes(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def target(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-        """What all floating-point operands of a call are cast to; None: they stay as they are."""
+        """Return what all floating-point operands of a call are cast to; None: they stay as they are."""
         found = {value.dtype for value in tree_leaves((args, kwargs)) if _is_real(value)}
         if self.dtype not in found or (found == {self.dtype} and name in PRODUCTS):
             return None

@@ -85,7 +85,7 @@ class RecordedCalls:
                 yield from self.sources(item)
 
     def live(self) -> list[RecordedCall]:
-        """What the loss depends on."""
+        """Return what the loss depends on."""
         needed = {value[1][:2] for value in self.sources(self.loss)}
         found: list[RecordedCall] = []
         for call in reversed(self._calls):
@@ -95,7 +95,7 @@ class RecordedCalls:
         return _with_needed_modes(found[::-1])
 
     def numbered(self) -> list[Any]:
-        """What the loss depends on, with results numbered anew, comparable between records."""
+        """Return what the loss depends on, with results numbered anew, comparable between records."""
         live = self.live()
         number = {call.key: index for index, call in enumerate(live)}
 

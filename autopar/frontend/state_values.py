@@ -197,7 +197,7 @@ class Length(NamedTuple):
 
 
 def leaves_of(value: Any, fields: Fields) -> dict[tuple[Any, ...], Any]:
-    """What is in a value, by the steps to it: plain values, tensors, and the identities of all else.
+    """Return what is in a value, by the steps to it: plain values, tensors, and the identities of all else.
 
     fields: of objects, as `Reads` has them.
     """

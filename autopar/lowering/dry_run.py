@@ -209,7 +209,7 @@ class _Run:
         return (self.layers[cls],) * min(len(self.paths[cls][start:stop]), 2)
 
     def inputs(self) -> dict[str, Any]:
-        """What forward is given beside sums over the batch."""
+        """Return what forward is given beside sums over the batch."""
         found = {name: self.tensor(spec, spec.requires_grad) for name, spec in self.root.RECEIVES.items()}
         return found | {argument(name): self.tensor(spec) for name, spec in self.root.INPUTS.items()}
 

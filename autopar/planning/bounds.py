@@ -255,7 +255,7 @@ def zero_bubble(
 
 
 def _on_best_stage(seconds: ClassSeconds, weights: np.ndarray) -> Seconds:
-    """What a unit adds to the sum of `zero_bubble` on the stage where that is least."""
+    """Return what a unit adds to the sum of `zero_bubble` on the stage where that is least."""
     micro, forward, weight = np.array((seconds.micro, seconds.forward, seconds.weight))
     least: Seconds = (weights.T @ np.array((micro, forward, micro - forward - weight))).min(axis=0)
     return least

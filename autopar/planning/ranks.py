@@ -64,7 +64,7 @@ def neighbours_of(request: Request, best: Candidate) -> Neighbours:
 
 
 def outline_of(graph: Graph) -> tuple[Any, ...]:
-    """What of a graph does not depend on the order and names of its calls."""
+    """Return what of a graph does not depend on the order and names of its calls."""
     nodes = [n for piece in graph.body for n in (piece.layer.nodes if isinstance(piece, LayerRun) else (piece,))]
     calls = Counter((node.op, node.outputs) for node in nodes)
     stored = sorted((p.name, p.meta.shape, str(p.meta.dtype), p.is_buffer) for p in graph.parameters)

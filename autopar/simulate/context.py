@@ -146,7 +146,7 @@ def context_exchanges(
 
 
 def _issued(operator: Operator, pricer: Pricer) -> tuple[float, float]:
-    """What the host of a generated program needs for a function of the run time in the place of a kernel."""
+    """Return what the host of a generated program needs for a function of the run time in the place of a kernel."""
     one = host_calls.product_calls(sum(meta.requires_grad for meta in operator.inputs))
     forward, backward = (more - known for more, known in zip(host_calls.RUNTIME, one, strict=True))
     return pricer.host_call_seconds * forward, pricer.host_call_seconds * backward
@@ -179,7 +179,7 @@ def _exchange(
     plain: tuple[float, float],
     kinds: tuple[str, str],
 ) -> Exchange:
-    """What a call takes beyond `plain`, the seconds of one kernel over all keys."""
+    """Return what a call takes beyond `plain`, the seconds of one kernel over all keys."""
     tables = []
     for own, known, kind in zip(directions, plain, kinds, strict=True):
         table = {f"{name} cp": seconds for name, seconds in own.sent.items()}

@@ -104,7 +104,7 @@ class RankLearner:
         return f"step.evaluate after step {self.num_steps}"
 
     def _of(self, batch: Batch, function: Callable[..., Any], call: str) -> Any:
-        """What the step makes of a whole batch. call: its name, among those that all ranks must make."""
+        """Call `function` with this rank's part of a batch. call: its name, among those that all ranks must make."""
         try:
             named = name_inputs(self.program.model, batch, self.program.loss_fn)
             with watch.entered(f"{call}{BATCH}{_described(named)}"):

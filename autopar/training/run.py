@@ -147,7 +147,7 @@ class Run:
             self.learner.share_changes()
 
     def _after(self, done: int) -> bool:
-        """What is due after a step; True if it was the last, of all or because the run is told to end."""
+        """Do what is due after a step; return True if it was the last, of all or because the run is told to end."""
         config = self.config
         is_last = done == config.steps or self._is_told_to_stop()
         every = config.evaluation.every

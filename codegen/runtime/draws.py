@@ -75,7 +75,7 @@ def draw(
 
 
 def _values(distribution: str, bits: Tensor, dtype: torch.dtype, p: float, low: int, high: int) -> Tensor:
-    """What the distribution makes of 64 random bits per element."""
+    """Return what the distribution makes of 64 random bits per element."""
     if distribution == "uniform":
         return _unit(bits, _MANTISSA.get(dtype, 24))
     if distribution == "bernoulli":

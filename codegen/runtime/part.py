@@ -139,7 +139,7 @@ class Part:
     def _of_each(
         self, method: Callable[..., list[Tensor]], batches: Sequence[Mapping[str, Tensor]]
     ) -> list[list[Tensor]]:
-        """What a method of the model gives for each micro-batch, in which draws are that micro-batch's."""
+        """Return what a method of the model gives for each micro-batch, in which draws are that micro-batch's."""
         found = []
         for index, inputs in enumerate(batches):
             self.model.rng.micro_batch = index

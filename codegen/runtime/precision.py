@@ -21,5 +21,5 @@ def compute_dtype(precision: str) -> torch.dtype | None:
 
 
 def used_dtype(stored: torch.dtype, computed: torch.dtype | None) -> torch.dtype:
-    """What a tensor of dtype `stored` is computed with, where floats are with `computed` (None: as they are)."""
+    """Return what a tensor of dtype `stored` is computed with, where floats are with `computed` (None: as they are)."""
     return stored if computed is None or not stored.is_floating_point else computed

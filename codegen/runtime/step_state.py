@@ -68,7 +68,7 @@ class StepState:
         require_finite(self.buckets, self.mesh)
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:
-        """What this rank stores and optimisers update, by original name (of tied stages' copies the first)."""
+        """Return what this rank stores and optimisers update, by original name (of tied stages' copies the first)."""
         found: dict[str, nn.Parameter] = {}
         for _, entry in self.entries():
             if entry.stored is not None:
