@@ -70,6 +70,15 @@ def same_handlers() -> Generator[None]:
 
 
 @pytest.fixture(autouse=True)
+def no_group_is_left() -> Generator[None]:
+    """A test that leaves a process group fails: all tests after it in this process would wait for its ranks."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("the test left a process group", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
 def reproducible() -> None:
     """Every test starts from the same random state, on one thread."""
     torch.set_num_threads(1)

@@ -112,19 +112,21 @@ def measure(rank: Rank) -> dict[str, str]:
         kernels="on" if on_gpu else "auto",
     )
     dist.init_process_group("fake", rank=rank.rank, world_size=rank.num_ranks, store=FakeStore())
-    step = compiled.build(device=device, first_step_check=False)
-    local = {name: value.to(device) for name, value in compiled.local_batch(batch, rank.rank).items()}
-    for _ in range(WARM_STEPS):
-        step(local)
-    allocated = reserved = 0
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        step(local)
-        torch.cuda.synchronize()
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    dist.destroy_process_group()
+    try:
+        step = compiled.build(device=device, first_step_check=False)
+        local = {name: value.to(device) for name, value in compiled.local_batch(batch, rank.rank).items()}
+        for _ in range(WARM_STEPS):
+            step(local)
+        allocated = reserved = 0
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            step(local)
+            torch.cuda.synchronize()
+            allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    finally:
+        dist.destroy_process_group()
     prediction = compiled.plan.prediction
     firsts = first_ranks(compiled.plan.stage_meshes)
     position = sum(first <= rank.rank for first in firsts) - 1

@@ -257,9 +257,14 @@ def noted(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def start(seconds: float | None = None, board: Board | None = None) -> None:
-    """Watch this process as a rank of the process group that is initialized. Collective, unless a board is given."""
+    """Watch this process as a rank of the process group that is initialized. Collective, unless a board is given.
+
+    Torch's "fake" group has no other ranks: there is nothing to watch.
+    """
     group = dist.group.WORLD
     if not dist.is_initialized() or (dist.get_world_size() == 1 and board is None) or _process.group is group:
+        return
+    if dist.get_backend() == "fake":
         return
     end()
     rank, size = dist.get_rank(), dist.get_world_size()
