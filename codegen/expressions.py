@@ -92,6 +92,7 @@ METHODS = frozenset(
 
 FUNCTIONS: Mapping[str, str] = {
     "linear": "F.linear", "silu": "F.silu", "gelu": "F.gelu", "relu": "F.relu", "layer_norm": "F.layer_norm",
+    "rms_norm": "F.rms_norm",
     "scaled_dot_product_attention": "F.scaled_dot_product_attention", "conv1d": "F.conv1d",
     "conv2d": "F.conv2d", "conv3d": "F.conv3d", "pad": "F.pad", "addmm": "torch.addmm", "baddbmm": "torch.baddbmm",
     "cat": "torch.cat", "stack": "torch.stack", "where": "torch.where", "einsum": "torch.einsum",

@@ -214,9 +214,8 @@ class _Run:
         return found | {argument(name): self.tensor(spec) for name, spec in self.root.INPUTS.items()}
 
     def tensor(self, spec: Param, requires_grad: bool = False) -> Tensor:
-        dtype = used_dtype(spec.dtype, compute_dtype(self.program.precision))
-        value = torch.empty(spec.local_shape(self.mesh), dtype=dtype, device=self.mesh.device)
-        return value.requires_grad_(requires_grad and dtype.is_floating_point)
+        value = torch.empty(spec.local_shape(self.mesh), dtype=spec.dtype, device=self.mesh.device)
+        return value.requires_grad_(requires_grad and spec.dtype.is_floating_point)
 
     def forward(self, model: Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The results, as a step asks for them."""
@@ -251,8 +250,9 @@ class _Run:
             loss.backward(loss_gradient(loss, self.program.num_micro_batches, None))
             return
         for (name, spec), result in zip(sends, results, strict=True):
-            if tuple(result.shape) != spec.local_shape(self.mesh):
-                raise ValueError(f"{name} is sent as {tuple(result.shape)}, SENDS has {spec.local_shape(self.mesh)}")
+            if (tuple(result.shape), result.dtype) != (spec.local_shape(self.mesh), spec.dtype):
+                sent, declared = (tuple(result.shape), result.dtype), (spec.local_shape(self.mesh), spec.dtype)
+                raise ValueError(f"{name} is sent as {sent}, SENDS has {declared}")
         differentiable = [result for result in results if result.requires_grad]
         if differentiable:
             torch.autograd.backward(differentiable, [torch.empty_like(result) for result in differentiable])

@@ -8,9 +8,23 @@ from functools import partial
 from typing import Final
 
 from codegen.fusion.template import Bindings, Either, Is, Leaf, Op, Pattern, Result, Template, Value, fused, is_dtype
-from codegen.program import Call
+from codegen.program import Call, TensorType
 
 SUM: Final = Op("aten.add.Tensor", (Leaf("x"), Leaf("residual")), name="sum")
+_HALVES: Final = ("bfloat16", "float16")
+
+
+def _parameter(name: str) -> Either:
+    """A parameter, or its copy in x's wider dtype. The kernels need no copy: they widen a parameter as they read it."""
+    return Either((Op("aten.to.dtype", (Leaf(name), Value(f"{name} dtype"))), Leaf(name)))
+
+
+def _is_read_as(name: str, x: TensorType, bound: Bindings) -> bool:
+    """Whether a parameter has the length of x's last dim, and it or its copy x's dtype."""
+    parameter, copy = bound[name].type, bound.get(f"{name} dtype")
+    is_widened = copy is not None and is_dtype(copy, x.dtype) and parameter.dtype in _HALVES
+    return parameter.shape == x.shape[-1:] and (parameter.dtype == x.dtype if copy is None else is_widened)
+
 
 # --- RMS norm ---------------------------------------------------------------------------------------------------------
 
@@ -41,18 +55,23 @@ def _rms_norm_template(x: Template) -> Op:
     own = normalised(x, _squares(x))
     either = Either((normalised(wide, _squares(wide)), own))
     narrowed = Op("aten.to.dtype", (either, Value("narrow"))), Op("aten.type_as.default", (either, x))
-    return Op("aten.mul.Tensor", (Leaf("weight"), Either((*narrowed, own))), commutes=True)
+    return Op("aten.mul.Tensor", (_parameter("weight"), Either((*narrowed, own))), commutes=True)
 
 
 def _rms_norm_fits(bound: Bindings) -> bool:
     """The last dim, a weight of its length, and a result in x's dtype, which is what the kernel returns."""
-    x, weight, dims, eps = bound["x"].type, bound["weight"].type, bound["dims"].value, bound["eps"].value
+    x, dims, eps = bound["x"].type, bound["dims"].value, bound["eps"].value
     if not isinstance(eps, float) or not isinstance(dims, tuple):
         return False
     is_last = dims in ((-1,), (len(x.shape) - 1,))
     widens = "wide" not in bound or is_dtype(bound["wide"], "float32")
     narrows = "narrow" not in bound or is_dtype(bound["narrow"], x.dtype)
-    return is_last and widens and narrows and (weight.shape, weight.dtype) == (x.shape[-1:], x.dtype)
+    return is_last and widens and narrows and _is_read_as("weight", x, bound)
+
+
+def _torch_rms_norm_template(x: Template) -> Op:
+    """torch's call."""
+    return Op("aten.rms_norm.default", (x, Value("dims"), _parameter("weight"), Value("eps")))
 
 
 # --- layer norm -------------------------------------------------------------------------------------------------------
@@ -60,16 +79,15 @@ def _rms_norm_fits(bound: Bindings) -> bool:
 
 def _layer_norm_template(x: Template) -> Op:
     """torch's call; its sixth argument chooses among implementations of long ago."""
-    weight, eps = Leaf("weight"), Value("eps")
-    args = (x, Value("dims"), weight, Either((Leaf("bias"), Is(None))), eps)
+    args = (x, Value("dims"), _parameter("weight"), Either((_parameter("bias"), Is(None))), Value("eps"))
     return Op("aten.layer_norm.default", (*args, Value("cudnn")))
 
 
-def _layer_norm_fits(bound: Bindings) -> bool:
+def _torch_norm_fits(bound: Bindings) -> bool:
     """The last dim, and parameters of its length in x's dtype."""
-    x, weight, dims = bound["x"].type, bound["weight"].type, bound["dims"].value
-    fits = (weight.shape, weight.dtype) == (x.shape[-1:], x.dtype) and isinstance(bound["eps"].value, float)
-    return fits and dims == x.shape[-1:] and ("bias" not in bound or bound["bias"].type.is_alike(weight))
+    x, dims = bound["x"].type, bound["dims"].value
+    fit = all(_is_read_as(name, x, bound) for name in ("weight", "bias") if name in bound)
+    return fit and dims == x.shape[-1:] and isinstance(bound["eps"].value, float)
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -88,45 +106,54 @@ def _norm(target: str, names: tuple[str, ...], bound: Bindings, last: Call) -> t
     return (replace(call, args=(*tensors, bound["eps"].value), results=(*last.results, *sums)),)
 
 
+_SUM_AND_RMS_NORM: Final = Pattern(
+    name="sum and RMSNorm",
+    target="kernels.add_rms_norm",
+    leaves=("sum", "weight"),
+    template=_rms_norm_template(SUM),
+    fits=partial(_agrees, _rms_norm_fits),
+    build=partial(_norm, "kernels.add_rms_norm", ("x", "residual", "weight")),
+    results=(Result("sum", ("x", "residual"), is_call=True),),
+    saves=("sum", "weight"),
+    row_bytes=4,  # rstd
+)
+_RMS_NORM: Final = Pattern(
+    name="RMSNorm",
+    target="kernels.rms_norm",
+    leaves=("x", "weight"),
+    template=_rms_norm_template(Leaf("x")),
+    fits=_rms_norm_fits,
+    build=partial(_norm, "kernels.rms_norm", ("x", "weight")),
+    saves=("x", "weight"),
+    row_bytes=4,
+)
+
 PATTERNS: Final[tuple[Pattern, ...]] = (
-    Pattern(
-        name="sum and RMSNorm",
-        target="kernels.add_rms_norm",
-        leaves=("sum", "weight"),
-        template=_rms_norm_template(SUM),
-        fits=partial(_agrees, _rms_norm_fits),
-        build=partial(_norm, "kernels.add_rms_norm", ("x", "residual", "weight")),
-        results=(Result("sum", ("x", "residual"), is_call=True),),
-        saves=("sum", "weight"),
-        row_bytes=4,  # rstd
+    _SUM_AND_RMS_NORM,
+    replace(
+        _SUM_AND_RMS_NORM,
+        template=_torch_rms_norm_template(SUM),
+        fits=partial(_agrees, _torch_norm_fits),
     ),
     Pattern(
         name="sum and LayerNorm",
         target="kernels.add_layer_norm",
         leaves=("sum", "weight", "bias"),
         template=_layer_norm_template(SUM),
-        fits=partial(_agrees, _layer_norm_fits),
+        fits=partial(_agrees, _torch_norm_fits),
         build=partial(_norm, "kernels.add_layer_norm", ("x", "residual", "weight", "bias")),
         results=(Result("sum", ("x", "residual"), is_call=True),),
         saves=("sum", "weight"),
         row_bytes=8,  # mean and rstd
     ),
-    Pattern(
-        name="RMSNorm",
-        target="kernels.rms_norm",
-        leaves=("x", "weight"),
-        template=_rms_norm_template(Leaf("x")),
-        fits=_rms_norm_fits,
-        build=partial(_norm, "kernels.rms_norm", ("x", "weight")),
-        saves=("x", "weight"),
-        row_bytes=4,
-    ),
+    _RMS_NORM,
+    replace(_RMS_NORM, template=_torch_rms_norm_template(Leaf("x")), fits=_torch_norm_fits),
     Pattern(
         name="LayerNorm",
         target="kernels.layer_norm",
         leaves=("x", "weight", "bias"),
         template=_layer_norm_template(Leaf("x")),
-        fits=_layer_norm_fits,
+        fits=_torch_norm_fits,
         build=partial(_norm, "kernels.layer_norm", ("x", "weight", "bias")),
         saves=("x", "weight"),
         row_bytes=8,

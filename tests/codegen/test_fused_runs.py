@@ -147,6 +147,46 @@ def test_layer_norm(bias, dtype):
     assert_same_numbers(body, fused, TOLERANCES[dtype])
 
 
+def widened(*names: str, half: torch.dtype = torch.bfloat16) -> Body:
+    """A layer norm of an fp32 x, whose parameters are copied to fp32."""
+    body = Body(dict.fromkeys(names, half))
+    for name in names:
+        body.call(f"{name.removeprefix('self.')}_wide", "aten.to.dtype", name, torch.float32)
+    weight, bias = (f"{n}_wide" if m in names else m for n, m in (("weight", "self.weight"), ("row", "row")))
+    return body.call("y", "aten.layer_norm.default", "x", (6,), weight, bias, 1e-3, False)
+
+
+@pytest.mark.parametrize("names", [("self.weight", "row"), ("self.weight",), ("row",)])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_layer_norm_reads_half_precision_parameters_without_copies(names, half):
+    body = widened(*names, half=half)
+    fused = fuse(body.program())
+    assert targets(fused) == ["kernels.layer_norm"]
+    assert fused.root.body[0].args == (*variables("x", "self.weight", "row"), 1e-3)
+    assert_same_numbers(body, fused)
+
+
+def test_a_copy_of_a_parameter_that_others_read_stays():
+    body = widened("self.weight", "row").call("z", "aten.exp.default", "row_wide")
+    assert targets(fuse(body.program("y", "z"))).count("aten.to.dtype") == 1
+
+
+@DTYPES
+@pytest.mark.parametrize("has_sum", [False, True])
+def test_torchs_rms_norm(has_sum, dtype):
+    body = Body(dict.fromkeys(("x", "a", "self.weight"), dtype))
+    if has_sum:
+        body.call("s", "aten.add.Tensor", "x", "a")
+    body.call("y", "aten.rms_norm.default", "s" if has_sum else "x", (6,), "self.weight", 1e-3)
+    fused = fuse(body.program())
+    assert targets(fused) == ["kernels.add_rms_norm" if has_sum else "kernels.rms_norm"]
+    assert_same_numbers(body, fused, TOLERANCES[dtype])
+
+
+def test_torchs_rms_norm_with_its_own_epsilon_stays():
+    assert is_left_alone(Body().call("y", "aten.rms_norm.default", "x", (6,), "self.weight", None))
+
+
 @DTYPES
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_a_sum_and_its_norm_are_both_results(norm, dtype):

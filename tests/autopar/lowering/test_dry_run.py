@@ -150,6 +150,22 @@ class Wide(nn.Module):
         return x.square().mean()
 
 
+def test_inputs_and_results_of_stages_have_their_own_dtypes() -> None:
+    """In half precision an input stays fp32: without its cast the product is one of two dtypes."""
+    batch = {"x": torch.zeros(8, 64)}
+    options: dict[str, Any] = {"precision": "bf16", "kernels": "off"}
+    program = autopar.compile(Wide(), IDEAL, example_inputs=batch, constraints={"tp": 4}, **options)
+    cast = swapped(program.files["model.py"], "x.to(torch.bfloat16)", "x")
+    with pytest.raises(EmissionError, match="dtype"):
+        dry_run(program.program, {"model.py": cast})
+    program = autopar.compile(Wide(), IDEAL, example_inputs=batch, constraints={"pp": 2}, **options)
+    first = program.files["stage_0.py"]
+    sent = first.partition("SENDS = {")[2].partition("}")[0]
+    files = {**program.files, "stage_0.py": swapped(first, sent, sent.replace("bfloat16", "float16"))}
+    with pytest.raises(EmissionError, match="SENDS has"):
+        dry_run(program.program, files)
+
+
 def test_a_layer_is_given_what_it_returned_only_where_another_follows() -> None:
     batch = {"x": torch.zeros(8, 64)}
     made = autopar.compile(Wide(), IDEAL, example_inputs=batch, constraints={"tp": 4}, kernels="off")
