@@ -97,7 +97,7 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
             return 1.0
         if self.costs.host.carries:
             return math.inf
-        if config.schedule == "zero-bubble":
+        if config.schedule == "zero-bubble" and count > 1:
             return 1.0 + min((p + 1) / count, 1.0 + 1.0 / count)
         return 1.0 + (min(count, p) - 1) / (2 * count) if config.schedule == "1f1b" else 1.0
 
@@ -164,7 +164,7 @@ class EqualSearch(PipelineSearch):
 
     def scheduled(self, config: ParallelConfig) -> Iterator[ParallelConfig]:
         """The config under every schedule that it may have."""
-        own = schedules(self.request, config.num_micro_batches)
+        own = schedules(self.request)
         if config.pp == 1:
             own = () if self.request.constraints.schedule else ("1f1b",)
         return (config.under(schedule) for schedule in own)

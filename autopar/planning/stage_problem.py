@@ -22,7 +22,7 @@ from autopar.planning.config_costs import ConfigCosts
 from autopar.planning.memory_fit import Fitting, solve_in_rounds
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.solved_layers import SolvedLayer
-from autopar.planning.stage_points import HOLDING, pipeline_of, point, stretch_of
+from autopar.planning.stage_points import HOLDING, hidden_weights, pipeline_of, point, stretch_of
 from cost_models.schedule import placement
 from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, Tied
 
@@ -108,7 +108,8 @@ class StageProblem:
             stretch = stretch_of(here.costs, costs.counts, config.schedule, count)
             for unit, cost in here.costs.items():
                 points[unit, str(mesh)] = tuple(
-                    point(cost, label, mode, config.schedule, stretch) for label, mode in costs.modes(cost).items()
+                    point(cost, label, mode, config.schedule, stretch, hidden_weights(count))
+                    for label, mode in costs.modes(cost).items()
                 )
         boundaries = [here.boundary_bytes for here in self.chains.values()]
         seconds = byte_seconds(costs, config, boundaries)
