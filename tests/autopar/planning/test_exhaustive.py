@@ -66,6 +66,12 @@ def violations(seed: int, num_pins: int = 4) -> Iterator[str]:
             continue
         if free > seconds * ROUND_OFF:
             yield f"seed {seed}: free takes {free:.6g} s, {pins} {seconds:.6g} s"
+    peak = result.best.plan.prediction.peak_bytes
+    for share in drawn.shares:
+        with contextlib.suppress(AutoparError):
+            seconds = chosen(search_plans(within(request, peak * share)).best.plan)
+            if free > seconds * ROUND_OFF:
+                yield f"seed {seed}: free takes {free:.6g} s, in {share} of its memory {seconds:.6g} s"
     yield from (f"seed {seed}: {name} is skipped for {least:.6g} s" for least, name in told(result) if least < free)
 
 
