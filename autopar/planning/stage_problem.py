@@ -9,12 +9,12 @@ parameter that two units read costs as much as on the stage mesh where a second 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from autopar.costs.layer_costs import WAITED
 from autopar.costs.pipeline_costs import ChainCosts, PipelineCosts, pipeline_costs
-from autopar.costs.stage_costs import late_seconds
+from autopar.costs.stage_costs import StageCost, late_seconds
 from autopar.ir.plan_data import Pipeline, StagePlan
 from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.bounds import byte_seconds
@@ -45,6 +45,7 @@ class StageProblem:
     costs: ConfigCosts
     config: ParallelConfig
     chains: Mapping[StageMesh, ChainCosts]
+    _stage_costs: dict[Hashable, StageCost] = field(default_factory=dict)
 
     @classmethod
     def of(cls, costs: ConfigCosts, config: ParallelConfig) -> StageProblem:
@@ -85,7 +86,8 @@ class StageProblem:
 
     def assembled(self, pipeline: Pipeline) -> PipelineCosts:
         """A solution's pipeline, as the prediction will put it together."""
-        return pipeline_costs([self.chains[mesh] for mesh in pipeline.stage_meshes], pipeline, self.costs.request.whole)
+        ranks = [self.chains[mesh] for mesh in pipeline.stage_meshes]
+        return pipeline_costs(ranks, pipeline, self.costs.request.whole, self._stage_costs)
 
     def fitting(self) -> Fitting:
         """The problem in the memory of the request's devices."""
