@@ -205,9 +205,13 @@ class PipelineSolution:
     stages: tuple[StageChoice, ...]
 
 
-def objective(problem: PipelineProblem, stages: Sequence[StageChoice]) -> float:
-    """Seconds per step of a pipeline, by the closed form of ``inter_op``."""
-    fill, steady, step = 0.0, [0.0] * len(stages), [0.0] * len(stages)
+def objective(
+    problem: PipelineProblem, stages: Sequence[StageChoice], beside: Sequence[tuple[float, float]] = ()
+) -> float:
+    """Seconds per step of a pipeline, by the closed form of ``inter_op``. beside: of every stage, seconds per
+    micro-batch and per step that belong to no unit."""
+    steady, step = ([each[part] for each in beside] or [0.0] * len(stages) for part in (0, 1))
+    fill = sum(steady)
     for number, stage in enumerate(stages):
         for kind, counts in stage.counts:
             own = {point.label: point for point in problem.points[kind, stage.submesh]}

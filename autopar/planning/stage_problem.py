@@ -24,7 +24,7 @@ from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.solved_layers import SolvedLayer
 from autopar.planning.stage_points import HOLDING, hidden_weights, pipeline_of, point, stretch_of
 from cost_models.schedule import placement
-from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, Tied
+from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, Tied, objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +60,23 @@ class StageProblem:
     def found(self, solution: PipelineSolution) -> Found:
         """A solution of the problem."""
         solved_layer = self.costs.solved_layer(self.config, self.config.stage_meshes[0])
-        pipeline = self.pipeline(solution)
-        return Found(solution.objective + WAITED * self._late(pipeline), self.config, pipeline, solved_layer)
+        pipeline, seconds = self.pipeline(solution), solution.objective
+        beside = self._late(pipeline)
+        if any(map(sum, beside)) and self.config.chunks == 1:  # with more the simulation says how long it takes
+            seconds = objective(self.problem(self.fitting().memory_bytes), solution.stages, beside)
+        return Found(seconds, self.config, pipeline, solved_layer)
 
-    def _late(self, pipeline: Pipeline) -> float:
-        """Seconds of a step for calls of hosts that belong to no unit: of all stages once, of the slowest pipeline rank
-        for all other micro-batches, and once per step."""
+    def _late(self, pipeline: Pipeline) -> list[tuple[float, float]]:
+        """Of every stage, seconds per micro-batch and per step for calls of its host that belong to no unit, as choices
+        count them."""
         units, stages = self.costs.units, pipeline.stages or (StagePlan(0, len(self.costs.units)),)
-        pp = pipeline.num_pipeline_ranks
-        micro, step = [0.0] * pp, 0.0
-        for rank, stage in zip(placement(pipeline.schedule or "1f1b", pp, pipeline.num_chunks), stages, strict=True):
+        home, found = placement(pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks), []
+        for rank, stage in zip(home, stages, strict=True):
             chain = self.chains[pipeline.stage_meshes[rank]]
             own = [chain.costs[name] for name in units[stage.first : stage.last]]
             late = late_seconds(own, chain.pricer.host_call_seconds, is_alone=len(stages) == 1)
-            micro[rank] += late.forward + late.backward
-            step = max(step, late.step)
-        return sum(micro) + (self.config.num_micro_batches - 1) * max(micro) + step
+            found.append((WAITED * (late.forward + late.backward), WAITED * late.step))
+        return found
 
     def pipeline(self, solution: PipelineSolution) -> Pipeline:
         """A solution's stages, and the stage mesh of every pipeline rank."""

@@ -38,6 +38,7 @@ def exact_seconds(request: Request, random_: random.Random) -> Iterator[tuple[st
         plan = candidate_of(found, request, search.costs.known).plan if found is not None else None
         if plan is not None and plan.prediction.peak_bytes <= request.capacity_bytes():
             yield f"{plan.mesh_text} {config.key}", least, chosen(plan)
+            yield f"{config.key} by its closed form", found.objective / search.slack(config), chosen(plan)
     for mesh in meshes(request):
         for count in micro_batch_counts(request, mesh):
             solved = _solve(mesh, request, count)
