@@ -138,10 +138,14 @@ def _found(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
         held = tuple(position for position in arguments if position < len(inputs))
         return Kept(held, (0,) if has_result else (), (row_bytes * rows,) if row_bytes else ())
     name = base_name(node.op)
-    if name == "scaled_dot_product_attention" and not on_cpu and not has_dropout(node):
+    is_attention = name == "scaled_dot_product_attention"
+    if is_attention and not on_cpu and not has_dropout(node):
         return _flash(node, inputs)
+    if name in VIEWS:
+        return Kept()
     try:
-        return _asked(node, inputs, on_fakes=name in _BY_DEVICE)
+        # With dropout attention is the run time's own, of calls that do the same everywhere.
+        return _asked(node, inputs, on_fakes=name in _BY_DEVICE and not (is_attention and has_dropout(node)))
     except Exception:  # no kernel for tensors without memory, or one that reads values
         return Kept(tuple(range(len(inputs))))
 

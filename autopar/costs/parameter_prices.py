@@ -100,7 +100,9 @@ class ParameterPrices(Rates):
         if not meta.requires_grad:
             return 0.0
         elements = self.stored_elements(meta, stored)
-        device, training = self.cluster.device, self.training
+        device, training, launches = self.cluster.device, self.training, 0.0
+        if is_cpu(self.cluster):
+            launches = count * host.UPDATE * host.launch_seconds(self.cluster)
         if training.offload:
             # Out goes the gradient, back comes the weight; copies of one bucket run beside the update of another.
             copied = elements * max(training.gradient_bytes, training.compute_bytes)
@@ -108,12 +110,11 @@ class ParameterPrices(Rates):
             if training.offload.startswith("nvme:"):
                 moved = 2 * elements * (training.state_bytes + training.master_bytes)
                 updated += moved / device.disk_bytes_per_second
-            return max(updated, copied / device.host_link_bytes_per_second)
+            return max(updated, copied / device.host_link_bytes_per_second) + launches
         moved = self.updated_elements(meta, stored) * training.update_traffic
         moved += elements * self.copy_traffic(meta, stored)
         beside = self.whole_update_seconds(meta, stored)
         if is_cpu(self.cluster):
-            launches = count * host.UPDATE * host.launch_seconds(self.cluster)
             return moved / device.host_memory_bytes_per_second + launches + beside
         return moved / (device.memory_bytes_per_second * device.memory_efficiency) + beside
 

@@ -6,7 +6,7 @@ themselves when they hold a cut to the memory of its ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -122,10 +122,16 @@ class PipelineCosts:
         )
 
 
-def pipeline_costs(ranks: Sequence[ChainCosts], pipeline: Pipeline, cluster: AnyCluster) -> PipelineCosts:
+def pipeline_costs(
+    ranks: Sequence[ChainCosts],
+    pipeline: Pipeline,
+    cluster: AnyCluster,
+    known: dict[Hashable, StageCost] | None = None,
+) -> PipelineCosts:
     """The pipeline put together; one without stages has the whole chain as its only one.
 
-    ranks: of every pipeline rank; those that are alike are best the same object. cluster: all devices.
+    ranks: of every pipeline rank; those that are alike are best the same object. cluster: all devices. known: stages of
+    other pipelines of the same ranks, to which those of this one are added.
     """
     graph = ranks[0].graph
     stages = pipeline.stages or (StagePlan(0, len(chain(graph))),)
@@ -137,25 +143,27 @@ def pipeline_costs(ranks: Sequence[ChainCosts], pipeline: Pipeline, cluster: Any
         pipeline=pipeline,
         cluster=cluster,
         ranks=tuple(ranks),
-        stages=_stage_costs(of_stage, stages),
+        stages=_stage_costs(of_stage, stages, {} if known is None else known),
         home=home,
         tied=tied,
     )
 
 
-def _stage_costs(of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan]) -> tuple[StageCost, ...]:
+def _stage_costs(
+    of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan], found: dict[Hashable, StageCost]
+) -> tuple[StageCost, ...]:
     """Of all stages, found once for those that are alike."""
     graph = of_stage[0].graph
     names, layers = chain(graph), layer_names(graph)
-    found: dict[object, StageCost] = {}
     result = []
     for here, stage in zip(of_stage, stages, strict=True):
         held = tuple(c for c in here.copies if c.first < stage.first <= c.last < stage.last)
         own, sent = names[stage.first : stage.last], here.sent_bytes(stage)
-        key = (id(here), own, tuple(stage.recompute.items()), sent, stage.first > 0, stage.first if held else -1)
+        at, is_alone = stage.first if held else -1, len(stages) == 1
+        key = (id(here), own, tuple(stage.recompute.items()), sent, stage.first > 0, at, is_alone)
         if key not in found:
             one = here.pricer.host_call_seconds
-            found[key] = stage_cost(here.costs, names, layers, stage, sent, held, one, len(stages) == 1)
+            found[key] = stage_cost(here.costs, names, layers, stage, sent, held, one, is_alone)
         result.append(found[key])
     return tuple(result)
 

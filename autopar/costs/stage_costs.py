@@ -9,7 +9,16 @@ from functools import lru_cache
 
 from autopar.costs import host_calls
 from autopar.costs.host import OWN_CORES, Host
-from autopar.costs.layer_costs import FETCHING, FIRST_PASS, HIDDEN, HOST, RECOMPUTATION, WAITED, LayerCost
+from autopar.costs.layer_costs import (
+    FETCHING,
+    FIRST_PASS,
+    HIDDEN,
+    HOST,
+    RECOMPUTATION,
+    WAITED,
+    LayerCost,
+    chosen_seconds,
+)
 from autopar.costs.peak import Holding, Life, Peaks, Slot, at_peak, peaks
 from autopar.ir.plan_data import Pipeline, Prediction, StagePlan
 from cost_models.schedule import Shape, StageTimes, Timeline, make_schedule, placement, simulate
@@ -226,7 +235,7 @@ def simulated(
     bubble = timeline.makespan - exposed[busiest]
     if pp > 1:
         seconds[BUBBLE] = bubble if bubble > ROUND_OFF * timeline.makespan else 0.0
-    for kind, value in tables[slowest][1].items():
+    for kind, value in _once([table for _, table in tables], slowest).items():
         seconds[kind] += value
     held = rank_bytes(stages, pipeline, num_micro_batches, tied)
     memory = [kinds | own for kinds, own in zip(held, workspace, strict=True)]
@@ -242,6 +251,18 @@ def simulated(
         memory=tuple(memory),
         transfers=dict(transfers),
     )
+
+
+def _once(tables: Sequence[Mapping[str, float]], slowest: int) -> dict[str, float]:
+    """What the slowest pipeline rank does once per step, by kind. Where another one takes longer as choices count it,
+    as much of the slowest one's waiting for its host is a bubble as makes them alike."""
+    found = dict(tables[slowest])
+    lacking = max(map(chosen_seconds, tables)) - chosen_seconds(found)
+    if lacking > 0.0:
+        bubble = min(lacking / (1.0 - WAITED), found.get(HOST, 0.0))
+        found[HOST] = found.get(HOST, 0.0) - bubble
+        found[BUBBLE] = bubble
+    return found
 
 
 def _waits_of_step(makespan: float, less: float, busy: float, seconds: dict[str, float]) -> float:

@@ -48,7 +48,7 @@ from autopar.planning.config_costs import ClassSeconds, ConfigCosts
 from autopar.planning.memory_fit import least_kept, least_recompute
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.solved_layers import SolvedLayer
-from autopar.planning.stage_points import HOLDING
+from autopar.planning.stage_points import HOLDING, hidden_weights
 
 EXACT_DEVICES = 8
 """Devices up to which no pipeline is missed whose plan predicts less than its closed form."""
@@ -203,10 +203,11 @@ def _closed_form(
     """Seconds of all micro-batches by the closed form of `search.inter_op`, which on many devices is what pipelines of
     unlike stage meshes are searched by (see `GAP` of pipelines.py). No bound of theirs is told."""
     count, sums = config.num_micro_batches, [(_total(counts, own.weight), _total(counts, own.micro)) for own in totals]
-    if config.schedule == "zero-bubble" and count > 1:
-        drained = [[t - 2 * w for t, w in zip(own.micro, own.weight, strict=True)] for own in totals]
+    if config.schedule == "zero-bubble":
+        hidden = hidden_weights(count)
+        drained = [[t - hidden * w for t, w in zip(own.micro, own.weight, strict=True)] for own in totals]
         work += _total(counts, _least(drained)) - _total(counts, _least([own.micro for own in totals]))
-        busy *= 1.0 + 2.0 * min(weight / each for weight, each in sums) / (count - 1)
+        busy *= 1.0 + 2.0 * min(weight / each for weight, each in sums) / (count - 1) if count > 1 else 1.0
     return work + (count - 1) * busy
 
 

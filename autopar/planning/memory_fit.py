@@ -3,10 +3,16 @@
 The closed form of memory by which a pipeline is cut (`search.inter_op`) is less than what the prediction counts where
 several things are alive at once that it takes one by one. A solution that so exceeds the memory of a rank is solved
 again with as much less, until it fits; where that comes to nothing, the leanest pipeline is the last that is tried.
+
+The closed form is also more than what is counted: it adds the most that any unit needs while it runs to what all units
+keep, most of which is gone by then. So the cut that was found stays, and its units take faster modes (`lightened`).
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +21,13 @@ from autopar.costs.layer_costs import Mode
 from autopar.costs.memory_bound import least_seconds
 from autopar.planning.stage_points import Holding
 from search.inter_op import NothingBelowCutoffError, solve_pipeline
-from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution
+from search.pipeline_problem import (
+    PipelineInfeasibleError,
+    PipelineProblem,
+    PipelineSolution,
+    StageChoice,
+    objective,
+)
 
 WithLimits = Callable[[Mapping[str, float]], PipelineProblem]
 """A problem with limits of memory by submesh."""
@@ -82,12 +94,75 @@ def solve_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolut
     Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError where none is faster.
     """
     solution = found_in_rounds(fitting, cutoff)
-    if solution is not None:
+    if solution is None:
+        lean = leanest(fitting, least_bytes(fitting)) if cutoff == math.inf else None
+        if lean is None or lean.num_bytes > max(fitting.memory_bytes.values()):
+            raise PipelineInfeasibleError(())
+        solution = lean.solution
+    return lightened(fitting, solution)
+
+
+def none_is_below(fitting: Fitting, cutoff: float) -> bool:
+    """Whether no pipeline takes less than `cutoff` seconds, even if nothing but what units keep took memory, which is
+    never more than what is counted."""
+    problem = fitting.problem(fitting.memory_bytes)
+    points = {key: tuple(replace(each, transient_bytes=0.0) for each in own) for key, own in problem.points.items()}
+    try:
+        solve_pipeline(replace(problem, points=points), cutoff=cutoff)
+    except (PipelineInfeasibleError, NothingBelowCutoffError):
+        return True
+    return False
+
+
+def lightened(fitting: Fitting, solution: PipelineSolution) -> PipelineSolution:
+    """The solution with its stages as they are and their units in the fastest modes, at most two of a class on a stage,
+    with which its ranks still hold no more than their memory as the prediction counts it."""
+    problem, stages = fitting.problem(fitting.memory_bytes), list(solution.stages)
+
+    def fits(number: int, kind: str, modes: Counts) -> bool:
+        trial = [*stages[:number], _with_modes(stages[number], kind, modes), *stages[number + 1 :]]
+        held = fitting.held(PipelineSolution(solution.objective, tuple(trial)))
+        return all(num_bytes <= fitting.memory_bytes[name] for name, num_bytes in held.items())
+
+    for number, stage in enumerate(solution.stages):
+        for kind, counts in stage.counts:
+            seconds = {point.label: point.steady_seconds for point in problem.points[kind, stage.submesh]}
+            faster = _faster(seconds, dict(counts), functools.partial(fits, number, kind))
+            if faster is not None:
+                stages[number] = _with_modes(stages[number], kind, faster)
+    if stages == list(solution.stages):
         return solution
-    lean = leanest(fitting, least_bytes(fitting)) if cutoff == math.inf else None
-    if lean is None or lean.num_bytes > max(fitting.memory_bytes.values()):
-        raise PipelineInfeasibleError(())
-    return lean.solution
+    return PipelineSolution(objective(problem, stages), tuple(stages))
+
+
+Counts = tuple[tuple[str, int], ...]
+"""How many units of a class take a mode, by its label."""
+
+
+def _faster(seconds: Mapping[str, float], counts: Mapping[str, int], fits: Callable[[Counts], bool]) -> Counts | None:
+    """The fastest counts of two modes that fit, if any of them are faster than `counts`. seconds: of every mode."""
+    total, best, found = sum(counts.values()), sum(seconds[label] * n for label, n in counts.items()), None
+    quickest = sorted(seconds, key=lambda label: seconds[label])
+
+    def mixed(first: str, second: str, count: int) -> Counts:
+        return tuple((label, n) for label, n in ((first, count), (second, total - count)) if n)
+
+    def time(first: str, second: str, count: int) -> float:
+        return count * seconds[first] + (total - count) * seconds[second]
+
+    for first, second in itertools.combinations(quickest, 2):
+        order = range(total + 1)  # how many take the faster mode
+        least = bisect.bisect_left(order, True, key=lambda n: time(first, second, n) < best * (1 - SAME))
+        if least > total or not fits(mixed(first, second, least)):
+            continue
+        most = bisect.bisect_left(order, True, lo=least + 1, key=lambda n: not fits(mixed(first, second, n))) - 1
+        best, found = time(first, second, most), mixed(first, second, most)
+    return found
+
+
+def _with_modes(stage: StageChoice, kind: str, modes: Counts) -> StageChoice:
+    """The stage with other modes of its units of one class."""
+    return replace(stage, counts=tuple((name, modes if name == kind else own) for name, own in stage.counts))
 
 
 def found_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolution | None:

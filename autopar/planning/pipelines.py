@@ -21,6 +21,7 @@ from autopar.planning.candidates import candidate_of
 from autopar.planning.config_costs import ConfigCosts, Solved
 from autopar.planning.equal_configs import equal_configs
 from autopar.planning.layer_pool import LayerPool
+from autopar.planning.memory_fit import none_is_below
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.predict import chosen
 from autopar.planning.request import Request
@@ -97,7 +98,7 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
             return 1.0
         if self.costs.host.carries:
             return math.inf
-        if config.schedule == "zero-bubble":
+        if config.schedule == "zero-bubble" and count > 1:
             return 1.0 + min((p + 1) / count, 1.0 + 1.0 / count)
         return 1.0 + (min(count, p) - 1) / (2 * count) if config.schedule == "1f1b" else 1.0
 
@@ -105,13 +106,15 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
         """The config's best cut by the closed form; None where none takes less than `cutoff` by it.
 
         A cut is the same whatever the cutoff: of cuts that are as good the solver may find another one below a cutoff,
-        which the simulation tells from the first. On more than EXACT_DEVICES that is let be.
+        which the simulation tells from the first, and of which other modes fit. On more than EXACT_DEVICES that is let
+        be.
         """
         known, key = self.costs.known.solutions, (self.costs.limits, config)
         found, tried = known.get(key, (None, -math.inf))
         if found is None and tried < cutoff:
-            found = self._solved(config, cutoff)
-            if found is not None and cutoff < math.inf and self.request.whole.num_devices <= EXACT_DEVICES:
+            if self.request.whole.num_devices > EXACT_DEVICES:
+                found = self._solved(config, cutoff)
+            elif cutoff == math.inf or not none_is_below(StageProblem.of(self.costs, config).fitting(), cutoff):
                 found = self._solved(config, math.inf)
             known[key] = found, cutoff
         return found  # type: ignore[no-any-return]
@@ -164,7 +167,7 @@ class EqualSearch(PipelineSearch):
 
     def scheduled(self, config: ParallelConfig) -> Iterator[ParallelConfig]:
         """The config under every schedule that it may have."""
-        own = schedules(self.request, config.num_micro_batches)
+        own = schedules(self.request)
         if config.pp == 1:
             own = () if self.request.constraints.schedule else ("1f1b",)
         return (config.under(schedule) for schedule in own)

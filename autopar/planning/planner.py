@@ -46,8 +46,6 @@ POLISH_ONLY = 0
 """The same number where one stage need not be searched exactly on every mesh, which takes ten times as long."""
 UNEQUAL_DEVICES = 16
 """On more devices, and on a power of two of them, all ranks of a pipeline over equal nodes have equal stage meshes."""
-UNEQUAL_GAIN = 0.01
-"""Share of the step by which unlike stage meshes have to be faster than equal ones."""
 NEVER_UNLIKE = ("ddp", "cp", "ep", "ttp")
 """Axes that pipelines with unlike stage meshes do not have."""
 MOST_CANDIDATES = 4
@@ -57,7 +55,8 @@ MOST_CHUNKED = 2
 MOST_ALIKE = 3
 """Kinds of configs under which something fitted that are tried first where any plan will do."""
 TIE = 1e-9
-"""Plans whose times differ by no more than this share are as fast; the one found by the exact search is preferred."""
+"""Plans whose times differ by no more than this share are as fast; the one found by the exact search is preferred, and
+unlike stage meshes are the last that are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ def search_plans(
     found += one.found
     times = [chosen(c.plan) for c in found]
     unlike = _unequal(request) if exact_devices else None
-    better = unlike.run(min(times, default=math.inf) * (1 - UNEQUAL_GAIN)).best if unlike is not None else None
+    better = unlike.run(min(times, default=math.inf) * (1 - TIE)).best if unlike is not None else None
     found += [candidate_of(better, request)] if better is not None else []
     if not found:
         raise nothing_fits(request, failures, [search] if unlike is None else [search, unlike])

@@ -56,7 +56,7 @@ def stretch_of(costs: Mapping[str, LayerCost], counts: Mapping[str, int], schedu
 
     With p equal stages of f, i and w seconds its schedule takes m (f + i + w) + (p - 1) (f + i - w), that is the
     sum of the stages' f + i - w, plus (m - 1) (f + i + w), plus 2 w: the last term is charged to the second, with
-    the model's own share of w.
+    the model's own share of w. Of one micro-batch there is no second term, and the first is f + i.
     """
     if schedule != "zero-bubble" or count == 1:
         return 1.0
@@ -64,6 +64,12 @@ def stretch_of(costs: Mapping[str, LayerCost], counts: Mapping[str, int], schedu
     busy = sum((c.chosen_seconds + c.overlapped_seconds) * number for c, number in own)
     weight = sum(c.weight_seconds * number for c, number in own)
     return 1.0 + 2.0 * weight / busy / (count - 1) if busy else 1.0
+
+
+def hidden_weights(count: int) -> int:
+    """How often the weight gradients of a stage are less in what it adds to the fill and drain of zero bubble than in
+    what it is busy with a micro-batch. count: of micro-batches."""
+    return 2 if count > 1 else 1
 
 
 def modes_of(cost: LayerCost, pinned: str | None = None, has_host: bool = True) -> Mapping[str, Mode]:
@@ -76,11 +82,14 @@ def modes_of(cost: LayerCost, pinned: str | None = None, has_host: bool = True) 
     return {name: mode for name, mode in cost.modes.items() if has_host or name != "offload"}
 
 
-def point(cost: LayerCost, label: str, mode: Mode, schedule: str, stretch: float = 1.0) -> Point:
-    """One mode of a unit under a schedule; zero bubble fills its drain with weight gradients (f + i - w)."""
+def point(
+    cost: LayerCost, label: str, mode: Mode, schedule: str, stretch: float = 1.0, hidden: int = hidden_weights(2)
+) -> Point:
+    """One mode of a unit under a schedule; zero bubble fills its drain with weight gradients (f + i - w). hidden: see
+    `hidden_weights`."""
     busy = cost.chosen_seconds + mode.seconds
     busy += cost.overlapped_seconds if defers_weights(schedule) else 0.0
-    fill = busy - 2 * cost.weight_seconds if schedule == "zero-bubble" else busy
+    fill = busy - hidden * cost.weight_seconds if schedule == "zero-bubble" else busy
     return Point(
         label=label,
         fill_seconds=fill,

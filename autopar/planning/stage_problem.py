@@ -9,12 +9,12 @@ parameter that two units read costs as much as on the stage mesh where a second 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from autopar.costs.layer_costs import WAITED
 from autopar.costs.pipeline_costs import ChainCosts, PipelineCosts, pipeline_costs
-from autopar.costs.stage_costs import late_seconds
+from autopar.costs.stage_costs import StageCost, late_seconds
 from autopar.ir.plan_data import Pipeline, StagePlan
 from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.bounds import byte_seconds
@@ -22,9 +22,9 @@ from autopar.planning.config_costs import ConfigCosts
 from autopar.planning.memory_fit import Fitting, solve_in_rounds
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.solved_layers import SolvedLayer
-from autopar.planning.stage_points import HOLDING, pipeline_of, point, stretch_of
+from autopar.planning.stage_points import HOLDING, hidden_weights, pipeline_of, point, stretch_of
 from cost_models.schedule import placement
-from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, Tied
+from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, Tied, objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class StageProblem:
     costs: ConfigCosts
     config: ParallelConfig
     chains: Mapping[StageMesh, ChainCosts]
+    _stage_costs: dict[Hashable, StageCost] = field(default_factory=dict)
 
     @classmethod
     def of(cls, costs: ConfigCosts, config: ParallelConfig) -> StageProblem:
@@ -59,22 +60,23 @@ class StageProblem:
     def found(self, solution: PipelineSolution) -> Found:
         """A solution of the problem."""
         solved_layer = self.costs.solved_layer(self.config, self.config.stage_meshes[0])
-        pipeline = self.pipeline(solution)
-        return Found(solution.objective + WAITED * self._late(pipeline), self.config, pipeline, solved_layer)
+        pipeline, seconds = self.pipeline(solution), solution.objective
+        beside = self._late(pipeline)
+        if any(map(sum, beside)) and self.config.chunks == 1:  # with more the simulation says how long it takes
+            seconds = objective(self.problem(self.fitting().memory_bytes), solution.stages, beside)
+        return Found(seconds, self.config, pipeline, solved_layer)
 
-    def _late(self, pipeline: Pipeline) -> float:
-        """Seconds of a step for calls of hosts that belong to no unit: of all stages once, of the slowest pipeline rank
-        for all other micro-batches, and once per step."""
+    def _late(self, pipeline: Pipeline) -> list[tuple[float, float]]:
+        """Of every stage, seconds per micro-batch and per step for calls of its host that belong to no unit, as choices
+        count them."""
         units, stages = self.costs.units, pipeline.stages or (StagePlan(0, len(self.costs.units)),)
-        pp = pipeline.num_pipeline_ranks
-        micro, step = [0.0] * pp, 0.0
-        for rank, stage in zip(placement(pipeline.schedule or "1f1b", pp, pipeline.num_chunks), stages, strict=True):
+        home, found = placement(pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks), []
+        for rank, stage in zip(home, stages, strict=True):
             chain = self.chains[pipeline.stage_meshes[rank]]
             own = [chain.costs[name] for name in units[stage.first : stage.last]]
             late = late_seconds(own, chain.pricer.host_call_seconds, is_alone=len(stages) == 1)
-            micro[rank] += late.forward + late.backward
-            step = max(step, late.step)
-        return sum(micro) + (self.config.num_micro_batches - 1) * max(micro) + step
+            found.append((WAITED * (late.forward + late.backward), WAITED * late.step))
+        return found
 
     def pipeline(self, solution: PipelineSolution) -> Pipeline:
         """A solution's stages, and the stage mesh of every pipeline rank."""
@@ -85,7 +87,8 @@ class StageProblem:
 
     def assembled(self, pipeline: Pipeline) -> PipelineCosts:
         """A solution's pipeline, as the prediction will put it together."""
-        return pipeline_costs([self.chains[mesh] for mesh in pipeline.stage_meshes], pipeline, self.costs.request.whole)
+        ranks = [self.chains[mesh] for mesh in pipeline.stage_meshes]
+        return pipeline_costs(ranks, pipeline, self.costs.request.whole, self._stage_costs)
 
     def fitting(self) -> Fitting:
         """The problem in the memory of the request's devices."""
@@ -108,7 +111,8 @@ class StageProblem:
             stretch = stretch_of(here.costs, costs.counts, config.schedule, count)
             for unit, cost in here.costs.items():
                 points[unit, str(mesh)] = tuple(
-                    point(cost, label, mode, config.schedule, stretch) for label, mode in costs.modes(cost).items()
+                    point(cost, label, mode, config.schedule, stretch, hidden_weights(count))
+                    for label, mode in costs.modes(cost).items()
                 )
         boundaries = [here.boundary_bytes for here in self.chains.values()]
         seconds = byte_seconds(costs, config, boundaries)

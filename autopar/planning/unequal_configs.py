@@ -40,7 +40,7 @@ def without_parameters(request: Request, assignments: SharedAssignments, num_uni
         for meshes in mesh_sets(request, assignments, num_units, rows):
             numbers = tuple(sorted(numbers_of_ranks(request, num_units, meshes)))
             multipliers = assignments.multipliers(max(each.mesh.size("tp") for each in meshes), rows)
-            for schedule, multiplier in itertools.product(schedules(request, count), multipliers):
+            for schedule, multiplier in itertools.product(schedules(request), multipliers):
                 yield ParallelConfig(
                     stage_meshes=meshes,
                     pipeline_ranks=numbers,
@@ -117,9 +117,10 @@ def _stage_meshes(request: Request, number: int, rows: int) -> Iterator[StageMes
                 yield StageMesh(named_mesh(data, tp), number)
 
 
-def schedules(request: Request, count: int) -> tuple[str, ...]:
-    """That a pipeline with `count` micro-batches may have. Zero bubble needs a second one to fill the bubble with."""
+def schedules(request: Request) -> tuple[str, ...]:
+    """That a pipeline may have. Under zero bubble one micro-batch ends sooner, too: its weight gradients are made
+    beside the backwards of earlier stages."""
     pinned = request.constraints.schedule
     if pinned is not None:
         return (pinned,) if pinned in HOLDING else ()
-    return SEARCHED_SCHEDULES if count > 1 else ("1f1b",)
+    return SEARCHED_SCHEDULES

@@ -73,7 +73,10 @@ def count_valid(target: Tensor, ignore_index: int = -100) -> Tensor:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Slices of rows of `logits` [N, V] with at most _ELEMENTS_PER_CHUNK_* elements (at least one row)."""
+    """Slices of rows of `logits` [N, V] with at most _ELEMENTS_PER_CHUNK_* elements (at least one row); all rows of a
+    tensor without memory."""
+    if logits.is_meta:
+        return [slice(0, logits.shape[0])]
     limit = _ELEMENTS_PER_CHUNK_CPU if logits.device.type == "cpu" else _ELEMENTS_PER_CHUNK_GPU
     height = max(1, limit // max(1, logits.shape[1]))
     return [slice(top, top + height) for top in range(0, logits.shape[0], height)]

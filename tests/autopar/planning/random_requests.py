@@ -1,7 +1,8 @@
 """Small requests drawn from a seed: models of two towers, frozen parts, unlike layers, tied tables and mixtures, on
 two to eight devices, with budgets that bind and pins of every kind.
 
-A seed draws its model from MODELS shapes, each of which is traced once in a process.
+A seed draws its model from MODELS shapes, each of which is traced once in a process. From seed ROUTED_FROM on, models
+have layers of experts that ranks may share out.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  # registers grouped_mm_fallback
 from torch import nn
 
 from autopar.compile import request_of, traced_of
-from autopar.planning.request import Request
+from autopar.planning.request import Request, divisors
 from autopar.settings.compile_options import CompileOptions
 from autopar.settings.constraints import Constraints
 from tests.autopar.requests import hostless
 
-MODELS = 24
+MODELS, ROUTED_MODELS, ROUTED_FROM = 24, 6, 216
+EXPERTS, CHOICES = 4, 2
 CLUSTERS = (
     "2 cpu",
     "4 cpu",
@@ -61,13 +64,38 @@ class Mixture(nn.Module):
         return sum(shares[..., i : i + 1] * each(x) for i, each in enumerate(self.experts))
 
 
+class Routed(nn.Module):
+    """A layer whose experts have the rows that a router sends them, sorted by expert as transformers does it."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, width, inner) / 4)
+        self.down = nn.Parameter(torch.randn(EXPERTS, inner, width) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, 1)
+        shares, choices = self.router(rows).softmax(-1).topk(CHOICES)
+        own, order = torch.sort(choices.flatten())
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=x.device)
+        ends = torch.histc(own.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        grouped = torch.ops.transformers.grouped_mm_fallback
+        made = grouped(F.silu(grouped(rows[order // CHOICES], self.up, ends)), self.down, ends)[inverse]
+        return x + (made.view(len(rows), CHOICES, -1) * shares[..., None]).sum(1).view_as(x)
+
+
+KINDS = (("block",), ("attention",), ("block", "wide"), ("attention", "mixture"))
+ROUTED_KINDS = (("routed",), ("attention", "routed"), ("block", "routed"))
+
+
 class Tower(nn.Module):
     """A table, layers, and a head."""
 
-    def __init__(self, random_: random.Random) -> None:
+    def __init__(self, random_: random.Random, is_routed: bool = False) -> None:
         super().__init__()
         width, depth = random_.choice((16, 32, 64)), random_.choice((1, 2, 3, 5))
-        kinds = random_.choice((("block",), ("attention",), ("block", "wide"), ("attention", "mixture")))
+        kinds = random_.choice(ROUTED_KINDS if is_routed else KINDS)
         self.table, self.head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS, bias=False)
         if random_.random() < 0.3:
             self.head.weight = self.table.weight
@@ -75,6 +103,7 @@ class Tower(nn.Module):
             "block": lambda: Block(width, 2 * width),
             "wide": lambda: Block(width, 6 * width),
             "mixture": lambda: Mixture(width, 2 * width),
+            "routed": lambda: Routed(width, 2 * width),
             "attention": lambda: nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True),
         }
         self.layers = nn.ModuleList(made[kinds[i % len(kinds)]]() for i in range(depth))
@@ -95,8 +124,9 @@ class Model(nn.Module):
         super().__init__()
         random_ = random.Random(f"model {seed}")
         self.kind = random_.choice(("one", "two", "teacher", "teacher"))
-        self.first = Tower(random_)
-        self.second = Tower(random_) if self.kind != "one" else None
+        is_routed = seed >= MODELS
+        self.first = Tower(random_, is_routed)
+        self.second = Tower(random_, is_routed) if self.kind != "one" else None
         if self.kind == "teacher":
             self.second.requires_grad_(False)
 
@@ -113,11 +143,12 @@ class Model(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A request, with pins that a user may add."""
+    """A request, with pins that a user may add. shares: of what the free plan needs, budgets of memory."""
 
     seed: int
     request: Request
     pins: tuple[dict[str, Any], ...]
+    shares: tuple[float, ...]
 
 
 @cache
@@ -132,12 +163,17 @@ def draw(seed: int, num_pins: int = 4) -> Drawn:
     """The request of a seed: always the same."""
     random_ = random.Random(seed)
     cluster, rows = random_.choice(CLUSTERS), random_.choice(BATCHES)
-    model, options, known = _traced(seed % MODELS, rows)
+    number = seed % MODELS if seed < ROUTED_FROM else MODELS + seed % ROUTED_MODELS
+    model, options, known = _traced(number, rows)
     request = request_of(model, cluster, options, known)
     if random_.random() < 0.5:
         request = replace(request, cluster=hostless(request.cluster))
     devices = request.cluster.num_devices
-    return Drawn(seed, request, tuple(_pins(random_, devices, rows) for _ in range(num_pins)))
+    pins = [_pins(random_, _common(devices, rows)) for _ in range(num_pins)]
+    more = random.Random(f"more pins {seed}")
+    pins += [_pins(more, _common(devices, rows), _rare(devices)) for _ in range(num_pins)]
+    shares = tuple(round(more.uniform(0.3, 1.0), 2) for _ in range(num_pins // 2))
+    return Drawn(seed, request, tuple(pins), shares)
 
 
 def pinned(request: Request, pins: dict[str, Any]) -> Request:
@@ -151,16 +187,39 @@ def within(request: Request, num_bytes: float) -> Request:
     return replace(request, constraints=replace(request.constraints, memory_bytes=int(num_bytes)))
 
 
-def _pins(random_: random.Random, devices: int, rows: int) -> dict[str, Any]:
-    degrees = [n for n in range(1, devices + 1) if devices % n == 0]
-    choices: dict[str, tuple[Any, ...]] = {
-        "pp": tuple(degrees),
-        "tp": tuple(degrees),
-        "dp": tuple(degrees),
+def _common(devices: int, rows: int) -> dict[str, tuple[Any, ...]]:
+    """Pins of most requests, with their values."""
+    degrees = tuple(divisors(devices))
+    return {
+        "pp": degrees,
+        "tp": degrees,
+        "dp": degrees,
         "zero": (0, 1, 2, 3),
-        "micro_batches": tuple(n for n in range(1, rows + 1) if rows % n == 0),
+        "micro_batches": tuple(divisors(rows)),
         "recompute": ("none", "full", "selective"),
         "schedule": ("1f1b", "zero-bubble", "gpipe"),
     }
-    names = random_.sample(sorted(choices), random_.choice((1, 1, 2, 2, 3)))
-    return {name: random_.choice(choices[name]) for name in names}
+
+
+def _rare(devices: int) -> dict[str, tuple[Any, ...]]:
+    """Other pins."""
+    degrees = tuple(divisors(devices))
+    return {
+        "cp": degrees,
+        "ep": degrees,
+        "ttp": degrees,
+        "ddp": degrees,
+        "offload": ("none", "optimizer", "parameters"),
+        "schedule": ("interleaved", "zero-bubble-v"),
+        "recompute": ("offload",),
+    }
+
+
+def _pins(
+    random_: random.Random, common: dict[str, tuple[Any, ...]], rare: dict[str, tuple[Any, ...]] | None = None
+) -> dict[str, Any]:
+    """One to three pins; one of `rare` and up to two others, if it is given."""
+    own = random_.choice(sorted(rare)) if rare else ""
+    names = random_.sample(sorted(common.keys() - {own}), random_.choice((0, 1, 1, 2) if rare else (1, 1, 2, 2, 3)))
+    found = {name: random_.choice(common[name]) for name in names}
+    return {**found, own: random_.choice(rare[own])} if rare else found

@@ -38,6 +38,7 @@ def exact_seconds(request: Request, random_: random.Random) -> Iterator[tuple[st
         plan = candidate_of(found, request, search.costs.known).plan if found is not None else None
         if plan is not None and plan.prediction.peak_bytes <= request.capacity_bytes():
             yield f"{plan.mesh_text} {config.key}", least, chosen(plan)
+            yield f"{config.key} by its closed form", found.objective / search.slack(config), chosen(plan)
     for mesh in meshes(request):
         for count in micro_batch_counts(request, mesh):
             solved = _solve(mesh, request, count)
@@ -66,6 +67,12 @@ def violations(seed: int, num_pins: int = 4) -> Iterator[str]:
             continue
         if free > seconds * ROUND_OFF:
             yield f"seed {seed}: free takes {free:.6g} s, {pins} {seconds:.6g} s"
+    peak = result.best.plan.prediction.peak_bytes
+    for share in drawn.shares:
+        with contextlib.suppress(AutoparError):
+            seconds = chosen(search_plans(within(request, peak * share)).best.plan)
+            if free > seconds * ROUND_OFF:
+                yield f"seed {seed}: free takes {free:.6g} s, in {share} of its memory {seconds:.6g} s"
     yield from (f"seed {seed}: {name} is skipped for {least:.6g} s" for least, name in told(result) if least < free)
 
 
