@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.settings.fp8 import EXACT, UNIT
+from codegen.text import visible
 
 FLOORS = 4.0
 RESOLUTION = 2.0**-23
@@ -114,7 +115,7 @@ class VerifyReport:
             names = ", ".join(self.round_off[:_SHOWN]) + (", ..." if len(self.round_off) > _SHOWN else "")
             lines.append(f"  left out    {len(self.round_off)}, pure round-off: {names}")
         lines += [f"  proves nothing: {reason}" for reason in self.proves_nothing]
-        return "\n".join(lines)
+        return visible("\n".join(lines))
 
 
 def _line(kind: str, errors: Mapping[str, float]) -> str:

@@ -11,6 +11,7 @@ import copy
 import multiprocessing as mp
 import pickle
 import queue
+import shutil
 import tempfile
 import time
 import traceback
@@ -55,6 +56,7 @@ class RankPool:
         self.context: Any = mp.get_context("fork")
         self.processes: list[Any] = []
         self.num_programs = 0
+        self.folder = Path()
 
     def error(self, compiled: CompiledProgram, example: Example) -> float:
         """The largest relative error of losses, gradients, and parameters after STEPS steps on rotated batches.
@@ -100,11 +102,15 @@ class RankPool:
             process.kill()
             process.join()
         self.processes, self.num_programs = [], 0
+        if self.folder.name:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = Path()
 
     def _start(self) -> None:
         self.results = self.context.Queue()
         self.jobs = [self.context.Queue() for _ in range(self.num_ranks)]
-        store = str(Path(tempfile.mkdtemp(prefix="rank_pool_")) / "store")
+        self.folder = Path(tempfile.mkdtemp(prefix="rank_pool_"))
+        store = str(self.folder / "store")
         self.processes = [
             self.context.Process(target=_work, args=(rank, self.num_ranks, store, jobs, self.results), daemon=True)
             for rank, jobs in enumerate(self.jobs)

@@ -39,7 +39,9 @@ class _Tally:
 def prove_operators(best: Candidate) -> Findings:
     """Runs every distinct call of the plan under the option that the plan has for it."""
     tally = _Tally()
-    for (scope, name), option in best.assignment.operators.items():
+    # On one device every call is the model's own: there is no option to prove.
+    chosen = best.assignment.operators if best.plan.mesh.axes else {}
+    for (scope, name), option in chosen.items():
         operator = best.operators[scope, name]
         _prove(tally, operator, option, best, f"{scope + '.' if scope else ''}{name}")
     return Findings(

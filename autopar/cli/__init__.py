@@ -8,15 +8,18 @@ verification or certificate that finds a difference, and a rank that fails, end 
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from typer.core import TyperGroup
 
 from autopar.cli import certifying as cli_certifying
 from autopar.cli import doctor as cli_doctor
@@ -29,7 +32,33 @@ from autopar.cli.options import as_command, shows_traceback
 from autopar.running.supervise import exit_on
 from codegen.text import visible
 
+_ClickException: Any = typer.BadParameter.__mro__[2]
+"""The base of errors about words; which package has it depends on typer's version."""
+
+
+class Commands(TyperGroup):
+    """The commands; the words of a user are shown with escapes where typer refuses them."""
+
+    def make_context(self, *given: Any, **named: Any) -> Any:
+        with _visible_errors():
+            return super().make_context(*given, **named)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _visible_errors():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _visible_errors() -> Iterator[None]:
+    try:
+        yield
+    except _ClickException as error:
+        error.message = visible(error.message)
+        raise
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

@@ -25,6 +25,7 @@ from autopar.planning.request import Request
 from autopar.program import GeneratedProgram
 from autopar.report.costs import is_tied, why_slower
 from autopar.report.plan_words import full_words
+from autopar.settings.arguments import check_numbers
 from autopar.settings.constraints import Constraints
 from autopar.units import bytes_text, fit_text, seconds_text
 
@@ -42,8 +43,10 @@ def explain(
     is answered. tell: gets each question that this process asks, with its number, when it begins. processes: in so
     many questions are answered, with the same answers; more than one are forked, which is safe where no other thread
     holds what they need.
-    Raises PlanError on a program without its request, and AutoparError where nothing can be planned.
+    Raises ConstraintError for numbers that are not in their range, PlanError on a program without its request, and
+    AutoparError where nothing can be planned.
     """
+    check_numbers({"seconds": seconds, "processes": processes})
     if isinstance(source, GeneratedProgram) and source.request is None:
         raise PlanError("the program came from another process, without what it was planned for")
     request = source if isinstance(source, Request) else source.request

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.errors import OutputError
-from autopar.files.outputs import require_folder
+from autopar.files.outputs import require_folder, require_path
 from autopar.files.text_files import parse_json
 
 MARK = ".autopar.json"
@@ -36,6 +36,7 @@ def write_mark(folder: Path) -> None:
 
 def require_replaceable(directory: Path) -> Path:
     """The folder's real path, if it is absent, empty, or autopar's with nothing else in it. Raises OutputError."""
+    require_path(directory)
     if directory.is_symlink():
         raise OutputError(
             "the output folder is a symbolic link, which is not followed",

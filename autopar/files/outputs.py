@@ -27,6 +27,7 @@ def require_writable(path: str | Path, force: bool = False, instead: str | None 
     instead: what would do in the place of another's file, where `force` cannot be asked for.
     """
     path = Path(path)
+    require_path(path)
     if _is_device(path):
         return
     if path.is_dir():
@@ -40,8 +41,15 @@ def require_writable(path: str | Path, force: bool = False, instead: str | None 
     require_folder(path.parent)
 
 
+def require_path(path: Path) -> None:
+    """Raise OutputError for a path that no file system takes."""
+    if "\0" in str(path):
+        raise OutputError("a path cannot have a null character", values=str(path), alternatives="the path without it")
+
+
 def require_folder(folder: Path) -> None:
     """Raises OutputError unless files can be made in it, or it can be made. Leaves nothing behind."""
+    require_path(folder)
     nearest = folder.absolute()
     while not nearest.exists() and not nearest.is_symlink():
         nearest = nearest.parent

@@ -26,8 +26,8 @@ from autopar.frontend.attributes import (
     named_tensors,
 )
 
-_BACKWARD_HOOKS = {"_backward_hooks": "backward", "_backward_pre_hooks": "backward pre"}
-_GLOBAL_HOOKS = (
+BACKWARD_HOOKS = {"_backward_hooks": "backward", "_backward_pre_hooks": "backward pre"}
+GLOBAL_HOOKS = (
     "_global_backward_hooks",
     "_global_backward_pre_hooks",
     "_global_forward_hooks",
@@ -155,7 +155,7 @@ def _check_materialised(model: nn.Module) -> None:
 
 
 def _check_module_hooks(model: nn.Module) -> None:
-    for table in _GLOBAL_HOOKS:
+    for table in GLOBAL_HOOKS:
         if getattr(torch_module, table, None):
             raise TraceError(
                 "a hook for all modules is registered, which the generated program does not run",
@@ -163,7 +163,7 @@ def _check_module_hooks(model: nn.Module) -> None:
                 alternatives=_REMOVE_HOOK,
             )
     for path, module in named_modules(model):
-        for table, kind in _BACKWARD_HOOKS.items():
+        for table, kind in BACKWARD_HOOKS.items():
             if getattr(module, table, None):
                 raise TraceError(
                     f"a module has a {kind} hook, which the generated program would not run",

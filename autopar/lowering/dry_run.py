@@ -45,7 +45,7 @@ def dry_run(program: Program | PipelineProgram, files: Mapping[str, str]) -> Non
 
     files: the text of the generated modules, by name.
     """
-    with fakes.probing(), torch.enable_grad():
+    with fakes.probing(), torch.inference_mode(False), torch.enable_grad():
         try:
             with fakes.Strict():
                 _run(program, files)  # on meta tensors, which take a tenth of the time and know fewer operators

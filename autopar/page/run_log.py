@@ -48,7 +48,7 @@ def read_log(path: str | Path) -> tuple[LoggedStep, ...]:
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # no UTF-8, or a null character in the name
         raise _no_log(str(path), getattr(error, "strerror", None) or str(error)) from None
     found: dict[int, LoggedStep] = {}
     for number, line in enumerate(lines, 1):

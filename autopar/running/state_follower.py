@@ -111,6 +111,8 @@ class StateFollower:
         is_stale = int(self._step.rng.step) != self._num_steps
         old = [each for each in changes if each.buffer and (self._is_loaded or (is_stale and each.buffer in written))]
         _require(not old, old, _STALE)
+        other = [each for each in changes if each.buffer and each.is_tensor and each.old.dtype != each.new.dtype]
+        _require(not other, other, _AGAIN)
         constants = [each for each in changes if not each.buffer]
         if constants:
             self._make_anew(constants)

@@ -69,5 +69,5 @@ def check_numbers(values: Mapping[str, Any]) -> None:
 
 def check_path(name: str, value: Any) -> None:
     """Raises ConstraintError for what names no file or folder."""
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or "\0" in str(value):
         raise ConstraintError(f"{name} is a path", values=shown(value), alternatives='"runs/first", or a pathlib.Path')

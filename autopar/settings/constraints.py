@@ -23,6 +23,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -350,7 +351,8 @@ def parse_bytes(value: Any) -> int:
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", value)
         number, unit = (float(match.group(1)), match.group(2).lower()) if match else (0, "")
-    is_number = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    is_number = is_number and abs(number) <= sys.float_info.max
     if not is_number or unit not in _UNITS or number * _UNITS[unit] < 1:
         raise ConstraintError(
             "memory is a number of bytes above 0", values=shown(value), alternatives='such as "20GiB" or 21474836480'

@@ -15,7 +15,7 @@ from autopar.cluster import ClusterSpec
 from autopar.errors import ClusterError, ConstraintError
 from autopar.files.text_files import near, parse_yaml, read_mapping, shown
 from autopar.plan import Plan
-from autopar.settings.arguments import check_numbers, whole, word, yes_no_or_none
+from autopar.settings.arguments import check_numbers, check_path, whole, word, yes_no_or_none
 from autopar.settings.compile_options import PlanOptions
 from autopar.settings.loss_scale import loss_scale_of
 from autopar.training.sections import (
@@ -119,8 +119,8 @@ class TrainerConfig(PlanOptions):
         loss_scale_of(self.loss_scale, self.precision)
         for name in ("plan", "checkpoint_directory"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (str, Path, Plan)) and str(value)):
-                raise ConstraintError(f"{name} is a path", values=shown(value))
+            if value is not None and not isinstance(value, Plan):
+                check_path(name, value)
         if not self.cluster:
             raise ConstraintError("cluster names one", values=repr(self.cluster), alternatives="detect, 2 cpu")
         if self.checkpoint_every and not self.checkpoint_directory:

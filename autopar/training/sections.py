@@ -43,7 +43,7 @@ def plain(name: str, value: Any) -> Any:
 class Section(BaseModel):
     """A group of fields of a configuration."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class OptimizerSection(Section):

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from autopar.errors import AutoparError, InternalError
 
-Outcome = Literal["right", "clear", "raw", "wrong"]
-OUTCOMES: tuple[Outcome, ...] = ("right", "clear", "raw", "wrong")
+Outcome = Literal["right", "refused", "raw", "wrong", "hangs", "leftovers"]
+OUTCOMES: tuple[Outcome, ...] = ("right", "refused", "raw", "wrong", "hangs", "leftovers")
+DEFECTS: tuple[Outcome, ...] = OUTCOMES[2:]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a case.
+    """The outcome of a case.
 
-    outcome: "right" (equal to the single-process computation, or the fault was survived), "clear" (refused in an error
-    of ours), "raw" (any other exception or a process that died with a traceback), or "wrong" (accepted, and not equal;
-    or something was lost). detail: the first line of the error, or what differs.
+    outcome: "right" (equal to the single-process computation, or the fault was survived), "refused" (in an error of
+    ours), "raw" (any other exception, or a process that died with a traceback), "wrong" (accepted, and not equal; or
+    something was lost), "hangs" (not ended in time) or "leftovers" (files or processes stayed behind). detail: the
+    first line of the error, or the difference.
     """
 
     outcome: Outcome
@@ -50,6 +54,13 @@ def judge(attempt: Callable[[], bool]) -> Result:
     try:
         return Result("right") if attempt() else Result("wrong", "accepted, and not equal")
     except AutoparError as error:
-        return Result("raw" if isinstance(error, InternalError) else "clear", str(error).splitlines()[0])
+        return Result("raw" if isinstance(error, InternalError) else "refused", str(error).splitlines()[0])
     except Exception as error:
         return Result("raw", f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def is_in_words(error: BaseException) -> bool:
+    """Return whether the run time of a program raised an error itself: it runs without autopar and its classes."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    is_raised = (last.line or "").startswith("raise ")
+    return is_raised and "runtime" in Path(last.filename).parts and isinstance(error, (ValueError, RuntimeError))

@@ -118,7 +118,7 @@ def tried(damage: Any, name: str, chance: random.Random) -> Result:
             try:
                 found = checkpoints.resume(home, lambda path: _load(model, optimizer, path))
             except AutoparError as error:
-                result = Result("clear", error.constraint)
+                result = Result("refused", error.constraint)
             else:
                 step = int(found.name[-1]) if found is not None else 0
                 is_equal = step in wanted and all(

@@ -87,7 +87,7 @@ def tried(writer: Callable[[Path], None], name: str, is_second: bool, chance: ra
             writer(work / name)
             result = Result("right")
         except AutoparError as error:
-            result = Result("clear", error.constraint)
+            result = Result("refused", error.constraint)
         lost = {text for text in kept if text not in _texts(home, None)}
         is_link_kept = (work / "link").is_symlink() and os.path.exists(work / "elsewhere" / "notes")
         return result if not lost and is_link_kept else Result("wrong", f"lost {sorted(lost) or 'the link'}")

@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -71,12 +72,17 @@ FORMS: tuple[str, ...] = (
 
 def cases(count: int | None, seed: int) -> list[Case]:
     """A sample of every payload in every place."""
-    places = (*_plan_places(), *_other_places())
     found = [
         Case(f"{name}: {form!r}"[:160], lambda attempt=attempt, form=form: _judged(attempt, form))  # type: ignore[misc]
-        for (name, attempt), form in itertools.product(places, FORMS)
+        for (name, attempt), form in itertools.product(places(), FORMS)
     ]
     return drawn(found, COUNT if count is None else count, seed)
+
+
+def places() -> Iterator[tuple[str, Callable[[str, Path], None]]]:
+    """Every place that a text can be put in, with what puts it there; `USE` gets each program that comes of it."""
+    yield from _plan_places()
+    yield from _other_places()
 
 
 def _judged(attempt: Callable[[str, Path], None], form: str) -> Result:
@@ -87,12 +93,16 @@ def _judged(attempt: Callable[[str, Path], None], form: str) -> Result:
     try:
         attempt(form.format(code=code, path=str(sentinel)), folder)
     except AutoparError as error:
-        outcome = Result("clear", str(error).splitlines()[0])
+        outcome = Result("refused", str(error).splitlines()[0])
     except Exception as error:
         outcome = Result("raw", " ".join(f"{type(error).__name__}: {error}".split())[:200])
     executed = sentinel.exists()
     shutil.rmtree(folder)
     return Result("wrong", "the code was executed") if executed else outcome
+
+
+def _use(program: CompiledProgram, folder: Path) -> None:
+    USE.get()(program, folder)
 
 
 def _emitted(program: CompiledProgram, folder: Path) -> None:
@@ -109,6 +119,10 @@ def _emitted(program: CompiledProgram, folder: Path) -> None:
             sys.argv = argv
             for name in [name for name in sys.modules if name.partition(".")[0] == "autopar_program"]:
                 del sys.modules[name]
+
+
+USE: ContextVar[Callable[[CompiledProgram, Path], None]] = ContextVar("USE", default=_emitted)
+"""What is done with a program."""
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------
@@ -173,7 +187,7 @@ def _with_value(
         result = reprice(program.request, plan)
         lowered = program_of(result.best, passes(fp8=result.best.plan.fp8))
         made = replace(program, best=result.best, result=result, program=lowered, files=files_of(lowered))
-        _emitted(made, folder)
+        _use(made, folder)
 
     return attempt
 
@@ -213,7 +227,7 @@ def _compiled(model: nn.Module, cluster: Any = "2 a100-80g", target: str = "targ
 
 
 def _class_name(text: str, folder: Path) -> None:
-    _emitted(_compiled(type(text, (_Model,), {})()), folder)
+    _use(_compiled(type(text, (_Model,), {})()), folder)
 
 
 def _layer_class_name(text: str, folder: Path) -> None:
@@ -229,7 +243,7 @@ def _layer_class_name(text: str, folder: Path) -> None:
                 x = layer(x).relu()
             return x
 
-    _emitted(_compiled(Stack()), folder)
+    _use(_compiled(Stack()), folder)
 
 
 def _module_name(text: str, folder: Path) -> None:
@@ -237,7 +251,7 @@ def _module_name(text: str, folder: Path) -> None:
         model = _Model(text)
     except KeyError as error:  # torch refuses dots
         raise AutoparError(str(error)) from None
-    _emitted(_compiled(model), folder)
+    _use(_compiled(model), folder)
 
 
 def _layers_name(text: str, folder: Path) -> None:
@@ -257,7 +271,7 @@ def _layers_name(text: str, folder: Path) -> None:
         model = Stack()
     except KeyError as error:
         raise AutoparError(str(error)) from None
-    _emitted(_compiled(model), folder)
+    _use(_compiled(model), folder)
 
 
 def _buffer_name(text: str, folder: Path) -> None:
@@ -273,23 +287,23 @@ def _buffer_name(text: str, folder: Path) -> None:
         model = Buffered()
     except KeyError as error:
         raise AutoparError(str(error)) from None
-    _emitted(_compiled(model), folder)
+    _use(_compiled(model), folder)
 
 
 def _batch_key(text: str, folder: Path) -> None:
-    _emitted(_compiled(_Model(), target=text), folder)
+    _use(_compiled(_Model(), target=text), folder)
 
 
 def _option(name: str) -> Callable[[str, Path], None]:
-    return lambda text, folder: _emitted(_compiled(_Model(), **{name: text}), folder)
+    return lambda text, folder: _use(_compiled(_Model(), **{name: text}), folder)
 
 
 def _pin(name: str) -> Callable[[str, Path], None]:
-    return lambda text, folder: _emitted(_compiled(_Model(), constraints={name: text}), folder)
+    return lambda text, folder: _use(_compiled(_Model(), constraints={name: text}), folder)
 
 
 def _cluster_text(text: str, folder: Path) -> None:
-    _emitted(_compiled(_Model(), cluster=text), folder)
+    _use(_compiled(_Model(), cluster=text), folder)
 
 
 def _cluster_name(key: str) -> Callable[[str, Path], None]:
@@ -298,7 +312,7 @@ def _cluster_name(key: str) -> Callable[[str, Path], None]:
         quoted = '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\r", "\\r") + '"'
         changed = ideal.replace('"cpu-ideal"' if key == "device" else '"ideal-link"', quoted)
         (folder / "cluster.toml").write_text(changed, encoding="utf-8")
-        _emitted(_compiled(_Model(), cluster=ClusterSpec.from_toml(folder / "cluster.toml")), folder)
+        _use(_compiled(_Model(), cluster=ClusterSpec.from_toml(folder / "cluster.toml")), folder)
 
     return attempt
 
@@ -319,9 +333,9 @@ def _configuration(key: str) -> Callable[[str, Path], None]:
         file.write_text(yaml.safe_dump({key: text}), encoding="utf-8")
         config = TrainerConfig.from_file(file)
         if key in ("precision", "backend", "compression", "constraints"):
-            _emitted(_compiled(_Model(), **{key: getattr(config, key)}), folder)
+            _use(_compiled(_Model(), **{key: getattr(config, key)}), folder)
         elif key == "plan":
-            _emitted(_compiled(_Model(), plan=config.plan), folder)
+            _use(_compiled(_Model(), plan=config.plan), folder)
         elif key == "cluster":
             _cluster_text(str(config.cluster), folder)
 
@@ -338,7 +352,7 @@ def _raw_yaml(text: str, folder: Path) -> None:
 def _setting(text: str, folder: Path) -> None:
     from autopar.integrations.job import constraints_of
 
-    _emitted(_compiled(_Model(), constraints=constraints_of([f"offload={text}"], None, None)), folder)
+    _use(_compiled(_Model(), constraints=constraints_of([f"offload={text}"], None, None)), folder)
 
 
 def _other_places() -> Iterator[tuple[str, Callable[[str, Path], None]]]:

@@ -220,7 +220,7 @@ def refused(attempt: Callable[[], Any]) -> Result:
     try:
         found = attempt()
     except AutoparError as error:
-        return Result("clear", str(error).splitlines()[0])
+        return Result("refused", str(error).splitlines()[0])
     except Exception as error:
         return Result("raw", " ".join(f"{type(error).__name__}: {error}".split())[:200])
     return Result("wrong", f"accepted: {type(found).__name__}")
@@ -281,7 +281,7 @@ def _command(line: str) -> Result:
         return Result("raw", f"{type(result.exception).__name__}: {result.exception}"[:200])
     text = result.stderr.strip().splitlines()
     if result.exit_code in (1, 2):
-        return Result("raw" if any("Traceback" in each for each in text) else "clear", text[0] if text else "")
+        return Result("raw" if any("Traceback" in each for each in text) else "refused", text[0] if text else "")
     return Result(
         "raw" if result.exit_code else "wrong", f"exit code {result.exit_code}: {text[-1] if text else ''}"[:300]
     )

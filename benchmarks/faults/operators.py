@@ -45,7 +45,7 @@ def attempt(call: Written) -> Result:
     try:
         torch_alone(node, inputs)
     except (RuntimeError, ValueError) as error:
-        return Result("clear", f"torch itself: {error}".splitlines()[0])
+        return Result("refused", f"torch itself: {error}".splitlines()[0])
     try:
         rule, _ = rule_or_blank(node, metas)
         _, wrong = check_options(node, inputs, rule, prepare)

@@ -108,7 +108,7 @@ class Base:
         except AutoparError as error:
             first = str(error).splitlines()[0]
             is_placed = re.match(r"mutant\.yaml, line \d+\b", first) is not None
-            return Result("clear" if is_placed or not isinstance(error, PlanError) else "raw", first)
+            return Result("refused" if is_placed or not isinstance(error, PlanError) else "raw", first)
         except Exception as error:
             return Result("raw", f"{type(error).__name__}: {error}".splitlines()[0])
         key = _identity(program)

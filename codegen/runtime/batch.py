@@ -32,7 +32,13 @@ _HOW = (
 
 
 class BatchError(ValueError):
-    """A batch is not what the program was made for, or not the same on ranks that share it."""
+    """A batch is not what the program was made for, or not the same on ranks that share it.
+
+    Control characters of names are escaped.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in message))
 
 
 class Expected(Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -296,6 +297,28 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, record: Mapping[str
     if len(saved["groups"]) != len(optimizer.param_groups):
         count = len(optimizer.param_groups)
         raise CheckpointError(f"the optimiser has {len(saved['groups'])} groups in the checkpoint, {count} now")
+    for now, first, last in zip(settings_of(optimizer), saved["initial"], saved["groups"], strict=True):
+        for key, value in now.items():
+            stored = (first.get(key), last.get(key))
+            if stored != (None, None) and not all(_is_like(each, value) for each in stored):
+                raise CheckpointError(
+                    f"{key} of the optimiser is {stored[1]!r:.80} in the checkpoint, {value!r:.80} now"
+                )
+
+
+def _is_like(stored: Any, now: Any) -> bool:
+    """Return whether a stored setting can take the place of the optimizer's: a finite number that of a number."""
+    if isinstance(now, (list, tuple)):
+        is_list = isinstance(stored, (list, tuple)) and len(stored) == len(now)
+        return is_list and all(map(_is_like, stored, now))
+    if now is None:
+        return stored is None or isinstance(stored, (bool, int, float, str))
+    if isinstance(now, bool):
+        return stored is None or isinstance(stored, bool)
+    if isinstance(now, (int, float)):
+        is_number = isinstance(stored, (int, float)) and not isinstance(stored, bool)
+        return is_number and abs(stored) <= sys.float_info.max
+    return type(stored) is type(now)
 
 
 def continue_settings(

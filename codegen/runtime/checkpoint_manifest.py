@@ -132,7 +132,20 @@ def _parse(body: Any) -> Manifest:
     optimizer = record["optimizer"]
     if not optimizer["kinds"] or len(optimizer["initial"]) != len(optimizer["groups"]):
         raise ValueError("its optimizer's groups differ in number")
-    return Manifest(tensors, files, {"numbers": {}, **record})
+    record = {"numbers": {}, "notes": {}, **record}
+    _require_types("optimizer's classes", optimizer["kinds"], list, str)
+    for groups in (optimizer["initial"], optimizer["groups"]):
+        _require_types("optimizer's groups", groups, list, dict)
+    _require_types("numbers", record["numbers"], dict, (bool, int, float))
+    _require_types("notes", record["notes"], dict, str)
+    return Manifest(tensors, files, record)
+
+
+def _require_types(what: str, values: Any, outer: type, inner: type | tuple[type, ...]) -> None:
+    """Raise ValueError unless `values` is a list or dict (`outer`) of values of the type `inner`."""
+    items = values.values() if isinstance(values, dict) else values
+    if not isinstance(values, outer) or not all(isinstance(each, inner) for each in items):
+        raise ValueError(f"its {what} are of another type")
 
 
 def _stored(name: str, each: Any) -> Stored:

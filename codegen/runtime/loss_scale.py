@@ -13,6 +13,7 @@ The scale is a number of fp32 on the host, equal on all ranks, since all decide 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class LossScale:
     def __post_init__(self) -> None:
         for name in ("init_scale", "growth_factor", "backoff_factor"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
                 raise ValueError(f"{name} of the loss scale is a finite number, got {value!r}")
         if not 0 < _fp32(self.init_scale) < math.inf:
             raise ValueError(f"init_scale of the loss scale is a number of fp32 above 0, got {self.init_scale!r}")

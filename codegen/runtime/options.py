@@ -81,7 +81,7 @@ def require_argument(name: str, value: object, said: str) -> None:
 def check_rates(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for a learning rate that a script set and no option takes."""
     for group in optimizer.param_groups:
-        if isinstance(rate := group.get("lr"), (int, float)):
+        if not isinstance(rate := group.get("lr"), (torch.Tensor, type(None))):
             require_argument("learning_rate", rate, "the learning rate of an optimizer's group")
 
 

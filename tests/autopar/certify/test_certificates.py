@@ -39,6 +39,13 @@ def test_the_command_writes_the_certificate_beside_the_plan(tmp_path: Path) -> N
     assert any("no miniature was asked for" in text for text in data["not_proven"])
 
 
+def test_a_plan_on_one_device_has_a_certificate(tmp_path: Path) -> None:
+    words = ["examples.models:mlp", "--cluster", "1 h100-sxm", "--no-train", "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, ["certify", *words])
+    assert result.exit_code == 0, result.output
+    assert yaml.safe_load((tmp_path / "certificate.yaml").read_text())["ranks"] == 1
+
+
 def test_a_wrong_rule_fails_the_certificate(tmp_path: Path, rules: None) -> None:
     """Registered as any user's rule is: SiLU is not linear, so SiLU of partial sums is no partial sum of SiLU."""
     register_rule("aten.silu.default", "b* -> b*", linear=("self",))

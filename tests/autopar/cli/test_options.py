@@ -19,6 +19,7 @@ from autopar.errors import ModelError, OutputError
 from autopar.integrations.loading import load_model, require_model
 from autopar.page.run_log import read_log
 from autopar.settings.arguments import check_numbers
+from autopar.settings.constraints import Constraints
 from codegen.runtime.options import RANGES
 from codegen.text import visible
 
@@ -72,6 +73,9 @@ def test_commands_check_numbers_before_anything_else(command: str, flag: str, va
         ("report", f"no{ESCAPE}such.yaml"),
         ("train", f"no{ESCAPE}such.toml"),
         ("launch", f"no{ESCAPE}such.yaml", "--", __file__),
+        ("plan", f"--no{ESCAPE}such"),
+        ("plan", "examples.models:mlp", f"no{ESCAPE}such"),
+        (f"--no{ESCAPE}such",),
     ],
     ids=lambda words: " ".join(words).replace(ESCAPE, "ESC"),
 )
@@ -97,6 +101,33 @@ def test_reports_show_names_of_modules_with_escapes() -> None:
     program = autopar.compile(model, "2 cpu", example_inputs=batch, loss_fn=nn.functional.mse_loss)
     text = str(program.report())
     assert "\x1b" not in text and "\\x1b[2J" in text
+
+
+def test_reports_of_verifications_show_names_with_escapes() -> None:
+    found = autopar.VerifyReport(0.0, {f"first{ESCAPE}": 0.1}, {}, {}, {}, (), (), "dp2")
+    assert "\x1b" not in str(found) and "\\x1b[2J" in str(found)
+
+
+@pytest.mark.parametrize("option", ["--out", "--html", "--timeline", "--code"])
+def test_a_path_with_a_null_character_is_refused(option: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "examples.models:mlp", "--cluster", "2 cpu", option, "a\0b"])
+    assert result.exit_code == 2 and "null character" in result.output, result.output
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda: autopar.explain(None, seconds=float("nan")),  # type: ignore[arg-type]
+        lambda: autopar.explain(None, processes=0),  # type: ignore[arg-type]
+        lambda: autopar.TrainerConfig(evaluation={"min_delta": float("inf")}),  # type: ignore[arg-type]
+        lambda: autopar.TrainerConfig(precision="fp16", loss_scale={"init_scale": 10**400}),
+        lambda: autopar.TrainerConfig(checkpoint_directory="a\0b"),
+        lambda: Constraints.parse({"memory": -(10**400)}),
+    ],
+)
+def test_numbers_and_paths_of_functions_are_checked(attempt: Any) -> None:
+    with pytest.raises(autopar.AutoparError):
+        attempt()
 
 
 def test_visible_text() -> None:

@@ -109,6 +109,8 @@ FAULTS = {
 
 def test_what_is_emitted_runs_dry() -> None:
     dry_run(sharded().program, sharded().files)
+    with torch.inference_mode():
+        dry_run(sharded().program, sharded().files)
 
 
 @pytest.mark.slow

@@ -220,6 +220,45 @@ def test_what_cannot_be_followed_is_refused_before_the_step_by_name() -> None:
         assert float(step(step.local_batch(data))) > 0  # as it was, it trains
 
 
+def hooks_of_all_modules(model: Net) -> Any:
+    return nn.modules.module.register_module_full_backward_hook(lambda module, given, out: None)
+
+
+HOOKS: dict[str, Callable[[Net], Any]] = {
+    "backward hooks of inner": lambda model: model.inner.register_full_backward_hook(lambda *given: None),
+    "backward pre hooks of outer": lambda model: model.outer.register_full_backward_pre_hook(lambda *given: None),
+    "hooks of inner.weight's gradient": lambda model: model.inner.weight.register_hook(lambda gradient: gradient * 2),
+    "hooks of outer.bias's gradient": lambda model: model.outer.bias.register_post_accumulate_grad_hook(
+        lambda parameter: None
+    ),
+    "global backward hooks of all modules": hooks_of_all_modules,
+}
+
+
+def test_hooks_that_are_added_between_steps_are_refused_until_they_are_removed() -> None:
+    data = batches(1)[0]
+    compiled = autopar.compile(Net(), "1 cpu", example_inputs=data, loss_fn=Weighted(), optimizer=sgd)
+    step = compiled.build(first_step_check=False)
+    own: Any = compiled.model
+    for number, (name, add) in enumerate(HOOKS.items()):
+        handle = add(own)
+        with pytest.raises(ModelError, match="changed between steps") as caught:
+            step(step.local_batch(data))
+        assert name in str(caught.value) and step.rng.step == number
+        handle.remove()
+        step(step.local_batch(data))
+
+
+def test_a_buffer_of_another_dtype_is_refused() -> None:
+    data = batches(1)[0]
+    compiled = autopar.compile(Net(), "1 cpu", example_inputs=data, loss_fn=Weighted(), optimizer=sgd)
+    step = compiled.build(first_step_check=False)
+    own: Any = compiled.model
+    own.weights = own.weights.double()
+    with pytest.raises(ModelError, match="weights"):
+        step(step.local_batch(data))
+
+
 def test_buffers_that_the_program_changes_are_changed_where_they_are_up_to_date() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
     data = {"input": batches(1)[0]["x"]}

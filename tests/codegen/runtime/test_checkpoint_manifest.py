@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from autopar.errors import CheckpointError
 from autopar.training import checkpoints
 from codegen.runtime import checkpoint_files as files
 
@@ -95,6 +96,10 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a checksum of too many bits": lambda body: first_file(body, 300, 2**40),
     "a negative step": lambda body: body["record"]["progress"].update(step=-3),
     "an endless step": lambda body: body["record"]["progress"].update(step=10**30),
+    "classes of optimizers that are no names": lambda body: body["record"]["optimizer"].update(kinds=[{}]),
+    "groups that are no groups": lambda body: body["record"]["optimizer"].update(groups=["lr"]),
+    "notes that are a number": lambda body: body["record"].update(notes=7),
+    "a state that is no number": lambda body: body["record"].update(numbers={"optimizer.weight.step": "x"}),
     "no tensors": lambda body: body.update(tensors=[]),
     "no record": lambda body: body.update(record={}),
 }
@@ -107,6 +112,18 @@ def test_illegal_manifests_are_refused(saved: Path, change: Callable[[Any], obje
     change(body)
     rewrite(saved, body)
     with pytest.raises(checkpoints.DamagedCheckpoint):
+        load(saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", "fast"), ("lr", float("nan")), ("lr", 10**400), ("momentum", [0.1]), ("nesterov", 3), ("foreach", {})],
+)
+def test_settings_of_another_kind_are_refused(saved: Path, name: str, value: Any) -> None:
+    body = body_of(saved)
+    body["record"]["optimizer"]["groups"][0][name] = value
+    rewrite(saved, body)
+    with pytest.raises(CheckpointError, match=name):
         load(saved)
 
 
