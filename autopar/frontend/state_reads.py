@@ -52,6 +52,11 @@ class Reads:
     fields: dict[type, set[str]] = field(default_factory=dict)
     is_complete: bool = False
 
+    def asks_mode(self) -> bool:
+        """Whether the model's own code may do in training what it does not in evaluation."""
+        asked = any("training" in read and home_of(kind) != "torch" for kind, read in self.attributes.items())
+        return asked or not self.is_complete
+
     def __getstate__(self) -> Any:
         return self.attributes, self.variables, self.fields, self.is_complete
 

@@ -25,6 +25,7 @@ from autopar.frontend.depth import Truncation, equal_runs, shorten
 from autopar.frontend.depth_check import verified
 from autopar.frontend.eager import runs
 from autopar.frontend.effects import is_random
+from autopar.frontend.evaluation import difference
 from autopar.frontend.export import export, forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.fx_import import LOGITS, FlatGraph, import_program
@@ -167,9 +168,11 @@ def _flat_graph(
 
     def followed(flat: FlatGraph) -> FlatGraph:
         """The graph, which an evaluation follows, too, where it can."""
-        if any(is_random(node) for node in flat.nodes):
+        if asks_mode or any(is_random(node) for node in flat.nodes):
             try:
-                write_training_only(flat, recorded(short(), batch), recorded(short(is_training=False), batch))
+                training, evaluation = recorded(short(), batch), recorded(short(is_training=False), batch)
+                if difference(training, evaluation):
+                    write_training_only(flat, training, evaluation)
             except Exception as error:  # whatever forward cannot do while it is recorded
                 flat.no_evaluation = f"what training does alone is not found in the exported graph: {error}"
         return flat
@@ -180,6 +183,7 @@ def _flat_graph(
         check_repeats(short(), (loss_fn,), lambda candidate: recorded(candidate, batch), reads)
         if isinstance(cuts, Cuts):
             cuts.is_repeatable = True
+    asks_mode = not isinstance(cuts, Cuts) or cuts.reads.asks_mode()
     first = cuts.first if isinstance(cuts, Cuts) else None
     if first is not None and first.param_dtype == param_dtype:
         before = first.batch.map(lambda value: fake_input(value, fake, 0, None))
