@@ -72,6 +72,10 @@ class ModelState:
         made._note_parts(None)
         return made
 
+    def read_also(self, reads: Reads) -> None:
+        """Watch what another forward of the model reads, too, from the next `note` on."""
+        self.reads = self.reads.joined(reads)
+
     def note(self, keep_modes: bool = False) -> None:
         """Take all of it as it is now. keep_modes: but for the modes of modules."""
         self._attributes: list[ModuleAttributes] = []
@@ -243,7 +247,8 @@ class ModelState:
             return
         for path in self._modes:
             if path in now and now[path] != self._modes[path]:
-                yield Change(f"mode of {where(path)}", _MODES[self._modes[path]], _MODES[now[path]])
+                key = ("mode", path, ())
+                yield Change(f"mode of {where(path)}", _MODES[self._modes[path]], _MODES[now[path]], key=key)
 
     def _changed_attributes(self) -> Iterator[Change]:
         for each in self._attributes:
@@ -268,8 +273,9 @@ class ModelState:
             yield Change(f"the {what} of {where(path)}", old, new, is_of_parts=True)
         for parameter, was in zip(self._parameters, self._is_trained, strict=True):
             if parameter.requires_grad != was:
-                name = next((n for n, p in named_parameters(self.model) if p is parameter), "a parameter")
-                yield Change(f"requires_grad of {name}", was, not was, is_of_parts=True)
+                name = next((n for n, p in self._named_parameters() if p is parameter), "a parameter")
+                key = ("requires_grad", name, ())
+                yield Change(f"requires_grad of {name}", was, not was, key=key, parameter=name)
         buffers |= {
             name for (name, b), was in zip(self._buffers.items(), self._versions, strict=True) if b._version != was
         }
@@ -304,6 +310,12 @@ class ModelState:
 
     def _put(self, key: Key, value: Any) -> None:
         kind, path, steps = key
+        if kind == "mode":
+            self._module(path).training = value == _MODES[True]
+            return
+        if kind == "requires_grad":
+            next(p for name, p in self._named_parameters() if name == path).requires_grad_(value)
+            return
         if kind in ("attribute", "buffer"):
             owner: Any = self._module(path)
         elif kind == "variable":
@@ -323,6 +335,11 @@ class ModelState:
                 owner._buffers[last].copy_(value)
         else:
             set_step(owner, last, value)
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from named_parameters(self.model)
+        if is_a(self.loss_fn, nn.Module):
+            yield from ((f"loss_fn.{name}", parameter) for name, parameter in named_parameters(self.loss_fn))
 
     def _module(self, path: str) -> nn.Module:
         return next(module for name, module in self._modules() if name == path)

@@ -52,6 +52,16 @@ class Reads:
     fields: dict[type, set[str]] = field(default_factory=dict)
     is_complete: bool = False
 
+    def joined(self, other: Reads) -> Reads:
+        """Both: each read with the line that was noted first."""
+        kinds, fields = self.attributes.keys() | other.attributes.keys(), self.fields.keys() | other.fields.keys()
+        return Reads(
+            {kind: {**other.attributes.get(kind, {}), **self.attributes.get(kind, {})} for kind in kinds},
+            {**other.variables, **self.variables},
+            {kind: self.fields.get(kind, set()) | other.fields.get(kind, set()) for kind in fields},
+            self.is_complete and other.is_complete,
+        )
+
     def asks_mode(self) -> bool:
         """Whether the model's own code may do in training what it does not in evaluation."""
         asked = any("training" in read and home_of(kind) != "torch" for kind, read in self.attributes.items())

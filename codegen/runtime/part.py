@@ -275,12 +275,10 @@ def _adopted(model: Module, shared: tuple[Part, ...]) -> ZeroUnits | None:
     if not shared:
         return None
     names = {slot.name for slot in model.slots()}
-    for part in shared:
-        if {slot.name for slot in part.model.slots()} == names:
-            part.zero.adopt(model)
-            model.share_buffers({name: value for name, _, value in part.model.buffer_slots()})
-            return part.zero
-    raise ValueError("the programs differ in the parameters that a rank has")
+    own = min(shared, key=lambda part: len(names ^ {slot.name for slot in part.model.slots()}))
+    own.zero.adopt(model)
+    model.share_buffers({name: value for name, _, value in own.model.buffer_slots()})
+    return own.zero
 
 
 class _Counts(list[Tensor]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -158,6 +158,19 @@ class Step(StepState):
         """Run `other`, a step as `take_also` takes them, in the place of `own`: this one, or one that it took."""
         self.take_also(other, source)
         self._running_steps[self._running_steps.index(own)] = self._running_steps.pop()
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Leave these parameters out of the coming updates, as torch does those whose requires_grad is off, and no
+        others. Raises ValueError where nothing is left, or the optimizer does not update each parameter by itself."""
+        if all(parameter.name in names for parameter in self._made_with[1]):
+            raise ValueError("no parameter is left to train")
+        is_fused = self._update.kernels is not None and self._update.kernels.optimizer is not None
+        if names and (is_fused or self.wholes is not None or self.host_optimizer is not None):
+            raise ValueError(
+                "parameters are frozen between steps only where torch's own optimizer, such as torch.optim.AdamW, "
+                "updates on the device what this rank stores"
+            )
+        self._by_hand.leave_out(names)
 
     def takes(self, batch: Mapping[str, Any]) -> bool:
         """Whether a whole global batch has shapes that this step, or one that it was given, was made for."""
