@@ -25,7 +25,7 @@ from autopar.frontend.inputs import fake_input, name_inputs
 from autopar.frontend.other_rows import UnlikeError
 from autopar.frontend.recorded_calls import RecordedCalls
 from autopar.frontend.recorder import Record, record
-from autopar.frontend.skeleton import skeleton_of
+from autopar.frontend.skeleton import loss_skeleton, skeleton_of
 from autopar.frontend.training_only import replacements
 
 
@@ -51,9 +51,10 @@ def why_no_evaluation(
         if not is_training:
             skeleton.eval()
         shorten(skeleton, cuts)
-        forward = partial(forward_and_loss, loss_fn=loss_fn, batch=batch, with_logits=with_logits)
+        loss = loss_skeleton(loss_fn, fake)
+        forward = partial(forward_and_loss, loss_fn=loss, batch=batch, with_logits=with_logits)
         with contextlib.suppress(Exception):  # what cannot be recorded may still be exported; it only cannot evaluate
-            return record(skeleton, (), batch, forward, Results(fake))
+            return record(skeleton, (), batch, forward, Results(fake), loss)
         return None
 
     training, evaluating = recorded(True), recorded(False)

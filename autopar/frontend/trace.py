@@ -37,7 +37,7 @@ from autopar.frontend.rebatch import LEAST_ROWS
 from autopar.frontend.recorder import Record, record
 from autopar.frontend.repeats import check_repeats
 from autopar.frontend.simplify import simplify
-from autopar.frontend.skeleton import skeleton_of
+from autopar.frontend.skeleton import loss_skeleton, skeleton_of
 from autopar.frontend.state_reads import Reads
 from autopar.frontend.training_only import write_training_only
 from autopar.frontend.untraceable import UntraceableError, failing
@@ -162,9 +162,10 @@ def _flat_graph(
         shorten(skeleton, cuts)
         return skeleton
 
-    def recorded(candidate: nn.Module, given: dict[str, Any]) -> Record:
-        forward = partial(forward_and_loss, loss_fn=loss_fn, batch=given, dtype=param_dtype)
-        return record(candidate, (), given, forward, results)
+    def recorded(candidate: nn.Module, given: dict[str, Any], loss: Any = None) -> Record:
+        loss = loss or loss_skeleton(loss_fn, fake)
+        forward = partial(forward_and_loss, loss_fn=loss, batch=given, dtype=param_dtype)
+        return record(candidate, (), given, forward, results, loss)
 
     def followed(flat: FlatGraph) -> FlatGraph:
         """The graph, which an evaluation follows, too, where it can."""
@@ -180,7 +181,8 @@ def _flat_graph(
     results = Results(fake)
     if not (isinstance(cuts, Cuts) and cuts.is_repeatable):
         reads = cuts.reads if isinstance(cuts, Cuts) else None
-        check_repeats(short(), (loss_fn,), lambda candidate: recorded(candidate, batch), reads)
+        own_loss = loss_skeleton(loss_fn, fake)
+        check_repeats(short(), (own_loss,), lambda candidate: recorded(candidate, batch, own_loss), reads)
         if isinstance(cuts, Cuts):
             cuts.is_repeatable = True
     asks_mode = not isinstance(cuts, Cuts) or cuts.reads.asks_mode()
@@ -190,7 +192,7 @@ def _flat_graph(
         # Whatever forward cannot do while it is recorded, an export may, or says why not.
         with contextlib.suppress(Exception):
             return followed(with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch))
-    module = LossModule(short(), loss_fn, batch, with_logits=True, dtype=param_dtype)
+    module = LossModule(short(), loss_skeleton(loss_fn, fake), batch, with_logits=True, dtype=param_dtype)
     unchecked: dict[str, None] = {}
     flat = import_program(export(module, batch, unchecked), module, batch, model)
     flat.unchecked = tuple(unchecked)
@@ -231,7 +233,7 @@ def _sound_cuts(
     if not cuts:
         return ()
     models = itertools.chain([skeleton], skeletons)
-    forward = partial(forward_and_loss, loss_fn=loss_fn, batch=batch, dtype=dtype)
+    forward = partial(forward_and_loss, loss_fn=loss_skeleton(loss_fn, fake), batch=batch, dtype=dtype)
     return verified(models, cuts, batch, forward, fake)
 
 
