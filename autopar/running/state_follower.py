@@ -51,7 +51,9 @@ class StateFollower:
         self.state: ModelState = compiled.state.twin()
         self._step, self._make = step, make
         self._programs: list[tuple[GeneratedProgram, Any]] = [(compiled, step)]
-        self._first: list[GeneratedProgram] = [compiled]  # of each of these, which has parameters that later ones may not
+        self._first: list[GeneratedProgram] = [
+            compiled
+        ]  # of each of these, which has parameters that later ones may not
         self._number, self._num_changes, self._num_steps = next(_numbers), 0, 0
         self._is_loaded = False
         self._frozen: frozenset[str] = frozenset()

@@ -97,9 +97,7 @@ class LazyState(Mapping[str, torch.Tensor]):
 
 
 @torch.no_grad()
-def set_values(
-    model: nn.Module, values: Iterable[tuple[tuple[str, ...], torch.Tensor]], loss_fn: Any = None
-) -> None:
+def set_values(model: nn.Module, values: Iterable[tuple[tuple[str, ...], torch.Tensor]], loss_fn: Any = None) -> None:
     """Copy trained values, each with all its names, into the model's own tensors and those of a loss that is a module;
     those on meta are made on the CPU."""
     roots = {"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {}

@@ -176,9 +176,9 @@ def fit_rank(program: CompiledProgram, setup: Setup, trained: Path | None = None
     if stays_on_disk(setup) or result.stopped == TOLD_TO_END:
         return result
     if trained is not None:
-        write_values(learner.step.whole_tensors(rank0_only=True), trained)
+        write_values(learner.step.whole_tensors(rank0_only=True, all_written=True), trained)
     else:
-        set_values(program.model, learner.step.whole_tensors(), program.loss_fn)
+        set_values(program.model, learner.step.whole_tensors(all_written=True), program.loss_fn)
     return result
 
 

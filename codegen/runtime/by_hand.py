@@ -103,6 +103,12 @@ class ByHand:
         self._writes = [_num_writes(bucket.gradient) for bucket in self._trainable]
         self._num_unused += 1
 
+    def take_gradients(self) -> None:
+        """The gradients are used otherwise than by an update. Raises RuntimeError without any."""
+        if not self._num_unused:
+            raise RuntimeError("perturbed() without gradients: call forward_backward() before it")
+        self._num_unused = 0
+
     def before_update(self, is_at_once: bool) -> None:
         """Raises RuntimeError where an update would not be of the last backward's gradients as they were.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -270,6 +270,28 @@ class Step(StepState):
         require_argument("max_grad_norm", max_norm, "max_norm")
         self._update.max_grad_norm, self.grad_norm = float(max_norm), self._update.global_norm()
         return self.grad_norm
+
+    @contextmanager
+    def perturbed(self, rho: float) -> Iterator[None]:
+        """Within it, parameters are rho away along the last gradients, as sharpness-aware minimization (SAM) wants:
+
+            step.forward_backward(local_batch)
+            with step.perturbed(0.05):
+                loss = step.forward_backward(local_batch)
+            step.update()
+
+        Collective. Raises ValueError for an offloaded optimizer, RuntimeError without gradients.
+        """
+        if self.host_optimizer is not None:
+            raise ValueError("parameters of an offloaded optimizer cannot be perturbed")
+        self._by_hand.take_gradients()
+        with watch.entered(f"step.perturbed of step {self.rng.step}"):
+            before = self._update.perturb(rho)
+        try:
+            yield
+        finally:
+            with watch.entered(f"the end of step.perturbed of step {self.rng.step}"):
+                self._update.restore(before)
 
     @watch.noted("the update of step {coming}")
     def _update_parameters(self, is_at_once: bool) -> None:

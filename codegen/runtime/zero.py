@@ -365,7 +365,12 @@ def _groups(model: Module, mesh: Mesh, tied: Collection[str]) -> Iterator[tuple[
 
 def _lies(slot: Slot, mesh: Mesh) -> tuple[Any, ...]:
     """What two programs must agree on to share a parameter; of their own classes as plain values."""
-    return astuple(key_of(slot.spec, mesh)), slot.spec.shape, slot.spec.local_shape(mesh), shards(slot.spec.placements, mesh)
+    return (
+        astuple(key_of(slot.spec, mesh)),
+        slot.spec.shape,
+        slot.spec.local_shape(mesh),
+        shards(slot.spec.placements, mesh),
+    )
 
 
 def _tensors(value: Any) -> Iterator[Any]:
