@@ -20,7 +20,7 @@ from autopar.frontend.admission import where
 from autopar.frontend.attributes import dict_of, is_a, named_modules, named_parameters
 from autopar.frontend.module_attributes import ModuleAttributes, class_with
 from autopar.frontend.state_places import get_step, held_by, set_step
-from autopar.frontend.state_reads import ClassData, Line, Reads, home_of, text_of
+from autopar.frontend.state_reads import ClassData, Environment, Files, Line, Reads, home_of, text_of
 from autopar.frontend.state_values import (
     FOREIGN,
     MISSING,
@@ -86,7 +86,7 @@ class ModelState:
         for path, module in self._modules():
             self._watch(path, module)
         for (space, name), line in self.reads.variables.items():
-            if name in space.values:
+            if name in space.values or type(space) in (Environment, Files):
                 self._watch_value(("variable", name, (space,)), f"{name} of {space.label}", line, space)
         self._watch_loss()
         self._join_attributes()
