@@ -85,6 +85,11 @@ def _untrained(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_buffers(), *frozen]
 
 
+def copied_loss(loss_fn: Any, dtype: torch.dtype | None = None) -> Any:
+    """The loss, a copy of it where its forward may write to buffers of its own; in dtype, if given."""
+    return copy.deepcopy(loss_fn).to(dtype) if isinstance(loss_fn, nn.Module) else loss_fn
+
+
 class Reference:
     """The user's model trained eagerly on one process, in the model's own precision, in `dtype`, or in `low_dtype` with
     masters of its own."""
@@ -100,7 +105,8 @@ class Reference:
         self.model = deep_copy(compiled.model).cpu().to(dtype)
         in_training(self.model)
         self.dtype, self.low_dtype = dtype, low_dtype
-        self.loss_fn, self.seed, self.max_grad_norm = compiled.loss_fn, seed, max_grad_norm
+        self.loss_fn, self.seed, self.max_grad_norm = copied_loss(compiled.loss_fn, dtype), seed, max_grad_norm
+        self.loss_before = self.loss_fn
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = call(compiled.optimizer, trained)
         self.step = 0
@@ -110,6 +116,7 @@ class Reference:
         """The loss; its gradients are scaled while they are computed."""
         self.model.zero_grad()  # also what the optimiser leaves out
         self.found = {name: value.detach().clone() for name, value in _untrained(self.model)}
+        self.loss_before = copied_loss(self.loss_fn)
         loss = self._loss(self.model, batch, self.dtype, self.low_dtype)
         torch.autograd.backward(loss * scale)
         for parameter in self.model.parameters() if scale != 1.0 else ():
@@ -127,8 +134,8 @@ class Reference:
         """The batch's loss, all in dtype if given: the model is so already, a loss with own tensors becomes so."""
         batch = batch if dtype is None else _cast(batch, dtype)
         loss_fn = self.loss_fn
-        if isinstance(loss_fn, nn.Module) and dtype is not None:
-            loss_fn = copy.deepcopy(loss_fn).to(dtype)
+        if isinstance(loss_fn, nn.Module) and dtype not in (None, self.dtype):  # as the step found it
+            loss_fn = copied_loss(self.loss_before, dtype)
         with _as_compared(self.seed, self.step, dtype):
             return loss_in(low_dtype, LossModule(model, loss_fn, batch), batch)
 

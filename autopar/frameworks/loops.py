@@ -22,7 +22,6 @@ class ModelValues:
 
     def __init__(self, learner: RankLearner, model: nn.Module) -> None:
         self.learner, self.model = learner, model
-        self._is_trained = [parameter.requires_grad for parameter in model.parameters()]
         self.note()
 
     def note(self) -> None:
@@ -52,11 +51,6 @@ class ModelValues:
             raise RuntimeError(
                 "the model's parameters have gradients of another loss than the model's, which the program would not "
                 "use: compute the whole loss in the model"
-            )
-        if [parameter.requires_grad for parameter in self.model.parameters()] != self._is_trained:
-            raise RuntimeError(
-                "parameters were frozen or unfrozen after there was a program, which trains what it was made for: "
-                "do it before that"
             )
         sums, self._sums = self._sums, []  # once after somebody may have looked: values are old from the next step on
         if self._num_writes() == self._writes and (not sums or sums == self._all_sums()):

@@ -4,7 +4,7 @@ The generated program in evaluation mode is the training trace without dropout a
 and instance norm (codegen/evaluation.py). Whether the model's own evaluation is just that is read off two records of
 forward, one in each mode, which cost a hundredth of an export: with those flags put aside, and without what the loss
 does not depend on (counters), they must be equal operator by operator. What training does beside that (stochastic
-depth) must have a counterpart that evaluation reads in its place (training_only.py).
+depth, averages that it updates) must have a counterpart that evaluation reads in its place (training_only.py).
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from torch import nn
 
 from autopar.frontend import fakes
 from autopar.frontend.depth import Truncation, shorten
-from autopar.frontend.effects import draws
 from autopar.frontend.export import forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.inputs import fake_input, name_inputs
 from autopar.frontend.other_rows import UnlikeError
 from autopar.frontend.recorded_calls import RecordedCalls
 from autopar.frontend.recorder import Record, record
-from autopar.frontend.skeleton import skeleton_of
+from autopar.frontend.skeleton import loss_skeleton, skeleton_of
 from autopar.frontend.training_only import replacements
 
 
@@ -52,25 +51,27 @@ def why_no_evaluation(
         if not is_training:
             skeleton.eval()
         shorten(skeleton, cuts)
-        forward = partial(forward_and_loss, loss_fn=loss_fn, batch=batch, with_logits=with_logits)
+        loss = loss_skeleton(loss_fn, fake)
+        forward = partial(forward_and_loss, loss_fn=loss, batch=batch, with_logits=with_logits)
         with contextlib.suppress(Exception):  # what cannot be recorded may still be exported; it only cannot evaluate
-            return record(skeleton, (), batch, forward, Results(fake))
+            return record(skeleton, (), batch, forward, Results(fake), loss)
         return None
 
     training, evaluating = recorded(True), recorded(False)
     if training is None or evaluating is None:
         return "the model's forward could not be followed in evaluation mode"
-    found = _difference(RecordedCalls(training.outside, True), RecordedCalls(evaluating.outside, False))
-    if found and any(draws(entry[0]) for entry in training.outside):
+    found = difference(training, evaluating)
+    if found:
         with contextlib.suppress(UnlikeError):
             replacements(training, evaluating)
             return ""
     return found
 
 
-def _difference(training: RecordedCalls, evaluating: RecordedCalls) -> str:
-    """Return what differs first, in one clause."""
-    owns, others = training.numbered(), evaluating.numbered()
+def difference(training: Record, evaluating: Record) -> str:
+    """Return what a program in evaluation mode would do otherwise than the model does, in one clause."""
+    owns = RecordedCalls(training.outside, True).numbered()
+    others = RecordedCalls(evaluating.outside, False).numbered()
     for own, other in zip(owns, others, strict=False):
         if own != other:
             return f"the model calls {other[0]} in evaluation mode where it calls {_text(own, other)} in training"

@@ -17,7 +17,7 @@ from autopar.frontend.export import forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.inputs import fake_input, name_inputs
 from autopar.frontend.recorder import Record, Source, record
-from autopar.frontend.skeleton import skeleton_of
+from autopar.frontend.skeleton import loss_skeleton, skeleton_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,9 @@ class ForwardOf:
         try:
             skeleton = skeleton_of(self.model, fake, self.param_dtype)
             prepare(skeleton)
-            forward = partial(forward_and_loss, loss_fn=self.loss_fn, batch=batch, dtype=self.param_dtype)
-            return record(skeleton, (), batch, forward, Results(fake))
+            loss = loss_skeleton(self.loss_fn, fake)
+            forward = partial(forward_and_loss, loss_fn=loss, batch=batch, dtype=self.param_dtype)
+            return record(skeleton, (), batch, forward, Results(fake), loss)
         except Exception:  # whatever a forward cannot do on fake tensors
             return None
 

@@ -48,16 +48,18 @@ class LossModule(nn.Module):
         if self.loss_fn is None:
             loss = _loss_of(output)
         else:
-            with operands_in(self.dtype, is_loss=True):
+            with operands_in(self.dtype, is_loss=True), _kept_buffers(self.loss_fn):
                 loss = _scalar(self.loss_fn(output, *(given[name] for name in loss_names)), "loss_fn")
         logits = _logits_of(output) if self.with_logits else None
         return loss if logits is None else (loss, logits)
 
 
 @contextlib.contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Buffers that forward replaces by others of their shape and dtype are written in place when it is over."""
-    before = [(m._buffers, name, value) for m in modules_of(model) for name, value in m._buffers.items()]
+def _kept_buffers(model: Any) -> Iterator[None]:
+    """Buffers that a module's forward replaces by others of their shape and dtype are written in place when it is
+    over."""
+    modules = modules_of(model) if isinstance(model, nn.Module) else ()
+    before = [(m._buffers, name, value) for m in modules for name, value in m._buffers.items()]
     yield
     for buffers, name, value in before:
         now = buffers.get(name)

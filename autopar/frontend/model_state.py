@@ -22,7 +22,7 @@ from autopar.frontend.admission import BACKWARD_HOOKS, GLOBAL_HOOKS, where
 from autopar.frontend.attributes import dict_of, is_a, named_modules, named_parameters
 from autopar.frontend.module_attributes import ModuleAttributes, class_with
 from autopar.frontend.state_places import get_step, held_by, set_step
-from autopar.frontend.state_reads import ClassData, Line, Reads, home_of, text_of
+from autopar.frontend.state_reads import ClassData, Environment, Files, Line, Reads, home_of, text_of
 from autopar.frontend.state_values import (
     FOREIGN,
     MISSING,
@@ -74,6 +74,10 @@ class ModelState:
         made._note_parts(None)
         return made
 
+    def read_also(self, reads: Reads) -> None:
+        """Watch what another forward of the model reads, too, from the next `note` on."""
+        self.reads = self.reads.joined(reads)
+
     def note(self, keep_modes: bool = False) -> None:
         """Take all of it as it is now. keep_modes: but for the modes of modules."""
         self._attributes: list[ModuleAttributes] = []
@@ -84,7 +88,7 @@ class ModelState:
         for path, module in self._modules():
             self._watch(path, module)
         for (space, name), line in self.reads.variables.items():
-            if name in space.values:
+            if name in space.values or type(space) in (Environment, Files):
                 self._watch_value(("variable", name, (space,)), f"{name} of {space.label}", line, space)
         self._watch_loss()
         self._join_attributes()
@@ -269,7 +273,8 @@ class ModelState:
             return
         for path in self._modes:
             if path in now and now[path] != self._modes[path]:
-                yield Change(f"mode of {where(path)}", _MODES[self._modes[path]], _MODES[now[path]])
+                key = ("mode", path, ())
+                yield Change(f"mode of {where(path)}", _MODES[self._modes[path]], _MODES[now[path]], key=key)
 
     def _changed_attributes(self) -> Iterator[Change]:
         for each in self._attributes:
@@ -294,8 +299,9 @@ class ModelState:
             yield Change(f"the {what} of {where(path)}", old, new, is_of_parts=True)
         for parameter, was in zip(self._parameters, self._is_trained, strict=True):
             if parameter.requires_grad != was:
-                name = next((n for n, p in named_parameters(self.model) if p is parameter), "a parameter")
-                yield Change(f"requires_grad of {name}", was, not was, is_of_parts=True)
+                name = next((n for n, p in self._named_parameters() if p is parameter), "a parameter")
+                key = ("requires_grad", name, ())
+                yield Change(f"requires_grad of {name}", was, not was, key=key, parameter=name)
         buffers |= {
             name for (name, b), was in zip(self._buffers.items(), self._versions, strict=True) if b._version != was
         }
@@ -330,6 +336,12 @@ class ModelState:
 
     def _put(self, key: Key, value: Any) -> None:
         kind, path, steps = key
+        if kind == "mode":
+            self._module(path).training = value == _MODES[True]
+            return
+        if kind == "requires_grad":
+            next(p for name, p in self._named_parameters() if name == path).requires_grad_(value)
+            return
         if kind in ("attribute", "buffer"):
             owner: Any = self._module(path)
         elif kind == "variable":
@@ -349,6 +361,11 @@ class ModelState:
                 owner._buffers[last].copy_(value)
         else:
             set_step(owner, last, value)
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from named_parameters(self.model)
+        if is_a(self.loss_fn, nn.Module):
+            yield from ((f"loss_fn.{name}", parameter) for name, parameter in named_parameters(self.loss_fn))
 
     def _module(self, path: str) -> nn.Module:
         return next(module for name, module in self._modules() if name == path)

@@ -26,7 +26,7 @@ from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.user_line import called_at
 from codegen.runtime.processes import is_own_group
 
-_PLACE = {
+PLACE = {
     "RANK": "0",
     "LOCAL_RANK": "0",
     "GROUP_RANK": "0",
@@ -204,7 +204,7 @@ def as_one_process() -> Iterator[None]:
     if not dist.is_available():
         yield
         return
-    place = {name: value for name, value in _PLACE.items() if name in os.environ}
+    place = {name: value for name, value in PLACE.items() if name in os.environ}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, place))
         for function, answer in _answers():

@@ -222,11 +222,17 @@ class Record:
 
 
 def record(
-    model: nn.Module, cuts: tuple[Truncation, ...], batch: Mapping[str, Any], forward: Forward, results: Results
+    model: nn.Module,
+    cuts: tuple[Truncation, ...],
+    batch: Mapping[str, Any],
+    forward: Forward,
+    results: Results,
+    loss_fn: Any = None,
 ) -> Record:
     """Runs `forward` once. Inference mode hands over composite operators whole: half as many to look at.
 
-    cuts: the runs whose blocks are recorded one by one. batch: the fake inputs by name.
+    cuts: the runs whose blocks are recorded one by one. batch: the fake inputs by name. loss_fn: that `forward` calls,
+    of whose own tensors records say the names, too.
     """
     runs = tuple(Run(cut) for cut in cuts)
     recorder = _Recorder(runs, results)
@@ -241,6 +247,8 @@ def record(
             recorder.name(value, Origin(None, -1, ("input", name), _meta(value)))
     for tensor, origin in _origins(model, runs):
         recorder.name(tensor, origin)
+    for name, tensor in named_tensors(loss_fn) if isinstance(loss_fn, nn.Module) else ():
+        recorder.name(tensor, Origin(None, -1, ("tensor", f"loss_fn.{name}"), _meta(tensor)))
     with (
         warnings.catch_warnings(action="ignore"),
         _as_exporting(),

@@ -110,7 +110,11 @@ def _state(model: nn.Module, functions: tuple[Any, ...]) -> State:
     """Plain values that modules and the globals of their functions hold, containers one level deep."""
     found: State = {}
     called: list[Any] = [*functions]
-    for path, module in named_modules(model):
+    losses = [each for each in functions if is_a(each, nn.Module)]
+    for path, module in [
+        *named_modules(model),
+        *((f"loss_fn.{p}".rstrip("."), m) for each in losses for p, m in named_modules(each)),
+    ]:
         called.append(type(module).forward)
         for name, value in attributes_of(module).items():
             if name not in _INTERNAL:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import ModelError
 from autopar.frontend import fakes
-from autopar.frontend.attributes import attribute, modules_of, named_modules
+from autopar.frontend.attributes import attribute, is_a, modules_of, named_modules
 from autopar.frontend.copies import deep_copy
 from autopar.frontend.depth import Dropped, Truncation, dropped_blocks
 
@@ -49,6 +49,19 @@ def skeleton_of(
         return skeleton
     _check_modes(skeleton)
     return skeleton
+
+
+def loss_skeleton(loss_fn: Any, fake: FakeTensorMode) -> Any:
+    """The loss; of a module a deep copy with fake tensors, since a forward that is recorded writes to its buffers."""
+    if not is_a(loss_fn, nn.Module):
+        return loss_fn
+    memo: dict[int, Any] = {}
+    for module in modules_of(loss_fn):
+        for parameter in (p for p in module._parameters.values() if p is not None):
+            memo.setdefault(id(parameter), fakes.parameter(fake, parameter, parameter.dtype))
+        for buffer in (b for b in module._buffers.values() if b is not None):
+            memo.setdefault(id(buffer), fakes.empty(fake, tuple(buffer.shape), buffer.dtype))
+    return deep_copy(loss_fn, memo)
 
 
 def in_training(model: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from autopar.frontend.attributes import is_a
-from autopar.frontend.state_reads import ClassData, Globals
+from autopar.frontend.state_reads import ClassData, Environment, Globals
 from autopar.frontend.state_values import MISSING, KeyOf
 
 
@@ -52,7 +52,7 @@ def set_step(owner: Any, step: Any, value: Any) -> None:
         owner[name] = value
     elif type(owner) is ClassData:
         setattr(owner.kind, name, value)
-    elif type(owner) is Globals:
+    elif type(owner) in (Globals, Environment):
         owner.values[name] = value
     else:
         setattr(owner, name, value)

@@ -5,9 +5,12 @@ A trace takes all of them for constants. `model_state.py` watches those that wer
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dis
+import io
 import linecache
+import os
 import sys
 import sysconfig
 import threading
@@ -17,12 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 
 from autopar.frontend.attributes import attribute, dict_of, is_a
+from autopar.frontend.one_process import PLACE
 
 _TORCH = f"{Path(torch.__file__).parent}/"
 _HOME = f"{Path(__file__).resolve().parents[2]}/"
@@ -51,6 +56,21 @@ class Reads:
     variables: dict[tuple[Any, str], Line] = field(default_factory=dict)
     fields: dict[type, set[str]] = field(default_factory=dict)
     is_complete: bool = False
+
+    def joined(self, other: Reads) -> Reads:
+        """Both: each read with the line that was noted first."""
+        kinds, fields = self.attributes.keys() | other.attributes.keys(), self.fields.keys() | other.fields.keys()
+        return Reads(
+            {kind: {**other.attributes.get(kind, {}), **self.attributes.get(kind, {})} for kind in kinds},
+            {**other.variables, **self.variables},
+            {kind: self.fields.get(kind, set()) | other.fields.get(kind, set()) for kind in fields},
+            self.is_complete and other.is_complete,
+        )
+
+    def asks_mode(self) -> bool:
+        """Whether the model's own code may do in training what it does not in evaluation."""
+        asked = any("training" in read and home_of(kind) != "torch" for kind, read in self.attributes.items())
+        return asked or not self.is_complete
 
     def __getstate__(self) -> Any:
         return self.attributes, self.variables, self.fields, self.is_complete
@@ -98,6 +118,39 @@ class ClassData:
         return f"the class {self.kind.__qualname__}"
 
 
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The environment of the process."""
+
+    label = "the environment"
+
+    @property
+    def values(self) -> Any:
+        return os.environ
+
+
+class _Stamps(dict[str, Any]):
+    """When files were written last, and their sizes: asked of the disk each time."""
+
+    def get(self, path: str, default: Any = None) -> Any:
+        try:
+            found = os.stat(path)
+        except OSError:
+            return default
+        return f"{found.st_size} bytes of {found.st_mtime_ns}"
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files that forward opens."""
+
+    label = "the disk"
+
+    @property
+    def values(self) -> Any:
+        return _Stamps()
+
+
 @contextlib.contextmanager
 def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
     """Within it, what this thread's forwards read is added to `reads`. kinds: of objects whose attributes are."""
@@ -123,6 +176,8 @@ def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
     switch(called)
     try:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(_environment_noted(reads))
+            stack.enter_context(_files_noted(reads))
             for kind in kinds:
                 stack.enter_context(_asked(kind, reads))
             yield
@@ -157,6 +212,68 @@ def _asked(kind: type, reads: Reads) -> Iterator[None]:
             del kind.__getattribute__
         else:
             kind.__getattribute__ = own  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _environment_noted(reads: Reads) -> Iterator[None]:
+    """Within it, environment variables that the user's code of this thread reads are noted, but for torchrun's."""
+    kind, thread = type(os.environ), threading.get_ident()
+    owns = {name: vars(kind).get(name) for name in ("__getitem__", "__contains__")}
+
+    def noting(ask: Any) -> Any:
+        def read(environment: Any, name: Any) -> Any:
+            if environment is os.environ and type(name) is str and threading.get_ident() == thread:
+                _note_environment(reads, name, sys._getframe(1))
+            return ask(environment, name)
+
+        return read
+
+    for name in owns:
+        setattr(kind, name, noting(getattr(kind, name)))
+    try:
+        yield
+    finally:
+        for name, own in owns.items():
+            if own is None:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, own)
+
+
+def _note_environment(reads: Reads, name: str, frame: FrameType) -> None:
+    if name not in PLACE and (line := _asking(frame)) is not None:
+        reads.variables.setdefault((Environment(), name), line)
+
+
+def _asking(frame: FrameType) -> Line | None:
+    """The line that makes a call, perhaps through the standard library, if it is the user's."""
+    each: FrameType | None = frame
+    while each is not None and _is_standard(each.f_code.co_filename):
+        each = each.f_back
+    if each is None or any(part in each.f_code.co_filename for part in _LIBRARIES):
+        return None
+    return each.f_code.co_filename, each.f_lineno
+
+
+def _is_standard(file: str) -> bool:
+    return file.startswith("<") or (file.startswith(_STANDARD) and "-packages" not in file)
+
+
+@contextlib.contextmanager
+def _files_noted(reads: Reads) -> Iterator[None]:
+    """Within it, files that the user's code of this thread opens to read are noted."""
+    thread, open_file = threading.get_ident(), io.open
+
+    def opened(file: Any, mode: Any = "r", *given: Any, **named: Any) -> Any:
+        is_path = type(file) is str or isinstance(file, Path)
+        if is_path and mode in ("r", "rb", "rt") and threading.get_ident() == thread:
+            line = _asking(sys._getframe(1))
+            if line is not None:
+                reads.variables.setdefault((Files(), os.path.abspath(file)), line)
+        return open_file(file, mode, *given, **named)
+
+    with mock.patch.object(builtins, "open", opened), mock.patch.object(io, "open", opened):
+        yield
 
 
 def _note_attribute(reads: Reads, kind: type, name: str, frame: FrameType) -> None:

@@ -41,8 +41,8 @@ Key = tuple[str, str, tuple[Any, ...]]
 class Change:
     """One thing that is no longer as it was. name: in words. old, new: the values. line: that read it.
 
-    key: where another process has it; None for what cannot be moved there. buffer: its name, of a buffer. is_of_parts:
-    of what the model is made of, and not of what is in it.
+    key: where another process has it; None for what cannot be moved there. buffer, parameter: its name, of a buffer, or
+    of a parameter whose requires_grad it is. is_of_parts: of what the model is made of, and not of what is in it.
     """
 
     name: str
@@ -51,10 +51,12 @@ class Change:
     line: str = ""
     key: Key | None = None
     buffer: str = ""
+    parameter: str = ""
     is_of_parts: bool = False
 
     @property
-    def is_followable(self) -> bool:
+    def is_of_values(self) -> bool:
+        """Whether a program may only need other numbers: all else may decide what forward does."""
         return self.is_number or self.is_tensor
 
     @property

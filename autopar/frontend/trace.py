@@ -25,6 +25,7 @@ from autopar.frontend.depth import Truncation, equal_runs, shorten
 from autopar.frontend.depth_check import verified
 from autopar.frontend.eager import runs
 from autopar.frontend.effects import is_random
+from autopar.frontend.evaluation import difference
 from autopar.frontend.export import export, forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.fx_import import LOGITS, FlatGraph, import_program
@@ -36,7 +37,7 @@ from autopar.frontend.rebatch import LEAST_ROWS
 from autopar.frontend.recorder import Record, record
 from autopar.frontend.repeats import check_repeats
 from autopar.frontend.simplify import simplify
-from autopar.frontend.skeleton import skeleton_of
+from autopar.frontend.skeleton import loss_skeleton, skeleton_of
 from autopar.frontend.state_reads import Reads
 from autopar.frontend.training_only import write_training_only
 from autopar.frontend.untraceable import UntraceableError, failing
@@ -161,15 +162,18 @@ def _flat_graph(
         shorten(skeleton, cuts)
         return skeleton
 
-    def recorded(candidate: nn.Module, given: dict[str, Any]) -> Record:
-        forward = partial(forward_and_loss, loss_fn=loss_fn, batch=given, dtype=param_dtype)
-        return record(candidate, (), given, forward, results)
+    def recorded(candidate: nn.Module, given: dict[str, Any], loss: Any = None) -> Record:
+        loss = loss or loss_skeleton(loss_fn, fake)
+        forward = partial(forward_and_loss, loss_fn=loss, batch=given, dtype=param_dtype)
+        return record(candidate, (), given, forward, results, loss)
 
     def followed(flat: FlatGraph) -> FlatGraph:
         """The graph, which an evaluation follows, too, where it can."""
-        if any(is_random(node) for node in flat.nodes):
+        if asks_mode or any(is_random(node) for node in flat.nodes):
             try:
-                write_training_only(flat, recorded(short(), batch), recorded(short(is_training=False), batch))
+                training, evaluation = recorded(short(), batch), recorded(short(is_training=False), batch)
+                if difference(training, evaluation):
+                    write_training_only(flat, training, evaluation)
             except Exception as error:  # whatever forward cannot do while it is recorded
                 flat.no_evaluation = f"what training does alone is not found in the exported graph: {error}"
         return flat
@@ -177,16 +181,18 @@ def _flat_graph(
     results = Results(fake)
     if not (isinstance(cuts, Cuts) and cuts.is_repeatable):
         reads = cuts.reads if isinstance(cuts, Cuts) else None
-        check_repeats(short(), (loss_fn,), lambda candidate: recorded(candidate, batch), reads)
+        own_loss = loss_skeleton(loss_fn, fake)
+        check_repeats(short(), (own_loss,), lambda candidate: recorded(candidate, batch, own_loss), reads)
         if isinstance(cuts, Cuts):
             cuts.is_repeatable = True
+    asks_mode = not isinstance(cuts, Cuts) or cuts.reads.asks_mode()
     first = cuts.first if isinstance(cuts, Cuts) else None
     if first is not None and first.param_dtype == param_dtype:
         before = first.batch.map(lambda value: fake_input(value, fake, 0, None))
         # Whatever forward cannot do while it is recorded, an export may, or says why not.
         with contextlib.suppress(Exception):
             return followed(with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch))
-    module = LossModule(short(), loss_fn, batch, with_logits=True, dtype=param_dtype)
+    module = LossModule(short(), loss_skeleton(loss_fn, fake), batch, with_logits=True, dtype=param_dtype)
     unchecked: dict[str, None] = {}
     flat = import_program(export(module, batch, unchecked), module, batch, model)
     flat.unchecked = tuple(unchecked)
@@ -227,7 +233,7 @@ def _sound_cuts(
     if not cuts:
         return ()
     models = itertools.chain([skeleton], skeletons)
-    forward = partial(forward_and_loss, loss_fn=loss_fn, batch=batch, dtype=dtype)
+    forward = partial(forward_and_loss, loss_fn=loss_skeleton(loss_fn, fake), batch=batch, dtype=dtype)
     return verified(models, cuts, batch, forward, fake)
 
 

@@ -1,15 +1,17 @@
-"""Calls that a model makes in training alone (stochastic depth, noise), and what takes the place of their results.
+"""Calls that a model makes in training alone (stochastic depth, noise, averages that it updates), and what takes the
+place of their results.
 
 Two records of forward are read side by side, one in each mode. A call of the training record that the evaluation record
 lacks is skipped. Where a later call of both reads a skipped result `m` in training and `r` in evaluation, and training
 has computed `r` before, the graph gets `in_training(m, r)` there: m in training, r in evaluation. After these, the
-training graph in evaluation mode makes every call of the model's own evaluation, by construction.
+training graph in evaluation mode makes every call of the model's own evaluation, by construction. Of a buffer that
+training alone writes to, m is what was written and r the buffer as forward found it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.frontend.fx_import import LOGITS, FlatGraph, unused_name
@@ -19,10 +21,12 @@ from autopar.frontend.recorder import Record, Source
 from autopar.frontend.simplify import drop_no_effect
 from autopar.ir.draws import IN_TRAINING
 from autopar.ir.graph import Node, Ref, with_refs
+from autopar.ir.operators import may_be_view
 
 Name = tuple[Any, ...]
 """Where a value of a record comes from, as recorder.py has it: ("result", position, index), ("input", name), ..."""
 
+_CLONE = "aten.clone.default"
 _MODES = ("enter", "grad mode")
 """Entries that mean nothing to an evaluation, which has no gradients."""
 
@@ -44,6 +48,8 @@ def replacements(training: Record, evaluation: Record) -> tuple[Replacement, ...
 def write_training_only(flat: FlatGraph, training: Record, evaluation: Record) -> None:
     """Puts `in_training` calls into the imported graph of the training record. Raises UnlikeError."""
     found = replacements(training, evaluation)
+    if not found:
+        return
     plain = flat.copy()
     drop_no_effect(plain)
     marks = [node for node in plain.nodes if node.op == LOGITS]
@@ -55,11 +61,21 @@ def write_training_only(flat: FlatGraph, training: Record, evaluation: Record) -
     renamed: dict[Ref, Ref] = {}
     waiting = sorted(found, key=lambda each: each.position)
     nodes: list[Node] = []
+    untouched: list[Node] = []  # copies of buffers as forward finds them, which `simplify` drops again
+
+    def before_writes(ref: Ref, module: str) -> Ref:
+        if ref.node not in flat.parameters:
+            return ref
+        name = unused_name(f"{ref.node.replace('.', '_')}_before", names)
+        names.add(name)
+        meta = replace(metas[ref], requires_grad=False)
+        untouched.append(Node(name=name, op=_CLONE, args=(ref,), kwargs=(), outputs=(meta,), module=module))
+        return Ref(name)
 
     def insert(each: Replacement, module: str) -> None:
         if each.training not in refs or each.evaluation not in refs:
             raise UnlikeError("what evaluation reads is not in the exported graph")
-        ref, other = refs[each.training], refs[each.evaluation]
+        ref, other = refs[each.training], before_writes(refs[each.evaluation], module)
         name = unused_name(f"{ref.node}_in_training", names)
         names.add(name)
         args = (renamed.get(ref, ref), renamed.get(other, other))
@@ -70,20 +86,27 @@ def write_training_only(flat: FlatGraph, training: Record, evaluation: Record) -
         while waiting and waiting[0].position <= position:
             insert(waiting.pop(0), node.module)
         nodes.append(with_refs(node, lambda ref: renamed.get(ref, ref)))
-    if waiting:
-        raise UnlikeError("the loss itself is another value in evaluation mode")
-    flat.nodes = nodes + [with_refs(node, lambda ref: renamed.get(ref, ref)) for node in marks]
+    for each in waiting:  # the loss itself
+        insert(each, "")
+    flat.nodes = [*untouched, *nodes, *(with_refs(node, lambda ref: renamed.get(ref, ref)) for node in marks)]
+    flat.loss = renamed.get(flat.loss, flat.loss)
 
 
 @dataclass(slots=True)
 class _Comparison:
-    """own: training's value -> evaluation's. bound: skipped values -> (evaluation's value, position of the reader)."""
+    """own: training's value -> evaluation's. bound: skipped values -> (evaluation's value, position of the reader).
+
+    homes: a view, or what was written in place -> the tensor whose memory it is in. written: of these tensors those
+    that training alone writes to.
+    """
 
     training: Record
     evaluation: Record
     own: dict[Name, Name] = field(default_factory=dict)
     skipped: set[Name] = field(default_factory=set)
     bound: dict[Name, tuple[Name, int]] = field(default_factory=dict)
+    homes: dict[Name, Name] = field(default_factory=dict)
+    written: set[Name] = field(default_factory=set)
 
     def run(self) -> tuple[Replacement, ...]:
         first, second = RecordedCalls(self.training.outside, True), RecordedCalls(self.evaluation.outside, False)
@@ -95,6 +118,7 @@ class _Comparison:
         for call in first.live():
             if call.name in _MODES:
                 continue
+            self.note_memory(call, first)
             other = waiting[0] if waiting else None
             if other is not None and self.is_alike(call, other, first, second, metas):
                 waiting.pop(0)
@@ -103,21 +127,42 @@ class _Comparison:
             self.skip(call, first)
         if waiting:
             raise UnlikeError(f"the model calls {waiting[0].name} in evaluation mode, which training does not")
-        found = self.matched(first.loss, second.loss, first, second, metas, len(first.entries))
-        if found is None or found:
-            raise UnlikeError("the loss is computed otherwise in evaluation mode than in training")
+        for mine, theirs, what in self.results(first.loss, second.loss):
+            found = self.matched(mine, theirs, first, second, metas, len(first.entries))
+            if found is None or (found and what != "loss"):
+                raise UnlikeError(f"the {what} is computed otherwise in evaluation mode than in training")
+            self.bound |= found
         home = {theirs: ours for ours, theirs in self.own.items()}
         return tuple(
             Replacement(ours, home.get(theirs, theirs), position) for ours, (theirs, position) in self.bound.items()
         )
 
+    def results(self, ours: Any, theirs: Any) -> list[tuple[Any, Any, str]]:
+        """The loss, and the logits where the records have them."""
+        if isinstance(ours, Source) or isinstance(theirs, Source):
+            return [(ours, theirs, "loss")]
+        return [(*pair, what) for *pair, what in zip(ours, theirs, ("loss", "logits"), strict=True)]
+
+    def home(self, name: Name) -> Name:
+        while name in self.homes:
+            name = self.homes[name]
+        return name
+
+    def note_memory(self, call: RecordedCall, first: RecordedCalls) -> None:
+        """Note whose memory the results of a call are in."""
+        operands = [first.source(value) for _, value in call.what[0]]
+        if operands and isinstance(operands[0], Source) and (call.writes or may_be_view(call.name)):
+            self.homes |= {(*call.key, index): operands[0][1] for index in range(len(call.what[1]))}
+
     def skip(self, call: RecordedCall, first: RecordedCalls) -> None:
         if call.writes:
             target = first.source(call.what[0][0][1])
-            if not isinstance(target, Source) or target[1] not in self.skipped:
+            is_own = isinstance(target, Source) and (target[1] in self.skipped or target[1][0] == "tensor")
+            if not is_own:
                 raise UnlikeError(
                     f"the model calls {call.name} in training alone, which writes to what evaluation reads"
                 )
+            self.written.add(self.home(target[1]))
         self.skipped |= {(*call.key, index) for index in range(len(call.what[1]))}
 
     def is_alike(
@@ -129,6 +174,8 @@ class _Comparison:
         found = self.matched(call.what[0], other.what[0], first, second, metas, call.key[1])
         if found is None:
             return False
+        if call.writes and self.home(first.source(call.what[0][0][1])[1]) in self.written:
+            raise UnlikeError(f"the model calls {call.name} on what training alone has written to before")
         self.bound |= found
         return True
 
@@ -159,6 +206,8 @@ class _Comparison:
         if ours in self.bound:
             return {} if self.bound[ours][0] == theirs else None
         if ours not in self.skipped:
+            if ours[0] == "result" and self.home(ours) in self.written:
+                raise UnlikeError("evaluation reads a view of what training alone writes to")
             return {} if self.own.get(ours, ours) == theirs else None
         is_known = theirs[0] != "result" or theirs in self.own.values()
         is_same = metas[0].get(ours) == metas[1].get(theirs)

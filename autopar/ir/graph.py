@@ -364,7 +364,7 @@ def unread(graph: Graph) -> tuple[Parameter, ...]:
     for run in (piece for piece in graph.body if isinstance(piece, LayerRun)):
         used |= {f"{path}.{parameter.name}" for path in run.instances for parameter in run.layer.parameters}
     found = []
-    for each in (p for p in graph.parameters if p.name not in used and p.persistent):
+    for each in (p for p in graph.parameters if p.name not in used and (p.persistent or p.increment)):
         is_half = not each.is_buffer and each.meta.dtype.is_floating_point and each.meta.dtype.itemsize < 4
         found.append(replace(each, meta=replace(each.meta, dtype=torch.float32)) if is_half else each)
     return tuple(found)

@@ -1,7 +1,8 @@
-"""A plan refitted to a model whose numbers were changed: calls may be gone, layers may be of other classes.
+"""A plan refitted to a model whose numbers or flags were changed: calls may be others, layers of other classes.
 
 A factor of 1.0 leaves its product out, and layers that had one class have two where one of them has another number.
-Parameters lie as before, for the refitted program shares them. `expand` checks the result as it checks a file.
+Parameters lie as before, for the refitted program shares them; buffers that were not read before are whole on every
+rank. `expand` checks the result as it checks a file.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 
+from autopar.errors import PlanError
 from autopar.ir.chain import chain
-from autopar.ir.graph import Graph
-from autopar.ir.placement import Stored
+from autopar.ir.graph import Graph, LayerClass
+from autopar.ir.placement import R, Stored
 from autopar.ir.plan_data import ScopePlan, StagePlan
 from autopar.options.scopes import Scope, scopes_of
 from autopar.plan import Plan
@@ -27,12 +29,31 @@ def refit(plan: Plan, before: Graph, graph: Graph) -> Plan:
         for name, own in _parameters(scope, before)
         if own in plan.scopes[scope.name].parameters
     }
+    whole = Stored((R,) * len(plan.mesh.axes))
+    buffers = {p.name for p in graph.parameters if p.is_buffer}
+    for scope in scopes_of(graph):
+        buffers |= {name for name, own in _parameters(scope, graph) if scope.layer and _is_buffer(scope.layer, own)}
+    stored = {**dict.fromkeys(sorted(buffers), whole), **stored}
+    read = {name for scope in scopes_of(graph) for name, _ in _parameters(scope, graph)}
+    if new := sorted(read - stored.keys()):
+        raise PlanError(
+            "forward reads parameters that it did not read when it was compiled",
+            values=", ".join(new[:5]),
+            alternatives="compile the model with that part on, and switch it off before the first step",
+        )
     scopes = {scope.name: _refitted(scope, graph, plan, old, stored) for scope in scopes_of(graph)}
     stages = plan.pipeline.stages
     units, found = chain(before), chain(graph)
-    if len(units) == len(found):
+    if len(stages) == 1:
+        same = units if len(units) == len(found) else found
+        stages = (_refitted_stage(replace(stages[0], first=0, last=len(found)), same, found, set(scopes)),)
+    elif len(units) == len(found):
         stages = tuple(_refitted_stage(stage, units, found, set(scopes)) for stage in stages)
     return replace(plan, scopes=scopes, pipeline=replace(plan.pipeline, stages=stages))
+
+
+def _is_buffer(layer: LayerClass, name: str) -> bool:
+    return any(p.is_buffer for p in layer.parameters if p.name == name)
 
 
 def _parameters(scope: Scope, graph: Graph) -> Iterator[tuple[str, str]]:

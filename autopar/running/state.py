@@ -106,7 +106,7 @@ def update_model(compiled: GeneratedProgram, step: Any) -> None:
     follower = followed(step)
     if follower is not None:
         follower(False)  # what the script changed meanwhile is kept
-    set_values(compiled.model, step.whole_tensors())
+    set_values(compiled.model, step.whole_tensors(all_written=True), compiled.loss_fn)
     if follower is not None:
         follower.values_written()
 

@@ -1,15 +1,16 @@
 """A step's program kept in agreement with what a script changes on the model between steps.
 
-Buffers are copied into the program. Numbers and plain tensors are constants of the program's text: the program is made
-anew by its plan, and where it differs in these constants alone, its functions get the new code. All else is refused
-before the step that would differ.
+Buffers are copied into the program. Numbers, flags, functions and plain tensors decide the program's text: the program
+is made anew by its plan, and where it differs in the bodies of functions alone, these get the new code. Parameters that
+are frozen are left out of updates. All else is refused before the step that would differ.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError, ModelError
+from autopar.frontend.attributes import named_parameters
 from autopar.frontend.forward_numbers import ForwardNumbers, ForwardOf
 from autopar.frontend.model_state import HOOKS, ModelState
 from autopar.frontend.state_values import Change
@@ -49,14 +51,20 @@ class StateFollower:
         self.state: ModelState = compiled.state.twin()
         self._step, self._make = step, make
         self._programs: list[tuple[GeneratedProgram, Any]] = [(compiled, step)]
+        self._first: list[GeneratedProgram] = [
+            compiled
+        ]  # of each of these, which has parameters that later ones may not
         self._number, self._num_changes, self._num_steps = next(_numbers), 0, 0
         self._is_loaded = False
+        self._frozen: frozenset[str] = frozenset()
+        self._unread: frozenset[str] = frozenset()
         self._places = NumberPlaces()
         self._now: ForwardNumbers | None = None
 
     def take_also(self, compiled: GeneratedProgram, step: Any) -> None:
         """Keep a program for batches of other shapes in agreement, too."""
         self._programs.append((compiled, step))
+        self._first.append(compiled)
 
     def __call__(self, is_training: bool) -> None:
         """A batch is about to be trained or evaluated. Collective where something changed.
@@ -113,12 +121,42 @@ class StateFollower:
         _require(not old, old, _STALE)
         other = [each for each in changes if each.buffer and each.is_tensor and each.old.dtype != each.new.dtype]
         _require(not other, other, _AGAIN)
-        constants = [each for each in changes if not each.buffer]
+        self._freeze([each for each in changes if each.parameter])
+        constants = [each for each in changes if not (each.buffer or each.parameter)]
         if constants:
             self._make_anew(constants)
         if names := {each.buffer for each in changes if each.buffer}:
             self._load(names, [each for each in changes if each.buffer])
         _log.info("the program follows: %s", "; ".join(map(str, changes)))
+
+    def _freeze(self, changes: Sequence[Change]) -> None:
+        """Leave out of updates what was frozen, and train what was frozen after the program was made."""
+        if not changes:
+            return
+        frozen = {each.parameter for each in changes if not each.new}
+        thawed = {each.parameter for each in changes if each.new}
+        _require(thawed <= self._frozen, changes, _THAW)
+        names = self._frozen - thawed | frozen
+        self._leave_out(names | self._unread, changes)
+        self._frozen = names
+
+    def _leave_out(self, names: frozenset[str], changes: Sequence[Change]) -> None:
+        try:
+            self._step.freeze(names)
+        except ValueError as error:
+            raise _refused(changes, _AGAIN, str(error)) from error
+
+    @contextlib.contextmanager
+    def _trained(self) -> Iterator[None]:
+        """Within it, the model's parameters are trained that were when the program was made."""
+        frozen = [p for name, p in named_parameters(self.state.model) if name in self._frozen]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     @property
     def _forward(self) -> ForwardOf:
@@ -131,20 +169,27 @@ class StateFollower:
         if self._renumbered(changes):
             return
         made = []
-        for program, step in self._programs:
-            assert program.remake is not None
+        for first, (program, step) in zip(self._first, self._programs, strict=True):
+            assert first.remake is not None
             try:
-                other = program.remake(program)
+                with self._trained():
+                    other = first.remake(first)
             except AutoparError as error:
                 raise _refused(changes, _AGAIN, f"by the same plan there is no program: {error}") from error
+            if other.state is not None:
+                self.state.read_also(other.state.reads)
             if other.files == program.files:
                 continue
-            _require(all(each.is_followable for each in changes), changes, _AGAIN)
             is_text = program.backend != "inductor" and differ_in_bodies(program.files, other.files)
             try:
                 made.append((program, other, step, None if is_text else self._make(self._step, other)))
             except AutoparError as error:
                 raise _refused(changes, _AGAIN, str(error)) from error
+            self._require_no_new_writes(changes, made[-1][-1])
+        unread = frozenset(name for *_, another in made if another for name in _unread(self._step, another))
+        if unread != self._unread and any(another is not None for *_, another in made):
+            self._leave_out(self._frozen | unread, changes)
+            self._unread = unread
         if made and len(self._programs) == 1:
             self._places.learn(made[0][0].files, made[0][1].files, self._now)
         self._now = None
@@ -156,11 +201,18 @@ class StateFollower:
                 self._step.run_instead(step, another, ValueSource(program.model, None, program.loss_fn))
             self._programs[self._programs.index((program, step))] = (other, another or step)
 
+    def _require_no_new_writes(self, changes: Sequence[Change], other: Any) -> None:
+        """Raises ModelError where another program updates buffers that the step does not keep."""
+        new = sorted(_written_buffers(other) - _written_buffers(self._step)) if other is not None else []
+        if new:
+            reason = f"forward now updates buffers that it did not: {', '.join(new[:3])}"
+            raise _refused(changes, [_FULL, *_AGAIN], reason)
+
     def _renumbered(self, changes: Sequence[Change]) -> bool:
         """Whether the program only needed other numbers, of which it is known where they are, and has them."""
         (program, step), *others = self._programs
         self._places = NumberPlaces() if others else self._places
-        if others or program.backend == "inductor" or not all(each.is_followable for each in changes):
+        if others or program.backend == "inductor" or not all(each.is_of_values for each in changes):
             return False
         now = self._forward.numbers()
         files = self._places.files_for(program.files, now)
@@ -176,7 +228,8 @@ class StateFollower:
         """Copy the model's buffers of these names into the program's own."""
         program = self._programs[0][0]
         source = ValueSource(program.model, None, program.loss_fn)
-        for _, step in self._programs:
+        # What a program that runs in another's place reads lies elsewhere than what the step is asked for afterwards.
+        for step in {id(each): each for each in (self._step, *(step for _, step in self._programs))}.values():
             for part in step.parts:
                 slots = list(part.model.buffer_slots())
                 for name, spec, _ in slots:
@@ -210,6 +263,11 @@ _AGAIN = [
     "compile the changed model again, and go on from a checkpoint",
     "an input of the batch, for what changes while training",
 ]
+_FULL = "compile the model with that part on, and switch it off before the first step"
+_THAW = [
+    "requires_grad_(True) on them before the model is compiled, and requires_grad_(False) before the first step",
+    "compile the changed model again, and go on from a checkpoint",
+]
 _STALE = [
     "program.update_model(step) on every rank before the change: the buffer's value in the model is an old one",
     "of Accelerate accelerator.unwrap_model(model), of Lightning trainer.strategy.values.take(), instead",
@@ -228,6 +286,13 @@ def _refused(changes: Sequence[Change], instead: Any, reason: str = "") -> Model
 def _require(is_met: bool, changes: Sequence[Change], instead: Any) -> None:
     if not is_met:
         raise _refused(changes, instead)
+
+
+def _unread(step: Any, other: Any) -> Iterator[str]:
+    """The names of this rank's parameters that the program of another step does not read."""
+    read = {slot.name for part in other.parts for slot in part.model.slots()}
+    for part in step.parts:
+        yield from (slot.name for slot in part.model.slots() if slot.name not in read)
 
 
 def _written_buffers(step: Any) -> set[str]:

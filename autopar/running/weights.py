@@ -97,15 +97,18 @@ class LazyState(Mapping[str, torch.Tensor]):
 
 
 @torch.no_grad()
-def set_values(model: nn.Module, values: Iterable[tuple[tuple[str, ...], torch.Tensor]]) -> None:
-    """Copy trained values, each with all its names, into the model's own tensors; those on meta are made on the CPU."""
+def set_values(model: nn.Module, values: Iterable[tuple[tuple[str, ...], torch.Tensor]], loss_fn: Any = None) -> None:
+    """Copy trained values, each with all its names, into the model's own tensors and those of a loss that is a module;
+    those on meta are made on the CPU."""
+    roots = {"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {}
     for names, value in values:
         done: set[int] = set()
         made: torch.Tensor | None = None
         for name in names:
             owner_name, _, leaf = name.rpartition(".")
+            first, _, rest = owner_name.partition(".")
             try:
-                owner = model.get_submodule(owner_name)
+                owner = roots[first].get_submodule(rest) if first in roots else model.get_submodule(owner_name)
             except AttributeError:  # a name that only the program has
                 continue
             kind: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers

@@ -138,7 +138,7 @@ def fit_locally(program: CompiledProgram, setup: Setup) -> TrainResult:
         )
         is_whole = found[0][0].stopped != TOLD_TO_END
         if is_whole and not stays_on_disk(setup):
-            set_values(program.model, read_values(folder))
+            set_values(program.model, read_values(folder), program.loss_fn)
     note(setup.callbacks, found[0][1])
     if program.state is not None:
         program.state.apply(found[0][2])
@@ -176,9 +176,9 @@ def fit_rank(program: CompiledProgram, setup: Setup, trained: Path | None = None
     if stays_on_disk(setup) or result.stopped == TOLD_TO_END:
         return result
     if trained is not None:
-        write_values(learner.step.whole_tensors(rank0_only=True), trained)
+        write_values(learner.step.whole_tensors(rank0_only=True, all_written=True), trained)
     else:
-        set_values(program.model, learner.step.whole_tensors())
+        set_values(program.model, learner.step.whole_tensors(all_written=True), program.loss_fn)
     return result
 
 

@@ -7,7 +7,7 @@ refused here, since it would be dropped or would differ from rank to rank in sil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING
 
@@ -34,12 +34,15 @@ class ByHand:
     def __init__(
         self, parts: Sequence[Part], optimizer: torch.optim.Optimizer, wholes: WholeUpdates | None = None
     ) -> None:
-        self._optimizer, self._wholes = optimizer, wholes
+        self._optimizer, self._wholes, self._parts = optimizer, wholes, parts
         self._known = {id(parameter) for parameter in _updated(optimizer)}
         self._buckets = buckets_of(parts)
         self._trainable = [bucket for bucket in self._buckets if bucket.key.requires_grad]
         attached = [pair for bucket in self._trainable for pair in bucket.attached]
-        self._stored, self._gradients = [stored for stored, _ in attached], [gradient for _, gradient in attached]
+        self._stored = [stored for stored, _ in attached]
+        self._own_gradients = [gradient for _, gradient in attached]
+        self._gradients: list[Tensor | None] = list(self._own_gradients)  # what the optimizer is to see
+        self._left_out: list[Tensor] = []
         flags = [
             (parameter, bucket.key.requires_grad, entry.slot.name)
             for bucket in self._buckets
@@ -52,6 +55,18 @@ class ByHand:
         self._holds_wholes = len(parts) == 1 and wholes is None and all(map(_is_whole, self._trainable))
         self._writes: list[int] = []
         self._num_unused = 0
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """The optimizer is to see no gradients of these parameters, and those of all others."""
+        frozen = {
+            id(entry.stored)
+            for part in self._parts
+            for _, entry in part.entries()
+            if not set(part.names(entry.slot)).isdisjoint(names)
+        }
+        pairs = list(zip(self._stored, self._own_gradients, strict=True))
+        self._gradients = [None if id(stored) in frozen else gradient for stored, gradient in pairs]
+        self._left_out = [gradient for stored, gradient in pairs if id(stored) in frozen]
 
     def before_forward(self) -> None:
         """Raises RuntimeError where the coming gradients would not be those of the script's own backward()."""
@@ -78,6 +93,8 @@ class ByHand:
 
     def after_backward(self) -> None:
         """Gradients are where the optimiser looks, also after its zero_grad()."""
+        for gradient in self._left_out:
+            gradient.zero_()  # which the norm counts
         if self._are_replaced():
             for stored, gradient in zip(self._stored, self._gradients, strict=True):
                 stored.grad = gradient
@@ -85,6 +102,12 @@ class ByHand:
             self._wholes.attach()
         self._writes = [_num_writes(bucket.gradient) for bucket in self._trainable]
         self._num_unused += 1
+
+    def take_gradients(self) -> None:
+        """The gradients are used otherwise than by an update. Raises RuntimeError without any."""
+        if not self._num_unused:
+            raise RuntimeError("perturbed() without gradients: call forward_backward() before it")
+        self._num_unused = 0
 
     def before_update(self, is_at_once: bool) -> None:
         """Raises RuntimeError where an update would not be of the last backward's gradients as they were.

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from . import watch
 from .mesh import Mesh
 from .parameters import Module, needs_first_pass
-from .part import Batches, Part, PartOptions, loss_gradient, mean_loss
+from .part import Batches, Part, PartOptions, What, loss_gradient, mean_loss
 from .rng_state import RngState
-
-What = Literal["gradients", "state"]
 
 
 class Executor(Protocol):

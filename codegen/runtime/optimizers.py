@@ -198,7 +198,9 @@ def needs_closure(found: str) -> OptimizerError:
     return OptimizerError(
         "optimizers whose step evaluates the loss again are not supported",
         found,
-        "an optimizer that steps from the gradients alone: AdamW, SGD, or the optimizer that this one wraps",
+        "an optimizer that steps from the gradients alone: AdamW, SGD, or the optimizer that this one wraps; for SAM "
+        "that one, and in a loop of your own step.forward_backward(batch), the same again within "
+        "`with step.perturbed(rho):`, then step.update()",
     )
 
 

@@ -59,6 +59,10 @@ class Tied:
     copies: frozenset[str] = frozenset()
 
 
+What = Literal["gradients", "state", "all"]
+"""What is read out whole: gradients, a state dict, or that with the buffers beside it that a step changes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Whole:
     """A whole tensor that can be read out, and all its names."""
@@ -228,38 +232,40 @@ class Part:
         for piece in pieces_of(entry.slot.name, entry.slot.spec, self.mesh, values, entry.lo):
             source.fill(piece.offsets, piece.value)
 
-    def describe(self, what: Literal["gradients", "state"]) -> list[Whole]:
+    def describe(self, what: What) -> list[Whole]:
         """What `read` will give, without communication."""
         found = []
         for bucket in self._read_buckets(what):
             for entry in bucket.entries:
                 slot = entry.slot
-                names = self.names(slot) if what == "state" else (slot.name,)
+                names = (slot.name,) if what == "gradients" else self.names(slot)
                 found.append(Whole(names, slot.spec.shape, bucket.master_dtype))
-        if what == "state":
-            persistent = [(name, spec) for name, spec, _ in self.model.buffer_slots() if spec.persistent]
-            found += [Whole((name, *spec.aliases), spec.shape, spec.dtype) for name, spec in persistent]
+        found += [Whole((name, *spec.aliases), spec.shape, spec.dtype) for name, spec, _ in self._read_buffers(what)]
         return found
 
-    def read(self, what: Literal["gradients", "state"]) -> Iterator[Tensor]:
+    def read(self, what: What) -> Iterator[Tensor]:
         """Whole tensors, one at a time (they may be views of what training changes). Collective over the mesh."""
         for bucket in self._read_buckets(what):
             parts = bucket.whole(bucket.gradient if what == "gradients" else bucket.master)
             for entry, local in zip(bucket.entries, parts, strict=True):
                 yield unshard(local, entry.slot.spec, self.mesh).detach()
-        if what == "state":
-            for _, spec, value in self.model.buffer_slots():
-                if spec.persistent:
-                    yield unshard(value, spec, self.mesh).detach()
+        for _, spec, value in self._read_buffers(what):
+            yield unshard(value, spec, self.mesh).detach()
 
-    def reads_others(self, what: Literal["gradients", "state"]) -> bool:
+    def reads_others(self, what: What) -> bool:
         """Whether other ranks have parts of what `read` gives."""
         buckets = self._read_buckets(what)
         specs = [entry.slot.spec for bucket in buckets for entry in bucket.entries]
-        specs += [spec for _, spec, _ in self.model.buffer_slots() if spec.persistent] if what == "state" else []
+        specs += [spec for _, spec, _ in self._read_buffers(what)]
         return any(bucket.axis.size > 1 for bucket in buckets) or any(is_apart(spec, self.mesh) for spec in specs)
 
-    def _read_buckets(self, what: Literal["gradients", "state"]) -> list[Bucket]:
+    def _read_buffers(self, what: What) -> list[tuple[str, Param, Tensor]]:
+        """The buffers of a state dict; of "all" also those beside it that a step changes."""
+        written = {id(value) for value in self.written_buffers()} if what == "all" else set[int]()
+        slots = self.model.buffer_slots() if what != "gradients" else ()
+        return [slot for slot in slots if slot[1].persistent or id(slot[2]) in written]
+
+    def _read_buckets(self, what: What) -> list[Bucket]:
         if what == "gradients":
             return self.trainable()
         buckets = self.zero.buckets
@@ -275,12 +281,10 @@ def _adopted(model: Module, shared: tuple[Part, ...]) -> ZeroUnits | None:
     if not shared:
         return None
     names = {slot.name for slot in model.slots()}
-    for part in shared:
-        if {slot.name for slot in part.model.slots()} == names:
-            part.zero.adopt(model)
-            model.share_buffers({name: value for name, _, value in part.model.buffer_slots()})
-            return part.zero
-    raise ValueError("the programs differ in the parameters that a rank has")
+    own = min(shared, key=lambda part: len(names ^ {slot.name for slot in part.model.slots()}))
+    own.zero.adopt(model)
+    model.share_buffers({name: value for name, _, value in own.model.buffer_slots()})
+    return own.zero
 
 
 class _Counts(list[Tensor]):

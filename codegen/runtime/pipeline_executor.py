@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from . import collectives
 from .actions import Action, Lines, check_lines, digest, forward_only, parse_lines
 from .mesh import Mesh
 from .parameters import Module, needs_first_pass
-from .part import Batches, Part, PartOptions, loss_gradient, mean_loss
+from .part import Batches, Part, PartOptions, What, loss_gradient, mean_loss
 from .pipeline import Pipeline
 from .rng_state import RngState
 from .tied_gradients import TiedGradients
@@ -337,7 +337,7 @@ class PipelineExecutor:
             self._rows = int(rows.item())
         self.rng.micro_batch_rows = self._rows
 
-    def read(self, what: Literal["gradients", "state"], rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    def read(self, what: What, rank0_only: bool) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Whole tensors of all stages by their names, on every rank or on rank 0. Collective."""
         for number in range(len(self.pipeline.stages)):
             first = self.pipeline.stage_mesh(number).first_rank
@@ -353,7 +353,7 @@ class PipelineExecutor:
                 if self._rank == 0 or not rank0_only:
                     yield whole.names, value
 
-    def reads_others(self, what: Literal["gradients", "state"]) -> bool:
+    def reads_others(self, what: What) -> bool:
         """Whether there are other ranks: each has stages of its own."""
         return self.mesh.everyone.size > 1
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -159,6 +159,19 @@ class Step(StepState):
         self.take_also(other, source)
         self._running_steps[self._running_steps.index(own)] = self._running_steps.pop()
 
+    def freeze(self, names: Collection[str]) -> None:
+        """Leave these parameters out of the coming updates, as torch does those whose requires_grad is off, and no
+        others. Raises ValueError where nothing is left, or the optimizer does not update each parameter by itself."""
+        if all(parameter.name in names for parameter in self._made_with[1]):
+            raise ValueError("no parameter is left to train")
+        is_fused = self._update.kernels is not None and self._update.kernels.optimizer is not None
+        if names and (is_fused or self.wholes is not None or self.host_optimizer is not None):
+            raise ValueError(
+                "parameters are frozen between steps only where torch's own optimizer, such as torch.optim.AdamW, "
+                "updates on the device what this rank stores"
+            )
+        self._by_hand.leave_out(names)
+
     def takes(self, batch: Mapping[str, Any]) -> bool:
         """Whether a whole global batch has shapes that this step, or one that it was given, was made for."""
         flat = self._batch.flat(batch)
@@ -257,6 +270,28 @@ class Step(StepState):
         require_argument("max_grad_norm", max_norm, "max_norm")
         self._update.max_grad_norm, self.grad_norm = float(max_norm), self._update.global_norm()
         return self.grad_norm
+
+    @contextmanager
+    def perturbed(self, rho: float) -> Iterator[None]:
+        """Within it, parameters are rho away along the last gradients, as sharpness-aware minimization (SAM) wants:
+
+            step.forward_backward(local_batch)
+            with step.perturbed(0.05):
+                loss = step.forward_backward(local_batch)
+            step.update()
+
+        Collective. Raises ValueError for an offloaded optimizer, RuntimeError without gradients.
+        """
+        if self.host_optimizer is not None:
+            raise ValueError("parameters of an offloaded optimizer cannot be perturbed")
+        self._by_hand.take_gradients()
+        with watch.entered(f"step.perturbed of step {self.rng.step}"):
+            before = self._update.perturb(rho)
+        try:
+            yield
+        finally:
+            with watch.entered(f"the end of step.perturbed of step {self.rng.step}"):
+                self._update.restore(before)
 
     @watch.noted("the update of step {coming}")
     def _update_parameters(self, is_at_once: bool) -> None:

@@ -12,7 +12,7 @@ from .executor import Executor, reading
 from .flat import Bucket, Entry
 from .mesh import Mesh
 from .parameters import Module
-from .part import Part, Source
+from .part import Part, Source, What
 from .rng_state import RngState
 from .update import buckets_of, require_finite
 from .zero import ZeroUnits
@@ -100,12 +100,16 @@ class StepState:
             state.update(dict.fromkeys(names, value.clone()))
         return state
 
-    def whole_tensors(self, *, rank0_only: bool = False) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    def whole_tensors(
+        self, *, rank0_only: bool = False, all_written: bool = False
+    ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """(all names, tensor) of what `full_state_dict` has, one at a time; it may change with the next step.
 
-        Collective: every rank must exhaust it. rank0_only: other ranks get none.
+        Collective: every rank must exhaust it. rank0_only: other ranks get none. all_written: with buffers that a step
+        changes and no state dict has.
         """
-        with reading(self._executor, "state", self.rng.step):
-            for names, whole in self._executor.read("state", rank0_only):
+        what: What = "all" if all_written else "state"
+        with reading(self._executor, what, self.rng.step):
+            for names, whole in self._executor.read(what, rank0_only):
                 if self.mesh.everyone.rank == 0 or not rank0_only:
                     yield names, whole

@@ -61,6 +61,28 @@ class Update:
             total = whole.to(total.dtype)
         return total.sqrt()
 
+    @torch.no_grad()
+    def perturb(self, rho: float) -> list[tuple[Bucket, Tensor]]:
+        """Move the parameters by rho along their gradients, divided by the norm of all; what they were. Collective."""
+        trained = [bucket for bucket in buckets_of(self.parts) if bucket.key.requires_grad]
+        before = [(bucket, bucket.master.clone()) for bucket in trained]
+        scale = rho / (self.global_norm() + 1e-12)  # as in SAM's usual implementations
+        for bucket in trained:
+            bucket.master.add_(bucket.gradient * scale)
+        self._publish()
+        return before
+
+    @torch.no_grad()
+    def restore(self, before: list[tuple[Bucket, Tensor]]) -> None:
+        """Undo `perturb`. Collective."""
+        for bucket, value in before:
+            bucket.master.copy_(value)
+        self._publish()
+
+    def _publish(self) -> None:
+        for part in self.parts:
+            part.zero.publish()
+
     def apply(self, grad_norm: Tensor | None) -> None:
         """Clip by the norm, which is known where there is a `max_grad_norm`, and update."""
         clip_factor = None if self.max_grad_norm is None else _clip_factor(self.max_grad_norm, grad_norm)

@@ -138,23 +138,34 @@ class ZeroUnits:
                 leaf.register_post_accumulate_grad_hook(_gradient_hook(self, bucket, index))
 
     def adopt(self, model: Module) -> None:
-        """Put these parameters in the places of another program's model, which has the same ones: it then gathers, uses
-        and trains them. Raises ValueError where its parameters are others, or lie otherwise."""
+        """Put these parameters in the places of another program's model, which has the same ones or fewer: it then
+        gathers, uses and trains them. Raises ValueError where its parameters are others, or lie otherwise.
+
+        Under stage 3 the other program's layers may be of other classes. What one of its layers reads is gathered
+        before that layer; what its root or several layers read is gathered for the whole step.
+        """
         entries = {entry.slot.name: (bucket, entry) for bucket in self.buckets for entry in bucket.entries}
         slots = {slot.name: slot for slot in model.slots()}
-        if strange := sorted(entries.keys() ^ slots.keys()):
-            raise ValueError(f"the programs differ in the parameters {', '.join(strange[:3])}")
-        units = {unit.buckets[0].entries[0].slot.unit: unit for unit in self._units}
+        if strange := sorted(slots.keys() - entries.keys()):
+            raise ValueError(f"forward reads parameters that it did not read before: {', '.join(strange[:3])}")
+        readers: dict[_Unit, set[int]] = {}
         for name, slot in slots.items():
-            entry = entries[name][1]
+            bucket, entry = entries[name]
             if _lies(slot, self.mesh) != _lies(entry.slot, self.mesh):
                 raise ValueError(f"the programs differ in how {name} lies")
+            if (unit := self._owners.get(id(bucket))) is not None:
+                readers.setdefault(unit, set()).add(slot.unit)
             for owner, attribute in slot.places:
                 owner._parameters[attribute] = entry.used
-        for index, module in enumerate(model.units()):
-            if (unit := units.get(index)) is not None:
+        modules = model.units()
+        for unit, indices in readers.items():
+            if len(indices) == 1 and 0 not in indices:
+                module = modules[indices.pop()]
                 module.register_forward_pre_hook(self._pre_forward_hook(unit))
                 module.register_forward_hook(self._forward_hook(unit))
+            else:
+                held = {id(bucket) for bucket in self._root_buckets}
+                self._root_buckets += [bucket for bucket in unit.buckets if id(bucket) not in held]
 
     def _hook_layers(self, model: Module) -> dict[int, _Unit]:
         owners: dict[int, _Unit] = {}
@@ -354,9 +365,12 @@ def _groups(model: Module, mesh: Mesh, tied: Collection[str]) -> Iterator[tuple[
 
 def _lies(slot: Slot, mesh: Mesh) -> tuple[Any, ...]:
     """What two programs must agree on to share a parameter; of their own classes as plain values."""
-    key = key_of(slot.spec, mesh)
-    unit = slot.unit if key.stage == 3 else 0  # whose forward gathers it
-    return unit, astuple(key), slot.spec.shape, slot.spec.local_shape(mesh), shards(slot.spec.placements, mesh)
+    return (
+        astuple(key_of(slot.spec, mesh)),
+        slot.spec.shape,
+        slot.spec.local_shape(mesh),
+        shards(slot.spec.placements, mesh),
+    )
 
 
 def _tensors(value: Any) -> Iterator[Any]:

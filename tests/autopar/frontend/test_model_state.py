@@ -173,7 +173,7 @@ def test_what_lies_too_deep_is_no_number() -> None:
         inner = inner[0]
     inner[0] = [2.0]
     (change,) = state.changes()
-    assert not change.is_followable and not change.is_movable
+    assert not change.is_of_values and not change.is_movable
 
 
 def test_where_changes_cannot_be_moved_to() -> None:
