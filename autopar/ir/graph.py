@@ -104,7 +104,8 @@ class Parameter:
 
     A parameter's meta requires a gradient if the loss has one for it. increment: what every forward in training adds to
     a buffer that counts. padding: entries at the end of each of padded_sections equal sections of the meta's dim
-    padded_dim that the user's own tensor lacks (frontend/padding.py, frontend/head_padding.py).
+    padded_dim that the user's own tensor lacks (frontend/padding.py, frontend/head_padding.py). value: of a tensor that
+    forward uses and no module has registered, which a program keeps as a buffer.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Parameter:
     padding: int = 0
     padded_dim: int = 0
     padded_sections: int = 1
+    value: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from autopar.program import GeneratedProgram
 from autopar.running.number_places import NumberPlaces
 from autopar.running.program_code import differ_in_bodies, exchange_code
 from autopar.running.random_states import kept_random_states
-from autopar.running.weights import ValueSource
+from autopar.running.weights import ValueSource, tables_of
 from codegen.runtime import watch
 from codegen.runtime.processes import store_of_ranks
 
@@ -108,8 +108,8 @@ class StateFollower:
             changes = [each for each in changes if each.name != HOOKS]
         _require(not (never := [each for each in changes if each.is_of_parts]), never, _AGAIN)
         written = _written_buffers(self._step) & {each.buffer for each in changes if each.buffer}
-        is_stale = int(self._step.rng.step) != self._num_steps
-        old = [each for each in changes if each.buffer and (self._is_loaded or (is_stale and each.buffer in written))]
+        is_old = [self._is_loaded or (self._is_stale and each.buffer in written) for each in changes]
+        old = [each for each, old in zip(changes, is_old, strict=True) if each.buffer and old]
         _require(not old, old, _STALE)
         constants = [each for each in changes if not each.buffer]
         if constants:
@@ -117,6 +117,11 @@ class StateFollower:
         if names := {each.buffer for each in changes if each.buffer}:
             self._load(names, [each for each in changes if each.buffer])
         _log.info("the program follows: %s", "; ".join(map(str, changes)))
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the step went on since its values were those of the model."""
+        return int(self._step.rng.step) != self._num_steps
 
     @property
     def _forward(self) -> ForwardOf:
@@ -128,31 +133,36 @@ class StateFollower:
         """Bring constants up to date, in all programs or in none."""
         if self._renumbered(changes):
             return
-        made = []
+        made, tables = [], set[str]()
         for program, step in self._programs:
             assert program.remake is not None
             try:
                 other = program.remake(program)
             except AutoparError as error:
                 raise _refused(changes, _AGAIN, f"by the same plan there is no program: {error}") from error
-            if other.files == program.files:
+            moved = _changed_tables(program, other)
+            if other.files == program.files and not moved:
                 continue
             _require(all(each.is_followable for each in changes), changes, _AGAIN)
+            _require(not (self._is_stale and moved & _written_buffers(self._step)), changes, _STALE)
+            tables |= moved
             is_text = program.backend != "inductor" and differ_in_bodies(program.files, other.files)
             try:
                 made.append((program, other, step, None if is_text else self._make(self._step, other)))
             except AutoparError as error:
                 raise _refused(changes, _AGAIN, str(error)) from error
-        if made and len(self._programs) == 1:
+        if made and len(self._programs) == 1 and made[0][0].files != made[0][1].files:
             self._places.learn(made[0][0].files, made[0][1].files, self._now)
         self._now = None
         for program, other, step, another in made:
             if another is None:
                 exchange_code(type(step).__module__.partition(".runtime.")[0], program.files, other.files)
-                other = replace(program, files=other.files)
+                other = replace(program, files=other.files, best=other.best)
             else:
-                self._step.run_instead(step, another, ValueSource(program.model, None, program.loss_fn))
+                self._step.run_instead(step, another, _values_of(other))
             self._programs[self._programs.index((program, step))] = (other, another or step)
+        if tables:
+            self._load(tables, changes)
 
     def _renumbered(self, changes: Sequence[Change]) -> bool:
         """Whether the program only needed other numbers, of which it is known where they are, and has them."""
@@ -172,9 +182,8 @@ class StateFollower:
 
     def _load(self, names: set[str], changes: Sequence[Change]) -> None:
         """Copy the model's buffers of these names into the program's own."""
-        program = self._programs[0][0]
-        source = ValueSource(program.model, None, program.loss_fn)
-        for _, step in self._programs:
+        for program, step in self._programs:
+            source = _values_of(program)
             for part in step.parts:
                 slots = list(part.model.buffer_slots())
                 for name, spec, _ in slots:
@@ -226,6 +235,17 @@ def _refused(changes: Sequence[Change], instead: Any, reason: str = "") -> Model
 def _require(is_met: bool, changes: Sequence[Change], instead: Any) -> None:
     if not is_met:
         raise _refused(changes, instead)
+
+
+def _values_of(program: GeneratedProgram) -> ValueSource:
+    return ValueSource(program.model, None, program.loss_fn, tables_of(program.best.graph))
+
+
+def _changed_tables(program: GeneratedProgram, other: GeneratedProgram) -> set[str]:
+    """The names of the tensors without a module that two programs of one model have with other values."""
+    before, now = tables_of(program.best.graph), tables_of(other.best.graph)
+    shared = before.keys() & now.keys()
+    return {n for n in shared if before[n].shape == now[n].shape and not torch.equal(before[n], now[n])}
 
 
 def _written_buffers(step: Any) -> set[str]:
