@@ -21,8 +21,9 @@ from autopar.errors import AutoparError, TraceError
 from autopar.frontend.autograd_functions import call_function, outside_functions
 from autopar.frontend.constants import Constants, Unwritten
 from autopar.frontend.data_access import DataAccess
-from autopar.frontend.drawn_numbers import drawn_numbers
+from autopar.frontend.drawn_numbers import drawn_numbers, floats_of_draws
 from autopar.frontend.fakes import in_this_thread
+from autopar.frontend.function_caches import functions_of
 from autopar.frontend.inner_gradients import traceable_gradients
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
@@ -45,6 +46,7 @@ def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = 
         # The many graph modules that export makes on its way are read, never called: they need no code.
         with (
             traceable(batch, unchecked, drawn),
+            floats_of_draws(functions_of(module)),
             _unwatched_attributes(),
             contextlib.redirect_stderr(io.StringIO()),
             _use_lazy_graph_module(True),

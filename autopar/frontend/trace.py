@@ -27,6 +27,7 @@ from autopar.frontend.eager import runs
 from autopar.frontend.effects import is_random
 from autopar.frontend.export import export, forward_and_loss
 from autopar.frontend.fakes import Results
+from autopar.frontend.function_caches import without_fakes
 from autopar.frontend.fx_import import LOGITS, FlatGraph, import_program
 from autopar.frontend.inputs import Batch, NamedBatch, common_batch, fake_input, has_rows, name_inputs
 from autopar.frontend.layers import fold_layers
@@ -40,7 +41,7 @@ from autopar.frontend.skeleton import skeleton_of
 from autopar.frontend.state_reads import Reads
 from autopar.frontend.training_only import write_training_only
 from autopar.frontend.untraceable import UntraceableError, failing
-from autopar.ir.graph import Graph, Input, Node
+from autopar.ir.graph import Graph, Input, Node, batch_key
 
 
 class Cuts(tuple[Truncation, ...]):
@@ -161,9 +162,9 @@ def _flat_graph(
         shorten(skeleton, cuts)
         return skeleton
 
-    def recorded(candidate: nn.Module, given: dict[str, Any]) -> Record:
+    def recorded(candidate: nn.Module, given: dict[str, Any], keeps_caches: bool = False) -> Record:
         forward = partial(forward_and_loss, loss_fn=loss_fn, batch=given, dtype=param_dtype)
-        return record(candidate, (), given, forward, results)
+        return record(candidate, (), given, forward, results, keeps_caches=keeps_caches)
 
     def followed(flat: FlatGraph) -> FlatGraph:
         """The graph, which an evaluation follows, too, where it can."""
@@ -177,7 +178,8 @@ def _flat_graph(
     results = Results(fake)
     if not (isinstance(cuts, Cuts) and cuts.is_repeatable):
         reads = cuts.reads if isinstance(cuts, Cuts) else None
-        check_repeats(short(), (loss_fn,), lambda candidate: recorded(candidate, batch), reads)
+        with without_fakes(model, (loss_fn,)):
+            check_repeats(short(), (loss_fn,), lambda each: recorded(each, batch, keeps_caches=True), reads)
         if isinstance(cuts, Cuts):
             cuts.is_repeatable = True
     first = cuts.first if isinstance(cuts, Cuts) else None
@@ -188,7 +190,8 @@ def _flat_graph(
             return followed(with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch))
     module = LossModule(short(), loss_fn, batch, with_logits=True, dtype=param_dtype)
     unchecked: dict[str, None] = {}
-    flat = import_program(export(module, batch, unchecked), module, batch, model)
+    with without_fakes(model, (loss_fn,)):
+        flat = import_program(export(module, batch, unchecked), module, batch, model)
     flat.unchecked = tuple(unchecked)
     rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
     if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
@@ -236,9 +239,8 @@ def _to_graph(
 ) -> Graph:
     simplify(flat)
     inputs = tuple(
-        Input(name, flat.inputs[name], 0 if has_rows(value, batch_size or rows) else None)
-        for name, value in fake_batch.items()
-        if isinstance(value, torch.Tensor)
+        Input(name, meta, 0 if has_rows(fake_batch[batch_key(name)], batch_size or rows) else None)
+        for name, meta in flat.inputs.items()
     )
     folded = fold_layers(flat, inputs, cuts, batch_size or rows)
     graph = replace(folded, unchecked=flat.unchecked, no_evaluation=flat.no_evaluation)
