@@ -108,12 +108,12 @@ class _Decisions:
         for cls, scope in classes:
             for name, spec in {**cls.parameters, **cls.buffers}.items():
                 self.parameter(spec, scope, name, mesh, f"{where}{cls.name}.{name}")
-        batch = {each.name: each.batch_dim for each in self.best.graph.inputs}
+        batch = {each.key: each for each in self.best.graph.inputs}
         for name, spec in program.inputs.items():
-            places = self.best.assignment.tensors.get(("", Ref(name)))
+            places = self.best.assignment.tensors.get(("", Ref(batch[name].name if name in batch else name)))
             if places is not None:
                 self.same("inputs", f"{where}{name}", spec.placements, placement_pairs(places, mesh))
-            dim = batch.get(name)
+            dim = batch[name].batch_dim if name in batch else None
             if dim is not None:
                 whole = spec.shape[dim] * self.plan.num_micro_batches
                 self.same("inputs", f"{where}rows of {name}", whole, self.plan.global_batch_size, 0)

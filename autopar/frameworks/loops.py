@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.frameworks.accelerators import ProgramOptimizer
-from autopar.running.weights import ValueSource
+from autopar.running.weights import ValueSource, tables_of
 from autopar.training.learners import RankLearner
 
 
@@ -60,7 +60,7 @@ class ModelValues:
                 "the model was written to in the middle of training, when its values were those of an earlier step: "
                 "call program.update_model(step) on every rank before that"
             )
-        self.learner.step.load(ValueSource(self.model))
+        self.learner.step.load(ValueSource(self.model, tables=tables_of(self.learner.program.best.graph)))
         self.note()
 
 

@@ -78,6 +78,32 @@ class Constants(TorchFunctionMode):
             self._known = {k: v for k, v in self._known.items() if v[1].untyped_storage().data_ptr() not in lost}
 
 
+class Unwritten(TorchFunctionMode):
+    """Within it tensors with memory that forward writes to are written to; after it they are as they were.
+
+    Fake tensors are not touched. A write that depends on numbers alone reaches the tensor itself otherwise.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if _may_write(func, str(getattr(func, "__name__", "")), kwargs):
+            for tensor in (leaf for leaf in tree_iter((args[:1], kwargs.get("out"))) if isinstance(leaf, Tensor)):
+                if type(tensor) is Tensor and not tensor.is_meta and id(tensor) not in self._before:
+                    with _disable_current_modes(), torch._C.DisableTorchFunction():
+                        self._before[id(tensor)] = tensor, tensor.detach().clone()
+        return func(*args, **kwargs)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            for tensor, value in self._before.values():
+                tensor.detach().copy_(value)
+
+
 def _is_static(tensor: Tensor) -> bool:
     """Whether a tensor's shape is of numbers, not of what a value decides."""
     return all(isinstance(size, int) for size in tensor.shape)

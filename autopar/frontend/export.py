@@ -19,14 +19,16 @@ from torch.nn.modules import transformer
 
 from autopar.errors import AutoparError, TraceError
 from autopar.frontend.autograd_functions import call_function, outside_functions
-from autopar.frontend.constants import Constants
+from autopar.frontend.constants import Constants, Unwritten
 from autopar.frontend.data_access import DataAccess
-from autopar.frontend.drawn_numbers import drawn_numbers
+from autopar.frontend.drawn_numbers import drawn_numbers, floats_of_draws
 from autopar.frontend.fakes import in_this_thread
+from autopar.frontend.function_caches import functions_of
 from autopar.frontend.inner_gradients import traceable_gradients
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.masks import plain_masks
+from autopar.frontend.module_moves import moved_in_place
 from autopar.frontend.one_process import as_one_process
 from autopar.frontend.running_statistics import written_statistics
 from autopar.frontend.strided import ByPosition
@@ -44,6 +46,7 @@ def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = 
         # The many graph modules that export makes on its way are read, never called: they need no code.
         with (
             traceable(batch, unchecked, drawn),
+            floats_of_draws(functions_of(module)),
             _unwatched_attributes(),
             contextlib.redirect_stderr(io.StringIO()),
             _use_lazy_graph_module(True),
@@ -92,10 +95,12 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None, drawn: lis
         ByPosition(),
         DataAccess(),
         written_statistics(),
+        Unwritten(),
         Constants(),
         innermost_lines(),
         drawn_numbers([] if drawn is None else drawn),
         traceable_gradients(),
+        moved_in_place(),
     ):
         yield
 

@@ -18,6 +18,7 @@ from autopar.frontend.effects import at
 from autopar.frontend.fx_import import FlatGraph, is_view, unused_name
 from autopar.frontend.layers import layer_path
 from autopar.frontend.overloads import functional_overload
+from autopar.frontend.tables import carried
 from autopar.ir.graph import UPDATE_BUFFER, Node, Ref, TensorMeta, base_name, map_refs, with_refs
 from autopar.ir.operators import find_op
 from codegen.functions import NAMESPACE
@@ -79,6 +80,8 @@ class _Functionaliser:
         written: Ref = node.args[0]
         chain = self.chain(written)
         root = chain[-1]
+        if root.node in self.flat.constants:
+            carried(self.flat, root.node)
         self.check_target(node, root)
         self.check_functions(node, root)
         value = self.copied(node, written) if functional == _COPY else replace(self.updated(node), op=functional)
@@ -90,7 +93,7 @@ class _Functionaliser:
         family = [ref for ref in self.views if self.chain(ref)[-1] == root and ref.node != node.name]
         if any(self.last_use.get(ref, -1) > position for ref in (root, *family) if ref != written):
             self.spread(node, chain, [ref for ref in family if ref not in chain])
-        if root.node in self.flat.parameters and root.node not in self.flat.constants:
+        if root.node in self.flat.parameters:
             self.written[root.node] = node, len(self.nodes)
 
     def copying(self, node: Node, plain: str) -> Node:
@@ -129,7 +132,7 @@ class _Functionaliser:
     def check_target(self, node: Node, root: Ref) -> None:
         """Raises TraceError for a write to a parameter, or to a differentiated tensor where gradients are off."""
         target = self.flat.parameters.get(root.node)
-        if target is not None and root.node not in self.flat.constants:
+        if target is not None:
             if not target.is_buffer and target.meta.requires_grad:
                 raise TraceError(
                     "forward changes a trained parameter in place, which the optimizer changes too",

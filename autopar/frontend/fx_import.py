@@ -24,7 +24,18 @@ from autopar.frontend.composites import definition
 from autopar.frontend.untraceable import takes_number
 from autopar.frontend.user_line import user_line
 from autopar.frontend.vmaps import BRACKETS
-from autopar.ir.graph import VIEWS, Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in, with_refs
+from autopar.ir.graph import (
+    VIEWS,
+    Node,
+    Parameter,
+    Ref,
+    TensorMeta,
+    base_name,
+    has_gradients,
+    input_name,
+    refs_in,
+    with_refs,
+)
 from autopar.ir.operators import arguments_of, may_be_view
 from autopar.rules.buffers import CONSTANT
 
@@ -157,12 +168,7 @@ class _Importer:
         name = next(self.batch)
         if not isinstance(value, torch.Tensor):
             return value
-        if name in self.flat.parameters:
-            raise TraceError(
-                "an input of the batch has the name of one of the model's own parameters or buffers",
-                values=name,
-                alternatives="another name for the argument of forward, or for the parameter",
-            )
+        name = input_name(name, self.flat.parameters)
         self.flat.inputs[name] = _meta(value)
         self.names.add(name)
         return Ref(name)

@@ -22,7 +22,7 @@ from typing import Any
 from autopar.frontend.fx_import import DROPPED_KWARGS, LOGITS, FlatGraph
 from autopar.frontend.recorder import Record, Source
 from autopar.frontend.simplify import drop_no_effect
-from autopar.ir.graph import Node, Ref, TensorMeta, refs_in
+from autopar.ir.graph import Node, Ref, TensorMeta, batch_key, refs_in
 
 _LIFTED = {"aten.lift_fresh.default": "aten.lift_fresh_copy.default"}
 
@@ -49,7 +49,9 @@ def with_rows_of(flat: FlatGraph, exported: Record, other: Record, inputs: Mappi
     plain.nodes = calls
     places = Places(plain, exported).find()
     plain.nodes = [_renumbered(n, other.outside[i]) for n, i in zip(calls, places, strict=True)] + marks
-    plain.inputs = {name: replace(meta, shape=tuple(inputs[name].shape)) for name, meta in flat.inputs.items()}
+    plain.inputs = {
+        name: replace(meta, shape=tuple(inputs[batch_key(name)].shape)) for name, meta in flat.inputs.items()
+    }
     return plain
 
 
@@ -70,7 +72,7 @@ class Places:
         self.flat = flat
         self.entries = record.outside
         self.sources: dict[Ref, Any] = {Ref(name): ("tensor", name) for name in flat.parameters}
-        self.sources |= {Ref(name): ("input", name) for name in flat.inputs}
+        self.sources |= {Ref(name): ("input", batch_key(name)) for name in flat.inputs}
         for name in flat.constants:  # bound where they are first used
             del self.sources[Ref(name)]
         self.undetached: dict[Any, Any] = {}  # result of a `detach` that the export left out -> what it was taken of

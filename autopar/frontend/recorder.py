@@ -21,7 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from autopar.frontend.attributes import blocks_of, named_tensors
 from autopar.frontend.depth import Truncation
+from autopar.frontend.drawn_numbers import floats_of_draws
 from autopar.frontend.fakes import Results, in_this_thread
+from autopar.frontend.function_caches import functions_of, without_fakes
 
 Forward = Callable[[nn.Module], Any]
 """Runs a (copy of the) model up to the scalar loss, or to (loss, logits)."""
@@ -228,11 +230,14 @@ def record(
     forward: Forward,
     results: Results,
     loss_fn: Any = None,
+    *,
+    keeps_caches: bool = False,
 ) -> Record:
     """Runs `forward` once. Inference mode hands over composite operators whole: half as many to look at.
 
     cuts: the runs whose blocks are recorded one by one. batch: the fake inputs by name. loss_fn: that `forward` calls,
-    of whose own tensors records say the names, too.
+    of whose own tensors records say the names, too. keeps_caches: what it leaves in caches outside of the model stays
+    there.
     """
     runs = tuple(Run(cut) for cut in cuts)
     recorder = _Recorder(runs, results)
@@ -254,6 +259,8 @@ def record(
         _as_exporting(),
         torch.inference_mode(),
         recorder.grad_mode(),
+        contextlib.nullcontext() if keeps_caches else without_fakes(model, (_loss_of(forward),)),
+        floats_of_draws(functions_of(model, (_loss_of(forward),))),
         results.fake,
         recorder,
     ):
@@ -261,6 +268,10 @@ def record(
     sources = tuple(map(recorder.source, loss)) if isinstance(loss, tuple) else recorder.source(loss)
     recorder.outside.append(("loss", sources))
     return Record(recorder.outside, recorder.runs, recorder)
+
+
+def _loss_of(forward: Forward) -> Any:
+    return getattr(forward, "keywords", {}).get("loss_fn")
 
 
 def _watch(block: nn.Module, recorder: _Recorder, run: Run, position: int) -> None:

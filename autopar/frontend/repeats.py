@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ from autopar.frontend.attributes import (
     named_tensors,
     summary,
 )
+from autopar.frontend.function_caches import is_filled
+from autopar.frontend.kept_values import compute_alike
 from autopar.frontend.recorder import Record, Source
 from autopar.frontend.state_reads import Reads, noted
 from autopar.frontend.state_values import object_kinds
@@ -60,7 +62,7 @@ def check_repeats(
     silent = _watch_hooks(model)
     names = {id(tensor): name for name, tensor in named_tensors(model)}
     with _own_random_state() as drawn:
-        held = _tensors(model)
+        held, before = _tensors(model), _state(model, functions)
         try:
             attributes = [each for module in modules_of(model) for each in attributes_of(module).values()]
             with noted(reads or Reads(), object_kinds([*attributes, *functions])):
@@ -70,8 +72,15 @@ def check_repeats(
         except Exception:  # whatever cannot run while it is recorded: the export does it, or says why not
             return
         once, kept = _state(model, functions), _tensors(model)
-        _refuse_replaced(held, kept, names)
-        second = run(model)
+        replaced = {place for place, each in held.items() if id(each) in names and kept.get(place) is not each}
+        named = dict(named_tensors(model))
+        try:
+            second = run(model)
+        except Exception:
+            _refuse_replaced(replaced, held, names)
+            raise
+        if reads is not None:
+            _leave_out_caches(reads, model, _changed(before, once) | _changed(held, kept))
         twice, kept_on = _state(model, functions), _tensors(model)
         generator = drawn()
     if generator:
@@ -92,10 +101,11 @@ def check_repeats(
         )
     _refuse_state(once, twice)
     stays = {place for place, tensor in kept.items() if place not in held and kept_on.get(place) is tensor}
-    if stays:
+    is_alike = not stays and not replaced and _alike(first.outside, second.outside)
+    fixed = [name for name, tensor in named.items() if not tensor.requires_grad]
+    if not is_alike and not compute_alike(first, second, named, fixed):
+        _refuse_replaced(replaced, held, names)
         _refuse_kept(stays, kept, first, _fixed_buffers(model, first))
-        first, second = second, run(model)
-    if not _alike(first.outside, second.outside):
         raise TraceError(
             "forward computes something else when it is called again",
             values=_difference(first, second),
@@ -135,6 +145,30 @@ def _state(model: nn.Module, functions: tuple[Any, ...]) -> State:
     return found
 
 
+def _changed(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> set[tuple[str, str]]:
+    """The places of modules where a forward left something else; of a container its own place."""
+    places = before.keys() | after.keys()
+    unlike = (place for place in places if not _is_kept(before.get(place), after.get(place)))
+    return {(path, name.partition("[")[0]) for path, name in unlike}
+
+
+def _is_kept(one: Any, other: Any) -> bool:
+    return one is other if is_a(one, Tensor) or is_a(other, Tensor) else bool(one == other)
+
+
+def _leave_out_caches(reads: Reads, model: nn.Module, changed: set[tuple[str, str]]) -> None:
+    """Do not watch what forward fills itself in its first call: it computes the same whether it is filled or not."""
+    for path, module in named_modules(model):
+        known = reads.attributes.get(type(module), {})
+        for name in [name for name in known if {(path, name), (where(path), name)} & changed]:
+            del known[name]
+        filled = [name for name in known if is_filled(getattr(type(module), name, None))]
+        for name in filled:
+            del known[name]
+    for space, name in [each for each in reads.variables if is_filled(each[0].values.get(each[1]))]:
+        del reads.variables[space, name]
+
+
 def _is_library(function: types.FunctionType) -> bool:
     return (function.__module__ or "").partition(".")[0] in _LIBRARIES
 
@@ -171,19 +205,17 @@ def _key(key: Any) -> str:
     return repr(key) if is_a(key, *SCALARS) else f"{type(key).__name__} {id(key)}"
 
 
-def _refuse_replaced(held: Mapping[Any, Tensor], kept: Mapping[Any, Tensor], names: Mapping[int, str]) -> None:
+def _refuse_replaced(places: Iterable[Any], held: Mapping[Any, Tensor], names: Mapping[int, str]) -> None:
     """Registered tensors must stay the tensors that they are."""
-    for place, tensor in held.items():
-        name = names.get(id(tensor))
-        if name is not None and kept.get(place) is not tensor:
-            raise TraceError(
-                "forward replaces a buffer or parameter by another tensor, which the program would not keep",
-                values=name,
-                alternatives=[
-                    "a counter that is changed in place (self.count += 1), which is kept",
-                    "return the value and assign it in the training loop",
-                ],
-            )
+    for place in places:
+        raise TraceError(
+            "forward replaces a buffer or parameter by another tensor, which the program would not keep",
+            values=names[id(held[place])],
+            alternatives=[
+                "a counter that is changed in place (self.count += 1), which is kept",
+                "return the value and assign it in the training loop",
+            ],
+        )
 
 
 def _refuse_state(once: State, twice: State) -> None:

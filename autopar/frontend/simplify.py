@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from autopar.errors import TraceError
 from autopar.frontend.bags import write_bags
 from autopar.frontend.chosen_experts import write_chosen
 from autopar.frontend.draws import write_draws
@@ -29,6 +28,7 @@ from autopar.frontend.mask_windows import forms_of, window_of
 from autopar.frontend.narrow_inputs import narrow_inputs
 from autopar.frontend.scattered_rows import write_scattered_rows
 from autopar.frontend.sinks import write_sinks
+from autopar.frontend.tables import keep_tables
 from autopar.ir.draws import DRAW, is_keyed, is_single_draw
 from autopar.ir.graph import UPDATE_BUFFER, WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs
 from autopar.ir.operators import arguments_of
@@ -176,12 +176,13 @@ def evaluate_constants(flat: FlatGraph) -> dict[Ref, torch.Tensor]:
 def write_out_constants(flat: FlatGraph) -> None:
     """Constant tensors of the trace become `full` calls, one for each run of equal values, equal ones a single one.
 
-    Raises TraceError for one of more than CONSTANT_RUNS: a generated program keeps parameters and buffers only.
+    One of more than CONSTANT_RUNS runs becomes a buffer, which keeps its value.
     """
     used = {ref.node for node in flat.nodes for ref in node.inputs}
     made: dict[Any, Ref] = {}
     renamed: dict[Ref, Ref] = {}
     nodes: list[Node] = []
+    tables: dict[str, torch.Tensor] = {}
 
     def call(key: Any, op: str, args: tuple[Any, ...], meta: TensorMeta, **kwargs: Any) -> Ref:
         if key not in made:
@@ -200,11 +201,8 @@ def write_out_constants(flat: FlatGraph) -> None:
             continue
         runs = _runs(value)
         if len(runs) > CONSTANT_RUNS:
-            raise TraceError(
-                "forward uses a tensor that is neither a parameter nor a buffer",
-                values=f"{name} of shape {tuple(value.shape)}",
-                alternatives="self.register_buffer(name, tensor, persistent=False) in the module's constructor",
-            )
+            tables[name] = value
+            continue
         if len(runs) == 1:
             renamed[Ref(name)] = full(runs[0][0], meta)
             continue
@@ -213,7 +211,7 @@ def write_out_constants(flat: FlatGraph) -> None:
         shaped = ("aten.view.default", (row, meta.shape), meta)
         renamed[Ref(name)] = row if len(meta.shape) == 1 else call((row, meta.shape), *shaped)
     flat.nodes = [*nodes, *flat.nodes]
-    flat.substitute(renamed)
+    flat.substitute(renamed | keep_tables(flat, tables))
 
 
 def _runs(value: torch.Tensor) -> list[tuple[Any, int]]:

@@ -31,7 +31,7 @@ FOREIGN = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "n
 """Packages whose objects are not looked into."""
 _MOST_LEAVES, _MOST_DEPTH = 2000, 10
 
-_NO_PARTS = (type, nn.Module, types.FunctionType, types.MethodType, functools.partial, types.ModuleType, enum.Enum)
+_NO_PARTS = (type, nn.Module, types.FunctionType, types.MethodType, types.ModuleType, enum.Enum)
 
 Key = tuple[str, str, tuple[Any, ...]]
 """Where a value is: a kind of place, the path of it, and the steps within what is there."""
@@ -244,6 +244,8 @@ def _items(value: Any, fields: Fields) -> list[tuple[tuple[str, Any], Any]] | No
     if kind is types.MappingProxyType:
         (value,) = gc.get_referents(value)  # what it is a view of
         kind = type(value)
+    if issubclass(kind, functools.partial):
+        return [((".", name), getattr(value, name)) for name in ("func", "args", "keywords")]
     if issubclass(kind, dict):
         return [(("[", _step(key)), inner) for key, inner in dict.items(value)]
     if issubclass(kind, list):

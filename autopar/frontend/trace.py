@@ -28,6 +28,7 @@ from autopar.frontend.effects import is_random
 from autopar.frontend.evaluation import difference
 from autopar.frontend.export import export, forward_and_loss
 from autopar.frontend.fakes import Results
+from autopar.frontend.function_caches import without_fakes
 from autopar.frontend.fx_import import LOGITS, FlatGraph, import_program
 from autopar.frontend.inputs import Batch, NamedBatch, common_batch, fake_input, has_rows, name_inputs
 from autopar.frontend.layers import fold_layers
@@ -41,7 +42,7 @@ from autopar.frontend.skeleton import loss_skeleton, skeleton_of
 from autopar.frontend.state_reads import Reads
 from autopar.frontend.training_only import write_training_only
 from autopar.frontend.untraceable import UntraceableError, failing
-from autopar.ir.graph import Graph, Input, Node
+from autopar.ir.graph import Graph, Input, Node, batch_key
 
 
 class Cuts(tuple[Truncation, ...]):
@@ -162,10 +163,10 @@ def _flat_graph(
         shorten(skeleton, cuts)
         return skeleton
 
-    def recorded(candidate: nn.Module, given: dict[str, Any], loss: Any = None) -> Record:
+    def recorded(candidate: nn.Module, given: dict[str, Any], loss: Any = None, keeps_caches: bool = False) -> Record:
         loss = loss or loss_skeleton(loss_fn, fake)
         forward = partial(forward_and_loss, loss_fn=loss, batch=given, dtype=param_dtype)
-        return record(candidate, (), given, forward, results, loss)
+        return record(candidate, (), given, forward, results, loss, keeps_caches=keeps_caches)
 
     def followed(flat: FlatGraph) -> FlatGraph:
         """The graph, which an evaluation follows, too, where it can."""
@@ -182,7 +183,8 @@ def _flat_graph(
     if not (isinstance(cuts, Cuts) and cuts.is_repeatable):
         reads = cuts.reads if isinstance(cuts, Cuts) else None
         own_loss = loss_skeleton(loss_fn, fake)
-        check_repeats(short(), (own_loss,), lambda candidate: recorded(candidate, batch, own_loss), reads)
+        with without_fakes(model, (loss_fn,)):
+            check_repeats(short(), (own_loss,), lambda each: recorded(each, batch, own_loss, keeps_caches=True), reads)
         if isinstance(cuts, Cuts):
             cuts.is_repeatable = True
     asks_mode = not isinstance(cuts, Cuts) or cuts.reads.asks_mode()
@@ -194,7 +196,8 @@ def _flat_graph(
             return followed(with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch))
     module = LossModule(short(), loss_skeleton(loss_fn, fake), batch, with_logits=True, dtype=param_dtype)
     unchecked: dict[str, None] = {}
-    flat = import_program(export(module, batch, unchecked), module, batch, model)
+    with without_fakes(model, (loss_fn,)):
+        flat = import_program(export(module, batch, unchecked), module, batch, model)
     flat.unchecked = tuple(unchecked)
     rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
     if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
@@ -242,9 +245,8 @@ def _to_graph(
 ) -> Graph:
     simplify(flat)
     inputs = tuple(
-        Input(name, flat.inputs[name], 0 if has_rows(value, batch_size or rows) else None)
-        for name, value in fake_batch.items()
-        if isinstance(value, torch.Tensor)
+        Input(name, meta, 0 if has_rows(fake_batch[batch_key(name)], batch_size or rows) else None)
+        for name, meta in flat.inputs.items()
     )
     folded = fold_layers(flat, inputs, cuts, batch_size or rows)
     graph = replace(folded, unchecked=flat.unchecked, no_evaluation=flat.no_evaluation)

@@ -7,7 +7,7 @@ Everything after that (rules, strategies, prices, plan, lowering) reads this for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import wraps
@@ -104,7 +104,8 @@ class Parameter:
 
     A parameter's meta requires a gradient if the loss has one for it. increment: what every forward in training adds to
     a buffer that counts. padding: entries at the end of each of padded_sections equal sections of the meta's dim
-    padded_dim that the user's own tensor lacks (frontend/padding.py, frontend/head_padding.py).
+    padded_dim that the user's own tensor lacks (frontend/padding.py, frontend/head_padding.py). value: of a tensor that
+    forward uses and no module has registered, which a program keeps as a buffer.
     """
 
     name: str
@@ -116,15 +117,37 @@ class Parameter:
     padding: int = 0
     padded_dim: int = 0
     padded_sections: int = 1
+    value: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One tensor of the user's batch. `batch_dim` is 0 for tensors that are split into micro-batches, else None."""
+    """One tensor of the user's batch. `batch_dim` is 0 for tensors that are split into micro-batches, else None.
+
+    name: that of the batch; where a parameter of the model has the same, marked as `input_name` does.
+    """
 
     name: str
     meta: TensorMeta
     batch_dim: int | None = 0
+
+    @property
+    def key(self) -> str:
+        """What the batch calls it."""
+        return batch_key(self.name)
+
+
+_OF_BATCH = "@batch"
+
+
+def input_name(key: str, parameters: Container[str]) -> str:
+    """What a graph calls an input of the batch, beside the model's parameters and buffers."""
+    return key + _OF_BATCH if key in parameters else key
+
+
+def batch_key(name: str) -> str:
+    """What the batch calls an input of a graph."""
+    return name.removesuffix(_OF_BATCH)
 
 
 @dataclass(frozen=True, slots=True)

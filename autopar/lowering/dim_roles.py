@@ -127,7 +127,7 @@ def _names(
     inputs: dict[Hashable, str] = {}
     for item in graph.inputs:
         for dim in range(len(item.meta.shape)):
-            inputs.setdefault(classes.find(("", Ref(item.name), dim)), f"{argument(item.name)}_length".upper())
+            inputs.setdefault(classes.find(("", Ref(item.name), dim)), f"{argument(item.key)}_length".upper())
     named = dict(roles)
     for one, role in roles.items():
         if len(lengths[role]) > 1:

@@ -19,6 +19,7 @@ from autopar.ir.graph import (
     Node,
     Ref,
     base_name,
+    batch_key,
     derived,
 )
 from autopar.options.scopes import scopes_of
@@ -83,7 +84,7 @@ def readable_names(graph: Graph, scope_name: str = "", results: tuple[Ref, ...] 
     taken = set(RESERVED) - {"hidden"} if scope.layer or "hidden" in entering else set(RESERVED)
     names: dict[Ref, str] = {}
     for name in entering:
-        names[Ref(name)] = _unique(name if scope.layer else argument(name), taken)
+        names[Ref(name)] = _unique(name if scope.layer else argument(batch_key(name)), taken)
     pieces = scope.nodes if scope.layer else graph.body
     uses = uses_of(pieces, scope.layer.outputs if scope.layer else results or (graph.loss,))
     followed = _followed(pieces, uses)

@@ -28,7 +28,7 @@ from autopar.running.folder import TUNING_FILE, write_folder
 from autopar.running.launched import join_launched
 from autopar.running.state_follower import follow, followed
 from autopar.running.surroundings import check_training
-from autopar.running.weights import Init, ValueSource
+from autopar.running.weights import Init, ValueSource, tables_of
 from autopar.settings.arguments import check_numbers, yes_no_or_none
 from autopar.settings.loss_scale import loss_scale_of
 from codegen.runtime import watch
@@ -89,7 +89,7 @@ def build_step(
         non_finite=non_finite,
         loss_scale=scale,
     )
-    step.load(ValueSource(compiled.model, init, compiled.loss_fn))
+    step.load(ValueSource(compiled.model, init, compiled.loss_fn, tables_of(compiled.best.graph)))
     follow(compiled, step, _shared_step)
     for other in also:
         _require_one_precision(compiled.plan, other.plan)
@@ -108,7 +108,7 @@ def take_also(step: Any, other: GeneratedProgram, init: Init | None = None) -> N
         what = "async-tp" if other.backend == "async-tp" else f"offload={other.plan.pipeline.offload}"
         raise ConstraintError("a step takes batches of other shapes without it", values=what)
     made = _shared_step(step, other)
-    step.take_also(made, ValueSource(other.model, init, other.loss_fn))
+    step.take_also(made, ValueSource(other.model, init, other.loss_fn, tables_of(other.best.graph)))
     if (follower := followed(step)) is not None:
         follower.take_also(other, made)
 

@@ -15,7 +15,7 @@ from autopar.files.tensor_files import MOST_BYTES, TensorFiles, TensorSpec
 from autopar.frontend.admission import require_traits
 from autopar.integrations.lazy_weights import has_values
 from autopar.program import GeneratedProgram
-from autopar.running.weights import ValueSource
+from autopar.running.weights import ValueSource, tables_of
 from autopar.settings.optimizers import main_optimizer
 from codegen.folder_modules import imported_modules
 from codegen.launching import NodeGroup, Nodes, pytorch_job, single_node, slurm_script
@@ -84,7 +84,7 @@ def nodes_of(program: GeneratedProgram) -> Nodes:
 
 def _write_weights(compiled: GeneratedProgram, folder: Path) -> None:
     """One tensor after the other, so that the values of a model whose weights lie in files are never all in memory."""
-    value = ValueSource(compiled.model, loss_fn=compiled.loss_fn)
+    value = ValueSource(compiled.model, None, compiled.loss_fn, tables_of(compiled.best.graph))
     names = dict.fromkeys(p.name for p in compiled.best.graph.parameters) | dict.fromkeys(
         name for name, _ in compiled.model.named_buffers() if name in compiled.model.state_dict(keep_vars=True)
     )

@@ -27,7 +27,7 @@ from autopar.program import GeneratedProgram
 from autopar.running.number_places import NumberPlaces
 from autopar.running.program_code import differ_in_bodies, exchange_code
 from autopar.running.random_states import kept_random_states
-from autopar.running.weights import ValueSource
+from autopar.running.weights import ValueSource, tables_of
 from codegen.runtime import watch
 from codegen.runtime.processes import store_of_ranks
 
@@ -116,8 +116,8 @@ class StateFollower:
             changes = [each for each in changes if each.name != HOOKS]
         _require(not (never := [each for each in changes if each.is_of_parts]), never, _AGAIN)
         written = _written_buffers(self._step) & {each.buffer for each in changes if each.buffer}
-        is_stale = int(self._step.rng.step) != self._num_steps
-        old = [each for each in changes if each.buffer and (self._is_loaded or (is_stale and each.buffer in written))]
+        is_old = [self._is_loaded or (self._is_stale and each.buffer in written) for each in changes]
+        old = [each for each, old in zip(changes, is_old, strict=True) if each.buffer and old]
         _require(not old, old, _STALE)
         other = [each for each in changes if each.buffer and each.is_tensor and each.old.dtype != each.new.dtype]
         _require(not other, other, _AGAIN)
@@ -159,6 +159,11 @@ class StateFollower:
                 parameter.requires_grad_(False)
 
     @property
+    def _is_stale(self) -> bool:
+        """Whether the step went on since its values were those of the model."""
+        return int(self._step.rng.step) != self._num_steps
+
+    @property
     def _forward(self) -> ForwardOf:
         program = self._programs[0][0]
         assert program.remake is not None
@@ -168,7 +173,7 @@ class StateFollower:
         """Bring constants up to date, in all programs or in none."""
         if self._renumbered(changes):
             return
-        made = []
+        made, tables = [], set[str]()
         for first, (program, step) in zip(self._first, self._programs, strict=True):
             assert first.remake is not None
             try:
@@ -178,8 +183,11 @@ class StateFollower:
                 raise _refused(changes, _AGAIN, f"by the same plan there is no program: {error}") from error
             if other.state is not None:
                 self.state.read_also(other.state.reads)
-            if other.files == program.files:
+            moved = _changed_tables(program, other)
+            if other.files == program.files and not moved:
                 continue
+            _require(not (self._is_stale and moved & _written_buffers(self._step)), changes, _STALE)
+            tables |= moved
             is_text = program.backend != "inductor" and differ_in_bodies(program.files, other.files)
             try:
                 made.append((program, other, step, None if is_text else self._make(self._step, other)))
@@ -190,16 +198,18 @@ class StateFollower:
         if unread != self._unread and any(another is not None for *_, another in made):
             self._leave_out(self._frozen | unread, changes)
             self._unread = unread
-        if made and len(self._programs) == 1:
+        if made and len(self._programs) == 1 and made[0][0].files != made[0][1].files:
             self._places.learn(made[0][0].files, made[0][1].files, self._now)
         self._now = None
         for program, other, step, another in made:
             if another is None:
                 exchange_code(type(step).__module__.partition(".runtime.")[0], program.files, other.files)
-                other = replace(program, files=other.files)
+                other = replace(program, files=other.files, best=other.best)
             else:
-                self._step.run_instead(step, another, ValueSource(program.model, None, program.loss_fn))
+                self._step.run_instead(step, another, _values_of(other))
             self._programs[self._programs.index((program, step))] = (other, another or step)
+        if tables:
+            self._load(tables, changes)
 
     def _require_no_new_writes(self, changes: Sequence[Change], other: Any) -> None:
         """Raises ModelError where another program updates buffers that the step does not keep."""
@@ -226,10 +236,10 @@ class StateFollower:
 
     def _load(self, names: set[str], changes: Sequence[Change]) -> None:
         """Copy the model's buffers of these names into the program's own."""
-        program = self._programs[0][0]
-        source = ValueSource(program.model, None, program.loss_fn)
         # What a program that runs in another's place reads lies elsewhere than what the step is asked for afterwards.
-        for step in {id(each): each for each in (self._step, *(step for _, step in self._programs))}.values():
+        steps = {id(step): (program, step) for program, step in ((self._programs[0][0], self._step), *self._programs)}
+        for program, step in steps.values():
+            source = _values_of(program)
             for part in step.parts:
                 slots = list(part.model.buffer_slots())
                 for name, spec, _ in slots:
@@ -293,6 +303,17 @@ def _unread(step: Any, other: Any) -> Iterator[str]:
     read = {slot.name for part in other.parts for slot in part.model.slots()}
     for part in step.parts:
         yield from (slot.name for slot in part.model.slots() if slot.name not in read)
+
+
+def _values_of(program: GeneratedProgram) -> ValueSource:
+    return ValueSource(program.model, None, program.loss_fn, tables_of(program.best.graph))
+
+
+def _changed_tables(program: GeneratedProgram, other: GeneratedProgram) -> set[str]:
+    """The names of the tensors without a module that two programs of one model have with other values."""
+    before, now = tables_of(program.best.graph), tables_of(other.best.graph)
+    shared = before.keys() & now.keys()
+    return {n for n in shared if before[n].shape == now[n].shape and not torch.equal(before[n], now[n])}
 
 
 def _written_buffers(step: Any) -> set[str]:

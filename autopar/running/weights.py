@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.errors import ModelError
 from autopar.integrations.lazy_weights import stored_of
+from autopar.ir.graph import Graph
 from codegen.runtime.weight_files import StoredTensor, WeightFileError
 
 Init = Callable[[str, torch.Size, torch.dtype], torch.Tensor]
@@ -20,19 +21,27 @@ class ValueSource:
     """`name -> whole tensor` over parameters and buffers, tied names included; asked for one name at a time.
 
     loss_fn: if it is a module (`nn.CrossEntropyLoss(weight=...)`), its tensors are those below `loss_fn`.
+    tables: further tensors, which no module has registered.
 
     Values on meta are those of the files that they were left in (`stored`), or come from `init(name, shape, dtype)`;
     buffers that a module computes in its constructor (rotary frequencies) are made again by building that module anew.
     A call raises ModelError where none of this is possible.
     """
 
-    def __init__(self, model: nn.Module, init: Init | None = None, loss_fn: Any = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        init: Init | None = None,
+        loss_fn: Any = None,
+        tables: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         self._model, self._init = model, init
         tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= dict(model.named_buffers(remove_duplicate=False))
         if isinstance(loss_fn, nn.Module):
             own = (*loss_fn.named_parameters(), *loss_fn.named_buffers())
             tensors |= {f"loss_fn.{name}": value for name, value in own}
+        tensors |= tables or {}
         self._tensors = tensors
         self._remade: dict[str, dict[str, torch.Tensor]] = {}
 
@@ -69,6 +78,11 @@ class ValueSource:
             f"{name} is on meta and has no value",
             alternatives="pass init=(name, shape, dtype) -> tensor to build(), or a model with weights",
         )
+
+
+def tables_of(graph: Graph) -> dict[str, torch.Tensor]:
+    """Tensors that no module of the model has registered, by the names of the program's buffers."""
+    return {each.name: each.value for each in graph.parameters if each.value is not None}
 
 
 class LazyState(Mapping[str, torch.Tensor]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from autopar.errors import TraceError
 from autopar.frontend.trace import trace
@@ -39,10 +40,30 @@ def test_inputs_that_are_called_like_generated_names(name: str) -> None:
     assert is_exact(Inputs(), {name: X, "other": X.flip(0)})
 
 
-@pytest.mark.parametrize("name", ["class", "a-b", "self", "__x", "scale"])
+@pytest.mark.parametrize("name", ["class", "a-b", "self", "__x"])
 def test_inputs_that_are_refused(name: str) -> None:
     with pytest.raises(TraceError, match="name"):
         trace(Inputs(), {name: X, "other": X})
+
+
+class _SameNames(nn.Module):
+    """Arguments of forward that are called like a parameter, a buffer and a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.other = nn.Parameter(torch.linspace(0, 1, 8)), nn.Linear(8, 8)
+        self.register_buffer("mask", torch.arange(8.0) / 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return (self.other(x * self.x + other) * (mask + self.mask)).square().mean()
+
+
+def test_inputs_that_are_called_like_parameters() -> None:
+    torch.manual_seed(0)
+    assert is_exact(Inputs(), {"scale": X, "other": X.flip(0)})
+    batch = {"x": X, "mask": X.cos(), "other": X.flip(1)}
+    assert is_exact(_SameNames(), batch)
+    assert "def forward(self, x, mask, other)" in compiled_for(_SameNames(), batch).source
 
 
 def test_a_block_class_named_like_the_root() -> None:

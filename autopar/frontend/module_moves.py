@@ -1,0 +1,51 @@
+"""Modules that forward moves to where they are already: `expert.to(x.device)`, `self.float()`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autopar.errors import TraceError
+from autopar.frontend.attributes import named_tensors
+from autopar.frontend.fakes import in_this_thread
+
+
+@contextlib.contextmanager
+def moved_in_place() -> Iterator[None]:
+    """Within it, a module's methods that move or cast it (`to`, `cuda`, `float`) leave it as it is.
+
+    A program has its parameters and buffers on its own devices. Raises TraceError for a cast to another dtype.
+    """
+    own = nn.Module._apply
+
+    def apply(module: nn.Module, function: Callable[[Tensor], Any], *args: Any, **kwargs: Any) -> nn.Module:
+        dtypes: dict[torch.dtype, torch.dtype] = {}
+        for name, tensor in named_tensors(module):
+            if tensor.dtype not in dtypes:
+                dtypes[tensor.dtype] = _dtype_of(function, tensor.dtype)
+            if dtypes[tensor.dtype] != tensor.dtype:
+                raise TraceError(
+                    "forward casts its own parameters or buffers to another dtype",
+                    values=f"{name} of {type(module).__name__}: {tensor.dtype} to {dtypes[tensor.dtype]}",
+                    alternatives=["the cast before the model is compiled", "tensor.to(dtype) where forward reads it"],
+                )
+        return module
+
+    with mock.patch.object(nn.Module, "_apply", in_this_thread(apply, own)):
+        yield
+
+
+def _dtype_of(function: Callable[[Tensor], Any], dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a cast makes of one; the same where it moves to a device that is not here."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        try:
+            made = function(torch.zeros((), dtype=dtype))
+        except (RuntimeError, AssertionError, NotImplementedError):
+            return dtype
+    return made.dtype if isinstance(made, Tensor) else dtype
