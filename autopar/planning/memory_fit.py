@@ -140,10 +140,8 @@ def lightened(fitting: Fitting, solution: PipelineSolution) -> PipelineSolution:
             for kind, _ in stage.counts
         }
         for kind, counts in stage.counts:
-            beside = (
-                item for name, own in stages[number].counts if name != kind for item in _kept_bytes(modes[name], own)
-            )
-            room = fitting.memory_bytes[stage.submesh] - sum(beside)
+            beside = sum(_kept_bytes(modes[name], own) for name, own in stages[number].counts if name != kind)
+            room = fitting.memory_bytes[stage.submesh] - beside
             faster = _faster(modes[kind], dict(counts), room, functools.partial(fits, number, kind))
             if faster is not None:
                 stages[number] = _with_modes(stages[number], kind, faster)
