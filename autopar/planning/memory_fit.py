@@ -40,6 +40,9 @@ MAX_ROUNDS = 8
 NOTHING = 1.0
 """Bytes that are less than any stage needs."""
 
+TRIED = 8
+"""Numbers of units in the faster one of two modes that are tried, before all between two of them."""
+
 SAME = 1e-6
 """Share of their time by which two solutions may differ of which the second is no other for having less memory."""
 
@@ -125,9 +128,21 @@ def lightened(fitting: Fitting, solution: PipelineSolution) -> PipelineSolution:
         return all(num_bytes <= fitting.memory_bytes[name] for name, num_bytes in held.items())
 
     for number, stage in enumerate(solution.stages):
+        flying, deferred = problem.held(len(stages), number)
+        modes = {
+            kind: {
+                each.label: (
+                    each.steady_seconds,
+                    each.fixed_bytes + flying * each.micro_bytes + deferred * each.deferred_bytes,
+                )
+                for each in problem.points[kind, stage.submesh]
+            }
+            for kind, _ in stage.counts
+        }
         for kind, counts in stage.counts:
-            seconds = {point.label: point.steady_seconds for point in problem.points[kind, stage.submesh]}
-            faster = _faster(seconds, dict(counts), functools.partial(fits, number, kind))
+            beside = sum(_kept_bytes(modes[name], own) for name, own in stages[number].counts if name != kind)
+            room = fitting.memory_bytes[stage.submesh] - beside
+            faster = _faster(modes[kind], dict(counts), room, functools.partial(fits, number, kind))
             if faster is not None:
                 stages[number] = _with_modes(stages[number], kind, faster)
     if stages == list(solution.stages):
@@ -138,25 +153,42 @@ def lightened(fitting: Fitting, solution: PipelineSolution) -> PipelineSolution:
 Counts = tuple[tuple[str, int], ...]
 """How many units of a class take a mode, by its label."""
 
+Modes = Mapping[str, tuple[float, float]]
+"""Seconds per micro-batch of a unit, and the bytes that it keeps, by the label of its mode."""
 
-def _faster(seconds: Mapping[str, float], counts: Mapping[str, int], fits: Callable[[Counts], bool]) -> Counts | None:
-    """The fastest counts of two modes that fit, if any of them are faster than `counts`. seconds: of every mode."""
-    total, best, found = sum(counts.values()), sum(seconds[label] * n for label, n in counts.items()), None
-    quickest = sorted(seconds, key=lambda label: seconds[label])
 
-    def mixed(first: str, second: str, count: int) -> Counts:
-        return tuple((label, n) for label, n in ((first, count), (second, total - count)) if n)
+def _kept_bytes(modes: Modes, counts: Counts) -> float:
+    """What units keep that take modes as often as `counts` says."""
+    return sum(count * modes[label][1] for label, count in counts)
 
-    def time(first: str, second: str, count: int) -> float:
-        return count * seconds[first] + (total - count) * seconds[second]
 
-    for first, second in itertools.combinations(quickest, 2):
-        order = range(total + 1)  # how many take the faster mode
-        least = bisect.bisect_left(order, True, key=lambda n: time(first, second, n) < best * (1 - SAME))
-        if least > total or not fits(mixed(first, second, least)):
-            continue
-        most = bisect.bisect_left(order, True, lo=least + 1, key=lambda n: not fits(mixed(first, second, n))) - 1
-        best, found = time(first, second, most), mixed(first, second, most)
+def _faster(
+    modes: Modes, counts: Mapping[str, int], room_bytes: float, fits: Callable[[Counts], bool]
+) -> Counts | None:
+    """The fastest counts of two modes that fit, if any of them are faster than `counts`. room_bytes: that all units of
+    the class may keep at most.
+
+    With ever more units in the faster mode a stage holds less at first, if a slower one takes more while it runs, and
+    then more: of the numbers that may fit, as many as TRIED are tried, the most units first.
+    """
+    total, best, found = sum(counts.values()), sum(modes[label][0] * n for label, n in counts.items()), None
+    for first, second in itertools.combinations(sorted(modes, key=lambda label: modes[label][0]), 2):
+        (quick, more), (slow, less) = modes[first], modes[second]
+
+        def mixed(count: int, names: tuple[str, str] = (first, second)) -> Counts:
+            return tuple((label, n) for label, n in zip(names, (count, total - count), strict=True) if n)
+
+        def may_fit(count: int, own: tuple[float, float] = (more, less)) -> bool:
+            return count * own[0] + (total - count) * own[1] <= room_bytes * (1 + ROUNDING)
+
+        seconds = [count * quick + (total - count) * slow for count in range(total + 1)]
+        wanted = [count for count in range(total + 1) if seconds[count] < best * (1 - SAME) and may_fit(count)]
+        tried = wanted[:: -max(len(wanted) // TRIED, 1)]
+        fitting = next((count for count in tried if fits(mixed(count))), None)
+        if fitting is not None:
+            between = [count for count in wanted if count >= fitting]
+            most = bisect.bisect_left(between, True, lo=1, key=lambda count: not fits(mixed(count))) - 1
+            best, found = seconds[between[most]], mixed(between[most])
     return found
 
 

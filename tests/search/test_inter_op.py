@@ -20,6 +20,7 @@ from search.inter_op import (
     Submesh,
     Tied,
 )
+from search.pipeline_problem import objective
 from tests.search import exhaustive_pipeline, pipeline_bound, pipeline_problems
 
 
@@ -48,6 +49,7 @@ def assert_agree(problem: PipelineProblem) -> None:
     assert abs(found.objective - expected.objective) <= 1e-9 * scale
     assert bound <= expected.objective + 1e-9 * scale
     assert abs(objective_of(problem, found) - found.objective) <= 1e-9 * scale
+    assert abs(objective(problem, found.stages) - found.objective) <= 1e-9 * scale
 
 
 def objective_of(problem: PipelineProblem, solution: PipelineSolution) -> float:

@@ -86,17 +86,8 @@ def test_bounds_hold_and_free_is_best(seed: int) -> None:
     assert not list(violations(seed, num_pins=1))
 
 
-KNOWN = {
-    0: pytest.mark.xfail(
-        reason="seed 11: a pinned zero-bubble schedule is 4 % faster than the free plan", strict=False
-    ),
-    24: pytest.mark.xfail(reason="seed 40: a pinned recompute mode is 0.03 % faster than the free plan", strict=False),
-}
-"""Requests whose free plan is not the fastest: open defects of the search, not of its bounds."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [pytest.param(n, marks=KNOWN[n]) if n in KNOWN else n for n in range(0, 216, 24)])
+@pytest.mark.parametrize("first", range(0, 240, 24))
 def test_bounds_hold_and_free_is_best_of_many_requests(first: int) -> None:
     """Every model of the generator once per case, on other devices."""
     assert [line for seed in range(first, first + 24) for line in violations(seed)] == []

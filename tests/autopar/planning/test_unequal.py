@@ -25,6 +25,7 @@ from autopar.planning.given import reprice
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import UnequalSearch
 from autopar.planning.planner import search_plans
+from autopar.planning.predict import chosen
 from autopar.planning.request import Request
 from autopar.planning.shared_assignments import SharedAssignments
 from autopar.planning.smallest import smallest_pipeline
@@ -152,8 +153,10 @@ def all_solved(search: UnequalSearch) -> dict[ParallelConfig, float]:
 def test_a_cutoff_below_the_best_finds_nothing() -> None:
     search = UnequalSearch(request_for(TWO_AND_ONE))
     best = search.run().best
-    assert best is not None and search.run(best.objective).best is None
-    assert search.run(best.objective * 1.001).best is not None
+    assert best is not None
+    seconds = chosen(candidate_of(best, search.request).plan)
+    assert search.run(seconds).best is None
+    assert search.run(seconds * 1.001).best is not None
 
 
 def test_a_batch_that_no_pipeline_can_share_is_refused_in_words() -> None:
