@@ -70,7 +70,8 @@ class Scratch:
     def _found(self) -> set[str]:
         found = (path for path in self.folder.iterdir() if not path.name.startswith((*CACHES, "pymp-")))
         files = {path.name for path in found if not _is_in_use(path)}
-        files |= {f"./{name}" for name in set(os.listdir()) - self.work}
+        # Linters and type checkers that run at the same time have caches of their own.
+        files |= {f"./{name}" for name in set(os.listdir()) - self.work if not name.endswith("_cache")}
         return files | {f"process {pid} ({command})" for pid, command in living_children().items()}
 
 
