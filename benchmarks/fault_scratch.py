@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -70,7 +71,8 @@ class Scratch:
     def _found(self) -> set[str]:
         found = (path for path in self.folder.iterdir() if not path.name.startswith((*CACHES, "pymp-")))
         files = {path.name for path in found if not _is_in_use(path)}
-        files |= {f"./{name}" for name in set(os.listdir()) - self.work}
+        # Linters and type checkers that run at the same time have caches of their own.
+        files |= {f"./{name}" for name in set(os.listdir()) - self.work if not name.endswith("_cache")}
         return files | {f"process {pid} ({command})" for pid, command in living_children().items()}
 
 
@@ -88,16 +90,18 @@ def _is_in_use(folder: Path) -> bool:
 
 def living_children() -> dict[int, str]:
     """Return the processes that this one has started or inherited, by their ids; helpers of Python are left out."""
-    found = {}
+    found, pids = {}, list[int]()
     for task in Path("/proc/self/task").iterdir():
-        for pid in map(int, (task / "children").read_text().split()):
-            try:
-                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if state not in "ZX" and not any(name in command for name in HELPERS):
-                found[pid] = command[:60].strip()
+        with contextlib.suppress(OSError):  # a thread that has ended meanwhile
+            pids += map(int, (task / "children").read_text().split())
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if state not in "ZX" and not any(name in command for name in HELPERS):
+            found[pid] = command[:60].strip()
     return found
 
 

@@ -245,7 +245,7 @@ class ModelState:
         return [*found, *self._added_hooks()]
 
     def _has_added_hooks(self) -> bool:
-        """Whether there are hooks that no program runs. Only looked for where torch has made a handle of a hook since."""
+        """Whether there are hooks that no program runs; only looked for where torch has made a handle of a hook."""
         if RemovableHandle.next_id == self._last_handle:
             return False
         found = [*self._other_hooks.values(), *(get(p) for p in self._parameters for get in _HOOKS_OF_GRADIENTS)]

@@ -299,10 +299,11 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, record: Mapping[str
         raise CheckpointError(f"the optimiser has {len(saved['groups'])} groups in the checkpoint, {count} now")
     for now, first, last in zip(settings_of(optimizer), saved["initial"], saved["groups"], strict=True):
         for key, value in now.items():
-            stored = (first.get(key), last.get(key))
-            if stored != (None, None) and not all(_is_like(each, value) for each in stored):
+            stored = [each[key] for each in (first, last) if key in each]
+            is_set = any(each is not None for each in stored)
+            if is_set and not all(_is_like(each, value) for each in stored):
                 raise CheckpointError(
-                    f"{key} of the optimiser is {stored[1]!r:.80} in the checkpoint, {value!r:.80} now"
+                    f"{key} of the optimiser is {stored[-1]!r:.80} in the checkpoint, and {value!r:.80} now"
                 )
 
 
@@ -310,14 +311,14 @@ def _is_like(stored: Any, now: Any) -> bool:
     """Return whether a stored setting can take the place of the optimizer's: a finite number that of a number."""
     if isinstance(now, (list, tuple)):
         is_list = isinstance(stored, (list, tuple)) and len(stored) == len(now)
-        return is_list and all(map(_is_like, stored, now))
+        return is_list and all(each is None or _is_like(each, own) for each, own in zip(stored, now, strict=True))
     if now is None:
         return stored is None or isinstance(stored, (bool, int, float, str))
     if isinstance(now, bool):
         return stored is None or isinstance(stored, bool)
     if isinstance(now, (int, float)):
         is_number = isinstance(stored, (int, float)) and not isinstance(stored, bool)
-        return is_number and abs(stored) <= sys.float_info.max
+        return is_number and (abs(stored) <= sys.float_info.max or stored == now)
     return type(stored) is type(now)
 
 

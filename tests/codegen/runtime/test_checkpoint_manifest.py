@@ -16,6 +16,7 @@ from torch import nn
 from autopar.errors import CheckpointError
 from autopar.training import checkpoints
 from codegen.runtime import checkpoint_files as files
+from codegen.runtime.optimizers import settings_of
 
 PROGRESS = {"step": 1, "num_samples": 1, "seed": 0}
 
@@ -125,6 +126,20 @@ def test_settings_of_another_kind_are_refused(saved: Path, name: str, value: Any
     rewrite(saved, body)
     with pytest.raises(CheckpointError, match=name):
         load(saved)
+
+
+def test_a_setting_that_only_a_schedule_adds_is_no_other_kind(tmp_path: Path) -> None:
+    def scheduled() -> tuple[nn.Module, torch.optim.Optimizer, list[dict[str, Any]]]:
+        net = model()
+        optimizer = torch.optim.Adafactor(net.parameters(), 0.1)
+        before = settings_of(optimizer)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        return net, optimizer, before
+
+    net, optimizer, before = scheduled()
+    checkpoints.save_plain(net, optimizer, PROGRESS, tmp_path / "checkpoint", before)
+    net, optimizer, before = scheduled()
+    assert checkpoints.load_plain(net, optimizer, tmp_path / "checkpoint", before)["step"] == 1
 
 
 @pytest.mark.parametrize("kind", ["link", "hard to end", "folder"])
