@@ -178,7 +178,7 @@ class ModelState:
 
         value = get()
         self._aliases.append((get, key, value))
-        is_opaque = is_plain(value) or is_a(value, Tensor)
+        is_opaque = value is MISSING or is_plain(value) or is_a(value, Tensor)
         if key not in self._roots and (is_opaque or id(value) not in self._deep):
             self._deep.add(id(value))
             self._roots[key] = Root(key, name, line, get, None, self.reads.fields)

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.frontend.recorder import Source
 from autopar.frontend.recurrent_dropout import RECURRENT
-from autopar.ir.operators import named_arguments
+from autopar.ir.operators import may_be_view, named_arguments
 
 FLAGS: Mapping[str, tuple[str, Any]] = {
     "aten.dropout.default": ("train", False),
@@ -44,6 +44,7 @@ class RecordedCalls:
         self.entries = entries
         self.loss = entries[-1][1]
         self._renamed: dict[Any, Any] = {}  # the result of an identity -> what it is
+        self._viewed: set[Any] = set()  # buffers of which there are views
         self._calls: list[RecordedCall] = []
         for position, entry in enumerate(entries[:-1], 1):
             self._add(position, entry, in_program)
@@ -65,8 +66,10 @@ class RecordedCalls:
             self._renamed["result", position, 0] = next(iter(named.values()))
             return
         # What reads a tensor that was written to does not name the call; only what a buffer becomes stays out of sight.
-        writes = operator._schema.is_mutable
-        counts = writes and not _is_buffer(next(iter(named.values())))
+        writes, first = operator._schema.is_mutable, next(iter(named.values()), None)
+        if _is_buffer(first) and may_be_view(name):
+            self._viewed.add(first[1])
+        counts = writes and not (_is_buffer(first) and first[1] not in self._viewed)
         what = (tuple(named.items()), tuple(result[:2] for result in results))
         self._calls.append(RecordedCall(("result", position), name, what, counts, writes=writes))
 

@@ -123,6 +123,7 @@ class Root:
             if type(old) is type(new) and old == new:
                 continue
             old, new = (each.value if type(each) in (SeenTensor, Alike) else each for each in (old, new))
+            old, new = (MISSING if type(each) is Held and each.value is MISSING else each for each in (old, new))
             kind, path, own = self.key
             inner = "".join(f".{step}" if how == "." else "" if how == "#" else f"[{step!r}]" for how, step in steps)
             head, _, rest = self.name.partition(" ")
@@ -209,6 +210,8 @@ def leaves_of(value: Any, fields: Fields) -> dict[tuple[Any, ...], Any]:
     def visit(each: Any, steps: tuple[Any, ...]) -> None:
         if type(each) in _EXACT:
             found[steps] = each
+        elif each is MISSING:
+            found[steps] = Held(each)
         elif issubclass(type(each), Tensor):
             found[steps] = SeenTensor(each)
         elif is_plain(each):

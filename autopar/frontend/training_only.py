@@ -97,7 +97,7 @@ class _Comparison:
     """own: training's value -> evaluation's. bound: skipped values -> (evaluation's value, position of the reader).
 
     homes: a view, or what was written in place -> the tensor whose memory it is in. written: of these tensors those
-    that training alone writes to.
+    that training alone writes to. stale: views of them from before.
     """
 
     training: Record
@@ -107,6 +107,7 @@ class _Comparison:
     bound: dict[Name, tuple[Name, int]] = field(default_factory=dict)
     homes: dict[Name, Name] = field(default_factory=dict)
     written: set[Name] = field(default_factory=set)
+    stale: set[Name] = field(default_factory=set)
 
     def run(self) -> tuple[Replacement, ...]:
         first, second = RecordedCalls(self.training.outside, True), RecordedCalls(self.evaluation.outside, False)
@@ -162,7 +163,9 @@ class _Comparison:
                 raise UnlikeError(
                     f"the model calls {call.name} in training alone, which writes to what evaluation reads"
                 )
-            self.written.add(self.home(target[1]))
+            home = self.home(target[1])
+            self.written.add(home)
+            self.stale |= {name for name in self.homes if self.home(name) == home}
         self.skipped |= {(*call.key, index) for index in range(len(call.what[1]))}
 
     def is_alike(
@@ -206,7 +209,7 @@ class _Comparison:
         if ours in self.bound:
             return {} if self.bound[ours][0] == theirs else None
         if ours not in self.skipped:
-            if ours[0] == "result" and self.home(ours) in self.written:
+            if ours in self.stale:
                 raise UnlikeError("evaluation reads a view of what training alone writes to")
             return {} if self.own.get(ours, ours) == theirs else None
         is_known = theirs[0] != "result" or theirs in self.own.values()

@@ -70,14 +70,19 @@ def _refitted(
 ) -> ScopePlan:
     parameters = {own: stored[name] for name, own in _parameters(scope, graph) if name in stored}
     source = _source(scope, old)
+    usual = next(iter(plan.scopes[""].inputs.values()), None)
     if source is None:
-        return ScopePlan(parameters, {}, {}, {})
+        names = [name for name, _ in scope.layer.inputs] if scope.layer is not None and usual is not None else []
+        return ScopePlan(parameters, dict.fromkeys(names, usual), {}, {})
     decided = plan.scopes[source.name]
     operators = {node.name: node.op for node in source.nodes}
     same = {node.name for node in scope.nodes if operators.get(node.name) == node.op}
     inputs = dict(decided.inputs)
     if scope.layer is not None and len(scope.layer.inputs) == len(inputs):
         inputs = dict(zip((name for name, _ in scope.layer.inputs), inputs.values(), strict=True))
+    elif scope.layer is not None and inputs:
+        first = next(iter(inputs.values()))
+        inputs = {name: inputs.get(name, first) for name, _ in scope.layer.inputs}
     return ScopePlan(
         parameters,
         inputs,

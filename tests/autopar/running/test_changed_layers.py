@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -138,7 +137,14 @@ def test_a_plan_is_refitted_to_them(change: Change) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("change", FOLLOWED)
 @pytest.mark.parametrize(
-    "plan", [{"dp": 2}, {"pp": 2, "micro_batches": 2}, {"pp": 2, "micro_batches": 2, "recompute": "full"}], ids=str
+    "plan",
+    [
+        {"dp": 2},
+        {"pp": 2, "micro_batches": 2},
+        {"pp": 2, "micro_batches": 2, "recompute": "full"},
+        {"dp": 2, "zero": 3},
+    ],
+    ids=str,
 )
 def test_they_are_followed_under_plans(change: Change, plan: dict[str, Any]) -> None:
     data, model = batches(4), Net()
@@ -170,17 +176,107 @@ REPLACED = {
 }
 
 
-def test_replaced_code_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = batches(1)[0]
-    compiled = autopar.compile(Net(), "1 cpu", example_inputs=data, optimizer=sgd)
-    for name, replace in REPLACED.items():
-        step = compiled.build(first_step_check=False)
-        before = copy.copy(vars(compiled.model.blocks[1]))
-        with monkeypatch.context() as patch:
-            replace(compiled.model, patch)
-            with pytest.raises(ModelError, match="changed between steps") as caught:
-                step(step.local_batch(data))
-            assert name in str(caught.value) and step.rng.step == 0
-            vars(compiled.model.blocks[1]).pop("forward", None)
-        assert vars(compiled.model.blocks[1]).keys() == before.keys()
-        assert float(step(step.local_batch(data))) > 0  # as it was, it trains
+def test_replaced_code_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = batches(4)
+    for replace in REPLACED.values():
+        found = []
+        for kind in ("eager", "program"):
+            model = Net()
+            optimizer, step = sgd(model.parameters()), None
+            if kind == "program":
+                step = autopar.compile(model, "1 cpu", example_inputs=data[0], optimizer=sgd).build()
+            with monkeypatch.context() as patch:
+                losses = []
+                for number, batch in enumerate(data):
+                    if number == 2:
+                        replace(model, patch)
+                    if step is not None:
+                        losses.append(float(step(step.local_batch(batch))))
+                        continue
+                    optimizer.zero_grad()
+                    loss = model(**batch)
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(loss.item())
+            found.append(losses)
+        assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+class Parts(Net):
+    """Layers, a second head and an average, which flags leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.has_second, self.left_out, self.averages = nn.Linear(8, 8), True, -1, False
+        self.register_buffer("mean", torch.zeros(8))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = x if number == self.left_out else block(x)
+        if self.averages:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        loss = super().forward(x, z)
+        return loss + F.l1_loss(self.second(self.hidden(x)), z) if self.has_second else loss
+
+
+def leaves_parts_out(model: Any, step: int) -> None:
+    model.has_second, model.left_out = step != 1, (-1, 1, 2, -1)[step]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def eager_parts(data: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+    model, found = Parts(), []
+    optimizer = adamw(model.parameters())
+    for number, batch in enumerate(data):
+        leaves_parts_out(model, number)
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found, model.state_dict()
+
+
+def train_parts(step: Any, model: nn.Module, data: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
+    return train(step, model, leaves_parts_out, data), step.full_state_dict()
+
+
+def assert_equal_parts(found: tuple[list[float], dict[str, Tensor]], data: list[dict[str, Tensor]]) -> None:
+    losses, state = eager_parts(data)
+    assert found[0] == pytest.approx(losses, rel=1e-5)
+    for name, value in state.items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_parts_that_a_flag_leaves_out_are_not_updated() -> None:
+    data, model = batches(4), Parts()
+    compiled = autopar.compile(model, "1 cpu", example_inputs=data[0], optimizer=adamw)
+    step = compiled.build(first_step_check=False)
+    assert_equal_parts(train_parts(step, model, data), data)
+    model.averages = True
+    with pytest.raises(ModelError, match="forward now updates buffers that it did not: mean"):
+        step(step.local_batch(data[0]))
+
+
+def test_parts_that_were_never_read_are_refused_with_what_to_do() -> None:
+    data, model = batches(1)[0], Parts()
+    model.has_second = False
+    step = autopar.compile(model, "1 cpu", example_inputs=data, optimizer=adamw).build(first_step_check=False)
+    model.has_second = True
+    with pytest.raises(ModelError, match=r"second.bias, second.weight[\s\S]*switch it off before the first step"):
+        step(step.local_batch(data))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("plan", [{"dp": 2, "zero": 3}, {"tp": 2}, {"dp": 2, "recompute": "full"}], ids=str)
+def test_parts_are_left_out_under_plans(plan: dict[str, Any]) -> None:
+    data, model = batches(4), Parts()
+    compiled = autopar.compile(model, "2 cpu", example_inputs=data[0], optimizer=adamw, constraints=plan)
+    assert_equal_parts(compiled.launch(train_parts, model, data)[0], data)
