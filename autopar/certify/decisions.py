@@ -14,6 +14,7 @@ from typing import Any
 
 from autopar.certify.findings import Findings
 from autopar.compiled import CompiledProgram
+from autopar.ir.batch_names import batch_key
 from autopar.ir.chain import chain
 from autopar.ir.graph import LayerRun, Ref, layer_names
 from autopar.ir.mesh import Mesh
@@ -108,7 +109,7 @@ class _Decisions:
         for cls, scope in classes:
             for name, spec in {**cls.parameters, **cls.buffers}.items():
                 self.parameter(spec, scope, name, mesh, f"{where}{cls.name}.{name}")
-        batch = {each.key: each for each in self.best.graph.inputs}
+        batch = {batch_key(each.name): each for each in self.best.graph.inputs}
         for name, spec in program.inputs.items():
             places = self.best.assignment.tensors.get(("", Ref(batch[name].name if name in batch else name)))
             if places is not None:

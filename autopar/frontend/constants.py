@@ -98,7 +98,7 @@ class Unwritten(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             for tensor, value in self._before.values():
                 tensor.detach().copy_(value)

@@ -76,11 +76,11 @@ class _Drawn(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         _modes.append(self)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         _modes.remove(self)
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def noted(self, tensor: Tensor) -> Tensor:
         """The tensor, which is a drawn number from now on."""

@@ -26,16 +26,17 @@ _MOST_FUNCTIONS = 2000
 @contextlib.contextmanager
 def without_fakes(model: nn.Module, functions: tuple[Any, ...] = ()) -> Iterator[None]:
     """Before it and after it, no cache that the model's functions name has fake tensors."""
-    drop_fakes(model, functions)
+    caches = _caches(model, functions)
+    _drop_fakes(caches)
     try:
         yield
     finally:
-        drop_fakes(model, functions)
+        _drop_fakes(caches)
 
 
-def drop_fakes(model: nn.Module, functions: tuple[Any, ...] = ()) -> None:
-    """Take fake tensors out of all caches that the functions of a model name."""
-    for cache in _caches(model, functions):
+def _drop_fakes(caches: list[Any]) -> None:
+    """Take fake tensors out of caches."""
+    for cache in caches:
         if is_a(cache, _CACHED):
             if cache.cache_info().currsize and _has_fakes(cache, deepest=6):
                 cache.cache_clear()

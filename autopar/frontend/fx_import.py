@@ -24,6 +24,7 @@ from autopar.frontend.composites import definition
 from autopar.frontend.untraceable import takes_number
 from autopar.frontend.user_line import user_line
 from autopar.frontend.vmaps import BRACKETS
+from autopar.ir.batch_names import input_name
 from autopar.ir.graph import (
     VIEWS,
     Node,
@@ -32,7 +33,6 @@ from autopar.ir.graph import (
     TensorMeta,
     base_name,
     has_gradients,
-    input_name,
     refs_in,
     with_refs,
 )

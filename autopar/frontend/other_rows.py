@@ -22,7 +22,8 @@ from typing import Any
 from autopar.frontend.fx_import import DROPPED_KWARGS, LOGITS, FlatGraph
 from autopar.frontend.recorder import Record, Source
 from autopar.frontend.simplify import drop_no_effect
-from autopar.ir.graph import Node, Ref, TensorMeta, batch_key, refs_in
+from autopar.ir.batch_names import batch_key
+from autopar.ir.graph import Node, Ref, TensorMeta, refs_in
 
 _LIFTED = {"aten.lift_fresh.default": "aten.lift_fresh_copy.default"}
 

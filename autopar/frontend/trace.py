@@ -42,7 +42,8 @@ from autopar.frontend.skeleton import loss_skeleton, skeleton_of
 from autopar.frontend.state_reads import Reads
 from autopar.frontend.training_only import write_training_only
 from autopar.frontend.untraceable import UntraceableError, failing
-from autopar.ir.graph import Graph, Input, Node, batch_key
+from autopar.ir.batch_names import batch_key
+from autopar.ir.graph import Graph, Input, Node
 
 
 class Cuts(tuple[Truncation, ...]):

@@ -7,7 +7,7 @@ Everything after that (rules, strategies, prices, plan, lowering) reads this for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import wraps
@@ -124,30 +124,12 @@ class Parameter:
 class Input:
     """One tensor of the user's batch. `batch_dim` is 0 for tensors that are split into micro-batches, else None.
 
-    name: that of the batch; where a parameter of the model has the same, marked as `input_name` does.
+    name: as `batch_names.py` makes it of the batch's.
     """
 
     name: str
     meta: TensorMeta
     batch_dim: int | None = 0
-
-    @property
-    def key(self) -> str:
-        """What the batch calls it."""
-        return batch_key(self.name)
-
-
-_OF_BATCH = "@batch"
-
-
-def input_name(key: str, parameters: Container[str]) -> str:
-    """What a graph calls an input of the batch, beside the model's parameters and buffers."""
-    return key + _OF_BATCH if key in parameters else key
-
-
-def batch_key(name: str) -> str:
-    """What the batch calls an input of a graph."""
-    return name.removesuffix(_OF_BATCH)
 
 
 @dataclass(frozen=True, slots=True)

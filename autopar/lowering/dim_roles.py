@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Mapping
 
+from autopar.ir.batch_names import batch_key
 from autopar.ir.graph import ATTENTION, Graph, Ref, base_name, derived, layer_borders
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import rule_or_blank
@@ -127,7 +128,9 @@ def _names(
     inputs: dict[Hashable, str] = {}
     for item in graph.inputs:
         for dim in range(len(item.meta.shape)):
-            inputs.setdefault(classes.find(("", Ref(item.name), dim)), f"{argument(item.key)}_length".upper())
+            inputs.setdefault(
+                classes.find(("", Ref(item.name), dim)), f"{argument(batch_key(item.name))}_length".upper()
+            )
     named = dict(roles)
     for one, role in roles.items():
         if len(lengths[role]) > 1:

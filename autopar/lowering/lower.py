@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from autopar.ir.batch_names import batch_key
 from autopar.ir.chain import chain, home_of_unread
 from autopar.ir.graph import UPDATE_BUFFER, Graph, Input, LayerRun, Node, Ref, ancestors, base_name, derived
 from autopar.ir.mesh import Mesh
@@ -177,7 +178,7 @@ def _lower_stage(
         precision=plan.precision,
         global_batch_size=plan.global_batch_size,
         num_micro_batches=plan.num_micro_batches,
-        inputs={i.key: input_spec(shared, i.name, i.meta) for i in _inputs(shared) if i.name not in kept},
+        inputs={batch_key(i.name): input_spec(shared, i.name, i.meta) for i in _inputs(shared) if i.name not in kept},
         layers=layers,
         root=_root_class(root_class, root, awaited, results, unread_here),
         runs=tuple(root.layer_runs),
@@ -233,7 +234,7 @@ def _root_class(
         parameters={p.name: spec_of(shared, "", p) for p in stored if not p.is_buffer},
         buffers={p.name: spec_of(shared, "", p) for p in stored if p.is_buffer} | dict(unread_here),
         inputs=tuple(
-            root.variable(Ref(i.name), shared.assignment.tensors["", Ref(i.name)], argument(i.key))
+            root.variable(Ref(i.name), shared.assignment.tensors["", Ref(i.name)], argument(batch_key(i.name)))
             for i in _inputs(shared)
         ),
         body=tuple(body),

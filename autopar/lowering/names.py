@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
+from autopar.ir.batch_names import batch_key
 from autopar.ir.graph import (
     SINK_ATTENTION,
     WINDOW_ATTENTION,
@@ -19,7 +20,6 @@ from autopar.ir.graph import (
     Node,
     Ref,
     base_name,
-    batch_key,
     derived,
 )
 from autopar.options.scopes import scopes_of
