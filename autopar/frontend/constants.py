@@ -47,7 +47,7 @@ class Constants(TorchFunctionMode):
         if name in _LIKE | _NEW:
             are_known = all(id(tensor) in self._known for tensor in tensors[1:])
         made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
-        is_small = all(_is_static(tensor) for tensor in (*made, *tensors)) and _numel(made) <= MOST_ELEMENTS
+        is_small = all(is_static(tensor) for tensor in (*made, *tensors)) and _numel(made) <= MOST_ELEMENTS
         is_followed = are_known and is_small and not name.startswith(_UNSET) and not isinstance(func, OpOverloadPacket)
         if not is_followed or (isinstance(func, OpOverload) and func._schema.is_mutable):
             if _may_write(func, name, kwargs):
@@ -104,7 +104,7 @@ class Unwritten(TorchFunctionMode):
                 tensor.detach().copy_(value)
 
 
-def _is_static(tensor: Tensor) -> bool:
+def is_static(tensor: Tensor) -> bool:
     """Whether a tensor's shape is of numbers, not of what a value decides."""
     return all(isinstance(size, int) for size in tensor.shape)
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from autopar.errors import TraceError
+from autopar.frontend.constants import is_static
 from autopar.frontend.fakes import in_this_thread
 from codegen.runtime.python_random import FUNCTIONS, ArrayError, by_torch
 
@@ -105,7 +106,7 @@ class _Drawn(TorchFunctionMode):
         if name == "item" and self.is_drawn(args[0]):
             return self.noted(args[0].reshape(()))
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.is_floating_point() and result.numel() == 1:
+        if isinstance(result, Tensor) and result.is_floating_point() and is_static(result) and result.numel() == 1:
             tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
             if name in _DRAWS or (tensors and all(map(self.is_drawn, tensors))):
                 self.noted(result)

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
-from torch.utils.hooks import RemovableHandle
 
-from autopar.frontend.admission import BACKWARD_HOOKS, GLOBAL_HOOKS, where
+from autopar.frontend.admission import where
 from autopar.frontend.attributes import dict_of, is_a, named_modules, named_parameters
+from autopar.frontend.model_hooks import Hooks
 from autopar.frontend.module_attributes import ModuleAttributes, class_with
 from autopar.frontend.state_places import get_step, held_by, set_step
 from autopar.frontend.state_reads import ClassData, Environment, Files, Line, Reads, home_of, text_of
@@ -38,8 +37,6 @@ from autopar.frontend.state_values import (
 )
 
 _MODES = ("evaluation", "training")
-HOOKS = "forward hooks of modules"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _SMALL, _MOST_SMALL = 4096, 8
 """Elements of tensors whose values are compared, and how many tensors are."""
@@ -122,13 +119,7 @@ class ModelState:
         small = [(name, b) for name, b in self._buffers.items() if b.numel() <= _SMALL and not b.is_meta]
         self._copies = [(name, b, b.detach().clone()) for name, b in small[:_MOST_SMALL]]
         self._modes = modes or {path: _is_in_training(module) for path, module in modules.items()}
-        self._hooks = [dict_of(module)[table] for module in modules.values() for table in _HOOKS]
-        self._num_hooks = sum(map(len, self._hooks))
-        self._other_hooks = {
-            **{(path, table): dict_of(m)[table] for path, m in modules.items() for table in BACKWARD_HOOKS},
-            **{("all modules", table): getattr(torch_module, table) for table in GLOBAL_HOOKS},
-        }
-        self._last_handle = -1
+        self._hooks = Hooks(modules, self._parameters)
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         yield from named_modules(self.model)
@@ -211,8 +202,7 @@ class ModelState:
             and all(torch.equal(b, copy) for _, b, copy in self._copies)
             and not any(self._replaced())
             and all(root.is_same() for root in self._roots.values())
-            and sum(map(len, self._hooks)) == self._num_hooks
-            and not self._has_added_hooks()
+            and self._hooks.are_same()
             and all(vars(owner).get(name) is method for (owner, name), method in self._methods.items())
         )
 
@@ -240,27 +230,7 @@ class ModelState:
         for (owner, name), method in self._methods.items():
             if (now := vars(owner).get(name, MISSING)) is not method:
                 found.append(Change(f"{name} of {ClassData(owner).label}", method, now))
-        if sum(map(len, self._hooks)) != self._num_hooks:
-            found.append(Change(HOOKS, self._num_hooks, sum(map(len, self._hooks)), is_of_parts=True))
-        return [*found, *self._added_hooks()]
-
-    def _has_added_hooks(self) -> bool:
-        """Whether there are hooks that no program runs; only looked for where torch has made a handle of a hook."""
-        if RemovableHandle.next_id == self._last_handle:
-            return False
-        found = [*self._other_hooks.values(), *(get(p) for p in self._parameters for get in _HOOKS_OF_GRADIENTS)]
-        self._last_handle = -1 if any(found) else RemovableHandle.next_id
-        return any(found)
-
-    def _added_hooks(self) -> Iterator[Change]:
-        """Hooks that no program runs, so that there were none."""
-        for (path, table), hooks in self._other_hooks.items():
-            if hooks:
-                yield Change(f"{table.strip('_').replace('_', ' ')} of {where(path)}", 0, len(hooks), is_of_parts=True)
-        for name, parameter in named_parameters(self.model):
-            num_hooks = sum(len(get(parameter) or ()) for get in _HOOKS_OF_GRADIENTS)
-            if num_hooks:
-                yield Change(f"hooks of {name}'s gradient", 0, num_hooks, is_of_parts=True)
+        return [*found, *self._hooks.changes(self._named_parameters())]
 
     def _changed_modes(self) -> Iterator[Change]:
         now = {path: _is_in_training(module) for path, module in self._modules()}
@@ -372,7 +342,6 @@ class ModelState:
 
 
 _REQUIRES_GRAD, _DATA_PTR = operator.attrgetter("requires_grad"), operator.methodcaller("data_ptr")
-_HOOKS_OF_GRADIENTS = tuple(map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks")))
 
 
 def _getter(key: Key, get: Callable[[], Any], modules: Mapping[str, nn.Module]) -> Callable[[], Any]:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from autopar.errors import AutoparError, ModelError
 from autopar.frontend.attributes import named_parameters
 from autopar.frontend.forward_numbers import ForwardNumbers, ForwardOf
-from autopar.frontend.model_state import HOOKS, ModelState
+from autopar.frontend.model_hooks import HOOKS
+from autopar.frontend.model_state import ModelState
 from autopar.frontend.state_values import Change
 from autopar.program import GeneratedProgram
 from autopar.running.number_places import NumberPlaces
