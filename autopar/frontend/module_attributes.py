@@ -16,10 +16,13 @@ class ModuleAttributes:
     """A module's plain attributes."""
 
     def __init__(self, path: str, module: nn.Module, names: tuple[str, ...], inherited: tuple[str, ...]) -> None:
-        self.path, self.module, self.names, self.inherited = path, module, names, inherited
         own = dict_of(module)
+        # A module around another (of torch.compile) has no mode of its own.
+        first = "training" if "training" in own else "_modules"
+        names = (first, *(name for name in names if name != "training"))
+        self.path, self.module, self.names, self.inherited = path, module, names, inherited
         self.own, self.length = own, len(own)
-        self.get: Callable[[Any], Any] = operator.itemgetter(*names, *(("training",) if len(names) == 1 else ()))
+        self.get: Callable[[Any], Any] = operator.itemgetter(*names, *((first,) if len(names) == 1 else ()))
         self.values: tuple[Any, ...] = self.get(own)
 
     def of(self, module: nn.Module) -> ModuleAttributes:
@@ -38,7 +41,7 @@ class ModuleAttributes:
                 return True
         except KeyError:
             return False
-        return (is_equal(own["training"], self.values[0]) or not is_training) and not any(self.changed())
+        return (is_equal(own[self.names[0]], self.values[0]) or not is_training) and not any(self.changed())
 
     def changed(self) -> Iterator[tuple[str, Any, Any]]:
         """(name, old, new) of each, but for the mode."""

@@ -66,7 +66,8 @@ class RecordedCalls:
             self._renamed["result", position, 0] = next(iter(named.values()))
             return
         # What reads a tensor that was written to does not name the call; only what a buffer becomes stays out of sight.
-        writes, first = operator._schema.is_mutable, next(iter(named.values()), None)
+        first: Any = next(iter(named.values()), None)
+        writes = operator._schema.is_mutable
         if _is_buffer(first) and may_be_view(name):
             self._viewed.add(first[1])
         counts = writes and not (_is_buffer(first) and first[1] not in self._viewed)

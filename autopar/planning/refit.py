@@ -72,8 +72,8 @@ def _refitted(
     source = _source(scope, old)
     usual = next(iter(plan.scopes[""].inputs.values()), None)
     if source is None:
-        names = [name for name, _ in scope.layer.inputs] if scope.layer is not None and usual is not None else []
-        return ScopePlan(parameters, dict.fromkeys(names, usual), {}, {})
+        names = [name for name, _ in scope.layer.inputs] if scope.layer is not None else []
+        return ScopePlan(parameters, {} if usual is None else dict.fromkeys(names, usual), {}, {})
     decided = plan.scopes[source.name]
     operators = {node.name: node.op for node in source.nodes}
     same = {node.name for node in scope.nodes if operators.get(node.name) == node.op}

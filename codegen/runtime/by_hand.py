@@ -96,8 +96,8 @@ class ByHand:
         for gradient in self._left_out:
             gradient.zero_()  # which the norm counts
         if self._are_replaced():
-            for stored, gradient in zip(self._stored, self._gradients, strict=True):
-                stored.grad = gradient
+            for stored, seen in zip(self._stored, self._gradients, strict=True):
+                stored.grad = seen
         if self._wholes is not None:
             self._wholes.attach()
         self._writes = [_num_writes(bucket.gradient) for bucket in self._trainable]

@@ -198,3 +198,13 @@ def test_parts_are_told_whatever_the_model_says_of_them() -> None:
     net.fc.weight.requires_grad_(True)
     state.apply([(("attribute", "loss_fn", ("held",)), 3.0), (("attribute", "", ("held",)), 4.0)])
     assert (state.loss_fn.held, net.held) == (3.0, 4.0)
+
+
+def test_a_module_around_another_has_no_mode_of_its_own() -> None:
+    """As what torch.compile gives of a module, whose `training` is the other's."""
+    net = _Net(1.0)
+    around = nn.Sequential(torch.compile(net, backend="eager"))
+    state = ModelState(around)
+    assert state.is_same() and state.twin().is_same()
+    net.held = 2.0
+    assert not state.is_same() and any("held" in str(each) for each in state.changes())
