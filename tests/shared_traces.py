@@ -39,7 +39,8 @@ class _Unshared(Exception):
     """Something of a model cannot be compared with what another has."""
 
 
-_UNSHARED = _Unshared, pickle.PicklingError, TypeError, AttributeError, RecursionError
+_UNSHARED = _Unshared, pickle.PicklingError, TypeError, AttributeError, RuntimeError
+"""What cannot be compared raises one of these; parametrized modules raise RuntimeError."""
 
 
 class _SharedCuts(Cuts):

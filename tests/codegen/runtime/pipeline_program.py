@@ -62,6 +62,7 @@ def make_pipeline(
     is_tied: bool = True,
     recompute: str = "none",
     dtype: str = "float64",
+    hidden_dtype: str | None = None,
     meshes: tuple[Any, ...] | None = None,
     first_ranks: tuple[int, ...] | None = None,
     table: str = "R",
@@ -73,7 +74,7 @@ def make_pipeline(
         return Param(shape, zero=zero, dtype=dtype, **{"dp": "Rp", **options})
 
     def hidden(tp: str = boundary, **options: Any) -> Param:
-        return Param((rows, LENGTH, WIDTH), dp="S(0)", tp=tp, dtype=dtype, **options)
+        return Param((rows, LENGTH, WIDTH), dp="S(0)", tp=tp, dtype=hidden_dtype or dtype, **options)
 
     Block = make_block(weight)
     Block.layout = Layout((rows, LENGTH, WIDTH), dp="S(0)")

@@ -70,7 +70,9 @@ def check_training(
     names = ("precision", "loss_scale", "offload_optimizer")
     memory = {key: options.pop(key) for key in names if key in options}
     case = f"{name}, {num_pipeline_ranks} ranks, {micro} micro-batches, {kind}, clipping {norm}, {options}, {memory}"
-    pipeline = make_pipeline(placement(name, num_pipeline_ranks), ROWS // micro, **options)
+    hidden_dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(str(memory.get("precision")))
+    ranks = placement(name, num_pipeline_ranks)
+    pipeline = make_pipeline(ranks, ROWS // micro, hidden_dtype=hidden_dtype, **options)
     schedule = lines(name, num_pipeline_ranks, micro)
     step = make_step(pipeline, schedule, micro, kind, norm, **memory)
     eager, trained = eager_steps(kind, norm, bool(pipeline.tied), ROWS, NUM_STEPS)
