@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,7 @@ class Watch:
     def __post_init__(self) -> None:
         self._digests = [0] * KEPT
         self._changed, self._stop = time.monotonic(), threading.Event()
-        self._main, self._process = threading.get_ident(), os.getpid()
+        self._main, self.process = threading.get_ident(), os.getpid()
         self._lock = threading.Lock()
         self._has_warned = False
         self.publish()
@@ -149,7 +149,7 @@ class Watch:
 
     def note(self, error: BaseException) -> str:
         """Note an error that ends this rank; return its cause on another rank, "" where it is this one's own."""
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             return ""
         if not self.raised:
             where = place(last(error.__traceback__)) if error.__traceback__ else ""
@@ -209,10 +209,11 @@ class Watch:
 
 
 class _Process:
-    """What this process has: its watch, and for which process group."""
+    """What this process has: its watch, and for which process group. inherited: what a fork has of its parent."""
 
     watch: Watch | None = None
     group: Any = None
+    inherited: ClassVar[list[Any]] = []
 
 
 _process = _Process()
@@ -278,7 +279,9 @@ def start(seconds: float | None = None, board: Board | None = None) -> None:
 
 def end() -> None:
     """End the watch of this process, whose process group ends."""
-    if _process.watch is not None:
+    if _process.watch is not None and _process.watch.process != os.getpid():
+        _process.inherited.append((_process.watch, _process.group))  # in a fork: its end would wait for lost threads
+    elif _process.watch is not None:
         _process.watch.stop()
     _process.watch = _process.group = None
 

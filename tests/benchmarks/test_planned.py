@@ -99,7 +99,7 @@ def test_a_published_plan_has_the_price_of_its_strategy(tmp_path: Path, capsys: 
     alone = predict(model, cluster_of(TINY), strategy, example_inputs=batch, global_batch_size=16)
     priced = found.published.plan.prediction
     for kind in alone.seconds.keys() - {"all_reduce dp", HOST}:
-        assert priced.seconds[kind] == pytest.approx(alone.seconds[kind], rel=1e-6)
+        assert priced.seconds[kind] == pytest.approx(alone.seconds[kind], rel=1e-5)
     assert priced.step_seconds == pytest.approx(alone.step_seconds, rel=0.005)
     assert found.fits and found.ratio >= 1 - 1e-9
 
