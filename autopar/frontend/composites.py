@@ -40,8 +40,11 @@ def definition(target: OpOverload, node: torch.fx.Node) -> torch.fx.GraphModule 
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda each: given[each])
         return target(*args, **kwargs)
 
-    with fakes[0].fake_mode, torch.enable_grad():
-        found = calls_of(call, values)
+    try:
+        with fakes[0].fake_mode, torch.enable_grad():
+            found = calls_of(call, values)
+    except RuntimeError:  # a definition that asks for values, which tensors without memory lack
+        return None
     if not all(_is_plain(each) for each in found.graph.nodes):
         return None
     for each in found.graph.nodes:
