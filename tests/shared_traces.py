@@ -40,7 +40,7 @@ class _Unshared(Exception):
 
 
 _UNSHARED = _Unshared, pickle.PicklingError, TypeError, AttributeError, RuntimeError
-"""What cannot be compared raises one of these; parametrized modules raise RuntimeError."""
+"""Errors of models that cannot be compared; parametrized modules raise RuntimeError."""
 
 
 class _SharedCuts(Cuts):

@@ -254,8 +254,11 @@ def simulated(
 
 
 def _once(tables: Sequence[Mapping[str, float]], slowest: int) -> dict[str, float]:
-    """What the slowest pipeline rank does once per step, by kind. Where another one takes longer as choices count it,
-    as much of the slowest one's waiting for its host is a bubble as makes them alike."""
+    """Return the seconds of the slowest pipeline rank once per step, by kind.
+
+    Where another one takes longer as choices count it, as much of the slowest one's waiting for its host is a bubble as
+    makes them alike.
+    """
     found = dict(tables[slowest])
     lacking = max(map(chosen_seconds, tables)) - chosen_seconds(found)
     if lacking > 0.0:

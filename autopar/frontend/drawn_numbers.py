@@ -121,7 +121,7 @@ def _is_drawn(value: Any) -> bool:
 
 
 class _FloatKind(type):
-    """What stands for `float`: as a class it is that, and a drawn number stays the tensor that it is."""
+    """A stand-in for `float`: as a class it is that, and a drawn number stays the tensor that it is."""
 
     def __call__(cls, *args: Any) -> Any:
         return args[0].reshape(()) if args and _is_drawn(args[0]) else builtins.float(*args)

@@ -104,7 +104,8 @@ def _function(value: Any) -> Any:
 
 
 def _named(function: types.FunctionType) -> list[Any]:
-    """What a function names: globals, what it names in modules among them, closures, defaults, its own attributes."""
+    """Return the objects that a function names: globals and what is in modules among them, closures, defaults, its
+    own attributes."""
     names = _names(function.__code__)
     found = [function.__globals__[name] for name in names if name in function.__globals__]
     for space in [each for each in found if is_a(each, types.ModuleType)]:

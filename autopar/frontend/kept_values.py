@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from autopar.frontend.recorder import Record, Source
+from autopar.frontend.recorder import Record, Source, sources_in
 from autopar.ir.graph import base_name
 
 Name = tuple[Any, ...]
@@ -58,7 +58,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Memory:
-    """What a tensor was, and what was written to views of it since."""
+    """The content of a tensor, and the writes to views of it since."""
 
     content: int
     writes: list[tuple[tuple[_Step, ...], int]] = field(default_factory=list)
@@ -136,7 +136,7 @@ class _Reader:
         return self._places[name]
 
     def read(self, place: _Place) -> int:
-        """What a view of a tensor is now."""
+        """Return the present value of a view of a tensor."""
         memory = self._memory(place.root)
         for path, value in reversed(memory.writes):
             if place.path[: len(path)] != path:
@@ -151,7 +151,7 @@ class _Reader:
         return self.read(_Place(name))
 
     def left(self, record: Record, named: Mapping[str, Tensor]) -> list[tuple[str, _Memory]]:
-        """What the forward after this one finds in the model's tensors."""
+        """Return the contents of the model's tensors as the next forward finds them."""
         found = []
         for tensor_name, tensor in named.items():
             name = record.name_of(tensor)
@@ -184,7 +184,7 @@ class _Reader:
         return (type(value), value) if isinstance(value, (bool, int, float)) else value
 
     def _call(self, number: int, operator: OpOverload, given: Any, *results: Any) -> None:
-        described, sources = self._described(given), list(_sources(given))
+        described, sources = self._described(given), list(sources_in(given))
         values = list(_numbers(described))
         is_fixed = all(map(self._symbols.is_fixed, values))
         key: tuple[Any, ...] = (operator, described)
@@ -231,7 +231,7 @@ def _targets(operator: OpOverload, given: Any) -> list[Source]:
     found: list[Source] = []
     for index, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _sources(args[index] if index < len(args) else kwargs.get(argument.name))
+            found += sources_in(args[index] if index < len(args) else kwargs.get(argument.name))
     return found
 
 
@@ -239,14 +239,6 @@ def _is_view(operator: OpOverload) -> bool:
     arguments, returns = operator._schema.arguments, operator._schema.returns
     shared = arguments[0].alias_info if arguments else None
     return shared is not None and not shared.is_write and any(each.alias_info for each in returns)
-
-
-def _sources(value: Any) -> Iterator[Source]:
-    if isinstance(value, Source):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _sources(item)
 
 
 def _numbers(described: Any) -> Iterator[int]:

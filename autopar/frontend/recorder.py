@@ -50,6 +50,15 @@ class Source(tuple[Any, ...]):
     __slots__ = ()
 
 
+def sources_in(value: Any) -> Iterator[Source]:
+    """Yield the tensors in an operator's recorded arguments."""
+    if isinstance(value, Source):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from sources_in(item)
+
+
 @dataclass(slots=True)
 class Run:
     """What was seen of one list's blocks from `cut.first` on."""

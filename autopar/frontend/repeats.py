@@ -35,7 +35,7 @@ from autopar.frontend.attributes import (
 )
 from autopar.frontend.function_caches import is_filled
 from autopar.frontend.kept_values import compute_alike
-from autopar.frontend.recorder import Record, Source
+from autopar.frontend.recorder import Record, sources_in
 from autopar.frontend.state_reads import Reads, noted
 from autopar.frontend.state_values import object_kinds
 
@@ -251,7 +251,7 @@ def _refuse_kept(
 def _fixed_buffers(model: nn.Module, record: Record) -> frozenset[str]:
     """The buffers that a recorded forward does not write to."""
     calls = (entry for entry in record.outside if isinstance(entry[0], OpOverload) and entry[0]._schema.is_mutable)
-    written = {source[1] for entry in calls for source in _sources(entry[1])}
+    written = {source[1] for entry in calls for source in sources_in(entry[1])}
     return frozenset(name for name, _ in named_buffers(model) if ("tensor", name) not in written)
 
 
@@ -265,16 +265,8 @@ def _is_constant(tensor: Tensor, record: Record, fixed: frozenset[str]) -> bool:
             return name is None
         if name[0] == "result" and name not in seen:
             seen.add(name)
-            waiting += [source[1] for source in _sources(record.outside[name[1] - 1][1])]
+            waiting += [source[1] for source in sources_in(record.outside[name[1] - 1][1])]
     return True
-
-
-def _sources(value: Any) -> Iterator[Source]:
-    if isinstance(value, Source):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _sources(item)
 
 
 def _alike(one: Any, two: Any) -> bool:

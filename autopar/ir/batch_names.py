@@ -8,10 +8,10 @@ _OF_BATCH = "@batch"
 
 
 def input_name(key: str, parameters: Container[str]) -> str:
-    """What a graph calls an input of the batch, beside the model's parameters and buffers."""
+    """Return the name in a graph of an input of the batch, beside the model's parameters and buffers."""
     return key + _OF_BATCH if key in parameters else key
 
 
 def batch_key(name: str) -> str:
-    """What the batch calls an input of a graph."""
+    """Return the name in the batch of an input of a graph."""
     return name.removesuffix(_OF_BATCH)

@@ -158,7 +158,7 @@ Modes = Mapping[str, tuple[float, float]]
 
 
 def _kept_bytes(modes: Modes, counts: Counts) -> float:
-    """What units keep that take modes as often as `counts` says."""
+    """Return the bytes that units keep which take modes as often as `counts` says."""
     return sum(count * modes[label][1] for label, count in counts)
 
 

@@ -122,7 +122,7 @@ def _emitted(program: CompiledProgram, folder: Path) -> None:
 
 
 USE: ContextVar[Callable[[CompiledProgram, Path], None]] = ContextVar("USE", default=_emitted)
-"""What is done with a program."""
+"""Uses of a program."""
 
 
 # --- plans ------------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ MEANT: Mapping[str, tuple[Any, ...]] = {
     "seed": ("9" * 5000,),
     "keep_checkpoints": ("9" * 5000,),
 }
-"""What has a meaning for an option: no clipping, or no end."""
+"""Values with a meaning of their own: no clipping, or no end."""
 
 MODEL, CLUSTER = "examples.models:mlp", ("--cluster", "2 a100-80g")
 ARGUMENTS: Mapping[str, tuple[str, ...]] = {

@@ -60,7 +60,7 @@ class Tied:
 
 
 What = Literal["gradients", "state", "all"]
-"""What is read out whole: gradients, a state dict, or that with the buffers beside it that a step changes."""
+"""Kinds of values that are read out whole: gradients, a state dict, or that and the buffers that a step changes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ class Watch:
 
 
 class _Process:
-    """What this process has: its watch, and for which process group. inherited: what a fork has of its parent."""
+    """The watch of this process, and its process group. inherited: those of its parent, in a fork."""
 
     watch: Watch | None = None
     group: Any = None

@@ -1,4 +1,4 @@
-"""What is done once per step: of the slowest pipeline rank, as long for choices as that of any other, and of updates in
+"""Work once per step: of the slowest pipeline rank, as long for choices as that of any other, and of updates in
 a host's memory."""
 
 from __future__ import annotations

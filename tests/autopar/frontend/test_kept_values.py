@@ -1,4 +1,4 @@
-"""What a forward keeps of its first call: fine where later calls compute the same, else refused."""
+"""Values that a forward keeps of its first call: fine where later calls compute the same, else refused."""
 
 from __future__ import annotations
 
