@@ -120,11 +120,13 @@ def search_plans(
         return SearchResult((candidate_of(uneven, request),), (), (), solved=unlike.solved)
     _refuse_undivided(search)
     pipelines = search.run()
+    own = _deferring(search, pipelines.best, shared if isinstance(shared, LayerPool) else None)
     chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
     known = search.costs.known
     found = [candidate_of(each, request, known) for each in pipelines.found[:MOST_CANDIDATES]]
     if isinstance(shared, LayerPool) and found:
         shared.fitted(pipelines.found[0].config)
+    found += [own] if own is not None else []
     found += itertools.islice(_fitting(chunked, request, known), MOST_CHUNKED)
     fastest = min((chosen(c.plan) for c in found), default=math.inf)
     exact = _one_stage(request, found, exact_devices)
@@ -194,6 +196,24 @@ def _lean(search: EqualSearch) -> Iterator[ParallelConfig]:
     of_rows = (each for each in lean if all(own.mesh.num_data_ranks == own.mesh.num_ranks for own in each.stage_meshes))
     for config in itertools.chain(itertools.islice(of_rows, 1), lean[:1]):
         yield from itertools.islice(search.scheduled(config), 1)
+
+
+def _deferring(search: EqualSearch, best: Found | None, pool: LayerPool | None) -> Candidate | None:
+    """The best config under zero bubble, with layers that are solved for it: those that schedules share take it that
+    sums over tensor-parallel ranks run beside weight gradients, which zero bubble makes later."""
+    request = search.request
+    config = best.config if best is not None else None
+    if config is None or config.pp == 1 or request.constraints.schedule is not None:
+        return None
+    layer = search.costs.solved_layer(config, config.stage_meshes[0])
+    if not any(cost.overlapped_seconds for cost in layer.costs.values()):
+        return None
+    limits = replace(request.constraints, schedule="zero-bubble")
+    deferring, typical_rows = replace(request, constraints=limits), search.solved_layers.typical_rows
+    solved = pool.of(deferring, typical_rows) if pool is not None else search.solved_layers.decided_for(deferring)
+    own = EqualSearch(deferring, solved)
+    found = own.solve(config.under("zero-bubble"), math.inf)
+    return candidate_of(found[1], deferring, own.costs.known) if found is not None else None
 
 
 def _fitting(solved: Iterable[Found], request: Request, known: KnownCosts) -> Iterator[Candidate]:

@@ -1,4 +1,4 @@
-"""Numbers, masks and buffers that scripts of other packages change on the model: the losses of one process."""
+"""Numbers, masks, buffers and flags that scripts of other packages change on the model: the losses of one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from autopar.errors import ModelError
 from autopar.frameworks import accelerate as of_accelerate
 from autopar.frameworks import transformers as of_transformers
 from autopar.frameworks.lightning import AutoparStrategy
@@ -66,11 +65,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def eager() -> list[float]:
+def eager(change: Change) -> list[float]:
     model, found = LossOnly(), []
     optimizer = sgd(model)
     for step, batch in enumerate(DataLoader(samples(), batch_size=8)):
-        changes(model, step)
+        change(model, step)
         optimizer.zero_grad()
         loss = model(**batch)
         loss.backward()
@@ -147,13 +146,9 @@ LOOPS = (with_accelerate, with_trainer, with_lightning)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("change", [changes, switches])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_what_a_script_changes_is_followed(loop: Callable[[Change, Path], list[float]], tmp_path: Path) -> None:
-    assert loop(changes, tmp_path) == pytest.approx(eager(), rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", LOOPS)
-def test_a_flag_is_refused_by_name(loop: Callable[[Change, Path], list[float]], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="uses_bias of"):
-        loop(switches, tmp_path)
+def test_what_a_script_changes_is_followed(
+    loop: Callable[[Change, Path], list[float]], change: Change, tmp_path: Path
+) -> None:
+    assert loop(change, tmp_path) == pytest.approx(eager(change), rel=1e-4)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
+from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError
 from autopar.options.assignment import Candidate
 from autopar.planning.bounds import bound, tightened
@@ -26,6 +28,9 @@ from tests.autopar.planning.random_requests import draw, pinned, within
 MOST_CONFIGS = 30
 """Parallel configs of a request that are enumerated, drawn at random."""
 ROUND_OFF = 1 + 1e-9
+CLOSED_FORM = 1.01
+"""A config's cut is the best by the closed form, which orders cuts a little differently than their simulation does: in
+one of 240 requests the cut for less memory was 0.8 % faster."""
 
 
 def exact_seconds(request: Request, random_: random.Random) -> Iterator[tuple[str, float, float]]:
@@ -65,15 +70,22 @@ def violations(seed: int, num_pins: int = 4) -> Iterator[str]:
             seconds = chosen(search_plans(pinned(request, pins)).best.plan)
         except AutoparError:
             continue
-        if free > seconds * ROUND_OFF:
+        if free > seconds * ROUND_OFF and is_searched(request, pins):
             yield f"seed {seed}: free takes {free:.6g} s, {pins} {seconds:.6g} s"
     peak = result.best.plan.prediction.peak_bytes
     for share in drawn.shares:
         with contextlib.suppress(AutoparError):
             seconds = chosen(search_plans(within(request, peak * share)).best.plan)
-            if free > seconds * ROUND_OFF:
+            if free > seconds * CLOSED_FORM:
                 yield f"seed {seed}: free takes {free:.6g} s, in {share} of its memory {seconds:.6g} s"
     yield from (f"seed {seed}: {name} is skipped for {least:.6g} s" for least, name in told(result) if least < free)
+
+
+def is_searched(request: Request, pins: Mapping[str, Any]) -> bool:
+    """Whether a free search looks at what the pins ask for. It cuts neither short sequences nor matrices in a grid, and
+    moves nothing to the host of CPUs, whose memory is the ranks' own."""
+    on_host = pins.get("offload", "none") != "none" or pins.get("recompute") == "offload"
+    return pins.get("cp", 1) == pins.get("ttp", 1) == 1 and not (on_host and is_cpu(request.cluster))
 
 
 def told(result: SearchResult) -> list[tuple[float, str]]:
