@@ -67,13 +67,15 @@ class Cuts(tuple[Truncation, ...]):
         self.outcomes: dict[torch.dtype | None, bool | Exception | None] = {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _First:
-    """What `torch.export` made of the model at one number of rows, before anything was simplified."""
+    """What `torch.export` made of the model at one number of rows, before anything was simplified. record: of the same
+    forward, if there is one."""
 
     flat: FlatGraph
     batch: NamedBatch
     param_dtype: torch.dtype | None
+    record: Record | None = None
 
 
 @fakes.probing()
@@ -169,16 +171,17 @@ def _flat_graph(
         forward = partial(forward_and_loss, loss_fn=loss, batch=given, dtype=param_dtype)
         return record(candidate, (), given, forward, results, loss, keeps_caches=keeps_caches)
 
-    def followed(flat: FlatGraph) -> FlatGraph:
-        """The graph, which an evaluation follows, too, where it can."""
+    def followed(flat: FlatGraph, training: Record | None = None) -> Record | None:
+        """Makes an evaluation follow the graph, too, where it can. training: the record of this forward, if it is known;
+        returned if it is then."""
         if asks_mode or any(is_random(node) for node in flat.nodes):
             try:
-                training, evaluation = recorded(short(), batch), recorded(short(is_training=False), batch)
+                training, evaluation = training or recorded(short(), batch), recorded(short(is_training=False), batch)
                 if difference(training, evaluation):
                     write_training_only(flat, training, evaluation)
             except Exception as error:  # whatever forward cannot do while it is recorded
                 flat.no_evaluation = f"what training does alone is not found in the exported graph: {error}"
-        return flat
+        return training
 
     results = Results(fake)
     if not (isinstance(cuts, Cuts) and cuts.is_repeatable):
@@ -191,19 +194,24 @@ def _flat_graph(
     asks_mode = not isinstance(cuts, Cuts) or cuts.reads.asks_mode()
     first = cuts.first if isinstance(cuts, Cuts) else None
     if first is not None and first.param_dtype == param_dtype:
-        before = first.batch.map(lambda value: fake_input(value, fake, 0, None))
         # Whatever forward cannot do while it is recorded, an export may, or says why not.
         with contextlib.suppress(Exception):
-            return followed(with_rows_of(first.flat, recorded(short(), before), recorded(short(), batch), batch))
+            before = first.batch.map(lambda value: fake_input(value, fake, 0, None))
+            first.record = first.record or recorded(short(), before)
+            training = recorded(short(), batch)
+            flat = with_rows_of(first.flat, first.record, training, batch)
+            followed(flat, training)
+            return flat
     module = LossModule(short(), loss_skeleton(loss_fn, fake), batch, with_logits=True, dtype=param_dtype)
     unchecked: dict[str, None] = {}
     with without_fakes(model, (loss_fn,)):
         flat = import_program(export(module, batch, unchecked), module, batch, model)
     flat.unchecked = tuple(unchecked)
+    exported, known = flat.copy(), followed(flat)
     rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
     if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
-        cuts.first = _First(flat.copy(), batch, param_dtype)
-    return followed(flat)
+        cuts.first = _First(exported, batch, param_dtype, known)
+    return flat
 
 
 @fakes.probing()

@@ -172,7 +172,7 @@ def draw(seed: int, num_pins: int = 4) -> Drawn:
     pins = [_pins(random_, _common(devices, rows)) for _ in range(num_pins)]
     more = random.Random(f"more pins {seed}")
     pins += [_pins(more, _common(devices, rows), _rare(devices)) for _ in range(num_pins)]
-    shares = tuple(round(more.uniform(0.3, 1.0), 2) for _ in range(num_pins // 2))
+    shares = tuple(round(more.uniform(0.3, 1.0), 2) for _ in range(max(num_pins // 2, 1)))
     return Drawn(seed, request, tuple(pins), shares)
 
 

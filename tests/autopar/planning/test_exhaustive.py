@@ -51,7 +51,7 @@ def exact_seconds(request: Request, random_: random.Random) -> Iterator[tuple[st
                 yield f"one stage on {mesh}, {count}", free_optimum(mesh, request, count), chosen(solved.plan)
 
 
-def violations(seed: int, num_pins: int = 4) -> Iterator[str]:
+def violations(seed: int, num_pins: int) -> Iterator[str]:
     """What does not hold of a seed's request."""
     drawn, random_ = draw(seed, num_pins), random.Random(seed)
     request, result = drawn.request, search_plans(drawn.request)
@@ -101,5 +101,6 @@ def test_bounds_hold_and_free_is_best(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 240, 24))
 def test_bounds_hold_and_free_is_best_of_many_requests(first: int) -> None:
-    """Every model of the generator once per case, on other devices."""
-    assert [line for seed in range(first, first + 24) for line in violations(seed)] == []
+    """Every model of the generator once per case, on other devices, each with a common and a rare pin. More pins, and
+    shares of memory, are a matter of minutes for a few seeds: violations(seed, num_pins=4)."""
+    assert [line for seed in range(first, first + 24) for line in violations(seed, num_pins=1)] == []
