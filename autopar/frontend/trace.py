@@ -172,8 +172,8 @@ def _flat_graph(
         return record(candidate, (), given, forward, results, loss, keeps_caches=keeps_caches)
 
     def followed(flat: FlatGraph, training: Record | None = None) -> Record | None:
-        """Makes an evaluation follow the graph, too, where it can. training: the record of this forward, if it is known.
-        Returns that record, if it is known then."""
+        """Makes an evaluation follow the graph, too, where it can. training: the record of this forward, if it is known
+        before. Returns that record, if it is known after."""
         if asks_mode or any(is_random(node) for node in flat.nodes):
             try:
                 training, evaluation = training or recorded(short(), batch), recorded(short(is_training=False), batch)
