@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from autopar.compiled import CompiledProgram
+from autopar.frontend.attributes import numbers_of
 from autopar.frontend.copies import deep_copy
 from autopar.frontend.inputs import NamedBatch
 from autopar.frontend.loss_module import LossModule
@@ -111,11 +112,13 @@ class Reference:
         self.optimizer = call(compiled.optimizer, trained)
         self.step = 0
         self.found: dict[str, torch.Tensor] = {}
+        self.numbers: dict[tuple[str, str], Any] = {}
 
     def forward_backward(self, batch: NamedBatch, scale: float = 1.0) -> float:
         """The loss; its gradients are scaled while they are computed."""
         self.model.zero_grad()  # also what the optimiser leaves out
         self.found = {name: value.detach().clone() for name, value in _untrained(self.model)}
+        self.numbers = {place: value for place, (_, value) in numbers_of(self.model).items()}
         self.loss_before = copied_loss(self.loss_fn)
         loss = self._loss(self.model, batch, self.dtype, self.low_dtype)
         torch.autograd.backward(loss * scale)
@@ -151,6 +154,9 @@ class Reference:
         exact = deep_copy(self.model).double()
         for name, value in _untrained(exact):  # as the step found them, since a forward may read what it writes
             value.detach().copy_(self.found[name])
+        for place, (module, _) in numbers_of(exact).items():
+            if place in self.numbers:
+                setattr(module, place[1], self.numbers[place])
         exact.zero_grad()
         torch.autograd.backward(self._loss(exact, batch, torch.float64))
         truth = {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}

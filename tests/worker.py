@@ -27,7 +27,8 @@ with torch.device("meta"):
     torch.empty(0)
 
 _TRACING = {
-    Path(__file__).parent / "autopar" / name for name in ("frontend", "frameworks", "running/test_state_follower.py")
+    Path(__file__).parent / "autopar" / name
+    for name in ("frontend", "frameworks", "running/test_state_follower.py", "running/test_own_numbers.py")
 }
 """Tests of tracing, and of what happens while a model is traced, such as a LightningModule's `log`."""
 

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from autopar.frontend import fakes
-from autopar.frontend.attributes import is_a, items_of, modules_of
+from autopar.frontend.attributes import attributes_of, is_a, items_of, modules_of, named_modules
 from autopar.frontend.export import forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.inputs import fake_input, name_inputs
 from autopar.frontend.recorder import Record, Source, record
 from autopar.frontend.skeleton import loss_skeleton, skeleton_of
+from autopar.frontend.state_values import Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class ForwardOf:
 
     def numbers(self) -> ForwardNumbers | None:
         """The numbers of a forward as the model is now. None where it cannot run on fake tensors."""
-        found = self._recorded(lambda skeleton: None)
+        found = self._recorded(lambda skeleton, loss: None)
         if found is None:
             return None
         values: list[float] = []
@@ -46,17 +47,36 @@ class ForwardOf:
 
         return ForwardNumbers(without(found.outside), tuple(values))
 
+    def advanced(self, names: Mapping[type, set[str]], is_training: bool) -> dict[Key, Any] | None:
+        """The attributes of these names, by the classes of modules, that one forward from now leaves otherwise than it
+        finds them: their places, and what it leaves there. None where it cannot run on fake tensors."""
+        found: list[tuple[Key, nn.Module, Any]] = []
+
+        def prepare(skeleton: nn.Module, loss: Any) -> None:
+            if not is_training:
+                skeleton.eval()
+            for root, prefix in ((skeleton, ""), (loss, "loss_fn.")):
+                for path, module in named_modules(root) if is_a(root, nn.Module) else ():
+                    place = f"{prefix}{path}".rstrip(".")
+                    own = (name for name in names.get(type(module), ()) if name in attributes_of(module))
+                    found.extend((("attribute", place, (name,)), module, getattr(module, name)) for name in own)
+
+        if self._recorded(prepare) is None:
+            return None
+        now = ((key, value, getattr(module, key[2][0])) for key, module, value in found)
+        return {key: after for key, value, after in now if type(after) is not type(value) or after != value}
+
     def has_silent_hooks(self) -> bool:
         """Whether forward hooks of modules only look on: they return nothing, and write to no tensor."""
         returned: list[Any] = []
 
-        def watch(skeleton: nn.Module) -> None:
+        def watch(skeleton: nn.Module, loss: Any) -> None:
             for module in modules_of(skeleton):
                 for table in (module._forward_hooks, module._forward_pre_hooks):
                     for key, hook in list(table.items()):
                         table[key] = partial(_noting, hook, returned)
 
-        def drop(skeleton: nn.Module) -> None:
+        def drop(skeleton: nn.Module, loss: Any) -> None:
             for module in modules_of(skeleton):
                 module._forward_hooks.clear()
                 module._forward_pre_hooks.clear()
@@ -67,14 +87,14 @@ class ForwardOf:
         return _writes(with_hooks) == _writes(without)
 
     @fakes.probing()
-    def _recorded(self, prepare: Callable[[nn.Module], None]) -> Record | None:
+    def _recorded(self, prepare: Callable[[nn.Module, Any], None]) -> Record | None:
         fake = fakes.mode()
         batch = name_inputs(self.model, self.example, self.loss_fn)
         batch = batch.map(lambda value: fake_input(value, fake, 0, None))
         try:
             skeleton = skeleton_of(self.model, fake, self.param_dtype)
-            prepare(skeleton)
             loss = loss_skeleton(self.loss_fn, fake)
+            prepare(skeleton, loss)
             forward = partial(forward_and_loss, loss_fn=loss, batch=batch, dtype=self.param_dtype)
             return record(skeleton, (), batch, forward, Results(fake), loss)
         except Exception:  # whatever a forward cannot do on fake tensors

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.frontend.admission import where
-from autopar.frontend.attributes import dict_of, is_a, named_modules, named_parameters
+from autopar.frontend.attributes import INTERNAL, dict_of, is_a, named_modules, named_parameters
 from autopar.frontend.model_hooks import Hooks
 from autopar.frontend.module_attributes import ModuleAttributes, class_with
 from autopar.frontend.state_places import get_step, held_by, set_step
@@ -37,7 +37,6 @@ from autopar.frontend.state_values import (
 )
 
 _MODES = ("evaluation", "training")
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _SMALL, _MOST_SMALL = 4096, 8
 """Elements of tensors whose values are compared, and how many tensors are."""
 
@@ -138,7 +137,7 @@ class ModelState:
         own, lines, plain = dict_of(module), self._lines(module), ["training"]
         inherited = []
         for name, line in {**lines, "forward": lines.get("forward")}.items():
-            if name in _INTERNAL or name == "training":
+            if name in INTERNAL:
                 continue
             if name not in own:
                 inherited.append(name)

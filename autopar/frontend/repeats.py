@@ -1,10 +1,11 @@
 """Whether forward does the same each time it is called: a graph is one forward, and a program repeats it.
 
 Forward runs twice on fake tensors (nothing is computed) and is written down, operator by operator. Refused are: Python
-state that it changes (counters, lists, globals), buffers and parameters that it replaces, Python's and numpy's random
+state that it changes (lists, globals), buffers and parameters that it replaces, Python's and numpy's random
 numbers, hooks that only look on (a trace cannot see what they do), and records that differ, as they do where one
 forward reads what the one before has left. What forward computes once and keeps, as tables of positions, is allowed
-as long as it depends on constants alone.
+as long as it depends on constants alone. So are numbers of modules that it counts or anneals: it does the same again
+once they are set back, and the program follows them (`forward_numbers.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch._ops import OpOverload
 from autopar.errors import TraceError
 from autopar.frontend.admission import where
 from autopar.frontend.attributes import (
+    INTERNAL,
     SCALARS,
+    Numbers,
     attributes_of,
     is_a,
     items_of,
@@ -31,6 +34,7 @@ from autopar.frontend.attributes import (
     named_buffers,
     named_modules,
     named_tensors,
+    numbers_of,
     summary,
 )
 from autopar.frontend.function_caches import is_filled
@@ -42,7 +46,6 @@ from autopar.frontend.state_values import object_kinds
 State = dict[tuple[str, str], Any]
 """(module path or function, attribute) -> what it holds, comparable."""
 
-_INTERNAL = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _LIBRARIES = frozenset({"torch", "autopar", "transformers", "numpy", "contextlib", "functools", "warnings", "logging"})
 _MANY = 100  # items: longer lists hold data, not functions
@@ -62,7 +65,7 @@ def check_repeats(
     silent = _watch_hooks(model)
     names = {id(tensor): name for name, tensor in named_tensors(model)}
     with _own_random_state() as drawn:
-        held, before = _tensors(model), _state(model, functions)
+        held, before, numbers = _tensors(model), _state(model, functions), _numbers(model, functions)
         try:
             attributes = [each for module in modules_of(model) for each in attributes_of(module).values()]
             with noted(reads or Reads(), object_kinds([*attributes, *functions])):
@@ -71,7 +74,7 @@ def check_repeats(
             raise
         except Exception:  # whatever cannot run while it is recorded: the export does it, or says why not
             return
-        once, kept = _state(model, functions), _tensors(model)
+        once, kept, numbers_once = _state(model, functions), _tensors(model), _numbers(model, functions)
         replaced = {place for place, each in held.items() if id(each) in names and kept.get(place) is not each}
         named = dict(named_tensors(model))
         try:
@@ -79,9 +82,20 @@ def check_repeats(
         except Exception:
             _refuse_replaced(replaced, held, names)
             raise
+        twice, now = _state(model, functions), _numbers(model, functions)
+        stay = numbers.keys() & numbers_once.keys() & now.keys() if reads is not None else ()
+        advanced = {place for place in stay if not _alike(numbers_once[place][1], now[place][1])}
+        for module, name, value in ((now[place][0], place[1], numbers[place][1]) for place in advanced):
+            setattr(module, name, value)
+        if advanced:
+            second, now = run(model), _numbers(model, functions)
+            _refuse_state(_labelled(advanced, numbers_once), _labelled(advanced, now))
+        followed = _labelled(advanced, numbers).keys()
         if reads is not None:
-            _leave_out_caches(reads, model, _changed(before, once) | _changed(held, kept))
-        twice, kept_on = _state(model, functions), _tensors(model)
+            for place in advanced:
+                reads.advanced.setdefault(type(now[place][0]), set()).add(place[1])
+            _leave_out_caches(reads, model, (_changed(before, once) | _changed(held, kept)) - followed)
+        kept_on = _tensors(model)
         generator = drawn()
     if generator:
         raise TraceError(
@@ -99,7 +113,7 @@ def check_repeats(
             values=", ".join(silent),
             alternatives=["remove it before compiling", "return the output that it is to have (a new tensor)"],
         )
-    _refuse_state(once, twice)
+    _refuse_state(once, {place: value for place, value in twice.items() if place not in followed})
     stays = {place for place, tensor in kept.items() if place not in held and kept_on.get(place) is tensor}
     is_alike = not stays and not replaced and _alike(first.outside, second.outside)
     fixed = [name for name, tensor in named.items() if not tensor.requires_grad]
@@ -120,14 +134,10 @@ def _state(model: nn.Module, functions: tuple[Any, ...]) -> State:
     """Plain values that modules and the globals of their functions hold, containers one level deep."""
     found: State = {}
     called: list[Any] = [*functions]
-    losses = [each for each in functions if is_a(each, nn.Module)]
-    for path, module in [
-        *named_modules(model),
-        *((f"loss_fn.{p}".rstrip("."), m) for each in losses for p, m in named_modules(each)),
-    ]:
+    for path, module in _modules(model, functions):
         called.append(type(module).forward)
         for name, value in attributes_of(module).items():
-            if name not in _INTERNAL:
+            if name not in INTERNAL:
                 found[where(path), name] = _comparable(value)
                 called.append(value)
     seen: set[int] = set()
@@ -143,6 +153,28 @@ def _state(model: nn.Module, functions: tuple[Any, ...]) -> State:
             place = f"{function.__module__}.{function.__qualname__}"
             found |= {(place, name): _comparable(value) for name, value in used.items()}
     return found
+
+
+def _numbers(model: nn.Module, functions: tuple[Any, ...]) -> Numbers:
+    """The plain values that modules hold, and those of a loss."""
+    found = numbers_of(model)
+    for loss in functions:
+        if is_a(loss, nn.Module):
+            found |= {(f"loss_fn.{path}".rstrip("."), name): each for (path, name), each in numbers_of(loss).items()}
+    return found
+
+
+def _labelled(places: Iterable[tuple[str, str]], values: Numbers) -> State:
+    """The values at these places, as `_state` has them."""
+    return {(where(path), name): _comparable(values[path, name][1]) for path, name in places}
+
+
+def _modules(model: nn.Module, functions: tuple[Any, ...]) -> Iterator[tuple[str, nn.Module]]:
+    """All modules by their paths, and those of a loss."""
+    yield from named_modules(model)
+    for loss in functions:
+        if is_a(loss, nn.Module):
+            yield from ((f"loss_fn.{path}".rstrip("."), module) for path, module in named_modules(loss))
 
 
 def _changed(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> set[tuple[str, str]]:
@@ -226,7 +258,8 @@ def _refuse_state(once: State, twice: State) -> None:
                 values=f"{name} of {path}",
                 alternatives=[
                     "change it in the training loop",
-                    "for a counter, a buffer that is changed in place (self.count += 1), which is kept",
+                    "a number as an attribute of the module, which is followed",
+                    "a buffer that is changed in place, which is kept",
                 ],
             )
 

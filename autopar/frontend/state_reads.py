@@ -49,22 +49,25 @@ class Reads:
     """What was read. is_complete: a forward was seen whole.
 
     attributes: of modules, by their class, each with the line that read it first. variables: of namespaces (a module's
-    globals, or a class), by name. fields: of objects that modules and the loss hold.
+    globals, or a class), by name. fields: of objects that modules and the loss hold. advanced: attributes of modules,
+    plain values, that every forward changes itself.
     """
 
     attributes: dict[type, dict[str, Line]] = field(default_factory=dict)
     variables: dict[tuple[Any, str], Line] = field(default_factory=dict)
     fields: dict[type, set[str]] = field(default_factory=dict)
     is_complete: bool = False
+    advanced: dict[type, set[str]] = field(default_factory=dict)
 
     def joined(self, other: Reads) -> Reads:
         """Both: each read with the line that was noted first."""
-        kinds, fields = self.attributes.keys() | other.attributes.keys(), self.fields.keys() | other.fields.keys()
+        kinds = self.attributes.keys() | other.attributes.keys()
         return Reads(
             {kind: {**other.attributes.get(kind, {}), **self.attributes.get(kind, {})} for kind in kinds},
             {**other.variables, **self.variables},
-            {kind: self.fields.get(kind, set()) | other.fields.get(kind, set()) for kind in fields},
+            _united(self.fields, other.fields),
             self.is_complete and other.is_complete,
+            _united(self.advanced, other.advanced),
         )
 
     def asks_mode(self) -> bool:
@@ -73,10 +76,14 @@ class Reads:
         return asked or not self.is_complete
 
     def __getstate__(self) -> Any:
-        return self.attributes, self.variables, self.fields, self.is_complete
+        return self.attributes, self.variables, self.fields, self.is_complete, self.advanced
 
     def __setstate__(self, state: Any) -> None:
-        self.attributes, self.variables, self.fields, self.is_complete = state
+        self.attributes, self.variables, self.fields, self.is_complete, self.advanced = state
+
+
+def _united(one: Mapping[type, set[str]], other: Mapping[type, set[str]]) -> dict[type, set[str]]:
+    return {kind: one.get(kind, set()) | other.get(kind, set()) for kind in one.keys() | other.keys()}
 
 
 class Globals:

@@ -65,6 +65,14 @@ class Cuts(tuple[Truncation, ...]):
     def __init__(self, *runs: Any) -> None:
         # What running the model in one process came to, by the dtype that it was cast to (`eager.py`).
         self.outcomes: dict[torch.dtype | None, bool | Exception | None] = {}
+        self._uncut: Cuts | None = None
+
+    def uncut(self) -> Cuts:
+        """For traces of the whole model, which read what these read."""
+        if self._uncut is None:
+            self._uncut = Cuts()
+            self._uncut.reads, self._uncut.outcomes = self.reads, self.outcomes
+        return self._uncut
 
 
 @dataclass(slots=True)
@@ -127,7 +135,7 @@ def _traced(
             raise
         graph = None
     if graph is None:  # the model counts its blocks itself: trace all of them
-        return _traced(model, batch, loss_fn, batch_size, param_dtype, ())
+        return _traced(model, batch, loss_fn, batch_size, param_dtype, cuts.uncut() if isinstance(cuts, Cuts) else ())
     return graph
 
 

@@ -56,7 +56,7 @@ class StateFollower:
             compiled
         ]  # of each of these, which has parameters that later ones may not
         self._number, self._num_changes, self._num_steps = next(_numbers), 0, 0
-        self._is_loaded = False
+        self._is_loaded, self._advanced = False, frozenset[Any]()
         self._frozen: frozenset[str] = frozenset()
         self._unread: frozenset[str] = frozenset()
         self._places = NumberPlaces()
@@ -72,14 +72,35 @@ class StateFollower:
 
         Raises ModelError, on every rank, for what the program cannot follow.
         """
-        if self.state.is_same(is_training):
+        if not self.state.is_same(is_training):
+            changes = self.state.changes(is_training)
+            own, self._advanced = self._advanced, frozenset()
+            if any(each.key not in own for each in changes):
+                self._agree(changes)
+            if changes:
+                with torch.inference_mode(False), torch.enable_grad(), kept_random_states():
+                    self._follow(changes)
+            self.state.note(keep_modes=not is_training)
+
+    def after_forward(self, is_training: bool) -> None:
+        """Do to the model's own numbers what its forward does, which the program does not. `Step.after_forward`.
+
+        Raises ModelError where forward can no longer be run to see what it does, or does it otherwise for other shapes.
+        """
+        if not self.state.reads.advanced:
             return
-        changes = self.state.changes(is_training)
-        if changes:
-            self._agree(changes)
-            with torch.inference_mode(False), torch.enable_grad(), kept_random_states():
-                self._follow(changes)
-        self.state.note(keep_modes=not is_training)
+        with torch.inference_mode(False), torch.enable_grad(), kept_random_states():
+            forwards = [_forward_of(program) for program, _ in self._programs]
+            values, *others = [each.advanced(self.state.reads.advanced, is_training) for each in forwards]
+        if values is None or any(other != values for other in others):
+            names = sorted(name for each in self.state.reads.advanced.values() for name in each)
+            raise ModelError(
+                "forward changes numbers of the model, which cannot be followed",
+                values=", ".join(names),
+                alternatives=["change them in the training loop", "numbers that do not depend on the batch's shape"],
+            )
+        self.state.apply(values.items())
+        self._advanced = frozenset(values)
 
     def share(self) -> None:
         """Make on every rank the changes that rank 0 has, where callbacks run. Collective.
@@ -166,9 +187,7 @@ class StateFollower:
 
     @property
     def _forward(self) -> ForwardOf:
-        program = self._programs[0][0]
-        assert program.remake is not None
-        return program.remake.forward(program)
+        return _forward_of(self._programs[0][0])
 
     def _make_anew(self, changes: Sequence[Change]) -> None:
         """Bring constants up to date, in all programs or in none."""
@@ -299,6 +318,11 @@ def _require(is_met: bool, changes: Sequence[Change], instead: Any) -> None:
         raise _refused(changes, instead)
 
 
+def _forward_of(program: GeneratedProgram) -> ForwardOf:
+    assert program.remake is not None
+    return program.remake.forward(program)
+
+
 def _unread(step: Any, other: Any) -> Iterator[str]:
     """The names of this rank's parameters that the program of another step does not read."""
     read = {slot.name for part in other.parts for slot in part.model.slots()}
@@ -331,7 +355,8 @@ def _written_buffers(step: Any) -> set[str]:
 def follow(compiled: GeneratedProgram, step: Any, make: Callable[[Any, GeneratedProgram], Any]) -> None:
     """Let a step follow what is changed on the model of its program. make: as StateFollower takes it."""
     if compiled.state is not None and compiled.remake is not None:
-        step.state_check = StateFollower(compiled, step, make)
+        step.state_check = follower = StateFollower(compiled, step, make)
+        step.after_forward = follower.after_forward
 
 
 def followed(step: Any) -> StateFollower | None:

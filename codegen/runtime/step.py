@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from .whole_updates import WholeUpdates
 
 
+_FREE = ("num_samples", "grad_norm", "first_check", "state_check", "after_forward")
+"""Attributes of a step that may be set."""
+
+
 class Step(StepState):
     """A program made runnable on this rank: `loss = step(local_batch)` trains one step.
 
@@ -114,6 +118,7 @@ class Step(StepState):
         self.state_check: Callable[[bool], object] = (
             bool  # is told, before a batch, whether it is trained; does nothing
         )
+        self.after_forward: Callable[[bool], object] = bool  # is told after a batch the same; does nothing
         if shared is not None:
             self.optimizer: torch.optim.Optimizer = shared.optimizer
             return
@@ -140,7 +145,7 @@ class Step(StepState):
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises AttributeError for what the step was made with: a new optimiser, say, would be ignored."""
-        is_free = name.startswith("_") or name in ("num_samples", "grad_norm", "first_check", "state_check")
+        is_free = name.startswith("_") or name in _FREE
         if name in self.__dict__ and not is_free:
             raise AttributeError(f"step.{name} is what the step was made with, and cannot be set: build another step")
         super().__setattr__(name, value)
@@ -246,6 +251,7 @@ class Step(StepState):
             self.loss_scaling.unscale([bucket.gradient for bucket in self.buckets if bucket.key.requires_grad])
         for part in taking.parts:
             part.write_buffers()
+        self.after_forward(True)
         self._num_rows = taking.num_micro_batches * self.rng.micro_batch_rows
         self.guard.after_backward(loss)
         self._by_hand.after_backward()
@@ -324,9 +330,13 @@ class Step(StepState):
         if self.first_check is not None:
             self.first_check.passed(local_batch)
         with evaluating(taking._executor, self.rng), taking._running(is_training=False):
+            found: Tensor | tuple[Tensor, Tensor]
             if logits:
-                return evaluate_with_logits(taking._executor, local_batch, self.mesh)
-            return taking._executor.evaluate(local_batch)
+                found = evaluate_with_logits(taking._executor, local_batch, self.mesh)
+            else:
+                found = taking._executor.evaluate(local_batch)
+        self.after_forward(False)
+        return found
 
     def _running(self, is_training: bool) -> AbstractContextManager[None]:
         return nullcontext() if self._compiled is None else self._compiled.running(is_training)

@@ -1,0 +1,227 @@
+"""Numbers of a model that its own forward changes: counters, annealed temperatures, what they decide. The losses, the
+parameters and the numbers of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import TraceError
+
+
+class Block(nn.Module):
+    """A layer that counts its own calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.calls = nn.Linear(8, 16), nn.Linear(16, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.down(torch.tanh(self.up(x))) / (1.5 + 0.1 * self.calls)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Annealed(nn.Module):
+    """A temperature that training alone lowers, down to a least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.temperature = nn.Linear(8, 8), 1.7
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.temperature = max(self.temperature * 0.9, 1.3)
+        return (self.inner(x) / self.temperature).softmax(-1).square().mean()
+
+
+class Warmed(nn.Module):
+    """A term that begins in the third call, with a weight of Python's that grows to 0.9."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.step, self.weight = nn.Linear(8, 8), 0, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        hidden = self.inner(x)
+        loss = F.mse_loss(hidden, x)
+        if self.step > 2:
+            self.weight = min(0.9, 0.21 * self.step)
+            loss = loss + self.weight * hidden.abs().mean()
+        return loss
+
+
+class Alternating(nn.Module):
+    """A flag that each call turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.is_even = nn.Linear(8, 8), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_even = not self.is_even
+        hidden = self.inner(x)
+        return (hidden.abs() if self.is_even else hidden.square()).mean()
+
+
+class Rows(nn.Module):
+    """How many rows were seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = nn.Linear(8, 8), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return self.inner(x).square().mean() * (2.0 / (1.0 + self.seen))
+
+
+class Loss(nn.Module):
+    """A loss that counts, behind a model that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(out, target) * 0.9**self.calls
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def batches(names: tuple[str, ...] = ("x",)) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{name: torch.randn(8, 8, generator=generator) for name in names} for _ in range(5)]
+
+
+def trained(
+    model: nn.Module, loss_fn: Any, given: list[dict[str, Tensor]], evaluates: bool = False
+) -> tuple[list[float], Any]:
+    """The losses of one process, with an evaluation in the middle."""
+    optimizer, losses = sgd(model.parameters()), []
+    for number, batch in enumerate(given):
+        if evaluates and number == 2:
+            model.eval()
+            with torch.no_grad():
+                model(batch["x"])
+            model.train()
+        optimizer.zero_grad()
+        loss = model(batch["x"]) if loss_fn is None else loss_fn(model(batch["x"]), batch["target"])
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, numbers(model)
+
+
+def numbers(model: nn.Module) -> list[Any]:
+    plain = (int, float, type(None))
+    return [v for m in model.modules() for k, v in vars(m).items() if isinstance(v, plain) and not k.startswith("_")]
+
+
+def by_program(step: Any, compiled: Any, given: list[dict[str, Tensor]], evaluates: bool) -> tuple[list[float], Any]:
+    losses = []
+    for number, batch in enumerate(given):
+        if evaluates and number == 2:
+            step.evaluate(step.local_batch(batch))
+        losses.append(float(step(step.local_batch(batch)).detach()))
+    return losses, numbers(compiled.model)
+
+
+MODELS: tuple[Callable[[], nn.Module], ...] = (Layers, Annealed, Warmed, Alternating, Rows)
+QUICK = (Annealed, Rows)
+
+
+@pytest.mark.parametrize("make", [*QUICK, *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS if m not in QUICK)])
+def test_numbers_that_forward_changes_are_followed(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, given = make(), batches()
+    evaluates = make not in (Alternating, Annealed)  # in evaluation these two compute something else
+    expected, left = trained(copy.deepcopy(model), None, given, evaluates)
+    compiled = autopar.compile(model, "1 cpu", example_inputs=given[0], optimizer=sgd)
+    found, own = by_program(compiled.build(), compiled, given, evaluates)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert own == pytest.approx(left)
+
+
+def test_numbers_that_a_loss_changes_are_followed() -> None:
+    torch.manual_seed(0)
+    model, loss_fn, given = nn.Linear(8, 8), Loss(), batches(("x", "target"))
+    expected, _ = trained(copy.deepcopy(model), copy.deepcopy(loss_fn), given)
+    example = {"input": given[0]["x"], "target": given[0]["target"]}
+    compiled = autopar.compile(model, "1 cpu", example_inputs=example, loss_fn=loss_fn, optimizer=sgd)
+    named = [{"input": each["x"], "target": each["target"]} for each in given]
+    found, _ = by_program(compiled.build(), compiled, named, False)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert loss_fn.calls == len(given)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("pins", [{"dp": 2, "micro_batches": 2}, {"pp": 2, "micro_batches": 2}, {"tp": 2}])
+def test_a_step_of_several_micro_batches_on_several_ranks_is_one_call(pins: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, given = Layers(), batches()
+    expected, left = trained(copy.deepcopy(model), None, given, evaluates=True)
+    compiled = autopar.compile(model, "2 cpu", example_inputs=given[0], optimizer=sgd, constraints=pins)
+    for found, own in compiled.launch(by_program, compiled, given, True):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert own == pytest.approx(left)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", MODELS)
+def test_verify_compares_models_that_count(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    report = autopar.verify(make(), "2 cpu", example_inputs=batches()[0], optimizer=sgd, constraints={"dp": 2})
+    assert report.ok, str(report)
+
+
+class Listed(nn.Module):
+    """A list is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = nn.Linear(8, 8), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.seen[-1] + 1)
+        return self.inner(x).square().mean() * (1.0 + 0.1 * len(self.seen))
+
+
+class Global(nn.Module):
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Global.calls += 1
+        return self.inner(x).square().mean() * (1.0 + 0.1 * Global.calls)
+
+
+@pytest.mark.parametrize("make", [Listed, Global])
+def test_other_state_of_python_is_refused(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(TraceError, match="forward (changes Python state|computes something else)"):
+        autopar.compile(make(), "1 cpu", example_inputs=batches()[0], optimizer=sgd)
