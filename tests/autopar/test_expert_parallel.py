@@ -356,6 +356,7 @@ FOLDED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_layers", "mesh"), FOLDED)
 def test_the_search_over_foldings_equals_brute_force(num_layers: int, mesh: str) -> None:
     """All options of every call with all placements of what they read, wide and narrow, on fast and slow links."""

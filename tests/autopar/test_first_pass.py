@@ -175,6 +175,7 @@ def test_a_forward_more_of_every_micro_batch_is_priced(pins: dict[str, Any]) -> 
         assert solution.objective == pytest.approx(compiled.plan.prediction.step_seconds, rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_search_cuts_the_batch_only_where_memory_asks_for_the_first_pass() -> None:
     model, batch = penalised()
     free = autopar.compile(model, "1 cpu", example_inputs=batch).plan

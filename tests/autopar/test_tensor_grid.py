@@ -86,6 +86,7 @@ CASES = [
 """With data-parallel ranks the stages of ZeRO join the two weights of an MLP, and combinations are too many to try."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_the_search_over_both_axes_equals_brute_force(model: str, mesh: str) -> None:
     """On fast and slow links, on rows and on sequences."""

@@ -80,6 +80,7 @@ def printed_of(rows: list[dict[str, Any]], folder: Path, capsys: pytest.CaptureF
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_published_plan_has_the_price_of_its_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`autopar.predict` walks to the same seconds by a path of its own, without a search; a small sum is not there,
     nor its call, for which a host would be waited for."""

@@ -47,6 +47,7 @@ def test_a_perceptrons_calls_by_hand() -> None:
     assert backward == pytest.approx(linears + len(others) * 1.5)
 
 
+@pytest.mark.slow
 def test_launches_are_those_that_kernels_are_priced_with() -> None:
     seen = set()
     for name in ("llama", "gpt2", "t5"):
@@ -113,6 +114,7 @@ def test_a_small_llamas_step_takes_what_was_measured() -> None:
     assert found.seconds[HOST] == pytest.approx(found.step_seconds - alone.step_seconds, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_large_layers_hide_their_host() -> None:
     """But for what lies between the reading of the norm and the update's launch."""
     example = EXAMPLES["llama"](layers=2, width=2048, num_heads=16, batch_size=8, seq_len=2048, vocab_size=2048)

@@ -192,6 +192,7 @@ PATTERNS = {
 """Layers that repeat with a period, and how many of those that do are traced."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
 def test_layers_of_a_pattern_are_traced_by_its_first_ones(name: str) -> None:
     """The graph is that of the whole trace, and computes the model."""

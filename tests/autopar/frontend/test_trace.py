@@ -75,6 +75,7 @@ def test_loss_and_gradients_equal_eager(name: str) -> None:
     assert_equals_eager(deep_graph(name), example.model, example.inputs, example.loss())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_extended_trace_equals_full_trace(name: str) -> None:
     assert canonical(deep_graph(name)) == canonical(deep_graph(name, full_depth=True))

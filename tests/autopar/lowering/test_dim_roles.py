@@ -93,6 +93,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh", "more", "wanted"), CASES)
 def test_constants_are_the_sizes_of_the_configuration(name, mesh, more, wanted) -> None:
     program = program_of(name, mesh, APART | more)

@@ -111,6 +111,7 @@ def words_of(text: str) -> str:
     return " ".join(" ".join(read(text).text).split())
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_terminal_report(program: CompiledProgram, page: str) -> None:
     """Every figure with a unit of the terminal's report is on the page."""
     shown = words_of(page)

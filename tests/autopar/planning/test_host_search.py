@@ -39,6 +39,7 @@ def slow_host(name: str, cluster: str = "4 a100-80g", **constraints: object) -> 
     return replace(request, cluster=Cluster.parse(cluster))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_pipelines_are_the_best_of_all_and_bounds_hold(name: str) -> None:
     """Every config solved, none skipped by its bound."""
@@ -57,6 +58,7 @@ def test_pipelines_are_the_best_of_all_and_bounds_hold(name: str) -> None:
     assert plan.prediction.seconds[HOST] > 0.5 * plan.prediction.step_seconds
 
 
+@pytest.mark.slow
 def test_one_stage_is_the_best_of_all_meshes() -> None:
     limits = {"pp": 1, "ddp": 1, "recompute": "none", "offload": "none"}
     request = slow_host("llama", **limits)

@@ -144,6 +144,7 @@ def test_program_as_written(golden):
     golden("programs/llama_dp2_tp2_fp8_bf16.py.txt", program.source)
 
 
+@pytest.mark.slow
 def test_head_and_embeddings_stay():
     program = compiled("gpt2", constraints={"dp": 2}, kernels="off").program
     assert count_calls(program) == 8 and {c.target for c in program.layers[0].body if hasattr(c, "target")} >= {
