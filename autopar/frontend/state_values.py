@@ -52,6 +52,7 @@ class Change:
     key: Key | None = None
     buffer: str = ""
     parameter: str = ""
+    parameter_values: str = ""
     is_of_parts: bool = False
 
     @property
@@ -355,6 +356,12 @@ def place_of(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # a tensor without memory
         return 0
+
+
+def has_moved(old: Tensor, new: Tensor) -> bool:
+    """Whether one tensor has the values of another, as after a visit to another device."""
+    is_alike = (old.shape, old.dtype) == (new.shape, new.dtype) and not (old.is_meta or new.is_meta)
+    return is_alike and torch.equal(old.cpu(), new.cpu())
 
 
 def _shown(value: Any) -> str:

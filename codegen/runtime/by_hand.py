@@ -56,6 +56,12 @@ class ByHand:
         self._writes: list[int] = []
         self._num_unused = 0
 
+    def of_more(self, parts: Sequence[Part]) -> ByHand:
+        """The same, of parts that have more parameters now."""
+        made = ByHand(parts, self._optimizer, self._wholes)
+        made._num_unused = self._num_unused
+        return made
+
     def leave_out(self, names: Collection[str]) -> None:
         """The optimizer is to see no gradients of these parameters, and those of all others."""
         frozen = {

@@ -29,6 +29,7 @@ class StepState:
     rng: RngState
     wholes: WholeUpdates | None
     _executor: Executor
+    _num_loads = 0
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -50,6 +51,11 @@ class StepState:
         """The buckets of all parts."""
         return buckets_of(self.parts)
 
+    @property
+    def num_loads(self) -> int:
+        """How often `load` was called."""
+        return self._num_loads
+
     def load(self, source: Source) -> None:
         """Fill parameters and buffers from whole tensors under original names, equal on all ranks.
 
@@ -57,6 +63,7 @@ class StepState:
         that nothing but this rank's part stays in memory. A tied weight may come under any of its names. Raises
         KeyError for a missing name, ValueError for a wrong shape.
         """
+        self._num_loads += 1
         for part in self.parts:
             part.load(source)
         for part in self.parts:
