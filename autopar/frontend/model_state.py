@@ -94,6 +94,10 @@ class ModelState:
         self._join_attributes()
         self._note_parts(self._modes if keep_modes else None)
 
+    def note_values(self) -> None:
+        """Take the values of parameters as they are now, and nothing else."""
+        self._values = ParameterValues(self._named_parameters())
+
     def constants(self) -> Constants:
         """What a program has as constants of the model, as it is now."""
         now = ModelState(self.model, self.loss_fn, self.reads)
@@ -137,7 +141,8 @@ class ModelState:
         small = [(name, b) for name, b in self._buffers.items() if b.numel() <= _SMALL and not b.is_meta]
         self._copies = [(name, b, b.detach().clone()) for name, b in small[:_MOST_SMALL]]
         self._modes = modes or {path: _is_in_training(module) for path, module in modules.items()}
-        self._hooks, self._values = Hooks(modules, parameters), ParameterValues(self._named_parameters())
+        self._hooks = Hooks(modules, parameters)
+        self.note_values()
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         yield from named_modules(self.model)

@@ -39,7 +39,7 @@ class ParameterValues:
         for (name, parameter), was in zip(self._named, self._versions, strict=True):
             if is_uncounted or parameter._version != was:
                 key = ("values", name, ())
-                yield Change(f"values of {name}", "others", parameter, key=key, parameter_values=name)
+                yield Change(f"values of {name}", None, parameter, key=key, parameter_values=name)
 
 
 def _head(parameter: nn.Parameter) -> Tensor | None:

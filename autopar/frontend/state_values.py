@@ -74,6 +74,8 @@ class Change:
         return is_a(self.old, Tensor) and is_a(self.new, Tensor)
 
     def __str__(self) -> str:
+        if self.parameter_values:
+            return f"{self.name}: written"
         at = f", read at {self.line}" if self.line else ""
         return f"{self.name}: {_shown(self.old)} then, {_shown(self.new)} now{at}"
 

@@ -58,6 +58,8 @@ def _why_not(step: Any, part: Any, slots: Sequence[Any], old: Sequence[Any]) -> 
         return "parameters are added only where torch's own optimizer updates on the device what this rank stores"
     if any(bucket.key.stage == 3 for bucket in old):
         return "parameters that had no gradient are sharded by ZeRO-3"
+    if not step.loaded_states.isdisjoint(slot.name for slot in slots):
+        return "the checkpoint that was loaded has optimizer state of them, for which the step had no room"
     if len(step.parts) > 1 or step.mesh.everyone.size > part.mesh.world_size:
         return "a pipeline's stages may share them"
     return ""

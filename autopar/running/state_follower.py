@@ -69,11 +69,15 @@ class StateFollower:
         self._first.append(compiled)
         self._variant, self._variants = Variant([each.program for each in self._programs]), Variants()
 
-    def __call__(self, is_training: bool) -> None:
-        """A batch is about to be trained or evaluated. Collective where something changed.
+    def __call__(self, is_training: bool | None) -> None:
+        """A batch is about to be trained or evaluated, or (None) values are to be read. Collective where something
+        changed.
 
         Raises ModelError, on every rank, for what the program cannot follow.
         """
+        if is_training is None:
+            self._follow_values()
+            return
         if self.state.is_same(is_training):
             return
         changes = self.state.changes(is_training)
@@ -82,6 +86,15 @@ class StateFollower:
             with torch.inference_mode(False), torch.enable_grad(), kept_random_states():
                 self._follow(changes)
         self.state.note(keep_modes=not is_training)
+
+    def _follow_values(self) -> None:
+        """Bring values that were written to the model's parameters into the step, where they were up to date."""
+        if self._is_loaded or self._is_stale or self.state.is_same(False):
+            return
+        if changes := [each for each in self.state.changes(False) if each.parameter_values]:
+            self._agree(changes)
+            self._write(changes)
+            self.state.note_values()
 
     def share(self) -> None:
         """Make on every rank the changes that rank 0 has, where callbacks run. Collective.
@@ -214,16 +227,17 @@ class StateFollower:
         """The programs of the model as it is now, of each shape of batches: kept ones, perhaps with other numbers, or
         new ones."""
         can_renumber = len(self._programs) == 1 and self._programs[0].program.backend != "inductor"
-        numbers = self._forward.numbers() if can_renumber else None
-        files = None
-        if all(each.is_of_values for each in changes):
-            files = self._variant.files_for(numbers)
-        variant, is_same = self._variant, False
+        variant, is_same, files = self._variant, False, None
+        numbers = self._forward.numbers() if can_renumber and all(each.is_of_values for each in changes) else None
+        if numbers is not None:
+            files = variant.files_for(numbers)
         if files is None:
             found, is_same = self._variants.find(self.state.constants(), len(self._first))
             variant = found or Variant([])
-            files = variant.files_for(numbers)
-        if files is not None and not is_same:
+            if can_renumber and not is_same:
+                numbers = numbers or self._forward.numbers()
+                files = variant.files_for(numbers)
+        if files is not None:
             variant.programs = [replace(variant.programs[0], files=files)]
         elif not is_same:
             with self._trained(frozen):
@@ -251,7 +265,7 @@ class StateFollower:
         try:
             made = Loaded(other, self._make(self._step, other), held.index)
         except AutoparError as error:
-            raise _refused(changes, _AGAIN, str(error)) from error
+            raise _refused(changes, [_FULL, *_AGAIN], str(error)) from error
         new = sorted(_written_buffers(made.step) - _written_buffers(self._step))
         if new:
             reason = f"forward now updates buffers that it did not: {', '.join(new[:3])}"

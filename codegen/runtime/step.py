@@ -111,9 +111,8 @@ class Step(StepState):
             compiled.attach(models)
         self._running_steps = [self]  # in the order in which they are asked whether they take a batch
         self.first_check: FirstCheck | None = None
-        self.state_check: Callable[[bool], object] = (
-            bool  # is told, before a batch, whether it is trained; does nothing
-        )
+        # Is told, before a batch, whether it is trained, and of None before values are read; does nothing.
+        self.state_check: Callable[[bool | None], object] = bool
         if shared is not None:
             self.optimizer: torch.optim.Optimizer = shared.optimizer
             return
@@ -140,7 +139,7 @@ class Step(StepState):
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises AttributeError for what the step was made with: a new optimiser, say, would be ignored."""
-        is_free = name.startswith("_") or name in ("num_samples", "grad_norm", "first_check", "state_check")
+        is_free = name.startswith("_") or name in ("num_samples", "grad_norm", "first_check", "state_check", "loaded_states")
         if name in self.__dict__ and not is_free:
             raise AttributeError(f"step.{name} is what the step was made with, and cannot be set: build another step")
         super().__setattr__(name, value)
