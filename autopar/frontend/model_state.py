@@ -37,6 +37,7 @@ from autopar.frontend.state_values import (
     is_plain,
     leaves_of,
     place_of,
+    unlike,
 )
 
 _MODES = ("evaluation", "training")
@@ -100,14 +101,12 @@ class ModelState:
 
     def constants(self) -> Constants:
         """What a program has as constants of the model, as it is now."""
-        now = ModelState(self.model, self.loss_fn, self.reads)
-        return Constants(now._constants())
+        return Constants(ModelState(self.model, self.loss_fn, self.reads)._constants())
 
     def _constants(self) -> Iterator[tuple[Any, Any]]:
         yield from _alike_modes(self._modes).items()
         for each in self._attributes:
-            plain = zip(each.names[1:], each.values[1:], strict=False)
-            yield from (((each.path, name), value) for name, value in plain)
+            yield from (((each.path, n), value) for n, value in zip(each.names[1:], each.values[1:], strict=False))
         yield from ((("", key), value) for _, key, value in self._aliases)
         for key, root in self._roots.items():
             yield from (((key, steps), leaf) for steps, leaf in root.leaves.items())
@@ -289,7 +288,7 @@ class ModelState:
                 pairs = zip(_names(path, table), held, now, strict=True)
                 buffers.update(name for name, old, new in pairs if old is not new and not has_moved(old, new))
                 continue
-            old, new = _unlike(held, now)
+            old, new = unlike(held, now)
             yield Change(f"the {what} of {where(path)}", old, new, is_of_parts=True)
         for parameter, was in zip(self._parameters, self._is_trained, strict=True):
             if parameter.requires_grad != was:
@@ -399,8 +398,3 @@ def _named(path: str, table: Mapping[str, Tensor | None]) -> Iterator[tuple[str,
 def _alike_modes(modes: Mapping[str, bool]) -> Mapping[str, bool]:
     """A model that is in evaluation mode as a whole is trained in training mode."""
     return modes if any(modes.values()) else dict.fromkeys(modes, True)
-
-
-def _unlike(then: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[Any, Any]:
-    pair = next(((a, b) for a, b in zip(then, now, strict=False) if a is not b), None)
-    return pair if pair is not None else (f"{len(then)} of them", f"{len(now)} of them")

@@ -57,4 +57,6 @@ def _is_kept(sample: tuple[nn.Parameter, Tensor]) -> bool:
 
 
 def _are_equal(now: Tensor, before: Tensor) -> bool:
-    return torch.equal(now, before) or bool(torch.equal(now.isnan(), before.isnan()) and torch.equal(now.nan_to_num(), before.nan_to_num()))
+    return torch.equal(now, before) or bool(
+        torch.equal(now.isnan(), before.isnan()) and torch.equal(now.nan_to_num(), before.nan_to_num())
+    )

@@ -366,6 +366,11 @@ def has_moved(old: Tensor, new: Tensor) -> bool:
     return is_alike and torch.equal(old.cpu(), new.cpu())
 
 
+def unlike(then: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[Any, Any]:
+    pair = next(((a, b) for a, b in zip(then, now, strict=False) if a is not b), None)
+    return pair if pair is not None else (f"{len(then)} of them", f"{len(now)} of them")
+
+
 def _shown(value: Any) -> str:
     kind = type(value)
     if issubclass(kind, Tensor):

@@ -33,7 +33,9 @@ def _grow(step: Any, part: Any, slots: Sequence[Any]) -> None:
     values: dict[str, torch.Tensor] = {}
     for name, spec, value in part.model.buffer_slots():
         values |= dict.fromkeys((name, *spec.aliases), parameters.unshard(value, spec, part.mesh))
-    values = {slot.name: parameters.shard(values[slot.name], slot.spec, part.mesh) for slot in slots if slot.name in values}
+    values = {
+        slot.name: parameters.shard(values[slot.name], slot.spec, part.mesh) for slot in slots if slot.name in values
+    }
     for bucket in old:
         parts = zip(bucket.entries, bucket.whole(bucket.master), strict=True)
         values |= {entry.slot.name: local.clone() for entry, local in parts}

@@ -1,8 +1,9 @@
 """A step's program kept in agreement with what a script changes on the model between steps.
 
-Buffers and values of parameters are copied into the program. Numbers, flags, functions and plain tensors decide the program's text: the program
-is made anew by its plan, and where it differs in the bodies of functions alone, these get the new code. Parameters that
-are frozen are left out of updates. All else is refused before the step that would differ.
+Buffers and values of parameters are copied into the program. Numbers, flags, functions and plain tensors decide the
+program's text: the program is made anew by its plan, or a kept one taken. Where two differ in the bodies of functions
+alone, these get the new code. Parameters that are frozen, or that forward gives no gradient, are left out of updates.
+All else is refused before the step that would differ.
 """
 
 from __future__ import annotations

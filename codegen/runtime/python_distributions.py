@@ -1,5 +1,6 @@
-"""Single numbers of the distributions of Python's `random` and of `numpy.random`, each made of a fixed number of torch's
-uniform, exponential and normal draws.
+"""Single numbers of the distributions of Python's `random` and of `numpy.random`, each of a fixed number of draws.
+
+The draws are torch's uniform, exponential and normal numbers.
 
 A gamma number takes the first of a few proposals that Marsaglia and Tsang's rule accepts (2000). It accepts each with a
 probability above 0.95, so that none of eight is accepted once in 10^10 draws; the last one is taken then.
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Distribution = Callable[..., Tensor]
+Distribution = Callable[..., Any]
+"""Of the parameters, numbers or tensors without dims: a tensor without dims."""
 
 _PROPOSALS, _MOST_TRIALS = 8, 32
 
@@ -31,7 +33,7 @@ def _normal() -> Tensor:
     return torch.randn(())
 
 
-def _log_gamma(shape: Any) -> Tensor:
+def _log_gamma(shape: Any) -> Any:
     """The logarithm of a number of the gamma distribution of scale 1, which for small shapes would be 0 itself."""
     small = shape < 1
     d = (shape + 1 if small else shape) - 1 / 3
@@ -46,85 +48,85 @@ def _log_gamma(shape: Any) -> Tensor:
     return found - _exponential() / shape if small else found
 
 
-def _gamma(shape: Any, scale: Any = 1.0) -> Tensor:
+def _gamma(shape: Any, scale: Any = 1.0) -> Any:
     return torch.exp(_log_gamma(shape)) * scale
 
 
-def _beta(a: Any, b: Any) -> Tensor:
+def _beta(a: Any, b: Any) -> Any:
     return torch.sigmoid(_log_gamma(a) - _log_gamma(b))
 
 
-def _lognormal(mean: Any = 0.0, sigma: Any = 1.0) -> Tensor:
+def _lognormal(mean: Any = 0.0, sigma: Any = 1.0) -> Any:
     return torch.exp(_normal() * sigma + mean)
 
 
-def _laplace(loc: Any = 0.0, scale: Any = 1.0) -> Tensor:
+def _laplace(loc: Any = 0.0, scale: Any = 1.0) -> Any:
     return (_exponential() - _exponential()) * scale + loc
 
 
-def _logistic(loc: Any = 0.0, scale: Any = 1.0) -> Tensor:
+def _logistic(loc: Any = 0.0, scale: Any = 1.0) -> Any:
     return torch.log(torch.expm1(_exponential())) * scale + loc
 
 
-def _gumbel(loc: Any = 0.0, scale: Any = 1.0) -> Tensor:
+def _gumbel(loc: Any = 0.0, scale: Any = 1.0) -> Any:
     return loc - torch.log(_exponential()) * scale
 
 
-def _weibull(a: Any) -> Tensor:
+def _weibull(a: Any) -> Any:
     return _exponential() ** (1 / a)
 
 
-def _pareto(a: Any) -> Tensor:
+def _pareto(a: Any) -> Any:
     return torch.expm1(_exponential() / a)
 
 
-def _power(a: Any) -> Tensor:
+def _power(a: Any) -> Any:
     return torch.exp(-_exponential() / a)
 
 
-def _rayleigh(scale: Any = 1.0) -> Tensor:
+def _rayleigh(scale: Any = 1.0) -> Any:
     return torch.sqrt(_exponential() * 2) * scale
 
 
-def _cauchy() -> Tensor:
+def _cauchy() -> Any:
     return torch.tan((_uniform() - 0.5) * math.pi)
 
 
-def _triangular(left: Any, mode: Any, right: Any) -> Tensor:
+def _triangular(left: Any, mode: Any, right: Any) -> Any:
     drawn, width = _uniform(), right - left
     rising = left + torch.sqrt(drawn * (width * (mode - left)))
     falling = right - torch.sqrt((1 - drawn) * (width * (right - mode)))
     return torch.where(drawn * width < mode - left, rising, falling)
 
 
-def _chi_square(df: Any) -> Tensor:
+def _chi_square(df: Any) -> Any:
     return _gamma(df / 2, 2.0)
 
 
-def _student(df: Any) -> Tensor:
+def _student(df: Any) -> Any:
     return _normal() / torch.sqrt(_chi_square(df) / df)
 
 
-def _fisher(dfnum: Any, dfden: Any) -> Tensor:
+def _fisher(dfnum: Any, dfden: Any) -> Any:
     return (_chi_square(dfnum) / dfnum) / (_chi_square(dfden) / dfden)
 
 
-def _geometric(p: Any) -> Tensor:
+def _geometric(p: Any) -> Any:
     return torch.ceil(_exponential() / -math.log1p(-p)).clamp(min=1)
 
 
-def _wald(mean: Any, scale: Any) -> Tensor:
+def _wald(mean: Any, scale: Any) -> Any:
     """As Michael, Schucany and Haas (1976) choose one of two roots."""
     y = _normal() ** 2 * mean
     root = mean + (mean / (2 * scale)) * (y - torch.sqrt(y * y + y * (4 * scale)))
     return torch.where(_uniform() * (mean + root) <= mean, root, mean * mean / root)
 
 
-def _python_triangular(low: Any = 0.0, high: Any = 1.0, mode: Any = None) -> Tensor:
+def _python_triangular(low: Any = 0.0, high: Any = 1.0, mode: Any = None) -> Any:
     return _triangular(low, (low + high) / 2 if mode is None else mode, high)
 
 
-def _one_of(values: Sequence[Any]) -> Tensor:
+def _one_of(values: Sequence[Any]) -> Any:
     """One of some numbers. Raises TypeError for anything else, as an unknown call does."""
     kinds = {type(each) for each in values}
     if not values or not kinds <= {int, float}:
@@ -135,11 +137,11 @@ def _one_of(values: Sequence[Any]) -> Tensor:
     return found
 
 
-def _one_of_numpy(values: Any) -> Tensor:
+def _one_of_numpy(values: Any) -> Any:
     return torch.randint(0, values, ()) if type(values) is int else _one_of(list(values))
 
 
-def _binomial(n: int, p: Any) -> Tensor:
+def _binomial(n: int, p: Any) -> Any:
     """Raises TypeError for more trials than it is worth to draw one by one."""
     if type(n) is not int or not 0 < n <= _MOST_TRIALS:
         raise TypeError("a binomial number of many trials")

@@ -139,7 +139,13 @@ class Step(StepState):
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises AttributeError for what the step was made with: a new optimiser, say, would be ignored."""
-        is_free = name.startswith("_") or name in ("num_samples", "grad_norm", "first_check", "state_check", "loaded_states")
+        is_free = name.startswith("_") or name in (
+            "num_samples",
+            "grad_norm",
+            "first_check",
+            "state_check",
+            "loaded_states",
+        )
         if name in self.__dict__ and not is_free:
             raise AttributeError(f"step.{name} is what the step was made with, and cannot be set: build another step")
         super().__setattr__(name, value)

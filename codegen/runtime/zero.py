@@ -14,7 +14,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,8 @@ from . import collectives
 from .collectives import Work
 from .flat import Bucket, Entry, Key, key_of
 from .mesh import Mesh
-from .parameters import Module, Slot, shards
+from .parameters import Module, Slot
+from .sharing import has_gradient, may_share
 
 if TYPE_CHECKING:
     # Only programs that compress or offload have these beside them.
@@ -144,7 +145,7 @@ class ZeroUnits:
         before that layer; what its root or several layers read is gathered for the whole step.
         """
         entries, slots = self._entries(), {slot.name: slot for slot in model.slots()}
-        if strange := [slot for slot in slots.values() if not _has_gradient(slot, entries.get(slot.name))]:
+        if strange := [slot for slot in slots.values() if not has_gradient(slot, entries.get(slot.name))]:
             if self.grow is None:
                 names = ", ".join(sorted(slot.name for slot in strange)[:3])
                 raise ValueError(f"forward reads or trains parameters that it did not before: {names}")
@@ -153,7 +154,7 @@ class ZeroUnits:
         readers: dict[_Unit, set[int]] = {}
         for name, slot in slots.items():
             bucket, entry = entries[name]
-            if not _may_share(slot, entry.slot, self.mesh):
+            if not may_share(slot, entry.slot, self.mesh):
                 raise ValueError(f"the programs differ in how {name} lies")
             if (unit := self._owners.get(id(bucket))) is not None:
                 readers.setdefault(unit, set()).add(slot.unit)
@@ -384,23 +385,6 @@ def _groups(model: Module, mesh: Mesh, tied: Collection[str]) -> Iterator[tuple[
                 group, num_bytes = [], 0
         if group:
             yield unit, group
-
-
-def _has_gradient(slot: Slot, own: tuple[Bucket, Entry] | None) -> bool:
-    """Whether a parameter is there, with a gradient if a program gives it one."""
-    return own is not None and (own[0].key.requires_grad or not slot.spec.requires_grad)
-
-
-def _may_share(slot: Slot, own: Slot, mesh: Mesh) -> bool:
-    """Whether a program may read a parameter that another one has: it lies where it does, and so does its gradient, if
-    the program gives it one."""
-    is_alike = _place(slot, mesh) == _place(own, mesh)
-    # Of their own classes as plain values.
-    return is_alike and (not slot.spec.requires_grad or astuple(key_of(slot.spec, mesh)) == astuple(key_of(own.spec, mesh)))
-
-
-def _place(slot: Slot, mesh: Mesh) -> tuple[Any, ...]:
-    return slot.spec.dtype, slot.spec.shape, slot.spec.local_shape(mesh), shards(slot.spec.placements, mesh)
 
 
 def _tensors(value: Any) -> Iterator[Any]:

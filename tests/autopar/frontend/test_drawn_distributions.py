@@ -60,9 +60,7 @@ def test_numbers_have_the_distribution_of_their_function(name: str) -> None:
     with by_torch(Tensor.item):
         found = np.sort([float(DISTRIBUTIONS[name]()) for _ in range(count)])
     points = np.concatenate([right, found])
-    distance = np.abs(
-        np.searchsorted(right, points, side="right") - np.searchsorted(found, points, side="right")
-    ).max()
+    distance = np.abs(np.searchsorted(right, points, side="right") - np.searchsorted(found, points, side="right")).max()
     assert distance / count < 2.42 * (2 / count) ** 0.5
     assert abs(np.median(right) - np.median(found)) < 0.3 * (right.std() + 1e-6)
 
