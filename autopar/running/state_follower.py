@@ -319,16 +319,19 @@ _THAW = [
     "requires_grad_(True) on them before the model is compiled, and requires_grad_(False) before the first step",
     "compile the changed model again, and go on from a checkpoint",
 ]
+_ELSEWHERE = "of Accelerate accelerator.unwrap_model(model), of Lightning trainer.strategy.values.take(), instead"
 _STALE = [
     "program.update_model(step) on every rank before the change: the buffer's value in the model is an old one",
-    "of Accelerate accelerator.unwrap_model(model), of Lightning trainer.strategy.values.take(), instead",
+    _ELSEWHERE,
 ]
 
 
 _OLD = [
     "program.update_model(step) on every rank before a script writes to the model's parameters: these are old values",
+    _ELSEWHERE,
     "step.load(values), for values that the model's own do not decide",
     "a copy.deepcopy of the model, for values that are to be evaluated and not trained",
+    "an optimizer whose step() does it, where callbacks of a Trainer do: these have old values",
 ]
 
 

@@ -382,7 +382,7 @@ class Step(StepState):
             return local_batch
         parts = [part for each in self._running_steps for part in each.parts]
         found = {name: value for part in parts for name, value in part.local_batch(local_batch.unread).items()}
-        return {**found, **local_batch}
+        return {**found, **local_batch} if found else local_batch
 
     def _part_of(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for part in self.parts for name, value in part.local_batch(flat).items()}
