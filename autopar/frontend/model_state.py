@@ -33,6 +33,7 @@ from autopar.frontend.state_values import (
     Root,
     are_alike,
     has_moved,
+    is_freed,
     is_class_data,
     is_plain,
     leaves_of,
@@ -277,19 +278,18 @@ class ModelState:
                 yield Change(f"{name} of {where(each.path)}", old, new, line=text_of(lines.get(name)), key=key)
 
     def _changed_tables(self) -> Iterator[Change]:
-        buffers: set[str] = set()
+        buffers = set[str]()
         for path, kind, table, held in self._tables:
             if _are_same(table.values(), held):
                 continue
-            what = {"_modules": "submodules", "_parameters": "parameters", "_buffers": "buffers"}[kind]
-            now = tuple(table.values())
+            now, what = tuple(table.values()), "submodules" if kind == "_modules" else kind[1:]
             is_kept = len(now) == len(held) and all(is_a(each, Tensor) for each in (*now, *held))
             if kind == "_buffers" and is_kept:
                 pairs = zip(_names(path, table), held, now, strict=True)
-                buffers.update(name for name, old, new in pairs if old is not new and not has_moved(old, new))
+                buffers.update(name for name, old, new in pairs if not has_moved(old, new))
                 continue
-            old, new = unlike(held, now)
-            yield Change(f"the {what} of {where(path)}", old, new, is_of_parts=True)
+            if not (kind == "_parameters" and is_kept and all(map(is_freed, held, now))):
+                yield Change(f"the {what} of {where(path)}", *unlike(held, now), is_of_parts=True)
         for parameter, was in zip(self._parameters, self._is_trained, strict=True):
             if parameter.requires_grad != was:
                 name = next((n for n, p in self._named_parameters() if p is parameter), "a parameter")

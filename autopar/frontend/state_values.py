@@ -361,9 +361,14 @@ def place_of(tensor: Tensor) -> int:
 
 
 def has_moved(old: Tensor, new: Tensor) -> bool:
-    """Whether one tensor has the values of another, as after a visit to another device."""
+    """Whether one tensor has the values of another, as after a visit to another device, or was freed."""
     is_alike = (old.shape, old.dtype) == (new.shape, new.dtype) and not (old.is_meta or new.is_meta)
-    return is_alike and torch.equal(old.cpu(), new.cpu())
+    return is_freed(old, new) or (is_alike and torch.equal(old.cpu(), new.cpu()))
+
+
+def is_freed(old: Tensor, new: Tensor) -> bool:
+    """Whether a tensor is as it was, or on meta now: a script wants its memory."""
+    return old is new or (new.is_meta and (old.shape, old.dtype) == (new.shape, new.dtype))
 
 
 def unlike(then: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -176,3 +176,20 @@ def test_masters_keep_what_a_model_of_half_precision_cannot_say() -> None:
     step.evaluate(step.local_batch(data))
     assert torch.equal(step.stored_parameters()["weight"], masters)
     assert float(step.full_state_dict()["bias"][0]) == 3.0
+
+
+def test_a_model_whose_memory_is_wanted_goes_on_training() -> None:
+    def moved(model: Any) -> None:
+        model.to("meta")
+
+    def emptied(model: Any) -> None:
+        for parameter in model.parameters():
+            parameter.data = torch.empty(0)
+
+    data, right = batches(2), eager(lambda *given: None, batches(2))[0]
+    for free in (moved, emptied):
+        model = Net()
+        model.register_buffer("scale", torch.ones(4))
+        step = autopar.compile(model, "1 cpu", example_inputs=data[0], optimizer=sgd).build(first_step_check=False)
+        free(model)
+        assert [float(step(step.local_batch(batch))) for batch in data] == pytest.approx(right, rel=1e-5)
