@@ -62,7 +62,6 @@ def test_numbers_have_the_distribution_of_their_function(name: str) -> None:
     points = np.concatenate([right, found])
     distance = np.abs(np.searchsorted(right, points, side="right") - np.searchsorted(found, points, side="right")).max()
     assert distance / count < 2.42 * (2 / count) ** 0.5
-    assert abs(np.median(right) - np.median(found)) < 0.3 * (right.std() + 1e-6)
 
 
 class Net(nn.Module):
