@@ -140,7 +140,7 @@ class Reference:
         if isinstance(loss_fn, nn.Module) and dtype not in (None, self.dtype):  # as the step found it
             loss_fn = copied_loss(self.loss_before, dtype)
         with _as_compared(self.seed, self.step, dtype):
-            return loss_in(low_dtype, LossModule(model, loss_fn, batch), batch)
+            return loss_in(low_dtype, LossModule(model, loss_fn, batch, keeps_buffers=False), batch)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {

@@ -176,11 +176,13 @@ def custom_backward() -> Iterator[None]:
         return call_function(cls, args, kwargs)
 
     def refused(name: str) -> Callable[..., Any]:
+        instead = _INSTEAD_OF_HOOKS if name == "Tensor.register_hook" else "call it in the training loop"
+
         def call(*args: Any, **kwargs: Any) -> Any:
             raise TraceError(
                 f"forward calls {name}, of which a traced graph shows nothing",
                 alternatives=[
-                    "call it in the training loop",
+                    instead,
                     "compute what it does with torch operators, or in a torch.library.custom_op with register_autograd",
                 ],
             )
@@ -197,6 +199,10 @@ def custom_backward() -> Iterator[None]:
         yield
 
 
+_INSTEAD_OF_HOOKS = (
+    "a torch.autograd.Function of a module of yours: its forward returns x.view_as(x), and its backward what the hook "
+    "makes of the gradient"
+)
 _DROPPED_CALLS = (
     (torch.Tensor, "register_hook", "Tensor.register_hook"),
     (torch.Tensor, "register_post_accumulate_grad_hook", "Tensor.register_post_accumulate_grad_hook"),

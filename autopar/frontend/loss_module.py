@@ -19,7 +19,8 @@ class LossModule(nn.Module):
     """Model and loss as one module that takes a batch by name, as `batch` is, and returns the loss.
 
     with_logits: it returns (loss, logits) where the model returns logits (`_logits_of`). dtype: of floating-point
-    parameters that were cast to half precision, which decides what operators take; None: they were not.
+    parameters that were cast to half precision, which decides what operators take; None: they were not. keeps_buffers:
+    buffers that forward replaces are written in place, as a trace needs them, and as no backward may follow.
     """
 
     def __init__(
@@ -30,9 +31,10 @@ class LossModule(nn.Module):
         *,
         with_logits: bool = False,
         dtype: torch.dtype | None = None,
+        keeps_buffers: bool = True,
     ) -> None:
         super().__init__()
-        self.with_logits = with_logits
+        self.with_logits, self.keeps_buffers = with_logits, keeps_buffers
         self.dtype = dtype
         self.model = model
         self.loss_fn = loss_fn
@@ -43,19 +45,20 @@ class LossModule(nn.Module):
         given = arguments_of_batch({name: batch[name] for name in self.names}, self.containers)
         model_names, loss_names = split_names(self.model, tuple(given), self.loss_fn)
         positional, keyword = model_arguments(self.model, {name: given[name] for name in model_names})
-        with operands_in(self.dtype), _kept_buffers(self.model):
+        kept = kept_buffers if self.keeps_buffers else contextlib.nullcontext
+        with operands_in(self.dtype), kept(self.model):
             output = self.model(*positional, **keyword)
         if self.loss_fn is None:
             loss = _loss_of(output)
         else:
-            with operands_in(self.dtype, is_loss=True), _kept_buffers(self.loss_fn):
+            with operands_in(self.dtype, is_loss=True), kept(self.loss_fn):
                 loss = _scalar(self.loss_fn(output, *(given[name] for name in loss_names)), "loss_fn")
         logits = _logits_of(output) if self.with_logits else None
         return loss if logits is None else (loss, logits)
 
 
 @contextlib.contextmanager
-def _kept_buffers(model: Any) -> Iterator[None]:
+def kept_buffers(model: Any) -> Iterator[None]:
     """Buffers that a module's forward replaces by others of their shape and dtype are written in place when it is
     over."""
     modules = modules_of(model) if isinstance(model, nn.Module) else ()

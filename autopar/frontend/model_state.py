@@ -20,6 +20,8 @@ from autopar.frontend.admission import where
 from autopar.frontend.attributes import INTERNAL, dict_of, is_a, named_modules, named_parameters
 from autopar.frontend.model_hooks import Hooks
 from autopar.frontend.module_attributes import ModuleAttributes, class_with
+from autopar.frontend.parameter_values import ParameterValues
+from autopar.frontend.state_constants import Constants
 from autopar.frontend.state_places import get_step, held_by, set_step
 from autopar.frontend.state_reads import ClassData, Environment, Files, Line, Reads, home_of, text_of
 from autopar.frontend.state_values import (
@@ -30,10 +32,13 @@ from autopar.frontend.state_values import (
     Key,
     Root,
     are_alike,
+    has_moved,
     is_class_data,
+    is_freed,
     is_plain,
     leaves_of,
     place_of,
+    unlike,
 )
 
 _MODES = ("evaluation", "training")
@@ -90,6 +95,23 @@ class ModelState:
         self._join_attributes()
         self._note_parts(self._modes if keep_modes else None)
 
+    def note_values(self) -> None:
+        """Take the values of parameters as they are now, and nothing else."""
+        self._values = ParameterValues(self._named_parameters())
+
+    def constants(self) -> Constants:
+        """What a program has as constants of the model, as it is now."""
+        return Constants(ModelState(self.model, self.loss_fn, self.reads)._constants())
+
+    def _constants(self) -> Iterator[tuple[Any, Any]]:
+        yield from _alike_modes(self._modes).items()
+        for each in self._attributes:
+            yield from (((each.path, n), value) for n, value in zip(each.names[1:], each.values[1:], strict=False))
+        yield from ((("", key), value) for _, key, value in self._aliases)
+        for key, root in self._roots.items():
+            yield from (((key, steps), leaf) for steps, leaf in root.leaves.items())
+        yield from self._methods.items()
+
     def _join_attributes(self) -> None:
         """All plain attributes in one row, which is compared faster than one by one."""
         self._getters = [(each.get, each.own) for each in self._attributes]
@@ -118,7 +140,8 @@ class ModelState:
         small = [(name, b) for name, b in self._buffers.items() if b.numel() <= _SMALL and not b.is_meta]
         self._copies = [(name, b, b.detach().clone()) for name, b in small[:_MOST_SMALL]]
         self._modes = modes or {path: _is_in_training(module) for path, module in modules.items()}
-        self._hooks = Hooks(modules, self._parameters)
+        self._hooks = Hooks(modules, parameters)
+        self.note_values()
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         yield from named_modules(self.model)
@@ -202,6 +225,7 @@ class ModelState:
             and not any(self._replaced())
             and all(root.is_same() for root in self._roots.values())
             and self._hooks.are_same()
+            and self._values.are_same()
             and all(vars(owner).get(name) is method for (owner, name), method in self._methods.items())
         )
 
@@ -229,7 +253,7 @@ class ModelState:
         for (owner, name), method in self._methods.items():
             if (now := vars(owner).get(name, MISSING)) is not method:
                 found.append(Change(f"{name} of {ClassData(owner).label}", method, now))
-        return [*found, *self._hooks.changes(self._named_parameters())]
+        return [*found, *self._hooks.changes(self._named_parameters()), *self._values.changes()]
 
     def _changed_modes(self) -> Iterator[Change]:
         now = {path: _is_in_training(module) for path, module in self._modules()}
@@ -253,19 +277,18 @@ class ModelState:
                 yield Change(f"{name} of {where(each.path)}", old, new, line=text_of(lines.get(name)), key=key)
 
     def _changed_tables(self) -> Iterator[Change]:
-        buffers: set[str] = set()
+        buffers = set[str]()
         for path, kind, table, held in self._tables:
             if _are_same(table.values(), held):
                 continue
-            what = {"_modules": "submodules", "_parameters": "parameters", "_buffers": "buffers"}[kind]
-            now = tuple(table.values())
+            now, what = tuple(table.values()), "submodules" if kind == "_modules" else kind[1:]
             is_kept = len(now) == len(held) and all(is_a(each, Tensor) for each in (*now, *held))
             if kind == "_buffers" and is_kept:
                 pairs = zip(_names(path, table), held, now, strict=True)
-                buffers.update(name for name, old, new in pairs if old is not new and not _has_moved(old, new))
+                buffers.update(name for name, old, new in pairs if not has_moved(old, new))
                 continue
-            old, new = _unlike(held, now)
-            yield Change(f"the {what} of {where(path)}", old, new, is_of_parts=True)
+            if not (kind == "_parameters" and is_kept and all(map(is_freed, held, now))):
+                yield Change(f"the {what} of {where(path)}", *unlike(held, now), is_of_parts=True)
         for parameter, was in zip(self._parameters, self._is_trained, strict=True):
             if parameter.requires_grad != was:
                 name = next((n for n, p in self._named_parameters() if p is parameter), "a parameter")
@@ -308,8 +331,10 @@ class ModelState:
         if kind == "mode":
             self._module(path).training = value == _MODES[True]
             return
-        if kind == "requires_grad":
-            next(p for name, p in self._named_parameters() if name == path).requires_grad_(value)
+        if kind in ("requires_grad", "values"):
+            parameter = next(p for name, p in self._named_parameters() if name == path)
+            with torch.no_grad():
+                parameter.requires_grad_(value) if kind == "requires_grad" else parameter.copy_(value)
             return
         if kind in ("attribute", "buffer"):
             owner: Any = self._module(path)
@@ -369,17 +394,6 @@ def _named(path: str, table: Mapping[str, Tensor | None]) -> Iterator[tuple[str,
             yield name, tensor
 
 
-def _has_moved(old: Tensor, new: Tensor) -> bool:
-    """Whether one tensor has the values of another, as after a visit to another device."""
-    is_alike = (old.shape, old.dtype) == (new.shape, new.dtype) and not (old.is_meta or new.is_meta)
-    return is_alike and torch.equal(old.cpu(), new.cpu())
-
-
 def _alike_modes(modes: Mapping[str, bool]) -> Mapping[str, bool]:
     """A model that is in evaluation mode as a whole is trained in training mode."""
     return modes if any(modes.values()) else dict.fromkeys(modes, True)
-
-
-def _unlike(then: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[Any, Any]:
-    pair = next(((a, b) for a, b in zip(then, now, strict=False) if a is not b), None)
-    return pair if pair is not None else (f"{len(then)} of them", f"{len(now)} of them")

@@ -52,6 +52,7 @@ class Change:
     key: Key | None = None
     buffer: str = ""
     parameter: str = ""
+    parameter_values: str = ""
     is_of_parts: bool = False
 
     @property
@@ -73,6 +74,8 @@ class Change:
         return is_a(self.old, Tensor) and is_a(self.new, Tensor)
 
     def __str__(self) -> str:
+        if self.parameter_values:
+            return f"{self.name}: written"
         at = f", read at {self.line}" if self.line else ""
         return f"{self.name}: {_shown(self.old)} then, {_shown(self.new)} now{at}"
 
@@ -355,6 +358,22 @@ def place_of(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # a tensor without memory
         return 0
+
+
+def has_moved(old: Tensor, new: Tensor) -> bool:
+    """Whether one tensor has the values of another, as after a visit to another device, or was freed."""
+    is_alike = (old.shape, old.dtype) == (new.shape, new.dtype) and not (old.is_meta or new.is_meta)
+    return is_freed(old, new) or (is_alike and torch.equal(old.cpu(), new.cpu()))
+
+
+def is_freed(old: Tensor, new: Tensor) -> bool:
+    """Whether a tensor is as it was, or on meta now: a script wants its memory."""
+    return old is new or (new.is_meta and (old.shape, old.dtype) == (new.shape, new.dtype))
+
+
+def unlike(then: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[Any, Any]:
+    pair = next(((a, b) for a, b in zip(then, now, strict=False) if a is not b), None)
+    return pair if pair is not None else (f"{len(then)} of them", f"{len(now)} of them")
 
 
 def _shown(value: Any) -> str:

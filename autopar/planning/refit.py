@@ -1,8 +1,9 @@
 """A plan refitted to a model whose numbers or flags were changed: calls may be others, layers of other classes.
 
 A factor of 1.0 leaves its product out, and layers that had one class have two where one of them has another number.
-Parameters lie as before, for the refitted program shares them; buffers that were not read before are whole on every
-rank. `expand` checks the result as it checks a file.
+Parameters lie as before, for the refitted program shares them. One that forward only now reads, or only now gives a
+gradient, is whole on every rank, as are buffers that were not read before. `expand` checks the result as it checks a
+file.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 
-from autopar.errors import PlanError
 from autopar.ir.chain import chain
-from autopar.ir.graph import Graph, LayerClass
-from autopar.ir.placement import R, Stored
+from autopar.ir.graph import Graph, Input, Ref, TensorMeta
+from autopar.ir.mesh import DATA_AXES
+from autopar.ir.placement import Placements, R, Rp, Stored
 from autopar.ir.plan_data import ScopePlan, StagePlan
+from autopar.options.offers import Offers
 from autopar.options.scopes import Scope, scopes_of
 from autopar.plan import Plan
 
 
-def refit(plan: Plan, before: Graph, graph: Graph) -> Plan:
-    """The decisions of a plan for `before` that `graph` asks for, and no others."""
+def refit(plan: Plan, before: Graph, graph: Graph, offers: Offers) -> Plan:
+    """The decisions of a plan for `before` that `graph`, to which offers belong, asks for, and no others."""
     old = {scope.name: scope for scope in scopes_of(before)}
     stored = {
         name: plan.scopes[scope.name].parameters[own]
@@ -29,19 +31,7 @@ def refit(plan: Plan, before: Graph, graph: Graph) -> Plan:
         for name, own in _parameters(scope, before)
         if own in plan.scopes[scope.name].parameters
     }
-    whole = Stored((R,) * len(plan.mesh.axes))
-    buffers = {p.name for p in graph.parameters if p.is_buffer}
-    for scope in scopes_of(graph):
-        buffers |= {name for name, own in _parameters(scope, graph) if scope.layer and _is_buffer(scope.layer, own)}
-    stored = {**dict.fromkeys(sorted(buffers), whole), **stored}
-    read = {name for scope in scopes_of(graph) for name, _ in _parameters(scope, graph)}
-    if new := sorted(read - stored.keys()):
-        raise PlanError(
-            "forward reads parameters that it did not read when it was compiled",
-            values=", ".join(new[:5]),
-            alternatives="compile the model with that part on, and switch it off before the first step",
-        )
-    scopes = {scope.name: _refitted(scope, graph, plan, old, stored) for scope in scopes_of(graph)}
+    scopes = {scope.name: _refitted(scope, graph, plan, old, stored, offers) for scope in scopes_of(graph)}
     stages = plan.pipeline.stages
     units, found = chain(before), chain(graph)
     if len(stages) == 1:
@@ -50,10 +40,6 @@ def refit(plan: Plan, before: Graph, graph: Graph) -> Plan:
     elif len(units) == len(found):
         stages = tuple(_refitted_stage(stage, units, found, set(scopes)) for stage in stages)
     return replace(plan, scopes=scopes, pipeline=replace(plan.pipeline, stages=stages))
-
-
-def _is_buffer(layer: LayerClass, name: str) -> bool:
-    return any(p.is_buffer for p in layer.parameters if p.name == name)
 
 
 def _parameters(scope: Scope, graph: Graph) -> Iterator[tuple[str, str]]:
@@ -65,10 +51,37 @@ def _parameters(scope: Scope, graph: Graph) -> Iterator[tuple[str, str]]:
         yield from ((f"{path}.{p.name}", p.name) for path in scope.instances for p in scope.layer.parameters)
 
 
+def _stored(scope: Scope, own: str, meta: TensorMeta, before: Stored | None, offers: Offers) -> Stored:
+    """How a parameter lies: as before, as far as it has a gradient where it had one; else whole on every rank."""
+    legal = offers.parameter(scope, Ref(own), meta)
+    if before is not None and not meta.requires_grad:
+        before = Stored(tuple(R if each.kind == "Rp" else each for each in before.placements), 0)
+    if before is not None and (before.placements in legal or any(each.is_shard for each in before.placements)):
+        return before
+    axes = offers.mesh.axes
+    whole = [each for each in legal if not any(placement.is_shard for placement in each)]
+    usual = tuple(Rp if meta.requires_grad and axis in DATA_AXES else R for axis in axes)
+    return Stored(usual if usual in whole or not whole else whole[0])
+
+
+def _cut(given: Input, offers: Offers) -> Placements:
+    """How an input of the batch lies that was not read before: cut into rows, as far as ranks take other ones."""
+    legal = offers.batch_input(given.name, given.meta, given.batch_dim)
+    axes = offers.mesh.axes
+
+    def rows(each: Placements) -> int:
+        return sum(p.is_shard == (axis in DATA_AXES) for p, axis in zip(each, axes, strict=True))
+
+    return max(legal, key=rows)
+
+
 def _refitted(
-    scope: Scope, graph: Graph, plan: Plan, old: Mapping[str, Scope], stored: Mapping[str, Stored]
+    scope: Scope, graph: Graph, plan: Plan, old: Mapping[str, Scope], stored: Mapping[str, Stored], offers: Offers
 ) -> ScopePlan:
-    parameters = {own: stored[name] for name, own in _parameters(scope, graph) if name in stored}
+    metas = {p.name: p.meta for p in (scope.layer.parameters if scope.layer else graph.parameters)}
+    parameters = {
+        own: _stored(scope, own, metas[own], stored.get(name), offers) for name, own in _parameters(scope, graph)
+    }
     source = _source(scope, old)
     usual = next(iter(plan.scopes[""].inputs.values()), None)
     if source is None:
@@ -78,9 +91,12 @@ def _refitted(
     operators = {node.name: node.op for node in source.nodes}
     same = {node.name for node in scope.nodes if operators.get(node.name) == node.op}
     inputs = dict(decided.inputs)
-    if scope.layer is not None and len(scope.layer.inputs) == len(inputs):
+    if scope.layer is None:
+        read = [each for each in graph.inputs if Ref(each.name) in offers.uses[""]]
+        inputs |= {each.name: _cut(each, offers) for each in read if each.name not in inputs}
+    elif len(scope.layer.inputs) == len(inputs):
         inputs = dict(zip((name for name, _ in scope.layer.inputs), inputs.values(), strict=True))
-    elif scope.layer is not None and inputs:
+    elif inputs:
         first = next(iter(inputs.values()))
         inputs = {name: inputs.get(name, first) for name, _ in scope.layer.inputs}
     return ScopePlan(

@@ -114,7 +114,10 @@ def take_also(step: Any, other: GeneratedProgram, init: Init | None = None) -> N
 
 
 def _shared_step(step: Any, other: GeneratedProgram) -> Any:
-    """A step of another program of the same plan, with the parameters and the optimiser of a step. Collective."""
+    """A step of another program of the same plan, with the parameters and the optimiser of a step. Collective.
+
+    Raises PlanError where it cannot have them.
+    """
     program = importlib.import_module(f"{load_package(other).__name__}.program")
     try:
         return program.create_step(step.mesh, other.optimizer, shared=step)

@@ -183,6 +183,8 @@ def _makes(again: Callable[[], Mapping[str, Tensor]], part: Mapping[str, Tensor]
 
 
 def _sum(value: Tensor) -> complex:
+    if value.is_meta:
+        return complex(math.nan)
     wide = torch.complex128 if value.is_complex() else torch.float64
     return complex(value.detach().sum(dtype=wide).item())
 

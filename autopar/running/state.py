@@ -52,6 +52,7 @@ def save_checkpoint(
     """
     check_path("directory", directory)
     model = compiled.model
+    step.state_check(None)
     said = {"plan": compiled.plan.to_yaml(), **notes_of(model), **(notes or {})}
     runtime = _runtime_of(step)
     with readable(runtime):

@@ -1,8 +1,9 @@
 """A step's program kept in agreement with what a script changes on the model between steps.
 
-Buffers are copied into the program. Numbers, flags, functions and plain tensors decide the program's text: the program
-is made anew by its plan, and where it differs in the bodies of functions alone, these get the new code. Parameters that
-are frozen are left out of updates. All else is refused before the step that would differ.
+Buffers and values of parameters are copied into the program. Numbers, flags, functions and plain tensors decide the
+program's text: the program is made anew by its plan, or a kept one taken. Where two differ in the bodies of functions
+alone, these get the new code. Parameters that are frozen, or that forward gives no gradient, are left out of updates.
+All else is refused before the step that would differ.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, ModelError
 from autopar.frontend.attributes import named_parameters
-from autopar.frontend.forward_numbers import ForwardNumbers, ForwardOf
+from autopar.frontend.forward_numbers import ForwardOf
 from autopar.frontend.model_hooks import HOOKS
 from autopar.frontend.model_state import ModelState
 from autopar.frontend.state_values import Change
 from autopar.program import GeneratedProgram
-from autopar.running.number_places import NumberPlaces
-from autopar.running.program_code import differ_in_bodies, exchange_code
+from autopar.running.growth import let_grow
+from autopar.running.parameter_writes import write_parameters
+from autopar.running.program_code import exchange_code
 from autopar.running.random_states import kept_random_states
+from autopar.running.variants import MOST_VARIANTS, Loaded, Variant, Variants
 from autopar.running.weights import ValueSource, tables_of
 from codegen.runtime import watch
 from codegen.runtime.processes import store_of_ranks
@@ -51,36 +54,42 @@ class StateFollower:
         assert compiled.state is not None
         self.state: ModelState = compiled.state.twin()
         self._step, self._make = step, make
-        self._programs: list[tuple[GeneratedProgram, Any]] = [(compiled, step)]
-        self._first: list[GeneratedProgram] = [
-            compiled
-        ]  # of each of these, which has parameters that later ones may not
-        self._number, self._num_changes, self._num_steps = next(_numbers), 0, 0
-        self._is_loaded, self._advanced = False, frozenset[Any]()
+        self._programs = [Loaded(compiled, step, 0)]  # that run, one for each shape of batches
+        self._first = [compiled]  # of each of these, which has parameters that later ones may not
+        self._number, self._num_changes = next(_numbers), 0
+        self._synced, self._is_loaded = self._position(), False
+        self._advanced = frozenset[Any]()
         self._frozen: frozenset[str] = frozenset()
         self._unread: frozenset[str] = frozenset()
-        self._places = NumberPlaces()
-        self._now: ForwardNumbers | None = None
+        self._variant, self._variants = Variant([compiled]), Variants()
+        self._kept: list[Loaded] = [*self._programs]
+        let_grow(step)
 
     def take_also(self, compiled: GeneratedProgram, step: Any) -> None:
         """Keep a program for batches of other shapes in agreement, too."""
-        self._programs.append((compiled, step))
+        self._programs.append(Loaded(compiled, step, len(self._first)))
         self._first.append(compiled)
+        self._variant, self._variants = Variant([each.program for each in self._programs]), Variants()
 
-    def __call__(self, is_training: bool) -> None:
-        """A batch is about to be trained or evaluated. Collective where something changed.
+    def __call__(self, is_training: bool | None) -> None:
+        """A batch is about to be trained or evaluated, or (None) values are to be read. Collective where something
+        changed.
 
         Raises ModelError, on every rank, for what the program cannot follow.
         """
-        if not self.state.is_same(is_training):
-            changes = self.state.changes(is_training)
-            own, self._advanced = self._advanced, frozenset()
-            if any(each.key not in own for each in changes):
-                self._agree(changes)
-            if changes:
-                with torch.inference_mode(False), torch.enable_grad(), kept_random_states():
-                    self._follow(changes)
-            self.state.note(keep_modes=not is_training)
+        if is_training is None:
+            self._follow_values()
+            return
+        if self.state.is_same(is_training):
+            return
+        changes = self.state.changes(is_training)
+        own, self._advanced = self._advanced, frozenset()
+        if any(each.key not in own for each in changes):
+            self._agree(changes)
+        if changes:
+            with torch.inference_mode(False), torch.enable_grad(), kept_random_states():
+                self._follow(changes)
+        self.state.note(keep_modes=not is_training)
 
     def after_forward(self, is_training: bool) -> None:
         """Do to the model's own numbers what its forward does, which the program does not. `Step.after_forward`.
@@ -89,8 +98,9 @@ class StateFollower:
         """
         if not self.state.reads.advanced:
             return
+            return
         with torch.inference_mode(False), torch.enable_grad(), kept_random_states():
-            forwards = [_forward_of(program) for program, _ in self._programs]
+            forwards = [_forward_of(each.program) for each in self._programs]
             values, *others = [each.advanced(self.state.reads.advanced, is_training) for each in forwards]
         if values is None or any(other != values for other in others):
             names = sorted(name for each in self.state.reads.advanced.values() for name in each)
@@ -101,6 +111,15 @@ class StateFollower:
             )
         self.state.apply(values.items())
         self._advanced = frozenset(values)
+
+    def _follow_values(self) -> None:
+        """Bring values that were written to the model's parameters into the step, where they were up to date."""
+        if self._is_loaded or self._is_stale or self.state.is_same(False):
+            return
+        if changes := [each for each in self.state.changes(False) if each.parameter_values]:
+            self._agree(changes)
+            self._write(changes)
+            self.state.note_values()
 
     def share(self) -> None:
         """Make on every rank the changes that rank 0 has, where callbacks run. Collective.
@@ -127,7 +146,7 @@ class StateFollower:
     def values_written(self) -> None:
         """The step's values were put into the model, which is no change of the script's."""
         self.state.note(keep_modes=True)
-        self._num_steps, self._is_loaded = int(self._step.rng.step), False
+        self._synced, self._is_loaded = self._position(), False
 
     def values_loaded(self) -> None:
         """The step has the values of a checkpoint, and not the model's."""
@@ -143,24 +162,33 @@ class StateFollower:
         _require(not old, old, _STALE)
         other = [each for each in changes if each.buffer and each.is_tensor and each.old.dtype != each.new.dtype]
         _require(not other, other, _AGAIN)
-        self._freeze([each for each in changes if each.parameter])
-        constants = [each for each in changes if not (each.buffer or each.parameter)]
+        self._write([each for each in changes if each.parameter_values])
+        frozen = self._frozen_now([each for each in changes if each.parameter])
+        constants = [each for each in changes if not (each.buffer or each.parameter or each.parameter_values)]
         if constants:
-            self._make_anew(constants)
+            self._make_anew(constants, frozen)
+        elif frozen != self._frozen:
+            self._leave_out(frozen | self._unread, changes)
+        self._frozen = frozen
         if names := {each.buffer for each in changes if each.buffer}:
             self._load(names, [each for each in changes if each.buffer])
         _log.info("the program follows: %s", "; ".join(map(str, changes)))
 
-    def _freeze(self, changes: Sequence[Change]) -> None:
-        """Leave out of updates what was frozen, and train what was frozen after the program was made."""
+    def _write(self, changes: Sequence[Change]) -> None:
+        """Bring values that were written to the model's parameters into the step. Collective."""
         if not changes:
             return
+        names, source = {each.parameter_values for each in changes}, _values_of(self._programs[0].program)
+        is_old = self._is_loaded or self._is_stale
+        is_other = write_parameters(self._step, source, names, is_dry=is_old)
+        _require(not (is_old and is_other), changes, _OLD)
+
+    def _frozen_now(self, changes: Sequence[Change]) -> frozenset[str]:
+        """The parameters that are frozen now and were trained when the program was made."""
         frozen = {each.parameter for each in changes if not each.new}
         thawed = {each.parameter for each in changes if each.new}
         _require(thawed <= self._frozen, changes, _THAW)
-        names = self._frozen - thawed | frozen
-        self._leave_out(names | self._unread, changes)
-        self._frozen = names
+        return self._frozen - thawed | frozen
 
     def _leave_out(self, names: frozenset[str], changes: Sequence[Change]) -> None:
         try:
@@ -169,9 +197,9 @@ class StateFollower:
             raise _refused(changes, _AGAIN, str(error)) from error
 
     @contextlib.contextmanager
-    def _trained(self) -> Iterator[None]:
+    def _trained(self, names: frozenset[str]) -> Iterator[None]:
         """Within it, the model's parameters are trained that were when the program was made."""
-        frozen = [p for name, p in named_parameters(self.state.model) if name in self._frozen]
+        frozen = [p for name, p in named_parameters(self.state.model) if name in names]
         for parameter in frozen:
             parameter.requires_grad_(True)
         try:
@@ -183,81 +211,96 @@ class StateFollower:
     @property
     def _is_stale(self) -> bool:
         """Whether the step went on since its values were those of the model."""
-        return int(self._step.rng.step) != self._num_steps
+        return self._position() != self._synced
+
+    def _position(self) -> tuple[int, int]:
+        return int(self._step.rng.step), int(self._step.num_loads)
 
     @property
     def _forward(self) -> ForwardOf:
-        return _forward_of(self._programs[0][0])
+        return _forward_of(self._programs[0].program)
 
-    def _make_anew(self, changes: Sequence[Change]) -> None:
+    def _make_anew(self, changes: Sequence[Change], frozen: frozenset[str]) -> None:
         """Bring constants up to date, in all programs or in none."""
-        if self._renumbered(changes):
-            return
-        made, tables = [], set[str]()
-        for first, (program, step) in zip(self._first, self._programs, strict=True):
-            assert first.remake is not None
-            try:
-                with self._trained():
-                    other = first.remake(first)
-            except AutoparError as error:
-                raise _refused(changes, _AGAIN, f"by the same plan there is no program: {error}") from error
-            if other.state is not None:
-                self.state.read_also(other.state.reads)
-            moved = _changed_tables(program, other)
-            if other.files == program.files and not moved:
-                continue
-            _require(not (self._is_stale and moved & _written_buffers(self._step)), changes, _STALE)
-            tables |= moved
-            is_text = program.backend != "inductor" and differ_in_bodies(program.files, other.files)
-            try:
-                made.append((program, other, step, None if is_text else self._make(self._step, other)))
-            except AutoparError as error:
-                raise _refused(changes, _AGAIN, str(error)) from error
-            self._require_no_new_writes(changes, made[-1][-1])
-        unread = frozenset(name for *_, another in made if another for name in _unread(self._step, another))
-        if unread != self._unread and any(another is not None for *_, another in made):
-            self._leave_out(self._frozen | unread, changes)
-            self._unread = unread
-        if made and len(self._programs) == 1 and made[0][0].files != made[0][1].files:
-            self._places.learn(made[0][0].files, made[0][1].files, self._now)
-        self._now = None
-        for program, other, step, another in made:
-            if another is None:
-                exchange_code(type(step).__module__.partition(".runtime.")[0], program.files, other.files)
-                other = replace(program, files=other.files, best=other.best)
+        others = self._programs_now(changes, frozen)
+        tables, planned = set[str](), []
+        for held, other in zip(self._programs, others, strict=True):
+            moved = _changed_tables(held.program, other)
+            if other.files != held.program.files or moved:
+                _require(not (self._is_stale and moved & _written_buffers(self._step)), changes, _STALE)
+                tables |= moved
+                planned.append((held, self._loaded(held, other, changes), other))
             else:
-                self._step.run_instead(step, another, _values_of(other))
-            self._programs[self._programs.index((program, step))] = (other, another or step)
+                planned.append((held, held, other))
+        unread = frozenset.intersection(*(_unread(self._step, loaded.step) for _, loaded, _ in planned))
+        if frozen | unread != self._frozen | self._unread:
+            self._leave_out(frozen | unread, changes)
+        self._unread = unread
+        for index, (held, loaded, other) in enumerate(planned):
+            if loaded.program.files != other.files:
+                exchange_code(loaded.package, loaded.program.files, other.files)
+            loaded.program = replace(loaded.program, files=other.files, best=other.best)
+            if loaded is not held:
+                self._step.run_instead(held.step, loaded.step, _values_of(other))
+                self._programs[index] = loaded
         if tables:
             self._load(tables, changes)
 
-    def _require_no_new_writes(self, changes: Sequence[Change], other: Any) -> None:
-        """Raises ModelError where another program updates buffers that the step does not keep."""
-        new = sorted(_written_buffers(other) - _written_buffers(self._step)) if other is not None else []
+    def _programs_now(self, changes: Sequence[Change], frozen: frozenset[str]) -> list[GeneratedProgram]:
+        """The programs of the model as it is now, of each shape of batches: kept ones, perhaps with other numbers, or
+        new ones."""
+        can_renumber = len(self._programs) == 1 and self._programs[0].program.backend != "inductor"
+        variant, is_same, files = self._variant, False, None
+        numbers = self._forward.numbers() if can_renumber and all(each.is_of_values for each in changes) else None
+        if numbers is not None:
+            files = variant.files_for(numbers)
+        if files is None:
+            found, is_same = self._variants.find(self.state.constants(), len(self._first))
+            variant = found or Variant([])
+            if can_renumber and not is_same:
+                numbers = numbers or self._forward.numbers()
+                files = variant.files_for(numbers)
+        if files is not None:
+            variant.programs = [replace(variant.programs[0], files=files)]
+        elif not is_same:
+            with self._trained(frozen):
+                made = [self._remade(first, changes) for first in self._first]
+            variant.learn(made, numbers)
+        self._variant = variant
+        self._variants.keep(variant, self.state.constants())
+        return variant.programs
+
+    def _remade(self, first: GeneratedProgram, changes: Sequence[Change]) -> GeneratedProgram:
+        assert first.remake is not None
+        try:
+            other = first.remake(first)
+        except AutoparError as error:
+            raise _refused(changes, _AGAIN, f"by the same plan there is no program: {error}") from error
+        if other.state is not None:
+            self.state.read_also(other.state.reads)
+        return other
+
+    def _loaded(self, held: Loaded, other: GeneratedProgram, changes: Sequence[Change]) -> Loaded:
+        """A step whose code is that of a program, or may be exchanged for it."""
+        kept = [held, *(each for each in self._kept if each.index == held.index and each is not held)]
+        if (found := next((each for each in kept if each.may_run(other)), None)) is not None:
+            return found
+        try:
+            made = Loaded(other, self._make(self._step, other), held.index)
+        except AutoparError as error:
+            raise _refused(changes, [_FULL, *_AGAIN], str(error)) from error
+        new = sorted(_written_buffers(made.step) - _written_buffers(self._step))
         if new:
             reason = f"forward now updates buffers that it did not: {', '.join(new[:3])}"
             raise _refused(changes, [_FULL, *_AGAIN], reason)
-
-    def _renumbered(self, changes: Sequence[Change]) -> bool:
-        """Whether the program only needed other numbers, of which it is known where they are, and has them."""
-        (program, step), *others = self._programs
-        self._places = NumberPlaces() if others else self._places
-        if others or program.backend == "inductor" or not all(each.is_of_values for each in changes):
-            return False
-        now = self._forward.numbers()
-        files = self._places.files_for(program.files, now)
-        if files is None:
-            self._now = now
-            return False
-        if files != program.files:
-            exchange_code(type(step).__module__.partition(".runtime.")[0], program.files, files)
-            self._programs[0] = replace(program, files=files), step
-        return True
+        self._kept = [made, *self._kept][:MOST_VARIANTS]
+        return made
 
     def _load(self, names: set[str], changes: Sequence[Change]) -> None:
         """Copy the model's buffers of these names into the program's own."""
         # What a program that runs in another's place reads lies elsewhere than what the step is asked for afterwards.
-        steps = {id(step): (program, step) for program, step in ((self._programs[0][0], self._step), *self._programs)}
+        steps = {id(self._step): (self._programs[0].program, self._step)}
+        steps |= {id(each.step): (each.program, each.step) for each in self._programs}
         for program, step in steps.values():
             source = _values_of(program)
             for part in step.parts:
@@ -298,9 +341,19 @@ _THAW = [
     "requires_grad_(True) on them before the model is compiled, and requires_grad_(False) before the first step",
     "compile the changed model again, and go on from a checkpoint",
 ]
+_ELSEWHERE = "of Accelerate accelerator.unwrap_model(model), of Lightning trainer.strategy.values.take(), instead"
 _STALE = [
     "program.update_model(step) on every rank before the change: the buffer's value in the model is an old one",
-    "of Accelerate accelerator.unwrap_model(model), of Lightning trainer.strategy.values.take(), instead",
+    _ELSEWHERE,
+]
+
+
+_OLD = [
+    "program.update_model(step) on every rank before a script writes to the model's parameters: these are old values",
+    _ELSEWHERE,
+    "step.load(values), for values that the model's own do not decide",
+    "a copy.deepcopy of the model, for values that are to be evaluated and not trained",
+    "an optimizer whose step() does it, where callbacks of a Trainer do: these have old values",
 ]
 
 
@@ -323,11 +376,11 @@ def _forward_of(program: GeneratedProgram) -> ForwardOf:
     return program.remake.forward(program)
 
 
-def _unread(step: Any, other: Any) -> Iterator[str]:
-    """The names of this rank's parameters that the program of another step does not read."""
-    read = {slot.name for part in other.parts for slot in part.model.slots()}
-    for part in step.parts:
-        yield from (slot.name for slot in part.model.slots() if slot.name not in read)
+def _unread(step: Any, other: Any) -> frozenset[str]:
+    """The names of this rank's parameters that the program of another step gives no gradients."""
+    read = {slot.name for part in other.parts for slot in part.model.slots() if slot.spec.requires_grad}
+    trained = {entry.slot.name for bucket, entry in step.entries() if bucket.key.requires_grad}
+    return frozenset(trained - read)
 
 
 def _values_of(program: GeneratedProgram) -> ValueSource:

@@ -17,7 +17,7 @@ from torch import nn
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError, DataError, TraceError
 from autopar.frontend.inputs import name_inputs
-from autopar.frontend.loss_module import LossModule
+from autopar.frontend.loss_module import LossModule, kept_buffers
 from autopar.frontend.low_precision import loss_in
 from autopar.frontend.skeleton import in_training
 from autopar.running.build import take_also
@@ -184,9 +184,12 @@ class PlainLearner:
         named = name_inputs(self.model, batch, self.loss_fn)
         self.model.zero_grad()  # also what the optimiser leaves out
         self.guard.before_forward()
-        with SameDropout(self.config.seed, self.num_steps):
-            loss = loss_in(self.config.dtype, LossModule(self.model, self.loss_fn, named), named)
-        torch.autograd.backward(loss, loss_gradient(loss, 1, self.scaling))
+        # The guard holds buffers. Those that forward replaces are written after backward, which may read the old ones.
+        with kept_buffers(self.model), kept_buffers(self.loss_fn):
+            module = LossModule(self.model, self.loss_fn, named, keeps_buffers=False)
+            with SameDropout(self.config.seed, self.num_steps):
+                loss = loss_in(self.config.dtype, module, named)
+            torch.autograd.backward(loss, loss_gradient(loss, 1, self.scaling))
         self.guard.after_backward(loss)
         clip = self.config.max_grad_norm or math.inf
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]

@@ -241,6 +241,15 @@ class BatchCheck:
                     raise BatchError(f"ranks {other} and {rank} were given different data, though {what}: {_HOW}")
 
 
+class LocalBatch(dict[str, Tensor]):
+    """This rank's part of a batch. unread: whole inputs that the program does not read, but may read after a flag of
+    its model has changed."""
+
+    def __init__(self, part: Mapping[str, Tensor], unread: Mapping[str, Tensor]) -> None:
+        super().__init__(part)
+        self.unread = unread
+
+
 class _Local:
     """The shape of this rank's part of one micro-batch."""
 

@@ -43,6 +43,7 @@ class ByHand:
         self._own_gradients = [gradient for _, gradient in attached]
         self._gradients: list[Tensor | None] = list(self._own_gradients)  # what the optimizer is to see
         self._left_out: list[Tensor] = []
+        self._names_left_out: Collection[str] = ()
         flags = [
             (parameter, bucket.key.requires_grad, entry.slot.name)
             for bucket in self._buckets
@@ -56,6 +57,13 @@ class ByHand:
         self._writes: list[int] = []
         self._num_unused = 0
 
+    def of_more(self, parts: Sequence[Part]) -> ByHand:
+        """The same, of parts that have more parameters now."""
+        made = ByHand(parts, self._optimizer, self._wholes)
+        made._num_unused = self._num_unused
+        made.leave_out(self._names_left_out)
+        return made
+
     def leave_out(self, names: Collection[str]) -> None:
         """The optimizer is to see no gradients of these parameters, and those of all others."""
         frozen = {
@@ -64,6 +72,7 @@ class ByHand:
             for _, entry in part.entries()
             if not set(part.names(entry.slot)).isdisjoint(names)
         }
+        self._names_left_out = names
         pairs = list(zip(self._stored, self._own_gradients, strict=True))
         self._gradients = [None if id(stored) in frozen else gradient for stored, gradient in pairs]
         self._left_out = [gradient for stored, gradient in pairs if id(stored) in frozen]

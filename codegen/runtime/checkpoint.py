@@ -113,6 +113,7 @@ def _load(step: Step, directory: Path, others: Mapping[str, Tensor] | None) -> N
     step.optimizer.state.clear()
     for parameter, state in states:
         step.optimizer.state[parameter] = state
+    step.loaded_states = frozenset(_saved_states(manifest))
     files.continue_settings(step.optimizer, step.settings, manifest.record)
     _place_scalars(step)
     progress = manifest.record["progress"]
@@ -187,12 +188,7 @@ def _wanted(step: Step, manifest: Manifest) -> tuple[list[Piece], list[tuple[nn.
     """What this rank reads, and the optimiser's state that it goes into."""
     pieces = [_under_stored_name(piece, step, manifest) for piece in _model_pieces(step, with_copies=True)]
     pieces = [piece for piece in pieces if not piece.name.startswith(NON_PERSISTENT) or _fits(piece, manifest)]
-    saved: dict[str, dict[str, Any]] = {}
-    for full in (*manifest.tensors, *manifest.record["numbers"]):
-        if full.startswith(OPTIMIZER):
-            name, key = full.removeprefix(OPTIMIZER).rsplit(".", 1)
-            saved.setdefault(name, {})[key] = full
-    states = []
+    saved, states = _saved_states(manifest), []
     for entry, parameter in _optimized(step, with_copies=True):
         state: dict[str, Any] = {}
         for key, full in saved.get(_stored_name(entry, manifest), {}).items():
@@ -213,6 +209,16 @@ def _wanted(step: Step, manifest: Manifest) -> tuple[list[Piece], list[tuple[nn.
         if state:
             states.append((parameter, state))
     return pieces, states
+
+
+def _saved_states(manifest: Manifest) -> dict[str, dict[str, str]]:
+    """The names of the optimizer's state of each parameter, by its own."""
+    saved: dict[str, dict[str, str]] = {}
+    for full in (*manifest.tensors, *manifest.record["numbers"]):
+        if full.startswith(OPTIMIZER):
+            name, key = full.removeprefix(OPTIMIZER).rsplit(".", 1)
+            saved.setdefault(name, {})[key] = full
+    return saved
 
 
 def _names(step: Step) -> set[str]:

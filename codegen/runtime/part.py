@@ -106,9 +106,11 @@ class Part:
     # The batch --------------------------------------------------------------------------------------------------------
 
     def local_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of a whole global batch, as far as the module takes it."""
+        """This rank's part of a whole global batch, as far as the module takes it and the batch has it."""
         parts = {}
         for name, spec in self.model.INPUTS.items():
+            if name not in batch:
+                continue
             whole = batch[name]  # cut where it lies: the device needs room for its part only
             is_split = whole.ndim > 0 and whole.shape[0] == spec.shape[0] * self.num_micro_batches
             micro = whole.chunk(self.num_micro_batches) if is_split else (whole,)
@@ -206,7 +208,10 @@ class Part:
     def load(self, source: Source) -> None:
         """Loads values as `Step.load` does, without bringing them to other ranks."""
         places = {entry.slot.name: (bucket, entry) for bucket, entry in self.entries()}
-        for slot in self.model.slots():
+        own = {slot.name: slot for slot in self.model.slots()}
+        # Those that only another program of the step reads may be missing.
+        more = {name: each[1].slot for name, each in places.items() if name not in own}
+        for slot in (*own.values(), *(slot for slot in more.values() if _has(source, self.names(slot)))):
             bucket, entry = places[slot.name]
             stored = _in_file(source, slot.name, slot.spec)
             if stored is not None:
@@ -323,6 +328,10 @@ def loss_gradient(loss: Tensor, num_micro_batches: int, scaling: LossScaling | N
 
 def _full(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize < 4 else x
+
+
+def _has(source: Source, names: tuple[str, ...]) -> bool:
+    return callable(source) or any(name in source for name in names)
 
 
 def _find(source: Source, names: tuple[str, ...], spec: Param) -> Tensor:

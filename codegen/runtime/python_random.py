@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from .python_distributions import NUMPY, PYTHON, Distribution
 
 Number = Callable[[Tensor], Any]
 """What a caller gets of a tensor without dims."""
@@ -51,11 +55,16 @@ def by_torch(number: Number, noted: Callable[[str], None] = lambda name: None) -
         return call
 
     with contextlib.ExitStack() as stack:
+        calls: dict[int, Callable[..., Any]] = {}
         for module in (random, np.random):
             for attribute, draw in FUNCTIONS[module.__name__].items():
                 own = getattr(module, attribute)
-                setattr(module, attribute, replaced(f"{module.__name__}.{attribute}", own, draw))
+                calls[id(own)] = call = replaced(f"{module.__name__}.{attribute}", own, draw)
+                setattr(module, attribute, call)
                 stack.callback(setattr, module, attribute, own)
+        for space, name, value in _held(calls):
+            space[name] = calls.get(id(value)) or _Generator(value, replaced)
+            stack.callback(space.__setitem__, name, value)
         yield
 
 
@@ -103,8 +112,30 @@ def _numpy_integers(number: Number, low: int, high: int | None = None) -> Any:
     return number(torch.randint(0, low, ()) if high is None else torch.randint(low, high, ()))
 
 
+def _generator_integers(number: Number, low: int, high: int | None = None, *, endpoint: bool = False) -> Any:
+    first, last = (0, low) if high is None else (low, high)
+    return number(torch.randint(first, last + endpoint, ()))
+
+
+def _made(distribution: Distribution) -> Callable[..., Any]:
+    def draw(number: Number, *args: Any, **kwargs: Any) -> Any:
+        return number(distribution(*args, **kwargs))
+
+    return draw
+
+
+_OF_NUMPY: Mapping[str, Callable[..., Any]] = {
+    **{name: _made(distribution) for name, distribution in NUMPY.items()},
+    "random": _plain_uniform,
+    "standard_normal": _plain_normal,
+    "uniform": _uniform,
+    "normal": _normal,
+    "exponential": _by_scale,
+}
+
 FUNCTIONS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "random": {
+        **{name: _made(distribution) for name, distribution in PYTHON.items()},
         "random": _plain_uniform,
         "uniform": _uniform,
         "gauss": _normal,
@@ -114,12 +145,57 @@ FUNCTIONS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
         "randrange": _range,
     },
     "numpy.random": {
-        **dict.fromkeys(("rand", "random", "random_sample"), _plain_uniform),
-        **dict.fromkeys(("randn", "standard_normal"), _plain_normal),
-        "uniform": _uniform,
-        "normal": _normal,
-        "exponential": _by_scale,
+        **_OF_NUMPY,
+        **dict.fromkeys(("rand", "random_sample", "ranf", "sample"), _plain_uniform),
+        "randn": _plain_normal,
         "randint": _numpy_integers,
     },
 }
 """By module, functions that draw one number."""
+
+_METHODS: Mapping[type, Mapping[str, Callable[..., Any]]] = {
+    random.Random: FUNCTIONS["random"],
+    np.random.RandomState: FUNCTIONS["numpy.random"],
+    np.random.Generator: {**_OF_NUMPY, "integers": _generator_integers},
+}
+"""By class of generators, methods that draw one number."""
+
+
+class _Generator:
+    """Stands for a generator of Python's or numpy's: what draws single numbers draws torch's."""
+
+    def __init__(self, own: Any, replaced: Callable[[str, Callable[..., Any], Callable[..., Any]], Any]) -> None:
+        kind = next(kind for kind in _METHODS if isinstance(own, kind))
+        for name, draw in _METHODS[kind].items():
+            if hasattr(own, name):
+                setattr(self, name, replaced(f"{kind.__name__}.{name}", getattr(own, name), draw))
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+_STANDARD = sysconfig.get_paths()["stdlib"]
+_LIBRARIES = ("torch", "numpy", "autopar", "codegen", "random")
+_searched: dict[str, tuple[int, int]] = {}
+"""Modules without any of these, as they were when they were looked through: there are thousands."""
+
+
+def _held(calls: Mapping[int, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """(namespace, name, value) where a module has one of these functions by name (`from random import ...`), by their
+    ids, or a generator."""
+    for name, module in list(sys.modules.items()):
+        space = getattr(module, "__dict__", None)
+        if type(space) is not dict or _searched.get(name) == (id(space), len(space)):
+            continue
+        found = [] if _is_library(name, space) else list(space.items())
+        found = [(key, each) for key, each in found if id(each) in calls or isinstance(each, tuple(_METHODS))]
+        if not found:
+            _searched[name] = id(space), len(space)
+        yield from ((space, key, value) for key, value in found)
+
+
+def _is_library(name: str, space: Mapping[str, Any]) -> bool:
+    file = space.get("__file__")
+    is_standard = type(file) is str and file.startswith(_STANDARD) and "-packages" not in file
+    return is_standard or name.partition(".")[0] in _LIBRARIES

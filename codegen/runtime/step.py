@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import watch
-from .batch import BatchCheck
+from .batch import BatchCheck, LocalBatch
 from .by_hand import ByHand
 from .evaluation import evaluate_with_logits, evaluating, require_evaluation
 from .executor import Accumulation, Executor
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .whole_updates import WholeUpdates
 
 
-_FREE = ("num_samples", "grad_norm", "first_check", "state_check", "after_forward")
+_FREE = ("num_samples", "grad_norm", "first_check", "state_check", "after_forward", "loaded_states")
 """Attributes of a step that may be set."""
 
 
@@ -115,9 +115,8 @@ class Step(StepState):
             compiled.attach(models)
         self._running_steps = [self]  # in the order in which they are asked whether they take a batch
         self.first_check: FirstCheck | None = None
-        self.state_check: Callable[[bool], object] = (
-            bool  # is told, before a batch, whether it is trained; does nothing
-        )
+        # Is told, before a batch, whether it is trained, and of None before values are read; does nothing.
+        self.state_check: Callable[[bool | None], object] = bool
         self.after_forward: Callable[[bool], object] = bool  # is told after a batch the same; does nothing
         if shared is not None:
             self.optimizer: torch.optim.Optimizer = shared.optimizer
@@ -164,18 +163,35 @@ class Step(StepState):
         self.take_also(other, source)
         self._running_steps[self._running_steps.index(own)] = self._running_steps.pop()
 
+    def train_also(self) -> None:
+        """Let the optimizer update parameters that the parts got since it was made, as its factory has them."""
+        made = rank_optimizer(*self._made_with, self.parts, self.mesh.device)
+        for own, new in zip(self.optimizer.param_groups, made.param_groups, strict=True):
+            own["params"][:] = new["params"]
+            own |= {"param_names": new["param_names"]} if "param_names" in new else {}
+        for parameter, state in made.state.items():
+            self.optimizer.state.setdefault(parameter, state)
+        if self._update.kernels is not None:
+            self._update.kernels.attach(self.parts, self.optimizer, is_offloaded=False)
+        self._by_hand = self._by_hand.of_more(self.parts)
+
     def freeze(self, names: Collection[str]) -> None:
         """Leave these parameters out of the coming updates, as torch does those whose requires_grad is off, and no
         others. Raises ValueError where nothing is left, or the optimizer does not update each parameter by itself."""
         if all(parameter.name in names for parameter in self._made_with[1]):
             raise ValueError("no parameter is left to train")
-        is_fused = self._update.kernels is not None and self._update.kernels.optimizer is not None
-        if names and (is_fused or self.wholes is not None or self.host_optimizer is not None):
+        if names and not self.updates_by_parameter:
             raise ValueError(
                 "parameters are frozen between steps only where torch's own optimizer, such as torch.optim.AdamW, "
                 "updates on the device what this rank stores"
             )
         self._by_hand.leave_out(names)
+
+    @property
+    def updates_by_parameter(self) -> bool:
+        """Whether torch's own optimizer updates on the device what this rank stores."""
+        is_fused = self._update.kernels is not None and self._update.kernels.optimizer is not None
+        return not (is_fused or self.wholes is not None or self.host_optimizer is not None)
 
     def takes(self, batch: Mapping[str, Any]) -> bool:
         """Whether a whole global batch has shapes that this step, or one that it was given, was made for."""
@@ -236,6 +252,7 @@ class Step(StepState):
         """
         self.state_check(True)
         self._by_hand.before_forward()
+        local_batch = self._completed(local_batch)
         taking = self._taking(local_batch, is_local=True)
         taking._batch.local(local_batch, self.rng.step)
         check, self.first_check = self.first_check, None
@@ -324,6 +341,7 @@ class Step(StepState):
         Leaves all state as it is. Raises RuntimeError for a program that has no evaluation mode or no logits.
         """
         self.state_check(False)
+        local_batch = self._completed(local_batch)
         taking = self._taking(local_batch, is_local=True)
         require_evaluation(taking._executor, logits)
         taking._batch.local(local_batch, self.rng.step)
@@ -355,10 +373,20 @@ class Step(StepState):
         flat = self._batch.flat(batch)
         taking = self._taking(flat, is_local=False)
         taking._batch.whole(flat, self.rng.step)
-        local = taking._part_of(flat)
+        local: dict[str, Tensor] = taking._part_of(flat)
+        if unread := {name: flat[name] for name in taking._batch.unused if isinstance(flat.get(name), Tensor)}:
+            local = LocalBatch(local, unread)
         if self.first_check is not None:
             self.first_check.given(local, flat, lambda: taking._part_of(self._batch.flat(batch)))
         return local
+
+    def _completed(self, local_batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The batch with inputs that no program read when it was made, and one does now."""
+        if not isinstance(local_batch, LocalBatch):
+            return local_batch
+        parts = [part for each in self._running_steps for part in each.parts]
+        found = {name: value for part in parts for name, value in part.local_batch(local_batch.unread).items()}
+        return {**found, **local_batch} if found else local_batch
 
     def _part_of(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for part in self.parts for name, value in part.local_batch(flat).items()}

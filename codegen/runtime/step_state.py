@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -29,6 +29,10 @@ class StepState:
     rng: RngState
     wholes: WholeUpdates | None
     _executor: Executor
+    state_check: Callable[[bool | None], object]
+    _num_loads = 0
+    loaded_states: frozenset[str] = frozenset()
+    """The parameters that the checkpoint loaded last has optimizer state of."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -50,6 +54,11 @@ class StepState:
         """The buckets of all parts."""
         return buckets_of(self.parts)
 
+    @property
+    def num_loads(self) -> int:
+        """How often `load` was called."""
+        return self._num_loads
+
     def load(self, source: Source) -> None:
         """Fill parameters and buffers from whole tensors under original names, equal on all ranks.
 
@@ -57,6 +66,7 @@ class StepState:
         that nothing but this rank's part stays in memory. A tied weight may come under any of its names. Raises
         KeyError for a missing name, ValueError for a wrong shape.
         """
+        self._num_loads += 1
         for part in self.parts:
             part.load(source)
         for part in self.parts:
@@ -108,6 +118,7 @@ class StepState:
         Collective: every rank must exhaust it. rank0_only: other ranks get none. all_written: with buffers that a step
         changes and no state dict has.
         """
+        self.state_check(None)
         what: What = "all" if all_written else "state"
         with reading(self._executor, what, self.rng.step):
             for names, whole in self._executor.read(what, rank0_only):

@@ -14,7 +14,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from . import collectives
 from .collectives import Work
-from .flat import Bucket, Key, key_of
+from .flat import Bucket, Entry, Key, key_of
 from .mesh import Mesh
-from .parameters import Module, Slot, shards
+from .parameters import Module, Slot
+from .sharing import has_gradient, may_share
 
 if TYPE_CHECKING:
     # Only programs that compress or offload have these beside them.
@@ -112,7 +113,9 @@ class ZeroUnits:
         tied: Collection[str] = (),
         compression: Compression | None = None,
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self.compute_dtype, self.host, self.compression = mesh, compute_dtype, host, compression
+        self.models = [model]  # of all programs that use the parameters
+        self.grow: Callable[[Sequence[Slot]], None] | None = None  # makes room for parameters that are new or untrained
         self.buckets: list[Bucket] = []
         self._root_buckets: list[Bucket] = []
         self._units: list[_Unit] = []
@@ -132,10 +135,7 @@ class ZeroUnits:
                     self._root_buckets.append(bucket)
         self._trainable = [bucket for bucket in self.buckets if bucket.key.requires_grad]
         self._owners = self._hook_layers(model)
-        for bucket in self._trainable:
-            for index, entry in enumerate(bucket.entries):
-                leaf: Any = entry.used
-                leaf.register_post_accumulate_grad_hook(_gradient_hook(self, bucket, index))
+        self._tell_of_gradients(self.buckets)
 
     def adopt(self, model: Module) -> None:
         """Put these parameters in the places of another program's model, which has the same ones or fewer: it then
@@ -144,19 +144,23 @@ class ZeroUnits:
         Under stage 3 the other program's layers may be of other classes. What one of its layers reads is gathered
         before that layer; what its root or several layers read is gathered for the whole step.
         """
-        entries = {entry.slot.name: (bucket, entry) for bucket in self.buckets for entry in bucket.entries}
-        slots = {slot.name: slot for slot in model.slots()}
-        if strange := sorted(slots.keys() - entries.keys()):
-            raise ValueError(f"forward reads parameters that it did not read before: {', '.join(strange[:3])}")
+        entries, slots = self._entries(), {slot.name: slot for slot in model.slots()}
+        if strange := [slot for slot in slots.values() if not has_gradient(slot, entries.get(slot.name))]:
+            if self.grow is None:
+                names = ", ".join(sorted(slot.name for slot in strange)[:3])
+                raise ValueError(f"forward reads or trains parameters that it did not before: {names}")
+            self.grow(strange)
+            entries = self._entries()
         readers: dict[_Unit, set[int]] = {}
         for name, slot in slots.items():
             bucket, entry = entries[name]
-            if _lies(slot, self.mesh) != _lies(entry.slot, self.mesh):
+            if not may_share(slot, entry.slot, self.mesh):
                 raise ValueError(f"the programs differ in how {name} lies")
             if (unit := self._owners.get(id(bucket))) is not None:
                 readers.setdefault(unit, set()).add(slot.unit)
             for owner, attribute in slot.places:
                 owner._parameters[attribute] = entry.used
+        self.models.append(model)
         modules = model.units()
         for unit, indices in readers.items():
             if len(indices) == 1 and 0 not in indices:
@@ -166,6 +170,26 @@ class ZeroUnits:
             else:
                 held = {id(bucket) for bucket in self._root_buckets}
                 self._root_buckets += [bucket for bucket in unit.buckets if id(bucket) not in held]
+
+    def exchange(self, old: Collection[Bucket], new: Sequence[Bucket]) -> None:
+        """Take new buckets in the places of old ones, none of which is gathered for a layer, in all programs."""
+        self.buckets[:] = [*(bucket for bucket in self.buckets if bucket not in old), *new]
+        self._trainable += [bucket for bucket in new if bucket.key.requires_grad]
+        used = {entry.slot.name: entry.used for bucket in new for entry in bucket.entries}
+        for model in self.models:
+            for slot in model.slots():
+                for owner, attribute in slot.places if slot.name in used else ():
+                    owner._parameters[attribute] = used[slot.name]
+        self._tell_of_gradients(new)
+
+    def _tell_of_gradients(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            for index, entry in enumerate(bucket.entries if bucket.key.requires_grad else ()):
+                leaf: Any = entry.used
+                leaf.register_post_accumulate_grad_hook(_gradient_hook(self, bucket, index))
+
+    def _entries(self) -> dict[str, tuple[Bucket, Entry]]:
+        return {entry.slot.name: (bucket, entry) for bucket in self.buckets for entry in bucket.entries}
 
     def _hook_layers(self, model: Module) -> dict[int, _Unit]:
         owners: dict[int, _Unit] = {}
@@ -361,16 +385,6 @@ def _groups(model: Module, mesh: Mesh, tied: Collection[str]) -> Iterator[tuple[
                 group, num_bytes = [], 0
         if group:
             yield unit, group
-
-
-def _lies(slot: Slot, mesh: Mesh) -> tuple[Any, ...]:
-    """What two programs must agree on to share a parameter; of their own classes as plain values."""
-    return (
-        astuple(key_of(slot.spec, mesh)),
-        slot.spec.shape,
-        slot.spec.local_shape(mesh),
-        shards(slot.spec.placements, mesh),
-    )
 
 
 def _tensors(value: Any) -> Iterator[Any]:

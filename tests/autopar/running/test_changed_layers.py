@@ -264,15 +264,6 @@ def test_parts_that_a_flag_leaves_out_are_not_updated() -> None:
         step(step.local_batch(data[0]))
 
 
-def test_parts_that_were_never_read_are_refused_with_what_to_do() -> None:
-    data, model = batches(1)[0], Parts()
-    model.has_second = False
-    step = autopar.compile(model, "1 cpu", example_inputs=data, optimizer=adamw).build(first_step_check=False)
-    model.has_second = True
-    with pytest.raises(ModelError, match=r"second.bias, second.weight[\s\S]*switch it off before the first step"):
-        step(step.local_batch(data))
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("plan", [{"dp": 2, "zero": 3}, {"tp": 2}, {"dp": 2, "recompute": "full"}], ids=str)

@@ -1,0 +1,40 @@
+"""The constants that a trace read of a model, as one value: programs are found again by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+from autopar.frontend.attributes import is_a
+from autopar.frontend.state_values import Alike, Held, Length, SeenTensor, is_equal, is_plain
+
+_LEAVES = (SeenTensor, Held, Alike, Length)
+
+
+class Constants:
+    """Numbers, flags, texts, functions, tensors and modes, by where they are."""
+
+    def __init__(self, values: Iterator[tuple[Any, Any]]) -> None:
+        self._values: Mapping[Any, Any] = {place: _leaf(value) for place, value in values}
+
+    def compared(self, other: Constants) -> Literal["same", "other numbers", "unlike"]:
+        """Whether two models have the same constants, but perhaps for floats."""
+        if self._values.keys() != other._values.keys():
+            return "unlike"
+        pairs = [(value, other._values[place]) for place, value in self._values.items()]
+        unlike = [(one, two) for one, two in pairs if not _are_same(one, two)]
+        if not unlike:
+            return "same"
+        return "other numbers" if all(type(one) is type(two) is float for one, two in unlike) else "unlike"
+
+
+def _leaf(value: Any) -> Any:
+    if is_plain(value) or is_a(value, *_LEAVES):
+        return value
+    return SeenTensor(value) if is_a(value, Tensor) else Held(value)
+
+
+def _are_same(one: Any, two: Any) -> bool:
+    return type(one) is type(two) and (bool(one == two) if is_a(one, *_LEAVES) else is_equal(one, two))
