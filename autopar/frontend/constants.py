@@ -50,7 +50,7 @@ class Constants(TorchFunctionMode):
         is_small = all(is_static(tensor) for tensor in (*made, *tensors)) and _numel(made) <= MOST_ELEMENTS
         is_followed = are_known and is_small and not name.startswith(_UNSET) and not isinstance(func, OpOverloadPacket)
         if not is_followed or (isinstance(func, OpOverload) and func._schema.is_mutable):
-            if _may_write(func, name, kwargs):
+            if may_write(func, name, kwargs):
                 self._forget(tensors)
             return result
         if made or name in _WRITES:
@@ -90,7 +90,7 @@ class Unwritten(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if _may_write(func, str(getattr(func, "__name__", "")), kwargs):
+        if may_write(func, str(getattr(func, "__name__", "")), kwargs):
             for tensor in (leaf for leaf in tree_iter((args[:1], kwargs.get("out"))) if isinstance(leaf, Tensor)):
                 if type(tensor) is Tensor and not tensor.is_meta and id(tensor) not in self._before:
                     with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -113,7 +113,8 @@ def _numel(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def _may_write(func: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
+def may_write(func: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch called `name` writes to its first operand or to `out`."""
     if isinstance(func, OpOverload):
         return func._schema.is_mutable
     is_in_place = name.endswith("_") and not name.endswith("__")
