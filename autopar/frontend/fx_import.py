@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import TraceError
-from autopar.frontend import inner_gradients, vmaps
+from autopar.frontend import inner_gradients, selected_rows, vmaps
 from autopar.frontend.attributes import named_modules, named_tensors, persistent_names
 from autopar.frontend.composites import definition
 from autopar.frontend.overloads import kept_kwargs
@@ -119,6 +119,7 @@ def import_program(
     """
     vmaps.write_out(program)
     inner_gradients.write_out(program)
+    selected_rows.write_out(program)
     return _Importer(program, module, batch, model).run()
 
 
