@@ -178,8 +178,8 @@ class _Body:
             if _memory(target) in self.own or target.requires_grad:
                 continue
             number = args[1] if len(args) == 2 and not kwargs else None
-            is_counter = name in ("add_", "__iadd__") and type(number) is int and not target.is_floating_point()
-            if not is_counter or self.is_nested:
+            is_sum = name in ("add_", "__iadd__") and not target.is_floating_point()
+            if not isinstance(number, int) or not is_sum or self.is_nested:
                 raise _refused(f"a tensor of shape {tuple(target.shape)} that the function does not make itself")
             self.counters[_memory(target)] = target, number
 

@@ -72,8 +72,8 @@ class Selections:
             )
             if shares or _is_written(node):
                 self._changing.add(node)
-            drawn = is_call and torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
-            is_pure = is_call and not node.target._schema.is_mutable and not drawn  # type: ignore[union-attr]
+            drawn = is_call and torch.Tag.nondeterministic_seeded in node.target.tags
+            is_pure = is_call and not node.target._schema.is_mutable and not drawn
             key: Any = node
             if is_pure and not any(each in self._changing for each in (node, *node.all_input_nodes)):
                 of = tuple(found[each] for each in node.all_input_nodes)
@@ -100,8 +100,8 @@ class Selections:
         if name in ("view", "reshape", "squeeze", "select", "flatten"):
             whole = node.args[0]
             is_list = isinstance(whole, Node) and base_name(str(whole.target)) == "nonzero"
-            if is_list and len(whole.args[0].meta["val"].shape) == 1 and len(node.meta["val"].shape) == 1:  # type: ignore[union-attr]
-                self.positions[node] = self._of(whole, whole.args[0]), 0  # type: ignore[assignment, union-attr]
+            if is_list and len(whole.args[0].meta["val"].shape) == 1 and len(node.meta["val"].shape) == 1:
+                self.positions[node] = self._of(whole, whole.args[0]), 0  # type: ignore[assignment]
                 return True
         place = self._source(node, name)
         if place is not None:

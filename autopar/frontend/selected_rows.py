@@ -189,7 +189,7 @@ class _Writer(RowSinks):
         """Whether the call's rule has one loop over the rows, which each result has and no other operand."""
         dims = {made_of: self.selections.dim(each) for each, made_of in self.full.items() if each is not node}
         tensors = {each: _meta(value_of(each)) for each in made.all_input_nodes}
-        refs = {each: ir.Ref(each.name) for each in tensors}
+        refs: dict[Node, Any] = {each: ir.Ref(each.name) for each in tensors}
         args, kwargs = map_arg((made.args, made.kwargs), refs.__getitem__)
         results = [value for value in _leaves(made.meta["val"]) if isinstance(value, Tensor)]
         plain = ir.Node("made", str(made.target), _tuples(args), tuple(kwargs.items()), tuple(map(_meta, results)))
