@@ -192,7 +192,13 @@ class _Writer(RowSinks):
         refs: dict[Node, Any] = {each: ir.Ref(each.name) for each in tensors}
         args, kwargs = map_arg((made.args, made.kwargs), refs.__getitem__)
         results = [value for value in _leaves(made.meta["val"]) if isinstance(value, Tensor)]
-        plain = ir.Node("made", str(made.target), _tuples(args), tuple(kwargs.items()), tuple(map(_meta, results)))
+        plain = ir.Node(
+            name="made",
+            op=str(made.target),
+            args=_tuples(args),
+            kwargs=tuple(kwargs.items()),
+            outputs=tuple(map(_meta, results)),
+        )
         by_ref = {ref: each for each, ref in refs.items()}
         rule = rule_for(plain, tuple(tensors[by_ref[ref]] for ref in plain.inputs))
         if rule is None or "*" in rule.lowerings or len(rule.inputs) != len(plain.inputs):
