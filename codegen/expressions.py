@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from codegen.functions import NAMESPACE, function_of
 from codegen.program import Call, Raw, Var
-from codegen.schemas import EmissionError, schema_of, signature_of
+from codegen.schemas import EmissionError, devices_of, makes, schema_of, signature_of
 from codegen.text import quoted
 
 INFIX: Mapping[str, str] = {
@@ -101,12 +101,6 @@ FUNCTIONS: Mapping[str, str] = {
     "avg_pool2d": "F.avg_pool2d", "hardtanh": "F.hardtanh", "group_norm": "F.group_norm",
 }  # fmt: skip
 
-CREATION: Mapping[str, str] = {
-    "arange": "torch.arange", "zeros": "torch.zeros", "ones": "torch.ones", "full": "torch.full",
-    "empty": "torch.empty",
-    "scalar_tensor": "torch.scalar_tensor", "eye": "torch.eye", "linspace": "torch.linspace",
-}  # fmt: skip
-
 REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -174,18 +168,23 @@ def _operator(call: Call) -> str:
             text = _function(f"{_atom(literal(own[1]))}.{name}", *_split(rest))
         if text is None and name in FUNCTIONS:
             text = _python(FUNCTIONS[name], call.target, arguments)
-        if text is None and (name in CREATION or name.endswith("_like")):
-            where = {} if name.endswith("_like") else {"device": Raw("self.mesh.device")}
-            positional, named = _split(_positional(call.target, arguments))
-            text = _function(CREATION.get(name, f"torch.{name}"), positional, {**named, **where})
+        if text is None and name.endswith("_like"):
+            text = _function(f"torch.{name}", *_split(_positional(call.target, arguments)))
         if text is not None:
             return text
+    if namespace != "aten" or makes(call.target):
+        arguments |= dict.fromkeys(devices_of(call.target), _DEVICE)
     function = function_of(call.target)
     path = function.call if function else f"torch.ops.{call.target}"
+    if namespace == "aten" and makes(call.target) and hasattr(torch, name):
+        path = f"torch.{name}"
     written = function.written if function else ()
     values = [(n, Raw(v) if i in written else v) for i, (n, v) in enumerate(_positional(call.target, arguments))]
     return _function(path, *_split(values))
 
+
+_DEVICE = Raw("self.mesh.device")
+"""Where a tensor is made that follows no operand: on the rank's own device, whatever the trace said."""
 
 Given = tuple[str | None, Any]
 """An argument as it is written: its name, None where its position says it."""

@@ -54,6 +54,22 @@ def schema_of(target: str) -> Schema | None:
 
 
 @cache
+def devices_of(target: str) -> tuple[str, ...]:
+    """The names of an overload's arguments that are devices, as `device` of `aten.zeros.default`."""
+    return tuple(argument.name for argument in schema_of(target) or () if "Device" in argument.type)
+
+
+@cache
+def makes(target: str) -> bool:
+    """Whether an overload makes a tensor that lies where it is told to, whatever its operands: `zeros`, `hann_window`.
+
+    Those whose first operand is a tensor called `self` follow it (`zeros_like`, `new_zeros`, `to`).
+    """
+    schema = schema_of(target) or ()
+    return "device" in devices_of(target) and not any(a.name == "self" and a.type == "Tensor" for a in schema)
+
+
+@cache
 def makes_list(target: str) -> bool:
     """Whether an overload's result is a list of tensors, of however many."""
     found: Any = torch.ops

@@ -7,7 +7,7 @@ not, nor is what is drawn at random or left as memory was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,9 @@ class Constants(TorchFunctionMode):
         if tensors and name not in _SHAPED and not any(id(tensor) in self._known for tensor in tensors):
             return func(*args, **kwargs)
         are_known = all(id(tensor) in self._known for tensor in tensors)
+        by_place = self._by_place(func, name, args, kwargs)
+        if by_place is not None:
+            return by_place
         if name in _ASKS and tensors and are_known:
             return _run(func, self._values(args), self._values(kwargs))
         result = func(*args, **kwargs)
@@ -55,12 +58,55 @@ class Constants(TorchFunctionMode):
         is_small = all(is_static(tensor) for tensor in (*made, *tensors)) and _numel(made) <= MOST_ELEMENTS
         is_followed = are_known and is_small and not name.startswith(_UNSET) and not isinstance(func, OpOverloadPacket)
         if not is_followed or (isinstance(func, OpOverload) and func._schema.is_mutable):
-            if _may_write(func, name, kwargs):
+            if may_write(func, name, kwargs):
                 self._forget(tensors)
             return result
         if made or name in _WRITES:
             self._follow(func, _shaped(args) if name in _SHAPED else args, kwargs, made, tensors)
         return result
+
+    def _by_place(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """A selection by a mask of known values, which selects a known number of places; None for other calls."""
+        if name in ("nonzero", "where") and len(args) == 1 and self._is_mask(args[0]):
+            places = self._places(args[0])
+            return places if name == "where" or kwargs.get("as_tuple") else torch.stack(places, -1)
+        if name == "masked_select" and len(args) == 2 and self._is_mask(args[1]):
+            x, mask = args
+            shape = torch.broadcast_shapes(x.shape, mask.shape)
+            return self._selected(x.expand(shape), mask, 0, shape)
+        if name == "__getitem__" and isinstance(args[0], Tensor):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            at = next((i for i, each in enumerate(index) if self._is_mask(each)), None)
+            if at is None or any(isinstance(each, (Tensor, list)) for i, each in enumerate(index) if i != at):
+                return None
+            if all(isinstance(each, slice) and each == slice(None) for i, each in enumerate(index) if i != at):
+                return self._selected(args[0], index[at], at, index[at].shape)
+            return func(args[0], (*index[:at], *self._places(index[at]), *index[at + 1 :]))
+        return None
+
+    def _selected(self, x: Tensor, mask: Tensor, start: int, shape: Sequence[int]) -> Tensor:
+        """x[mask], the mask's dims from `start` on. Where all rows have one mask, the places do not depend on rows."""
+        lead, rank = 0, len(shape)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            value = self._known[id(mask)][1].expand(shape)
+            while lead < rank - 1 and value.shape[0] and bool((value == value[:1]).all()):
+                lead, value = lead + 1, value[0]
+            places = value.reshape(-1).nonzero().view(-1)
+        found = x.flatten(start + lead, start + rank - 1).index_select(start + lead, self._noted(places))
+        return found.flatten(start, start + lead) if lead else found
+
+    def _is_mask(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() > 0 and id(value) in self._known
+
+    def _places(self, mask: Tensor) -> tuple[Tensor, ...]:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            places = self._known[id(mask)][1].nonzero(as_tuple=True)
+        return tuple(map(self._noted, places))
+
+    def _noted(self, value: Tensor) -> Tensor:
+        """A tensor of values that were computed while forward is traced."""
+        self._known[id(value)] = value, value
+        return value
 
     def _follow(self, func: Any, args: Any, kwargs: Any, made: list[Tensor], tensors: list[Tensor]) -> None:
         """Notes the values of what was made, and makes them."""
@@ -95,7 +141,7 @@ class Unwritten(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if _may_write(func, str(getattr(func, "__name__", "")), kwargs):
+        if may_write(func, str(getattr(func, "__name__", "")), kwargs):
             for tensor in (leaf for leaf in tree_iter((args[:1], kwargs.get("out"))) if isinstance(leaf, Tensor)):
                 if type(tensor) is Tensor and not tensor.is_meta and id(tensor) not in self._before:
                     with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -133,7 +179,8 @@ def _numel(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def _may_write(func: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
+def may_write(func: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch called `name` writes to its first operand or to `out`."""
     if isinstance(func, OpOverload):
         return func._schema.is_mutable
     is_in_place = name.endswith("_") and not name.endswith("__")

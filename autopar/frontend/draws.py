@@ -17,7 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autopar.errors import TraceError
 from autopar.frontend import fakes
 from autopar.frontend.effects import at, draws, is_random, refused_random
-from autopar.frontend.fx_import import DROPPED_KWARGS, FlatGraph, unused_name
+from autopar.frontend.fx_import import FlatGraph, unused_name
+from autopar.frontend.overloads import kept_kwargs
 from autopar.frontend.recurrent_dropout import RECURRENT, layer_by_layer
 from autopar.ir.draws import DRAW, IN_TRAINING
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_gradients, map_refs, refs_in
@@ -135,7 +136,7 @@ class _Writer:
 
     def call(self, node: Node, part: torch.fx.Node, values: dict[torch.fx.Node, Any], has_gradient: bool) -> Node:
         args = _argument(tuple(part.args), values)
-        kwargs = tuple((k, _argument(v, values)) for k, v in part.kwargs.items() if k not in DROPPED_KWARGS)
+        kwargs = tuple((k, _argument(v, values)) for k, v in kept_kwargs(str(part.target), part.kwargs).items())
         op = str(part.target)
         grads = has_gradient and op != DRAW and base_name(op) not in CONSTANT
         grads = grads and any(self.metas[ref].requires_grad for ref in refs_in((args, kwargs)))

@@ -18,6 +18,7 @@ from torch.nn.attention import flex_attention as flex_module
 from torch.nn.modules import transformer
 
 from autopar.errors import AutoparError, TraceError
+from autopar.frontend.activation_checkpoints import followed_checkpoints
 from autopar.frontend.autograd_functions import call_function, outside_functions
 from autopar.frontend.constants import Constants, Unwritten
 from autopar.frontend.data_access import DataAccess
@@ -101,6 +102,7 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None, drawn: lis
         drawn_numbers([] if drawn is None else drawn),
         traceable_gradients(),
         moved_in_place(),
+        followed_checkpoints(),
     ):
         yield
 
@@ -163,16 +165,6 @@ def custom_backward() -> Iterator[None]:
         is_saving = cls.__name__ == "_NoopSaveInputs"  # of checkpoints that are not reentrant, up to torch 2.12
         if cls.__module__ == "torch._library.autograd" or is_saving:
             return applied(cls, *args, **kwargs)  # of an operator with register_autograd: the graph has the call
-        if cls.__module__ == "torch.utils.checkpoint":
-            raise TraceError(
-                "the model uses reentrant activation checkpointing, whose backward a traced graph does not have",
-                values="torch.utils.checkpoint.checkpoint with use_reentrant=True",
-                alternatives=[
-                    "use_reentrant=False, which is traced through (transformers: gradient_checkpointing_enable("
-                    'gradient_checkpointing_kwargs={"use_reentrant": False}))',
-                    'none in the model: plans choose what to recompute, and {"recompute": "full"} asks for all layers',
-                ],
-            )
         return call_function(cls, args, kwargs)
 
     def refused(name: str) -> Callable[..., Any]:

@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import TraceError
-from autopar.frontend import inner_gradients, vmaps
+from autopar.frontend import inner_gradients, selected_rows, vmaps
 from autopar.frontend.attributes import named_modules, named_tensors, persistent_names
 from autopar.frontend.composites import definition
+from autopar.frontend.overloads import kept_kwargs
 from autopar.frontend.untraceable import takes_number
 from autopar.frontend.user_line import user_line
 from autopar.frontend.vmaps import BRACKETS
@@ -39,9 +40,6 @@ from autopar.ir.graph import (
 from autopar.ir.operators import arguments_of, may_be_view
 from autopar.rules.buffers import CONSTANT
 
-DROPPED_KWARGS = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
-_DROPPED_OF = (("aten.einsum.default", "path"),)
-"""What else is left out of one operator: torch.einsum finds an order of products itself, if opt_einsum is installed."""
 LOGITS = "autopar.logits.default"
 """The op of a node, the last one, that reads the model's logits: as long as a trace is simplified they are
 in use. Only logits that the loss is computed from have it."""
@@ -121,6 +119,7 @@ def import_program(
     """
     vmaps.write_out(program)
     inner_gradients.write_out(program)
+    selected_rows.write_out(program)
     return _Importer(program, module, batch, model).run()
 
 
@@ -261,8 +260,7 @@ class _Importer:
     def _append(self, node: torch.fx.Node, target: torch._ops.OpOverload, no_grad: bool) -> Any:
         args = tuple(self._argument(a) for a in node.args)
         op = str(target)
-        kept = {k: v for k, v in node.kwargs.items() if k not in DROPPED_KWARGS and (op, k) not in _DROPPED_OF}
-        kwargs = tuple((k, self._argument(v)) for k, v in kept.items())
+        kwargs = tuple((k, self._argument(v)) for k, v in kept_kwargs(op, node.kwargs).items())
         is_differentiable = not no_grad and base_name(op) not in CONSTANT
         if not (given := {*refs_in((args, kwargs))}) <= self.metas.keys():  # some are no tensors
             raise takes_number(user_line(node.meta.get("stack_trace")) or f"{op} at {_module_path(node)}")

@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from autopar.frontend.fx_import import DROPPED_KWARGS, LOGITS, FlatGraph
+from autopar.frontend.fx_import import LOGITS, FlatGraph
+from autopar.frontend.overloads import kept_kwargs
 from autopar.frontend.recorder import Record, Source
 from autopar.frontend.simplify import drop_no_effect
 from autopar.ir.batch_names import batch_key
@@ -114,7 +115,7 @@ class Places:
         if _LIFTED.get(name, name) != node.op:
             return False
         (args, kwargs), *results = rest
-        named = tuple((key, value) for key, value in kwargs if key not in DROPPED_KWARGS)
+        named = tuple(kept_kwargs(name, dict(kwargs)).items())
         args = _as_exported(node, args)
         have, want = [(shape, dtype) for shape, dtype, *_ in results], [(m.shape, m.dtype) for m in node.outputs]
         if len(node.args) < len(args) or any(refs_in(node.args[len(args) :])):
@@ -142,8 +143,8 @@ class Places:
 
 def _renumbered(node: Node, entry: list[Any]) -> Node:
     """`node` with the numbers and shapes of a record's entry."""
-    _, (args, kwargs), *results = entry
-    named = tuple((key, value) for key, value in kwargs if key not in DROPPED_KWARGS)
+    func, (args, kwargs), *results = entry
+    named = tuple(kept_kwargs(str(func), dict(kwargs)).items())
     outputs = tuple(
         TensorMeta(shape, dtype, meta.requires_grad)
         for (shape, dtype, *_), meta in zip(results, node.outputs, strict=True)

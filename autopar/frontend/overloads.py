@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+_DROPPED = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
+"""Where and how a trace wanted a tensor to lie. The emitted program sets its own device."""
+_DROPPED_OF = (("aten.einsum.default", "path"),)
+"""What else is left out of one operator: torch.einsum finds an order of products itself, if opt_einsum is installed."""
 
 
 def functional_overload(overload: torch._ops.OpOverload | None) -> torch._ops.OpOverload | None:
@@ -34,3 +40,9 @@ def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
     while is_write(found[-1]):
         found.append(found[-1].args[0])
     return found
+
+
+def kept_kwargs(op: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a graph keeps of a call's arguments by name. Operators that are not torch's may mean anything by them."""
+    dropped = _DROPPED if op.startswith(("aten.", "autopar.")) else ()
+    return {name: value for name, value in kwargs.items() if name not in dropped and (op, name) not in _DROPPED_OF}

@@ -12,7 +12,9 @@ import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from autopar.ir.graph import Graph, Node, base_name
+import torch
+
+from autopar.ir.graph import Graph, Node, Parameter, base_name
 
 LEAST_ROWS = 2
 """A batch of one row is traced as it is: sizes of one may be left out or broadcast."""
@@ -86,6 +88,7 @@ class BatchedTrace:
         if len(self._traced) < 2:
             raise NotAffineError(f"{len(self._traced)} sizes were traced")
         low, high = sorted(self._traced)
+        _check_tables(self._known[low], self._known[high])
         graph: Graph = at_rows(self._known[low], low, self._known[high], high, rows)
         return graph
 
@@ -125,6 +128,19 @@ def at_rows(low: Any, low_rows: int, high: Any, high_rows: int, rows: int) -> An
     if isinstance(low, float) and low * high_rows == high * low_rows:
         return low / low_rows * rows
     raise NotAffineError(f"{low!r} with {low_rows} rows, {high!r} with {high_rows}")
+
+
+def _check_tables(low: Any, high: Any) -> None:
+    """Raises NotAffineError for a tensor of forward's own whose values are others with more rows."""
+    others = {each.name: each.value for each in _tables(high)}
+    for each in _tables(low):
+        other = others.get(each.name)
+        if each.value is not None and other is not None and not torch.equal(each.value, other):
+            raise NotAffineError(f"{each.name} is another table with another number of rows")
+
+
+def _tables(graph: Any) -> tuple[Parameter, ...]:
+    return graph.parameters if isinstance(graph, Graph) else ()
 
 
 def _check_numbers(low: Node, low_rows: int, high: Node, high_rows: int) -> None:

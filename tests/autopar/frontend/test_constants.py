@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.frontend.trace import trace
-from tests.autopar.interpret import assert_equals_eager
+from tests.autopar.interpret import assert_equals_eager, run_graph, tensors_of
 
 X = torch.linspace(-1, 1, 48).reshape(4, 3, 4)
 
@@ -67,3 +67,40 @@ def test_values_of_constants_are_known(make: Callable[[Tensor], Tensor]) -> None
 def test_values_of_other_tensors_are_not(make: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(TraceError, match="value"):
         trace(Asks(make), (X,))
+
+
+class Selects(nn.Module):
+    """Selects by masks that follow from numbers alone."""
+
+    def __init__(self, select: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.select = nn.Linear(4, 4), select
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.select(self.linear(x)).square().mean()
+
+
+def off_diagonal(x: Tensor) -> Tensor:
+    products = x @ x.transpose(1, 2)
+    others = ~torch.eye(3, dtype=torch.bool).expand(len(x), 3, 3)
+    return products.masked_select(others).reshape(len(x), 3, 2).cumsum(0) + products[others].reshape(len(x), 3, 2)
+
+
+def pairs(x: Tensor) -> Tensor:
+    above = torch.ones(3, 3).triu(1) > 0
+    first, second = torch.where(above)
+    listed = above.nonzero()
+    return (x[:, first] * x[:, second]).cumsum(1) + x[:, listed[:, 0]] + (x @ x.transpose(1, 2))[:, above][..., None]
+
+
+def even_rows(x: Tensor) -> Tensor:
+    return x[torch.arange(len(x)) % 2 == 0, :, 1:3].cumsum(0)
+
+
+@pytest.mark.parametrize("select", [off_diagonal, pairs, even_rows])
+def test_selections_by_masks_of_numbers(select: Callable[[Tensor], Tensor]) -> None:
+    model = Selects(select)
+    graph = trace(model, (X,))
+    tables = {each.name: each.value for each in graph.parameters if each.value is not None}
+    loss = run_graph(graph, tensors_of(model) | tables, {"x": X})
+    torch.testing.assert_close(loss, model(X))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import TraceError
@@ -98,11 +97,6 @@ def test_tensors_that_are_not_the_models_stay_numbers() -> None:
     assert "norm.weight" in compiled(Net(), lambda output: mean(output * ones))
 
 
-class Recomputed(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=True)
-
-
 class Flexible(nn.Module):
     def __init__(self, makes_mask: bool) -> None:
         super().__init__()
@@ -120,8 +114,3 @@ class Flexible(nn.Module):
 def test_flex_attention_says_what_to_use(makes_mask: bool) -> None:
     with pytest.raises(TraceError, match="flex_attention(.*\n)*.*scaled_dot_product_attention"):
         trace(Flexible(makes_mask), (torch.randn(2, 8, 16),))
-
-
-def test_reentrant_checkpointing_says_what_to_do() -> None:
-    with pytest.raises(TraceError, match="reentrant activation checkpointing.*\n(.*\n)*.*use_reentrant=False"):
-        compiled(Recomputed())

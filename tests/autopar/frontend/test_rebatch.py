@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from autopar.frontend.inputs import name_inputs
 from autopar.frontend.rebatch import BatchedTrace, NotAffineError, at_rows
@@ -46,3 +48,22 @@ def test_two_traces_serve_all_sizes_but_one_row() -> None:
 def test_other_differences_are_refused(low: tuple[object, ...], high: tuple[object, ...]) -> None:
     with pytest.raises(NotAffineError):
         at_rows(low, 2, high, 4, 3)
+
+
+class Weighed(nn.Module):
+    """Has a table whose values, and no sizes, depend on the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * torch.tensor([k / len(x) for k in range(64)])).mean()
+
+
+def test_tables_of_other_values_are_traced_anew() -> None:
+    model = Weighed()
+    batched = BatchedTrace(lambda rows: trace(model, (torch.ones(rows, 4),)))
+    for rows in (2, 4, 8):
+        (table,) = [each.value for each in batched(rows).parameters if each.value is not None]
+        torch.testing.assert_close(table, torch.arange(64) / rows)
