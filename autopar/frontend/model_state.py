@@ -131,7 +131,7 @@ class ModelState:
         self._lengths = list(map(len, self._held))
         self._parts = [part for _, _, _, held in self._tables for part in held]
         parameters = [p for _, kind, _, held in self._tables if kind == "_parameters" for p in held if p is not None]
-        self._parameters, self._is_trained = parameters, [p.requires_grad for p in parameters]
+        self._parameters, self._is_trained = parameters, list(map(_REQUIRES_GRAD, parameters))
         self._buffers = {
             name: b for path, m in modules.items() for name, b in _named(path, m._buffers) if not b.is_inference()
         }
@@ -285,11 +285,13 @@ class ModelState:
             now, what = tuple(table.values()), "submodules" if kind == "_modules" else kind[1:]
             is_kept = len(now) == len(held) and all(is_a(each, Tensor) for each in (*now, *held))
             if kind == "_buffers" and is_kept:
-                pairs = zip(_names(path, table), held, now, strict=True)
-                buffers.update(name for name, old, new in pairs if not has_moved(old, new))
+                buffers.update(
+                    n for n, *pair in zip(_names(path, table), held, now, strict=True) if not has_moved(*pair)
+                )
                 continue
             if not (kind == "_parameters" and is_kept and all(map(is_freed, held, now))):
-                yield Change(f"the {what} of {where(path)}", *unlike(held, now), is_of_parts=True)
+                old, new = unlike(held, now)
+                yield Change(f"the {what} of {where(path)}", old, new, is_of_parts=True)
         for parameter, was in zip(self._parameters, self._is_trained, strict=True):
             if parameter.requires_grad != was:
                 name = next((n for n, p in self._named_parameters() if p is parameter), "a parameter")
