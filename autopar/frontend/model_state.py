@@ -285,9 +285,7 @@ class ModelState:
             now, what = tuple(table.values()), "submodules" if kind == "_modules" else kind[1:]
             is_kept = len(now) == len(held) and all(is_a(each, Tensor) for each in (*now, *held))
             if kind == "_buffers" and is_kept:
-                buffers.update(
-                    n for n, *pair in zip(_names(path, table), held, now, strict=True) if not has_moved(*pair)
-                )
+                buffers.update(n for at, n in enumerate(_names(path, table)) if not has_moved(held[at], now[at]))
                 continue
             if not (kind == "_parameters" and is_kept and all(map(is_freed, held, now))):
                 old, new = unlike(held, now)
@@ -380,7 +378,7 @@ def _getter(key: Key, get: Callable[[], Any], modules: Mapping[str, nn.Module]) 
 
 def _is_in_training(module: nn.Module) -> bool:
     mode = dict_of(module).get("training", True)
-    return bool(mode) if type(mode) in (bool, int, type(None)) else True
+    return type(mode) not in (bool, int, type(None)) or bool(mode)
 
 
 def _are_same(now: Any, then: tuple[Any, ...]) -> bool:
