@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.frameworks.accelerators import ProgramOptimizer
+from autopar.running.state_follower import followed
 from autopar.running.weights import ValueSource, tables_of
 from autopar.training.learners import RankLearner
 
@@ -61,6 +62,8 @@ class ModelValues:
                 "call program.update_model(step) on every rank before that"
             )
         self.learner.step.load(ValueSource(self.model, tables=tables_of(self.learner.program.best.graph)))
+        if (follower := followed(self.learner.step)) is not None:
+            follower.values_given()
         self.note()
 
 

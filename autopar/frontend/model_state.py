@@ -130,7 +130,7 @@ class ModelState:
         self._lengths = list(map(len, self._held))
         self._parts = [part for _, _, _, held in self._tables for part in held]
         parameters = [p for _, kind, _, held in self._tables if kind == "_parameters" for p in held if p is not None]
-        self._parameters, self._is_trained = parameters, [p.requires_grad for p in parameters]
+        self._parameters, self._is_trained = parameters, list(map(_REQUIRES_GRAD, parameters))
         self._buffers = {
             name: b for path, m in modules.items() for name, b in _named(path, m._buffers) if not b.is_inference()
         }
@@ -284,11 +284,11 @@ class ModelState:
             now, what = tuple(table.values()), "submodules" if kind == "_modules" else kind[1:]
             is_kept = len(now) == len(held) and all(is_a(each, Tensor) for each in (*now, *held))
             if kind == "_buffers" and is_kept:
-                pairs = zip(_names(path, table), held, now, strict=True)
-                buffers.update(name for name, old, new in pairs if not has_moved(old, new))
+                buffers.update(n for at, n in enumerate(_names(path, table)) if not has_moved(held[at], now[at]))
                 continue
             if not (kind == "_parameters" and is_kept and all(map(is_freed, held, now))):
-                yield Change(f"the {what} of {where(path)}", *unlike(held, now), is_of_parts=True)
+                old, new = unlike(held, now)
+                yield Change(f"the {what} of {where(path)}", old, new, is_of_parts=True)
         for parameter, was in zip(self._parameters, self._is_trained, strict=True):
             if parameter.requires_grad != was:
                 name = next((n for n, p in self._named_parameters() if p is parameter), "a parameter")
@@ -377,7 +377,7 @@ def _getter(key: Key, get: Callable[[], Any], modules: Mapping[str, nn.Module]) 
 
 def _is_in_training(module: nn.Module) -> bool:
     mode = dict_of(module).get("training", True)
-    return bool(mode) if type(mode) in (bool, int, type(None)) else True
+    return type(mode) not in (bool, int, type(None)) or bool(mode)
 
 
 def _are_same(now: Any, then: tuple[Any, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Values that a script wrote to its model's parameters, brought into what the ranks of a step store of them."""
+"""Values that a script wrote to its model's parameters and buffers, compared with what the ranks of a step store."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.running.weights import ValueSource
 
 @torch.no_grad()
 def write_parameters(step: Any, source: ValueSource, names: Collection[str], is_dry: bool) -> bool:
-    """Write the named parameters of a source into a step; return whether any differed before, on any rank. Collective.
+    """Write the named parameters and buffers of a source into a step; return whether any rank had others. Collective.
 
     What is equal in the source's dtype stays as it is: masters are wider than a model of half precision. is_dry: write
     nothing.
@@ -39,7 +39,7 @@ def _differing(part: Any, source: ValueSource, names: Collection[str]) -> Iterat
             yield from _changed(entry.stored.detach(), local)
     for own, spec, value in part.model.buffer_slots():  # which parameters are that forward does not read
         name = next((each for each in (own, *spec.aliases) if each in names), None)
-        if name is not None:
+        if name is not None and tuple(source.outline(name).shape) == tuple(spec.shape):
             yield from _changed(value, shard(source(name), spec, part.mesh))
 
 

@@ -148,6 +148,10 @@ class StateFollower:
         self.state.note(keep_modes=True)
         self._synced, self._is_loaded = self._position(), False
 
+    def values_given(self) -> None:
+        """The step has taken the model's values."""
+        self._synced, self._is_loaded = self._position(), False
+
     def values_loaded(self) -> None:
         """The step has the values of a checkpoint, and not the model's."""
         self._is_loaded = True
@@ -156,10 +160,7 @@ class StateFollower:
         if any(each.name == HOOKS for each in changes) and self._forward.has_silent_hooks():
             changes = [each for each in changes if each.name != HOOKS]
         _require(not (never := [each for each in changes if each.is_of_parts]), never, _AGAIN)
-        written = _written_buffers(self._step) & {each.buffer for each in changes if each.buffer}
-        is_old = [self._is_loaded or (self._is_stale and each.buffer in written) for each in changes]
-        old = [each for each, old in zip(changes, is_old, strict=True) if each.buffer and old]
-        _require(not old, old, _STALE)
+        self._require_current([each for each in changes if each.buffer])
         other = [each for each in changes if each.buffer and each.is_tensor and each.old.dtype != each.new.dtype]
         _require(not other, other, _AGAIN)
         self._write([each for each in changes if each.parameter_values])
@@ -173,6 +174,15 @@ class StateFollower:
         if names := {each.buffer for each in changes if each.buffer}:
             self._load(names, [each for each in changes if each.buffer])
         _log.info("the program follows: %s", "; ".join(map(str, changes)))
+
+    def _require_current(self, changes: Sequence[Change]) -> None:
+        """Raises ModelError, on every rank, for buffers whose values were old, unless they are now the step's."""
+        if not changes or not (self._is_loaded or self._is_stale):
+            return
+        names = {each.buffer for each in changes}
+        names &= names if self._is_loaded else _written_buffers(self._step)
+        is_other = write_parameters(self._step, _values_of(self._programs[0].program), names, is_dry=True)
+        _require(not is_other, [each for each in changes if each.buffer in names] or changes, _STALE)
 
     def _write(self, changes: Sequence[Change]) -> None:
         """Bring values that were written to the model's parameters into the step. Collective."""

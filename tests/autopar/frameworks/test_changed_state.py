@@ -152,3 +152,32 @@ def test_what_a_script_changes_is_followed(
     loop: Callable[[Change, Path], list[float]], change: Change, tmp_path: Path
 ) -> None:
     assert loop(change, tmp_path) == pytest.approx(eager(change), rel=1e-4)
+
+
+def test_values_and_statistics_may_be_written_together_where_they_are_up_to_date() -> None:
+    """With a buffer that forward updates, and a number."""
+
+    class Averaging(LossOnly):
+        def forward(self, x: Tensor, labels: Tensor) -> Any:
+            with torch.no_grad():
+                self.weights.lerp_(labels.square().mean(0), 0.1)
+            return super().forward(x, labels)
+
+    @torch.no_grad()
+    def writes(model: Any, step: int) -> None:
+        model.outer.weight.clamp_(-0.2, 0.2), model.weights.mul_(0.9)
+        model.beta = 0.3 + 0.1 * step
+
+    accelerator, model = of_accelerate.parallelize(Accelerator(cpu=True), "1 cpu"), Averaging()
+    prepared, optimizer, loader = accelerator.prepare(model, sgd(model), DataLoader(samples(), batch_size=8))
+    by_hand = Averaging()
+    by_hand_optimizer = sgd(by_hand)
+    for step, batch in enumerate(loader):
+        writes(accelerator.unwrap_model(prepared), step), writes(by_hand, step)
+        loss = prepared(**batch)
+        accelerator.backward(loss)
+        optimizer.step(), optimizer.zero_grad()
+        right = by_hand(**batch)
+        right.backward()
+        by_hand_optimizer.step(), by_hand_optimizer.zero_grad()
+        assert float(loss) == pytest.approx(float(right), rel=1e-5)

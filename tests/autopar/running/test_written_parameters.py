@@ -193,3 +193,28 @@ def test_a_model_whose_memory_is_wanted_goes_on_training() -> None:
         step = autopar.compile(model, "1 cpu", example_inputs=data[0], optimizer=sgd).build(first_step_check=False)
         free(model)
         assert [float(step(step.local_batch(batch))) for batch in data] == pytest.approx(right, rel=1e-5)
+
+
+class Normed(Net):
+    """With statistics that forward updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(self.norm(x), y)
+
+
+def test_statistics_may_be_loaded_with_the_values_that_the_step_has() -> None:
+    model, data = Normed(), batches(3)
+    compiled = autopar.compile(model, "1 cpu", example_inputs=data[0], optimizer=sgd)
+    step = compiled.build(first_step_check=False)
+    step(step.local_batch(data[0]))
+    best = step.full_state_dict()
+    step(step.local_batch(data[1]))
+    step.load(best), model.load_state_dict(best)
+    step(step.local_batch(data[2]))
+    model.norm.running_mean.mul_(2.0)
+    with pytest.raises(ModelError, match=r"norm.running_mean"):
+        step(step.local_batch(data[2]))
