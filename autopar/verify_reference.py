@@ -15,7 +15,7 @@ from torch.utils import checkpoint
 
 from autopar.compiled import CompiledProgram
 from autopar.frontend.attributes import numbers_of
-from autopar.frontend.copies import deep_copy
+from autopar.frontend.copies import deep_copy, own_numbers
 from autopar.frontend.inputs import NamedBatch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
@@ -87,8 +87,8 @@ def _untrained(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def copied_loss(loss_fn: Any, dtype: torch.dtype | None = None) -> Any:
-    """The loss, a copy of it where its forward may write to buffers of its own; in dtype, if given."""
-    return copy.deepcopy(loss_fn).to(dtype) if isinstance(loss_fn, nn.Module) else loss_fn
+    """The loss, a copy of it where a call may change what it holds; in dtype, if it is a module and dtype is given."""
+    return copy.deepcopy(loss_fn).to(dtype) if isinstance(loss_fn, nn.Module) else own_numbers(loss_fn)
 
 
 class Reference:

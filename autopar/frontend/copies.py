@@ -7,13 +7,24 @@ with a graph (old `weight_norm`). A copy here shares what has no copy, and holds
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import types
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from autopar.frontend.attributes import attributes_of, children_of, is_a, modules_of, named_parameters, parts_of
+from autopar.frontend.attributes import (
+    FUNCTIONS,
+    attributes_of,
+    children_of,
+    is_a,
+    modules_of,
+    named_parameters,
+    parts_of,
+    tensors_in,
+)
 from autopar.frontend.fakes import deep_stack
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -34,6 +45,20 @@ def deep_copy(model: Module, memo: dict[int, Any] | None = None) -> Module:
         except Exception:  # whatever an attribute's class raises
             return _by_attributes(model, given)
         return copied if _is_apart(copied, model, given) else _by_attributes(model, given)
+
+
+def own_numbers(function: Any) -> Any:
+    """A callable object with numbers of its own, which a call of it may change: a copy that shares tensors and modules.
+    Functions, and what cannot be copied, are returned as they are."""
+    is_object = not is_a(function, nn.Module, type, functools.partial, types.MethodType, *FUNCTIONS)
+    if not is_object or not attributes_of(function):
+        return function
+    memo = {id(each): each for each in tensors_in(function)}
+    memo |= {id(each): each for each in parts_of(function) if is_a(each, nn.Module)}
+    try:
+        return copy.deepcopy(function, memo)
+    except Exception:  # whatever an attribute's class raises
+        return function
 
 
 def _is_apart(copied: Any, model: nn.Module, memo: dict[int, Any]) -> bool:

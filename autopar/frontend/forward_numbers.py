@@ -12,13 +12,15 @@ import torch
 from torch import nn
 
 from autopar.frontend import fakes
-from autopar.frontend.attributes import attributes_of, is_a, items_of, modules_of, named_modules
+from autopar.frontend.attributes import is_a, items_of, modules_of
 from autopar.frontend.export import forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.inputs import fake_input, name_inputs
+from autopar.frontend.model_state import ModelState
 from autopar.frontend.recorder import Record, Source, record
 from autopar.frontend.skeleton import loss_skeleton, skeleton_of
-from autopar.frontend.state_values import Key
+from autopar.frontend.state_reads import Reads
+from autopar.frontend.state_values import MISSING, Key
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +49,20 @@ class ForwardOf:
 
         return ForwardNumbers(without(found.outside), tuple(values))
 
-    def advanced(self, names: Mapping[type, set[str]], is_training: bool) -> dict[Key, Any] | None:
-        """The attributes of these names, by the classes of modules, that one forward from now leaves otherwise than it
-        finds them: their places, and what it leaves there. None where it cannot run on fake tensors."""
-        found: list[tuple[Key, nn.Module, Any]] = []
+    def advanced(self, reads: Reads, is_training: bool) -> dict[Key, Any] | None:
+        """The numbers, flags and texts that one forward from now leaves otherwise than it finds them: their places, and
+        what it leaves there. reads: what forwards of the model read. None where it cannot run on fake tensors."""
+        found: list[ModelState] = []
 
         def prepare(skeleton: nn.Module, loss: Any) -> None:
             if not is_training:
                 skeleton.eval()
-            for root, prefix in ((skeleton, ""), (loss, "loss_fn.")):
-                for path, module in named_modules(root) if is_a(root, nn.Module) else ():
-                    place = f"{prefix}{path}".rstrip(".")
-                    own = (name for name in names.get(type(module), ()) if name in attributes_of(module))
-                    found.extend((("attribute", place, (name,)), module, getattr(module, name)) for name in own)
+            found.append(ModelState.of_constants(skeleton, loss, reads))
 
         if self._recorded(prepare) is None:
             return None
-        now = ((key, value, getattr(module, key[2][0])) for key, module, value in found)
-        return {key: after for key, value, after in now if type(after) is not type(value) or after != value}
+        changes = found[0].plain_changes()
+        return {each.key: each.new for each in changes if each.key is not None and each.old is not MISSING}
 
     def has_silent_hooks(self) -> bool:
         """Whether forward hooks of modules only look on: they return nothing, and write to no tensor."""

@@ -79,8 +79,20 @@ class ModelState:
         """Watch what another forward of the model reads, too, from the next `note` on."""
         self.reads = self.reads.joined(reads)
 
+    @classmethod
+    def of_constants(cls, model: nn.Module, loss_fn: Any, reads: Reads) -> ModelState:
+        """A state for `plain_changes` alone: of a model that may be fake."""
+        made = object.__new__(cls)
+        made.model, made.loss_fn, made.reads = model, loss_fn, reads
+        made._note_constants()
+        return made
+
     def note(self, keep_modes: bool = False) -> None:
         """Take all of it as it is now. keep_modes: but for the modes of modules."""
+        self._note_constants()
+        self._note_parts(self._modes if keep_modes else None)
+
+    def _note_constants(self) -> None:
         self._attributes: list[ModuleAttributes] = []
         self._roots: dict[Key, Root] = {}
         self._aliases: list[tuple[Callable[[], Any], Key, Any]] = []
@@ -93,7 +105,6 @@ class ModelState:
                 self._watch_value(("variable", name, (space,)), f"{name} of {space.label}", line, space)
         self._watch_loss()
         self._join_attributes()
-        self._note_parts(self._modes if keep_modes else None)
 
     def note_values(self) -> None:
         """Take the values of parameters as they are now, and nothing else."""
@@ -254,6 +265,16 @@ class ModelState:
             if (now := vars(owner).get(name, MISSING)) is not method:
                 found.append(Change(f"{name} of {ClassData(owner).label}", method, now))
         return [*found, *self._hooks.changes(self._named_parameters()), *self._values.changes()]
+
+    def plain_changes(self) -> list[Change]:
+        """What has changed of numbers, flags and texts, wherever they are held; what is new has MISSING as its old
+        value."""
+        found = itertools.chain(self._changed_attributes(), self._changed_roots())
+        return [each for each in found if is_plain(each.new) and (is_plain(each.old) or each.old is MISSING)]
+
+    def kind_of(self, key: Key) -> Any:
+        """Equal for places that modules of one class have alike."""
+        return (type(self._module(key[1])), key[2]) if key[0] == "attribute" else key
 
     def _changed_modes(self) -> Iterator[Change]:
         now = {path: _is_in_training(module) for path, module in self._modules()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from autopar.frontend.admission import where
 from autopar.frontend.attributes import (
     INTERNAL,
     SCALARS,
-    Numbers,
     attributes_of,
     is_a,
     items_of,
@@ -34,14 +33,14 @@ from autopar.frontend.attributes import (
     named_buffers,
     named_modules,
     named_tensors,
-    numbers_of,
     summary,
 )
 from autopar.frontend.function_caches import is_filled
 from autopar.frontend.kept_values import compute_alike
+from autopar.frontend.model_state import ModelState
 from autopar.frontend.recorder import Record, sources_in
 from autopar.frontend.state_reads import Reads, noted
-from autopar.frontend.state_values import object_kinds
+from autopar.frontend.state_values import MISSING, Change, object_kinds
 
 State = dict[tuple[str, str], Any]
 """(module path or function, attribute) -> what it holds, comparable."""
@@ -65,7 +64,9 @@ def check_repeats(
     silent = _watch_hooks(model)
     names = {id(tensor): name for name, tensor in named_tensors(model)}
     with _own_random_state() as drawn:
-        held, before, numbers = _tensors(model), _state(model, functions), _numbers(model, functions)
+        held, before = _tensors(model), _state(model, functions)
+        loss_fn = functions[0] if functions else None
+        start = ModelState.of_constants(model, loss_fn, Reads())
         try:
             attributes = [each for module in modules_of(model) for each in attributes_of(module).values()]
             with noted(reads or Reads(), object_kinds([*attributes, *functions])):
@@ -74,7 +75,9 @@ def check_repeats(
             raise
         except Exception:  # whatever cannot run while it is recorded: the export does it, or says why not
             return
-        once, kept, numbers_once = _state(model, functions), _tensors(model), _numbers(model, functions)
+        once, kept = _state(model, functions), _tensors(model)
+        changed_once = {each.key: each for each in start.plain_changes()}
+        middle, classes = (ModelState.of_constants(model, loss_fn, each) for each in (reads or Reads(), Reads()))
         replaced = {place for place, each in held.items() if id(each) in names and kept.get(place) is not each}
         named = dict(named_tensors(model))
         try:
@@ -82,18 +85,19 @@ def check_repeats(
         except Exception:
             _refuse_replaced(replaced, held, names)
             raise
-        twice, now = _state(model, functions), _numbers(model, functions)
-        stay = numbers.keys() & numbers_once.keys() & now.keys() if reads is not None else ()
-        advanced = {place for place in stay if not _alike(numbers_once[place][1], now[place][1])}
-        for module, name, value in ((now[place][0], place[1], numbers[place][1]) for place in advanced):
-            setattr(module, name, value)
-        if advanced:
-            second, now = run(model), _numbers(model, functions)
-            _refuse_state(_labelled(advanced, numbers_once), _labelled(advanced, now))
-        followed = _labelled(advanced, numbers).keys()
+        twice, advanced = _state(model, functions), middle.plain_changes() if reads is not None else []
+        _refuse_fixed([each for each in classes.plain_changes() if each.key is not None and each.key[0] == "variable"])
+        before_first = {each.key: changed_once.get(each.key, each).old for each in advanced}
+        _refuse_fixed([each for each in advanced if each.key is None or before_first[each.key] is MISSING])
+        if advanced:  # set back, forward has to do the same again
+            middle.apply((key, value) for key, value in before_first.items() if key is not None)
+            second, expected = run(model), {key: changed_once[key].new for key in before_first if key in changed_once}
+            now = {**before_first, **{each.key: each.new for each in start.plain_changes()}}
+            _refuse_fixed([each for each in advanced if now[each.key] != {**before_first, **expected}[each.key]])
+        attributes_advanced = {each.key for each in advanced if each.key is not None and each.key[0] == "attribute"}
+        followed = {(place, steps[0]) for _, path, steps in attributes_advanced for place in (path, where(path))}
         if reads is not None:
-            for place in advanced:
-                reads.advanced.setdefault(type(now[place][0]), set()).add(place[1])
+            reads.advanced |= {middle.kind_of(each.key): each.name for each in advanced if each.key is not None}
             _leave_out_caches(reads, model, (_changed(before, once) | _changed(held, kept)) - followed)
         kept_on = _tensors(model)
         generator = drawn()
@@ -153,20 +157,6 @@ def _state(model: nn.Module, functions: tuple[Any, ...]) -> State:
             place = f"{function.__module__}.{function.__qualname__}"
             found |= {(place, name): _comparable(value) for name, value in used.items()}
     return found
-
-
-def _numbers(model: nn.Module, functions: tuple[Any, ...]) -> Numbers:
-    """The plain values that modules hold, and those of a loss."""
-    found = numbers_of(model)
-    for loss in functions:
-        if is_a(loss, nn.Module):
-            found |= {(f"loss_fn.{path}".rstrip("."), name): each for (path, name), each in numbers_of(loss).items()}
-    return found
-
-
-def _labelled(places: Iterable[tuple[str, str]], values: Numbers) -> State:
-    """The values at these places, as `_state` has them."""
-    return {(where(path), name): _comparable(values[path, name][1]) for path, name in places}
 
 
 def _modules(model: nn.Module, functions: tuple[Any, ...]) -> Iterator[tuple[str, nn.Module]]:
@@ -253,15 +243,24 @@ def _refuse_replaced(places: Iterable[Any], held: Mapping[Any, Tensor], names: M
 def _refuse_state(once: State, twice: State) -> None:
     for (path, name), value in twice.items():
         if once.get((path, name)) != value:
-            raise TraceError(
-                "forward changes Python state, which the generated program would not",
-                values=f"{name} of {path}",
-                alternatives=[
-                    "change it in the training loop",
-                    "a number as an attribute of the module, which is followed",
-                    "a buffer that is changed in place, which is kept",
-                ],
-            )
+            raise _changes_state(f"{name} of {path}")
+
+
+def _refuse_fixed(changes: Sequence[Change]) -> None:
+    for change in changes:
+        raise _changes_state(str(change))
+
+
+def _changes_state(what: str) -> TraceError:
+    return TraceError(
+        "forward changes Python state, which the generated program would not",
+        values=what,
+        alternatives=[
+            "change it in the training loop",
+            "a number as an attribute of the module, which is followed",
+            "a buffer that is changed in place, which is kept",
+        ],
+    )
 
 
 def _refuse_kept(

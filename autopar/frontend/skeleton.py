@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.errors import ModelError
 from autopar.frontend import fakes
 from autopar.frontend.attributes import attribute, is_a, modules_of, named_modules
-from autopar.frontend.copies import deep_copy
+from autopar.frontend.copies import deep_copy, own_numbers
 from autopar.frontend.depth import Dropped, Truncation, dropped_blocks
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -52,9 +52,9 @@ def skeleton_of(
 
 
 def loss_skeleton(loss_fn: Any, fake: FakeTensorMode) -> Any:
-    """The loss; of a module a deep copy with fake tensors, since a forward that is recorded writes to its buffers."""
+    """A copy of the loss, of a module with fake tensors: a forward that is recorded writes to what it holds."""
     if not is_a(loss_fn, nn.Module):
-        return loss_fn
+        return own_numbers(loss_fn)
     memo: dict[int, Any] = {}
     for module in modules_of(loss_fn):
         for parameter in (p for p in module._parameters.values() if p is not None):

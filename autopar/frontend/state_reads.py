@@ -49,15 +49,15 @@ class Reads:
     """What was read. is_complete: a forward was seen whole.
 
     attributes: of modules, by their class, each with the line that read it first. variables: of namespaces (a module's
-    globals, or a class), by name. fields: of objects that modules and the loss hold. advanced: attributes of modules,
-    plain values, that every forward changes itself.
+    globals, or a class), by name. fields: of objects that modules and the loss hold. advanced: numbers, flags
+    and texts that every forward changes itself, by kinds of places (`ModelState.kind_of`), with their names.
     """
 
     attributes: dict[type, dict[str, Line]] = field(default_factory=dict)
     variables: dict[tuple[Any, str], Line] = field(default_factory=dict)
     fields: dict[type, set[str]] = field(default_factory=dict)
     is_complete: bool = False
-    advanced: dict[type, set[str]] = field(default_factory=dict)
+    advanced: dict[Any, str] = field(default_factory=dict)
 
     def joined(self, other: Reads) -> Reads:
         """Both: each read with the line that was noted first."""
@@ -67,7 +67,7 @@ class Reads:
             {**other.variables, **self.variables},
             _united(self.fields, other.fields),
             self.is_complete and other.is_complete,
-            _united(self.advanced, other.advanced),
+            {**other.advanced, **self.advanced},
         )
 
     def asks_mode(self) -> bool:

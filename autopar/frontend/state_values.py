@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.frontend.attributes import attribute, attributes_of, is_a, items_of
 from autopar.frontend.state_reads import Fields, Line, home_of, text_of
@@ -354,6 +355,8 @@ def _version(tensor: Tensor) -> int:
 
 
 def place_of(tensor: Tensor) -> int:
+    if is_a(tensor, FakeTensor):
+        return 0
     try:
         return tensor.data_ptr()
     except RuntimeError:  # a tensor without memory

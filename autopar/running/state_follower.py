@@ -58,7 +58,7 @@ class StateFollower:
         self._first = [compiled]  # of each of these, which has parameters that later ones may not
         self._number, self._num_changes = next(_numbers), 0
         self._synced, self._is_loaded = self._position(), False
-        self._advanced = frozenset[Any]()
+        self._advanced, self._has_followed = frozenset[Any](), False
         self._frozen: frozenset[str] = frozenset()
         self._unread: frozenset[str] = frozenset()
         self._variant, self._variants = Variant([compiled]), Variants()
@@ -89,28 +89,30 @@ class StateFollower:
         if changes:
             with torch.inference_mode(False), torch.enable_grad(), kept_random_states():
                 self._follow(changes)
+            self._has_followed = True
         self.state.note(keep_modes=not is_training)
 
     def after_forward(self, is_training: bool) -> None:
-        """Do to the model's own numbers what its forward does, which the program does not. `Step.after_forward`.
+        """Do to the model's own numbers what its forward does, which the program does not: if it changes any, or may
+        since the script changed something. `Step.after_forward`.
 
         Raises ModelError where forward can no longer be run to see what it does, or does it otherwise for other shapes.
         """
-        if not self.state.reads.advanced:
-            return
+        advanced = self.state.reads.advanced
+        if not (advanced or self._has_followed):
             return
         with torch.inference_mode(False), torch.enable_grad(), kept_random_states():
             forwards = [_forward_of(each.program) for each in self._programs]
-            values, *others = [each.advanced(self.state.reads.advanced, is_training) for each in forwards]
-        if values is None or any(other != values for other in others):
-            names = sorted(name for each in self.state.reads.advanced.values() for name in each)
+            found = [each.advanced(self.state.reads, is_training) for each in forwards]
+        if advanced and (None in found or any(each != found[0] for each in found)):
             raise ModelError(
                 "forward changes numbers of the model, which cannot be followed",
-                values=", ".join(names),
+                values=", ".join(sorted(advanced.values())),
                 alternatives=["change them in the training loop", "numbers that do not depend on the batch's shape"],
             )
+        values = found[0] or {}
         self.state.apply(values.items())
-        self._advanced = frozenset(values)
+        self._advanced, self._has_followed = frozenset(values), False
 
     def _follow_values(self) -> None:
         """Bring values that were written to the model's parameters into the step, where they were up to date."""

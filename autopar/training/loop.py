@@ -98,11 +98,14 @@ def compile_program(setup: Setup) -> CompiledProgram:
         raise ConstraintError("this program has no evaluation mode", values=reason, alternatives="no eval_batches")
     if setup.metrics and program.program.any.logits is None:
         raise ConstraintError(NO_LOGITS, values=program.plan.mesh_text, alternatives="no metrics")
-    joined, own = config.gradient_accumulation_steps, program.state.reads.advanced if program.state is not None else {}
+    joined, own = (
+        config.gradient_accumulation_steps,
+        program.state.reads.advanced if program.state is not None else set(),
+    )
     if joined > 1 and own:
         raise ConstraintError(
             "forward changes numbers of the model, and batches that are accumulated are one call of it",
-            values=", ".join(sorted(name for each in own.values() for name in each)),
+            values=", ".join(own),
             alternatives=f"gradient_accumulation_steps=1 and {joined} times the rows, which the plan splits anyway",
         )
     sizes = rows_of_batches(setup.batches) if joined == 1 else set()

@@ -94,6 +94,41 @@ class Rows(nn.Module):
         return self.inner(x).square().mean() * (2.0 / (1.0 + self.seen))
 
 
+class Count:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Held(nn.Module):
+    """Counts in an object and in a dictionary, of which one decides what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.count, self.table = nn.Linear(8, 8), Count(), {"weight": 0.9}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count.calls += 1
+        self.table["weight"] *= 0.93
+        hidden = self.inner(x)
+        loss = F.mse_loss(hidden, x) if self.count.calls < 3 else F.l1_loss(hidden, x)
+        return loss * self.table["weight"]
+
+
+class Late(nn.Module):
+    """A text that one call changes for all later ones, long after the model was compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls, self.phase, self.weight = nn.Linear(8, 8), 0, "warm", 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls, self.weight = self.calls + 1, self.weight * 0.97 + 0.01
+        if self.calls == 4:
+            self.phase = "full"
+        hidden = self.inner(x)
+        return self.weight * (F.mse_loss(hidden, x) if self.phase == "warm" else F.l1_loss(hidden, x))
+
+
 class Loss(nn.Module):
     """A loss that counts, behind a model that does not."""
 
@@ -104,6 +139,17 @@ class Loss(nn.Module):
     def forward(self, out: Tensor, target: Tensor) -> Tensor:
         self.calls += 1
         return F.mse_loss(out, target) * 0.9**self.calls
+
+
+class LossObject:
+    """A loss that is no module, and takes another form in its third call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, out: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(out, target) if self.calls < 3 else F.l1_loss(out, target)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -148,8 +194,8 @@ def by_program(step: Any, compiled: Any, given: list[dict[str, Tensor]], evaluat
     return losses, numbers(compiled.model)
 
 
-MODELS: tuple[Callable[[], nn.Module], ...] = (Layers, Annealed, Warmed, Alternating, Rows)
-QUICK = (Annealed, Rows)
+MODELS: tuple[Callable[[], nn.Module], ...] = (Layers, Annealed, Warmed, Alternating, Rows, Held, Late)
+QUICK = (Annealed, Held)
 
 
 @pytest.mark.parametrize("make", [*QUICK, *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS if m not in QUICK)])
@@ -164,9 +210,10 @@ def test_numbers_that_forward_changes_are_followed(make: Callable[[], nn.Module]
     assert own == pytest.approx(left)
 
 
-def test_numbers_that_a_loss_changes_are_followed() -> None:
+@pytest.mark.parametrize("kind", [Loss, LossObject])
+def test_numbers_that_a_loss_changes_are_followed(kind: Callable[[], Any]) -> None:
     torch.manual_seed(0)
-    model, loss_fn, given = nn.Linear(8, 8), Loss(), batches(("x", "target"))
+    model, loss_fn, given = nn.Linear(8, 8), kind(), batches(("x", "target"))
     expected, _ = trained(copy.deepcopy(model), copy.deepcopy(loss_fn), given)
     example = {"input": given[0]["x"], "target": given[0]["target"]}
     compiled = autopar.compile(model, "1 cpu", example_inputs=example, loss_fn=loss_fn, optimizer=sgd)
@@ -174,6 +221,35 @@ def test_numbers_that_a_loss_changes_are_followed() -> None:
     found, _ = by_program(compiled.build(), compiled, named, False)
     assert found == pytest.approx(expected, rel=1e-5)
     assert loss_fn.calls == len(given)
+
+
+class ByEpoch(nn.Module):
+    """A text that forward changes in one of the epochs that the script counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.epoch, self.phase = nn.Linear(8, 8), 0, "warm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.epoch == 2:
+            self.phase = "full"
+        hidden = self.inner(x)
+        return F.mse_loss(hidden, x) if self.phase == "warm" else F.l1_loss(hidden, x)
+
+
+def test_what_forward_does_once_by_a_number_of_the_script_stays() -> None:
+    torch.manual_seed(0)
+    model, given = ByEpoch(), batches()
+    reference = copy.deepcopy(model)
+    compiled = autopar.compile(model, "1 cpu", example_inputs=given[0], optimizer=sgd)
+    step, optimizer = compiled.build(), sgd(reference.parameters())
+    for epoch, batch in enumerate(given):
+        model.epoch = reference.epoch = epoch
+        optimizer.zero_grad()
+        loss = reference(**batch)
+        loss.backward()
+        optimizer.step()
+        assert float(step(step.local_batch(batch)).detach()) == pytest.approx(float(loss.detach()), rel=1e-5)
 
 
 @pytest.mark.slow
