@@ -67,7 +67,7 @@ class Constants(TorchFunctionMode):
             return places if name == "where" or kwargs.get("as_tuple") else torch.stack(places, -1)
         if name == "masked_select" and len(args) == 2 and self._is_mask(args[1]):
             x, mask = args
-            shape = torch.broadcast_shapes(x.shape, mask.shape)
+            shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
             return self._selected(x.expand(shape), mask, 0, shape)
         if name == "__getitem__" and isinstance(args[0], Tensor):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
