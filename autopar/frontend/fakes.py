@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autopar.frontend.uncollected import uncollected
@@ -107,9 +108,11 @@ def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]
 
 
 def mode() -> FakeTensorMode:
-    """A mode in which tensors are fake, and the model's own may be read."""
+    """A mode in which tensors are fake, and the model's own may be read. What a mask selects has a size without a
+    number; a number out of a tensor is refused as without it."""
     count_devices()
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    sizes = ShapeEnv(allow_scalar_outputs=False)
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
 
 
 _ONE_DTYPE = frozenset(
@@ -233,7 +236,7 @@ def _key(value: Any, operands: list[Tensor]) -> Any:
 
 def _is_plain(value: Tensor) -> bool:
     on_cpu = value.device == CPU and value.layout is torch.strided
-    return on_cpu and not value.is_conj() and not value.is_neg()
+    return on_cpu and not value.is_conj() and not value.is_neg() and all(isinstance(size, int) for size in value.shape)
 
 
 class _Answer:

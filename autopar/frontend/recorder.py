@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from autopar.frontend.function_caches import functions_of, without_fakes
 Forward = Callable[[nn.Module], Any]
 """Runs a (copy of the) model up to the scalar loss, or to (loss, logits)."""
 
+_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MAX_CONSTANT = 2**26  # bytes up to which a constant tensor is compared by value; larger ones count as unequal
 
 
@@ -92,6 +94,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record = self.outside
         self.count = 0
         self.origins: dict[int, Origin] = {}
+        self.symbols: dict[Any, str] = {}  # of sizes that depend on values
         self.alive: list[Tensor] = []  # an id stays unique while its tensor lives
         self.inside_operator = False
         self.grad_enabled = True
@@ -131,7 +134,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = result if isinstance(result, (tuple, list)) else (result,)
         for index, value in enumerate(results):
             if isinstance(value, Tensor):
-                meta = _meta(value)
+                meta = self.meta(value)
                 # A shared tensor that comes back as it is (`contiguous`) stays shared; one written to is new.
                 if id(value) in self.origins and not func._schema.is_mutable:
                     entry.append((*meta, self.source(value)))
@@ -156,7 +159,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tuple([self.describe(item) for item in value])
         if isinstance(value, dict):
             return tuple([(name, self.describe(item)) for name, item in value.items()])
-        return value
+        return self.number(value) if isinstance(value, _SIZES) else value
+
+    def meta(self, tensor: Tensor) -> tuple[Any, ...]:
+        """The shape and dtype of a result."""
+        shape, dtype = _meta(tensor)
+        return tuple([self.number(size) if isinstance(size, _SIZES) else size for size in shape]), dtype
+
+    def number(self, size: Any) -> Any:
+        """A number that depends on values, as text that is the same in each record of the same forward."""
+        expression = size.node.expr
+        for symbol in sorted(expression.free_symbols, key=str):
+            self.symbols.setdefault(symbol, f"size {len(self.symbols)}")
+        text = str(expression)
+        for symbol in expression.free_symbols:
+            text = re.sub(rf"\b{symbol}\b", self.symbols[symbol], text)
+        return text
 
     def source(self, tensor: Tensor) -> Source:
         origin = self.origins.get(id(tensor)) or self.meet(tensor)

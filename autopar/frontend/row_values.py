@@ -74,12 +74,16 @@ class RowValues:
         with self.graph.inserting_before(self.at):
             made = self.graph.call_function(target, args, kwargs)
         values, named = map_arg((args, kwargs), lambda each: each.meta["val"])
-        with self.selections.fake, torch.no_grad():
-            made.meta = {"val": target(*values, **named)}
+        try:
+            with self.selections.fake, torch.no_grad():
+                made.meta = {"val": target(*values, **named)}
+        except Exception as error:  # what torch does not do with all rows, as with a mask of another shape
+            raise self.mixed(self.at) from error
         made.meta |= {key: self.at.meta[key] for key in ("nn_module_stack", "stack_trace") if key in self.at.meta}
         return made
 
     def mixed(self, node: Node) -> TraceError:
+        """The error for a call that takes rows of unknown number and treats them together."""
         line = user_line(node.meta.get("stack_trace"))
         return TraceError(
             "the shape of a result depends on values, and what is computed of it mixes rows that a mask selects",

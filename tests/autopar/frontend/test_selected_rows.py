@@ -110,7 +110,9 @@ def _batch(mask: str) -> dict[str, Tensor]:
     return {"x": torch.randn(8, 4, 6), "mask": MASKS[mask], "classes": torch.randint(5, (8, 4))}
 
 
-@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("spline", "graph") else pytest.mark.slow) for name in FORWARDS]
+)
 def test_a_step_is_that_of_one_process(name: str, alone: None) -> None:
     torch.manual_seed(0)
     model = Net(FORWARDS[name])
@@ -164,3 +166,19 @@ MIXED: dict[str, Forward] = {
 def test_what_mixes_selected_rows_is_refused(name: str) -> None:
     with pytest.raises(TraceError, match="depends on values|values of tensors"):
         trace(Net(MIXED[name]), _batch("some"))
+
+
+def test_selections_are_recorded_and_watched(alone: None) -> None:
+    model = Net(lambda net, h, mask, classes: (h[mask] * net.factor).square().mean())
+    model.factor = 2.0  # type: ignore[assignment]
+    compiled = autopar.compile(model, "1 cpu", example_inputs=_batch("some"), optimizer=_sgd)
+    assert "NO_EVALUATION" not in compiled.source
+    step, expected = compiled.build(device="cpu"), copy.deepcopy(model)
+    for factor in (2.0, 3.0):
+        model.factor = expected.factor = factor  # type: ignore[assignment]
+        optimizer = _sgd(expected.parameters())
+        optimizer.zero_grad()
+        loss = expected(**_batch("some"))
+        loss.backward()
+        optimizer.step()
+        assert float(step(_batch("some"))) == pytest.approx(float(loss), rel=1e-5)
