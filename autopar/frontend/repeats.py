@@ -5,7 +5,7 @@ state that it changes (lists, globals), buffers and parameters that it replaces,
 numbers, hooks that only look on (a trace cannot see what they do), and records that differ, as they do where one
 forward reads what the one before has left. What forward computes once and keeps, as tables of positions, is allowed
 as long as it depends on constants alone. So are numbers of modules that it counts or anneals: it does the same again
-once they are set back, and the program follows them (`forward_numbers.py`).
+once they are set back, and the program follows them (`own_numbers.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -37,10 +37,10 @@ from autopar.frontend.attributes import (
 )
 from autopar.frontend.function_caches import is_filled
 from autopar.frontend.kept_values import compute_alike
-from autopar.frontend.model_state import ModelState
+from autopar.frontend.own_numbers import OwnNumbers, changes_state
 from autopar.frontend.recorder import Record, sources_in
 from autopar.frontend.state_reads import Reads, noted
-from autopar.frontend.state_values import MISSING, Change, object_kinds
+from autopar.frontend.state_values import object_kinds
 
 State = dict[tuple[str, str], Any]
 """(module path or function, attribute) -> what it holds, comparable."""
@@ -65,8 +65,7 @@ def check_repeats(
     names = {id(tensor): name for name, tensor in named_tensors(model)}
     with _own_random_state() as drawn:
         held, before = _tensors(model), _state(model, functions)
-        loss_fn = functions[0] if functions else None
-        start = ModelState.of_constants(model, loss_fn, Reads())
+        own = OwnNumbers(model, functions[0] if functions else None)
         try:
             attributes = [each for module in modules_of(model) for each in attributes_of(module).values()]
             with noted(reads or Reads(), object_kinds([*attributes, *functions])):
@@ -76,8 +75,7 @@ def check_repeats(
         except Exception:  # whatever cannot run while it is recorded: the export does it, or says why not
             return
         once, kept = _state(model, functions), _tensors(model)
-        changed_once = {each.key: each for each in start.plain_changes()}
-        middle, classes = (ModelState.of_constants(model, loss_fn, each) for each in (reads or Reads(), Reads()))
+        own.note_first(reads or Reads())
         replaced = {place for place, each in held.items() if id(each) in names and kept.get(place) is not each}
         named = dict(named_tensors(model))
         try:
@@ -85,19 +83,13 @@ def check_repeats(
         except Exception:
             _refuse_replaced(replaced, held, names)
             raise
-        twice, advanced = _state(model, functions), middle.plain_changes() if reads is not None else []
-        _refuse_fixed([each for each in classes.plain_changes() if each.key is not None and each.key[0] == "variable"])
-        before_first = {each.key: changed_once.get(each.key, each).old for each in advanced}
-        _refuse_fixed([each for each in advanced if each.key is None or before_first[each.key] is MISSING])
-        if advanced:  # set back, forward has to do the same again
-            middle.apply((key, value) for key, value in before_first.items() if key is not None)
-            second, expected = run(model), {key: changed_once[key].new for key in before_first if key in changed_once}
-            now = {**before_first, **{each.key: each.new for each in start.plain_changes()}}
-            _refuse_fixed([each for each in advanced if now[each.key] != {**before_first, **expected}[each.key]])
-        attributes_advanced = {each.key for each in advanced if each.key is not None and each.key[0] == "attribute"}
-        followed = {(place, steps[0]) for _, path, steps in attributes_advanced for place in (path, where(path))}
+        twice = _state(model, functions)
+        if own.note_second():
+            second = run(model)
+            own.note_third()
+        followed = own.places() if reads is not None else set()
         if reads is not None:
-            reads.advanced |= {middle.kind_of(each.key): each.name for each in advanced if each.key is not None}
+            reads.advanced |= own.kinds()
             _leave_out_caches(reads, model, (_changed(before, once) | _changed(held, kept)) - followed)
         kept_on = _tensors(model)
         generator = drawn()
@@ -243,24 +235,7 @@ def _refuse_replaced(places: Iterable[Any], held: Mapping[Any, Tensor], names: M
 def _refuse_state(once: State, twice: State) -> None:
     for (path, name), value in twice.items():
         if once.get((path, name)) != value:
-            raise _changes_state(f"{name} of {path}")
-
-
-def _refuse_fixed(changes: Sequence[Change]) -> None:
-    for change in changes:
-        raise _changes_state(str(change))
-
-
-def _changes_state(what: str) -> TraceError:
-    return TraceError(
-        "forward changes Python state, which the generated program would not",
-        values=what,
-        alternatives=[
-            "change it in the training loop",
-            "a number as an attribute of the module, which is followed",
-            "a buffer that is changed in place, which is kept",
-        ],
-    )
+            raise changes_state(f"{name} of {path}")
 
 
 def _refuse_kept(

@@ -1,0 +1,91 @@
+"""Numbers, flags and texts that forward itself changes: which these are, and that it changes them alike each time.
+
+A counter, a temperature that forward lowers, a term that begins after some calls. Forward runs once, and once more.
+With what the second call changed set back to what the first one found, it runs again, and has to leave the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import TraceError
+from autopar.frontend.admission import where
+from autopar.frontend.model_state import ModelState
+from autopar.frontend.state_reads import Reads
+from autopar.frontend.state_values import MISSING, Change, Key
+
+
+class OwnNumbers:
+    """What one model's forwards change, in modules, in what they hold and in the loss."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        self._state_of = partial(ModelState.of_constants, model, loss_fn)
+        self._start = self._state_of(Reads())
+        self._once: dict[Key | None, Change] = {}
+        self._found: dict[Key, Any] = {}
+        self.changes: list[Change] = []
+
+    def note_first(self, reads: Reads) -> None:
+        """The first forward was run, which read all this."""
+        self._once = {each.key: each for each in self._start.plain_changes()}
+        self._middle, self._read = self._state_of(Reads()), self._state_of(reads)
+
+    def note_second(self) -> bool:
+        """The second forward was run. Whether it changed something that is followed, which is set back then.
+
+        Raises TraceError for what no process can be given.
+        """
+        found = self._middle.plain_changes()
+        _refuse(each for each in found if each.key is not None and each.key[0] == "variable")
+        # Of what objects hold, only what forward reads counts.
+        read = {each.key for each in self._read.plain_changes()}
+        self.changes = [each for each in found if _is_attribute(each.key) or each.key in read]
+        before = {each.key: self._once.get(each.key, each).old for each in self.changes}
+        _refuse(each for each in self.changes if each.key is None or before[each.key] is MISSING)
+        self._found = {key: value for key, value in before.items() if key is not None}
+        self._middle.apply(self._found.items())
+        return bool(self.changes)
+
+    def note_third(self) -> None:
+        """The forward was run again. Raises TraceError where it left something else than the first one did."""
+        now = {each.key: each.new for each in self._start.plain_changes()}
+
+        def left(key: Key | None) -> Any:
+            return self._once[key].new if key in self._once else self._found.get(key)  # type: ignore[arg-type]
+
+        _refuse(each for each in self.changes if now.get(each.key, self._found.get(each.key)) != left(each.key))  # type: ignore[arg-type]
+
+    def places(self) -> set[tuple[str, str]]:
+        """(module, attribute) of what is followed, the module by its path and as errors name it."""
+        keys = (each.key for each in self.changes if each.key is not None and each.key[0] == "attribute")
+        return {(place, steps[0]) for _, path, steps in keys for place in (path, where(path))}
+
+    def kinds(self) -> dict[Any, str]:
+        """What is followed, for `Reads.advanced`."""
+        return {self._middle.kind_of(each.key): each.name for each in self.changes if each.key is not None}
+
+
+def changes_state(what: str) -> TraceError:
+    """The error for state of Python that a program would leave as it is."""
+    return TraceError(
+        "forward changes Python state, which the generated program would not",
+        values=what,
+        alternatives=[
+            "change it in the training loop",
+            "a number as an attribute of the module, which is followed",
+            "a buffer that is changed in place, which is kept",
+        ],
+    )
+
+
+def _is_attribute(key: Key | None) -> bool:
+    return key is not None and key[0] == "attribute" and len(key[2]) == 1
+
+
+def _refuse(changes: Iterable[Change]) -> None:
+    for change in changes:
+        raise changes_state(str(change))
