@@ -28,7 +28,13 @@ with torch.device("meta"):
 
 _TRACING = {
     Path(__file__).parent / "autopar" / name
-    for name in ("frontend", "frameworks", "running/test_state_follower.py", "running/test_own_numbers.py")
+    for name in (
+        "frontend",
+        "frameworks",
+        "running/test_deciding_buffers.py",
+        "running/test_own_numbers.py",
+        "running/test_state_follower.py",
+    )
 }
 """Tests of tracing, and of what happens while a model is traced, such as a LightningModule's `log`."""
 

@@ -2,20 +2,26 @@
 
 Beside each call whose tensors are all constants the same call runs on real ones, so that a value that forward asks
 for (`bool`, `item`, `tolist`) is known. What a call writes to is followed; constants of more than MOST_ELEMENTS are
-not, nor is what is drawn at random or left as memory was.
+not, nor is what is drawn at random or left as memory was. So is what is asked of small buffers that forward does not
+write, such as a flag that says whether a codebook has been filled: a program is made for their values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
+
+from autopar.errors import TraceError
+from autopar.frontend.attributes import named_modules
+from autopar.frontend.skeleton import VALUE
+from autopar.frontend.state_reads import note_deciding
 
 MOST_ELEMENTS = 1 << 22
 _ASKS = frozenset(
@@ -35,14 +41,32 @@ _WRITES = frozenset({"__setitem__", "__set__", *(f"__i{name}__" for name in _OPE
 class Constants(TorchFunctionMode):
     """Within it values of constants are known, and answered where they are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module | None = None) -> None:
         super().__init__()
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor, which keeps its id, and its value
+        self._owners = [] if module is None else list(_small_buffers(module))
+        self._sources: dict[int, frozenset[str]] = {}  # id of what is known -> the buffers that it was computed of
+        self._asked: set[str] = set()
+        self._written: set[str] = set()
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
+        if kind is None and (names := sorted(self._asked & self._written)):
+            raise TraceError(
+                "a buffer decides what forward does, which forward itself writes: a program is made for one value",
+                values=", ".join(names),
+                alternatives=[
+                    "a number or a flag as an attribute of the module, which is followed",
+                    "torch.where, which keeps both",
+                ],
+            )
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         name = str(getattr(func, "__name__", ""))
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if self._owners:
+            self._find_buffers(tensors)
         if tensors and name not in _SHAPED and not any(id(tensor) in self._known for tensor in tensors):
             return func(*args, **kwargs)
         are_known = all(id(tensor) in self._known for tensor in tensors)
@@ -50,6 +74,7 @@ class Constants(TorchFunctionMode):
         if by_place is not None:
             return by_place
         if name in _ASKS and tensors and are_known:
+            self._ask(*tensors)
             return _run(func, self._values(args), self._values(kwargs))
         result = func(*args, **kwargs)
         if name in _SHAPED:
@@ -61,9 +86,31 @@ class Constants(TorchFunctionMode):
             if may_write(func, name, kwargs):
                 self._forget(tensors)
             return result
+        if may_write(func, name, kwargs) and (buffers := self._buffers_of(tensors[:1])):
+            self._written |= buffers
+            self._forget(tensors[:1])
+            return result
         if made or name in _WRITES:
             self._follow(func, _shaped(args) if name in _SHAPED else args, kwargs, made, tensors)
         return result
+
+    def _find_buffers(self, tensors: list[Tensor]) -> None:
+        """Know those that are buffers, which stand in the module as others while it is exported."""
+        for tensor in tensors:
+            if id(tensor) in self._known or tensor.requires_grad:
+                continue
+            for held, attribute, name, value in self._owners:
+                if held.get(attribute) is tensor and name not in self._written:
+                    self._known[id(tensor)], self._sources[id(tensor)] = (tensor, value), frozenset({name})
+
+    def _buffers_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
+        return frozenset().union(*(self._sources.get(id(each), ()) for each in tensors if id(each) in self._known))
+
+    def _ask(self, *tensors: Tensor) -> None:
+        """Forward is told values of these."""
+        names = self._buffers_of(tensors)
+        self._asked |= names
+        note_deciding(names)
 
     def _by_place(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """A selection by a mask of known values, which selects a known number of places; None for other calls."""
@@ -88,7 +135,7 @@ class Constants(TorchFunctionMode):
         """x[mask], the mask's dims from `start` on. Where all rows have one mask, the places do not depend on rows."""
         lead, rank = 0, len(shape)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            value = self._known[id(mask)][1].expand(shape)
+            value = self._value(mask).expand(shape)
             while lead < rank - 1 and value.shape[0] and bool((value == value[:1]).all()):
                 lead, value = lead + 1, value[0]
             places = value.reshape(-1).nonzero().view(-1)
@@ -100,8 +147,12 @@ class Constants(TorchFunctionMode):
 
     def _places(self, mask: Tensor) -> tuple[Tensor, ...]:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            places = self._known[id(mask)][1].nonzero(as_tuple=True)
+            places = self._value(mask).nonzero(as_tuple=True)
         return tuple(map(self._noted, places))
+
+    def _value(self, mask: Tensor) -> Tensor:
+        self._ask(mask)
+        return self._known[id(mask)][1]
 
     def _noted(self, value: Tensor) -> Tensor:
         """A tensor of values that were computed while forward is traced."""
@@ -118,15 +169,27 @@ class Constants(TorchFunctionMode):
         found = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         if len(found) == len(made):
             self._known |= {id(tensor): (tensor, value) for tensor, value in zip(made, found, strict=True)}
+            if buffers := self._buffers_of(tensors):
+                self._sources |= {id(tensor): buffers for tensor in made}
 
     def _values(self, arguments: Any) -> Any:
         return tree_map(lambda leaf: self._known[id(leaf)][1] if id(leaf) in self._known else leaf, arguments)
 
     def _forget(self, tensors: list[Tensor]) -> None:
         """No longer knows what shares memory with any of `tensors`."""
+        self._written |= self._buffers_of(tensors)
         lost = {self._known[id(t)][1].untyped_storage().data_ptr() for t in tensors if id(t) in self._known}
         if lost:
             self._known = {k: v for k, v in self._known.items() if v[1].untyped_storage().data_ptr() not in lost}
+
+
+def _small_buffers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Tensor]]:
+    """(table of a module, name in it, name in the model, value) of a skeleton's small buffers."""
+    for path, each in named_modules(module):
+        for name, buffer in each._buffers.items():
+            value = getattr(buffer, VALUE, None)
+            if value is not None:
+                yield each._buffers, name, f"{path}.{name}".lstrip("."), value
 
 
 class Unwritten(TorchFunctionMode):

@@ -46,7 +46,7 @@ def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = 
         # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
         # The many graph modules that export makes on its way are read, never called: they need no code.
         with (
-            traceable(batch, unchecked, drawn),
+            traceable(batch, unchecked, drawn, module),
             floats_of_draws(functions_of(module)),
             _unwatched_attributes(),
             contextlib.redirect_stderr(io.StringIO()),
@@ -77,14 +77,19 @@ def forward_and_loss(
 ) -> Any:
     """Forward and loss as they are exported. with_logits: (loss, logits) of a model that returns logits. dtype: as
     LossModule takes it."""
-    with traceable(batch):
+    with traceable(batch, module=model):
         return LossModule(model, loss_fn, batch, with_logits=with_logits, dtype=dtype)(**batch)
 
 
 @contextlib.contextmanager
-def traceable(batch: Batch, unchecked: dict[str, None] | None = None, drawn: list[str] | None = None) -> Iterator[None]:
+def traceable(
+    batch: Batch,
+    unchecked: dict[str, None] | None = None,
+    drawn: list[str] | None = None,
+    module: nn.Module | None = None,
+) -> Iterator[None]:
     """What holds while forward is traced. unchecked: as `export` takes it. drawn: gets the names of Python's functions
-    that draw random numbers, which are tensors of torch's."""
+    that draw random numbers, which are tensors of torch's. module: whose small buffers may be asked for values."""
     packed = any("position_ids" in name for name in batch)
     with (
         as_one_process(),
@@ -97,7 +102,7 @@ def traceable(batch: Batch, unchecked: dict[str, None] | None = None, drawn: lis
         DataAccess(),
         written_statistics(),
         Unwritten(),
-        Constants(),
+        Constants(module),
         innermost_lines(),
         drawn_numbers([] if drawn is None else drawn),
         traceable_gradients(),

@@ -110,6 +110,16 @@ class ModelState:
         """Take the values of parameters as they are now, and nothing else."""
         self._values = ParameterValues(self._named_parameters())
 
+    def deciding_buffers(self) -> dict[str, Tensor]:
+        """The buffers whose values decide what forward does."""
+        names = self.reads.deciding
+        found = {n: b for p, m in self._modules() for n, b in _named(p, m._buffers)} if names else {}
+        return {name: buffer for name, buffer in found.items() if name.rpartition(".")[2] in names}
+
+    def deciding(self) -> dict[str, Any]:
+        """The values of these buffers."""
+        return {name: buffer.tolist() for name, buffer in self.deciding_buffers().items()}
+
     def constants(self) -> Constants:
         """What a program has as constants of the model, as it is now."""
         return Constants(ModelState(self.model, self.loss_fn, self.reads)._constants())
@@ -122,6 +132,7 @@ class ModelState:
         for key, root in self._roots.items():
             yield from (((key, steps), leaf) for steps, leaf in root.leaves.items())
         yield from self._methods.items()
+        yield from ((("deciding", name), repr(value)) for name, value in self.deciding().items())
 
     def _join_attributes(self) -> None:
         """All plain attributes in one row, which is compared faster than one by one."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import ModelError
@@ -16,6 +17,11 @@ from autopar.frontend.copies import deep_copy, own_numbers
 from autopar.frontend.depth import Dropped, Truncation, dropped_blocks
 
 Module = TypeVar("Module", bound=nn.Module)
+
+VALUE = "_autopar_value"
+"""The attribute of a fake buffer that has the value of the model's, if that is small."""
+_SMALL = 16
+"""Elements of buffers whose values a trace is told of."""
 
 
 def skeleton_of(
@@ -38,6 +44,9 @@ def skeleton_of(
     for buffer in (b for module in kept for b in module._buffers.values() if b is not None):
         if id(buffer) not in memo:
             memo[id(buffer)] = fakes.empty(fake, tuple(buffer.shape), buffer.dtype)
+    for buffer in _telling_buffers(model):
+        if id(buffer) in memo:
+            setattr(memo[id(buffer)], VALUE, buffer.detach().clone())
     skeleton = deep_copy(model, memo)
     config = attribute(skeleton, "config")
     if attribute(config, "use_cache") is not None:
@@ -49,6 +58,25 @@ def skeleton_of(
         return skeleton
     _check_modes(skeleton)
     return skeleton
+
+
+def _telling_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """Small buffers with values that are equal in all modules of a class, as equal blocks are traced once. Of floats
+    only single numbers: norms write to the others within operators."""
+    found: dict[tuple[type, str], list[Tensor]] = {}
+    for module in modules_of(model):
+        for name, buffer in module._buffers.items():
+            if is_a(buffer, Tensor):
+                found.setdefault((type(module), name), []).append(buffer)
+    for first, *others in found.values():
+        is_plain = not first.is_floating_point() and not first.is_complex()
+        is_small = first.numel() <= _SMALL and not first.is_meta and (is_plain or first.dim() == 0)
+        if is_small and type(first) is Tensor and all(_is_equal(first, each) for each in others):
+            yield from (first, *others)
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return not other.is_meta and one.shape == other.shape and torch.equal(one, other)
 
 
 def loss_skeleton(loss_fn: Any, fake: FakeTensorMode) -> Any:

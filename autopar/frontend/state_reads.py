@@ -50,7 +50,8 @@ class Reads:
 
     attributes: of modules, by their class, each with the line that read it first. variables: of namespaces (a module's
     globals, or a class), by name. fields: of objects that modules and the loss hold. advanced: numbers, flags
-    and texts that every forward changes itself, by kinds of places (`ModelState.kind_of`), with their names.
+    and texts that every forward changes itself, by kinds of places (`ModelState.kind_of`), with their names. deciding:
+    the last names of buffers whose values decided what forward does.
     """
 
     attributes: dict[type, dict[str, Line]] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class Reads:
     fields: dict[type, set[str]] = field(default_factory=dict)
     is_complete: bool = False
     advanced: dict[Any, str] = field(default_factory=dict)
+    deciding: set[str] = field(default_factory=set)
 
     def joined(self, other: Reads) -> Reads:
         """Both: each read with the line that was noted first."""
@@ -68,6 +70,7 @@ class Reads:
             _united(self.fields, other.fields),
             self.is_complete and other.is_complete,
             {**other.advanced, **self.advanced},
+            self.deciding | other.deciding,
         )
 
     def asks_mode(self) -> bool:
@@ -76,10 +79,10 @@ class Reads:
         return asked or not self.is_complete
 
     def __getstate__(self) -> Any:
-        return self.attributes, self.variables, self.fields, self.is_complete, self.advanced
+        return self.attributes, self.variables, self.fields, self.is_complete, self.advanced, self.deciding
 
     def __setstate__(self, state: Any) -> None:
-        self.attributes, self.variables, self.fields, self.is_complete, self.advanced = state
+        self.attributes, self.variables, self.fields, self.is_complete, self.advanced, self.deciding = state
 
 
 def _united(one: Mapping[type, set[str]], other: Mapping[type, set[str]]) -> dict[type, set[str]]:
@@ -158,6 +161,15 @@ class Files:
         return _Stamps()
 
 
+_noting = threading.local()
+
+
+def note_deciding(names: Iterable[str]) -> None:
+    """Buffers were asked for their values, which decide what forward does."""
+    if (reads := getattr(_noting, "reads", None)) is not None:
+        reads.deciding.update(name.rpartition(".")[2] for name in names)
+
+
 @contextlib.contextmanager
 def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
     """Within it, what this thread's forwards read is added to `reads`. kinds: of objects whose attributes are."""
@@ -187,9 +199,11 @@ def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
             stack.enter_context(_files_noted(reads))
             for kind in kinds:
                 stack.enter_context(_asked(kind, reads))
+            _noting.reads = reads
             yield
         reads.is_complete = True
     finally:
+        _noting.reads = None
         switch(before)
         if own is None:
             del nn.Module.__getattribute__

@@ -59,6 +59,7 @@ class StateFollower:
         self._number, self._num_changes = next(_numbers), 0
         self._synced, self._is_loaded = self._position(), False
         self._advanced, self._has_followed = frozenset[Any](), False
+        self._decided = self.state.deciding()
         self._frozen: frozenset[str] = frozenset()
         self._unread: frozenset[str] = frozenset()
         self._variant, self._variants = Variant([compiled]), Variants()
@@ -80,6 +81,7 @@ class StateFollower:
         if is_training is None:
             self._follow_values()
             return
+        self._follow_deciding()
         if self.state.is_same(is_training):
             return
         changes = self.state.changes(is_training)
@@ -123,6 +125,18 @@ class StateFollower:
             self._write(changes)
             self.state.note_values()
 
+    def _follow_deciding(self) -> None:
+        """Make the program anew where a buffer whose value decides what forward does has another one."""
+        now = self.state.deciding()
+        if now == self._decided:
+            return
+        names = [name for name in now.keys() | self._decided.keys() if now.get(name) != self._decided.get(name)]
+        changes = [Change(name, self._decided.get(name), now.get(name), buffer=name) for name in sorted(names)]
+        self._agree(changes)
+        with torch.inference_mode(False), torch.enable_grad(), kept_random_states():
+            self._make_anew(changes, self._frozen)
+        self._decided = self.state.deciding()
+
     def share(self) -> None:
         """Make on every rank the changes that rank 0 has, where callbacks run. Collective.
 
@@ -155,8 +169,13 @@ class StateFollower:
         self._synced, self._is_loaded = self._position(), False
 
     def values_loaded(self) -> None:
-        """The step has the values of a checkpoint, and not the model's."""
+        """The step has the values of a checkpoint, and the model gets those that decide what forward does."""
         self._is_loaded = True
+        deciding = self.state.deciding_buffers()
+        for part in self._step.parts if deciding else ():
+            for name, spec, value in part.model.buffer_slots():
+                for own in deciding.keys() & {name, *spec.aliases}:
+                    deciding[own].copy_(value.reshape(deciding[own].shape))
 
     def _follow(self, changes: Sequence[Change]) -> None:
         if any(each.name == HOOKS for each in changes) and self._forward.has_silent_hooks():
