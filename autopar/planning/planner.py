@@ -120,7 +120,7 @@ def search_plans(
         return SearchResult((candidate_of(uneven, request),), (), (), solved=unlike.solved)
     _refuse_undivided(search)
     pipelines = search.run()
-    own = _deferring(search, pipelines.best, shared if isinstance(shared, LayerPool) else None)
+    own = _deferring(search, pipelines.best)
     chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
     known = search.costs.known
     found = [candidate_of(each, request, known) for each in pipelines.found[:MOST_CANDIDATES]]
@@ -198,7 +198,7 @@ def _lean(search: EqualSearch) -> Iterator[ParallelConfig]:
         yield from itertools.islice(search.scheduled(config), 1)
 
 
-def _deferring(search: EqualSearch, best: Found | None, pool: LayerPool | None) -> Candidate | None:
+def _deferring(search: EqualSearch, best: Found | None) -> Candidate | None:
     """The best config under zero bubble, with layers that are solved for it: those that schedules share take it that
     sums over tensor-parallel ranks run beside weight gradients, which zero bubble makes later."""
     request = search.request
@@ -209,9 +209,8 @@ def _deferring(search: EqualSearch, best: Found | None, pool: LayerPool | None) 
     if not any(cost.overlapped_seconds for cost in layer.costs.values()):
         return None
     limits = replace(request.constraints, schedule="zero-bubble")
-    deferring, typical_rows = replace(request, constraints=limits), search.solved_layers.typical_rows
-    solved = pool.of(deferring, typical_rows) if pool is not None else search.solved_layers.decided_for(deferring)
-    own = EqualSearch(deferring, solved)
+    deferring = replace(request, constraints=limits)
+    own = EqualSearch(deferring, search.solved_layers.deferring(deferring))
     found = own.solve(config.under("zero-bubble"), math.inf)
     return candidate_of(found[1], deferring, own.costs.known) if found is not None else None
 

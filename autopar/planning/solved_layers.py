@@ -143,6 +143,7 @@ class SolvedLayers:
     _known: Known = field(default_factory=dict)
     _made: list[Assignment] = field(default_factory=list)
     known_costs: list[KnownCosts] = field(default_factory=list)
+    _deferring: SolvedLayers | None = None
 
     def solved_layer(self, mesh: Mesh, rows: int, multiplier: float) -> SolvedLayer | None:
         """The solved layer of a mesh whose tp ranks share `rows` rows of a micro-batch; None where the constraints
@@ -299,6 +300,12 @@ class SolvedLayers:
             _known=self._known,
             _made=self._made,
         )
+
+    def deferring(self, request: Request) -> SolvedLayers:
+        """Layers for the same request under a schedule that defers weight gradients."""
+        if self._deferring is None:
+            self._deferring = self.decided_for(request)
+        return self._deferring
 
     def operators(self, rows: int) -> dict[tuple[str, str], Operator]:
         """The calls of the graph at `rows` rows over all ranks."""
