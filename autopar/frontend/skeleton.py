@@ -66,7 +66,7 @@ def _telling_buffers(model: nn.Module) -> Iterator[Tensor]:
     found: dict[tuple[type, str], list[Tensor]] = {}
     for module in modules_of(model):
         for name, buffer in module._buffers.items():
-            if is_a(buffer, Tensor):
+            if buffer is not None and is_a(buffer, Tensor):
                 found.setdefault((type(module), name), []).append(buffer)
     for first, *others in found.values():
         is_plain = not first.is_floating_point() and not first.is_complex()
