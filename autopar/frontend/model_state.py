@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from autopar.frontend.admission import where
 from autopar.frontend.attributes import INTERNAL, dict_of, is_a, named_modules, named_parameters
 from autopar.frontend.model_hooks import Hooks
-from autopar.frontend.module_attributes import ModuleAttributes, class_with
+from autopar.frontend.module_attributes import ModuleAttributes, alike_modes, class_with, is_in_training
 from autopar.frontend.parameter_values import ParameterValues
 from autopar.frontend.state_constants import Constants
-from autopar.frontend.state_places import get_step, held_by, set_step
+from autopar.frontend.state_places import held_by, named, names_in, put_parameter, put_within
 from autopar.frontend.state_reads import ClassData, Environment, Files, Line, Reads, home_of, text_of
 from autopar.frontend.state_values import (
     FOREIGN,
@@ -113,7 +113,7 @@ class ModelState:
     def deciding_buffers(self) -> dict[str, Tensor]:
         """The buffers whose values decide what forward does."""
         names = self.reads.deciding
-        found = {n: b for p, m in self._modules() for n, b in _named(p, m._buffers)} if names else {}
+        found = {n: b for p, m in self._modules() for n, b in named(p, m._buffers)} if names else {}
         return {name: buffer for name, buffer in found.items() if name.rpartition(".")[2] in names}
 
     def deciding(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class ModelState:
         return Constants(ModelState(self.model, self.loss_fn, self.reads)._constants())
 
     def _constants(self) -> Iterator[tuple[Any, Any]]:
-        yield from _alike_modes(self._modes).items()
+        yield from alike_modes(self._modes).items()
         for each in self._attributes:
             yield from (((each.path, n), value) for n, value in zip(each.names[1:], each.values[1:], strict=False))
         yield from ((("", key), value) for _, key, value in self._aliases)
@@ -154,14 +154,14 @@ class ModelState:
         parameters = [p for _, kind, _, held in self._tables if kind == "_parameters" for p in held if p is not None]
         self._parameters, self._is_trained = parameters, list(map(_REQUIRES_GRAD, parameters))
         self._buffers = {
-            name: b for path, m in modules.items() for name, b in _named(path, m._buffers) if not b.is_inference()
+            name: b for path, m in modules.items() for name, b in named(path, m._buffers) if not b.is_inference()
         }
         self._versions = [b._version for b in self._buffers.values()]
         self._in_memory = [b for b in self._buffers.values() if place_of(b)]
         self._addresses = list(map(_DATA_PTR, self._in_memory))
         small = [(name, b) for name, b in self._buffers.items() if b.numel() <= _SMALL and not b.is_meta]
         self._copies = [(name, b, b.detach().clone()) for name, b in small[:_MOST_SMALL]]
-        self._modes = modes or {path: _is_in_training(module) for path, module in modules.items()}
+        self._modes = modes or {path: is_in_training(module) for path, module in modules.items()}
         self._hooks = Hooks(modules, parameters)
         self.note_values()
 
@@ -288,13 +288,13 @@ class ModelState:
         return (type(self._module(key[1])), key[2]) if key[0] == "attribute" else key
 
     def _changed_modes(self) -> Iterator[Change]:
-        now = {path: _is_in_training(module) for path, module in self._modules()}
+        now = {path: is_in_training(module) for path, module in self._modules()}
         if any(self._modes.values()) and not any(now.values()):
             line = next((lines["training"] for lines in self.reads.attributes.values() if "training" in lines), None)
             if line is not None or not self.reads.is_complete:
                 yield Change("mode of the model", "training", "evaluation", line=text_of(line), is_of_parts=True)
             return
-        if _alike_modes(now) == _alike_modes(self._modes):
+        if alike_modes(now) == alike_modes(self._modes):
             return
         for path in self._modes:
             if path in now and now[path] != self._modes[path]:
@@ -316,7 +316,7 @@ class ModelState:
             now, what = tuple(table.values()), "submodules" if kind == "_modules" else kind[1:]
             is_kept = len(now) == len(held) and all(is_a(each, Tensor) for each in (*now, *held))
             if kind == "_buffers" and is_kept:
-                buffers.update(n for at, n in enumerate(_names(path, table)) if not has_moved(held[at], now[at]))
+                buffers.update(n for at, n in enumerate(names_in(path, table)) if not has_moved(held[at], now[at]))
                 continue
             if not (kind == "_parameters" and is_kept and all(map(is_freed, held, now))):
                 old, new = unlike(held, now)
@@ -332,7 +332,7 @@ class ModelState:
         moved = {id(b) for b, was in zip(self._in_memory, self._addresses, strict=True) if place_of(b) != was}
         buffers |= {name for name, b in self._buffers.items() if id(b) in moved}
         buffers |= {name for name, b, copy in self._copies if not torch.equal(b, copy)}
-        now_there = {name: b for path, m in self._modules() for name, b in _named(path, m._buffers)}
+        now_there = {name: b for path, m in self._modules() for name, b in named(path, m._buffers)}
         for name in sorted(buffers & now_there.keys()):
             path, _, leaf = name.rpartition(".")
             yield Change(
@@ -362,31 +362,19 @@ class ModelState:
         kind, path, steps = key
         if kind == "mode":
             self._module(path).training = value == _MODES[True]
-            return
-        if kind in ("requires_grad", "values"):
-            parameter = next(p for name, p in self._named_parameters() if name == path)
-            with torch.no_grad():
-                parameter.requires_grad_(value) if kind == "requires_grad" else parameter.copy_(value)
-            return
-        if kind in ("attribute", "buffer"):
-            owner: Any = self._module(path)
+        elif kind in ("requires_grad", "values"):
+            put_parameter(next(p for name, p in self._named_parameters() if name == path), kind, value)
+        elif kind in ("attribute", "buffer"):
+            put_within(self._module(path), steps, value)
         elif kind == "variable":
-            owner, steps = steps[0], (path, *steps[1:])
+            put_within(steps[0], (path, *steps[1:]), value)
         else:
             root = self._roots[(kind, path, steps[:1])]
-            owner, steps = root.get(), steps[1:]
-            if not steps:
+            if steps[1:]:
+                put_within(root.get(), steps[1:], value)
+            else:
                 assert root.put is not None
                 root.put(value)
-                return
-        *inner, last = steps
-        for step in inner:
-            owner = get_step(owner, step)
-        if kind == "buffer":
-            with torch.no_grad():
-                owner._buffers[last].copy_(value)
-        else:
-            set_step(owner, last, value)
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         yield from named_parameters(self.model)
@@ -407,25 +395,5 @@ def _getter(key: Key, get: Callable[[], Any], modules: Mapping[str, nn.Module]) 
     return functools.partial(dict_of(modules[key[1]]).get, key[2][0], MISSING)
 
 
-def _is_in_training(module: nn.Module) -> bool:
-    mode = dict_of(module).get("training", True)
-    return type(mode) not in (bool, int, type(None)) or bool(mode)
-
-
 def _are_same(now: Any, then: tuple[Any, ...]) -> bool:
     return len(now) == len(then) and all(map(operator.is_, now, then))
-
-
-def _names(path: str, table: Mapping[str, Any]) -> list[str]:
-    return [f"{path}.{name}" if path else name for name in table]
-
-
-def _named(path: str, table: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in zip(_names(path, table), table.values(), strict=True):
-        if tensor is not None:
-            yield name, tensor
-
-
-def _alike_modes(modes: Mapping[str, bool]) -> Mapping[str, bool]:
-    """A model that is in evaluation mode as a whole is trained in training mode."""
-    return modes if any(modes.values()) else dict.fromkeys(modes, True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -63,3 +63,14 @@ def of_class(kind: type, name: str) -> Any:
     """Return what a class or one of its bases has under a name, as it is there."""
     owner = class_with(kind, name)
     return MISSING if owner is None else vars(owner)[name]
+
+
+def is_in_training(module: nn.Module) -> bool:
+    """Whether a module says that it is; one without a mode of its own is."""
+    mode = dict_of(module).get("training", True)
+    return type(mode) not in (bool, int, type(None)) or bool(mode)
+
+
+def alike_modes(modes: Mapping[str, bool]) -> Mapping[str, bool]:
+    """A model that is in evaluation mode as a whole is trained in training mode."""
+    return modes if any(modes.values()) else dict.fromkeys(modes, True)

@@ -93,22 +93,7 @@ def check_repeats(
             _leave_out_caches(reads, model, (_changed(before, once) | _changed(held, kept)) - followed)
         kept_on = _tensors(model)
         generator = drawn()
-    if generator:
-        raise TraceError(
-            "forward draws random numbers in Python by a function that autopar does not know, which a trace takes for "
-            "constants",
-            values=f"the state of {generator} changes",
-            alternatives=[
-                "torch's random numbers, or those of random.random, uniform, gauss, expovariate, randint and randrange",
-                "random tensors as inputs of the batch",
-            ],
-        )
-    if silent:
-        raise TraceError(
-            "a forward hook returns nothing, so the generated program would not run it",
-            values=", ".join(silent),
-            alternatives=["remove it before compiling", "return the output that it is to have (a new tensor)"],
-        )
+    _refuse_unseen(generator, silent)
     _refuse_state(once, {place: value for place, value in twice.items() if place not in followed})
     stays = {place for place, tensor in kept.items() if place not in held and kept_on.get(place) is tensor}
     is_alike = not stays and not replaced and _alike(first.outside, second.outside)
@@ -229,6 +214,26 @@ def _refuse_replaced(places: Iterable[Any], held: Mapping[Any, Tensor], names: M
                 "a counter that is changed in place (self.count += 1), which is kept",
                 "return the value and assign it in the training loop",
             ],
+        )
+
+
+def _refuse_unseen(generator: str, silent: list[str]) -> None:
+    """What a trace cannot see: draws from a generator, and hooks that only look on."""
+    if generator:
+        raise TraceError(
+            "forward draws random numbers in Python by a function that autopar does not know, which a trace takes for "
+            "constants",
+            values=f"the state of {generator} changes",
+            alternatives=[
+                "torch's random numbers, or those of random.random, uniform, gauss, expovariate, randint and randrange",
+                "random tensors as inputs of the batch",
+            ],
+        )
+    if silent:
+        raise TraceError(
+            "a forward hook returns nothing, so the generated program would not run it",
+            values=", ".join(silent),
+            alternatives=["remove it before compiling", "return the output that it is to have (a new tensor)"],
         )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from autopar.frontend.attributes import is_a
 from autopar.frontend.state_reads import ClassData, Environment, Globals
@@ -56,6 +57,36 @@ def set_step(owner: Any, step: Any, value: Any) -> None:
         owner.values[name] = value
     else:
         setattr(owner, name, value)
+
+
+def put_within(owner: Any, steps: tuple[Any, ...], value: Any) -> None:
+    """Replace what lies some steps within an owner; of a module's buffer the values."""
+    *inner, last = steps
+    for step in inner:
+        owner = get_step(owner, step)
+    if not inner and is_a(owner, nn.Module) and is_a(owner._buffers.get(last), Tensor):
+        with torch.no_grad():
+            owner._buffers[last].copy_(value)
+    else:
+        set_step(owner, last, value)
+
+
+def put_parameter(parameter: nn.Parameter, kind: str, value: Any) -> None:
+    """Replace a parameter's "values", or its "requires_grad"."""
+    with torch.no_grad():
+        parameter.requires_grad_(value) if kind == "requires_grad" else parameter.copy_(value)
+
+
+def names_in(path: str, table: Mapping[str, Any]) -> list[str]:
+    """The names of what a module's table holds, within the model."""
+    return [f"{path}.{name}" if path else name for name in table]
+
+
+def named(path: str, table: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module's table, by their names within the model."""
+    for name, tensor in zip(names_in(path, table), table.values(), strict=True):
+        if tensor is not None:
+            yield name, tensor
 
 
 def _parsed(step: Any) -> tuple[str, Any]:

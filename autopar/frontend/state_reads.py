@@ -65,12 +65,12 @@ class Reads:
         """Both: each read with the line that was noted first."""
         kinds = self.attributes.keys() | other.attributes.keys()
         return Reads(
-            {kind: {**other.attributes.get(kind, {}), **self.attributes.get(kind, {})} for kind in kinds},
-            {**other.variables, **self.variables},
-            _united(self.fields, other.fields),
-            self.is_complete and other.is_complete,
-            {**other.advanced, **self.advanced},
-            self.deciding | other.deciding,
+            attributes={k: {**other.attributes.get(k, {}), **self.attributes.get(k, {})} for k in kinds},
+            variables={**other.variables, **self.variables},
+            fields=_united(self.fields, other.fields),
+            is_complete=self.is_complete and other.is_complete,
+            advanced={**other.advanced, **self.advanced},
+            deciding=self.deciding | other.deciding,
         )
 
     def asks_mode(self) -> bool:

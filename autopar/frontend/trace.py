@@ -180,16 +180,8 @@ def _flat_graph(
         return record(candidate, (), given, forward, results, loss, keeps_caches=keeps_caches)
 
     def followed(flat: FlatGraph, training: Record | None = None) -> Record | None:
-        """Makes an evaluation follow the graph, too, where it can. training: the record of this forward, if it is known
-        before. Returns that record, if it is known after."""
-        if asks_mode or any(is_random(node) for node in flat.nodes):
-            try:
-                training, evaluation = training or recorded(short(), batch), recorded(short(is_training=False), batch)
-                if difference(training, evaluation):
-                    write_training_only(flat, training, evaluation)
-            except Exception as error:  # whatever forward cannot do while it is recorded
-                flat.no_evaluation = f"what training does alone is not found in the exported graph: {error}"
-        return training
+        asks = asks_mode or any(is_random(node) for node in flat.nodes)
+        return _evaluated(flat, training, lambda mode: recorded(short(mode), batch)) if asks else training
 
     results = Results(fake)
     if not (isinstance(cuts, Cuts) and cuts.is_repeatable):
@@ -220,6 +212,18 @@ def _flat_graph(
     if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
         cuts.first = _First(exported, batch, param_dtype, known)
     return flat
+
+
+def _evaluated(flat: FlatGraph, training: Record | None, recorded: Callable[[bool], Record]) -> Record | None:
+    """Makes an evaluation follow the graph, too, where it can. training: the record of this forward, if it is known
+    before; returned, if it is known after. recorded: makes records in training or in evaluation."""
+    try:
+        training, evaluation = training or recorded(True), recorded(False)
+        if difference(training, evaluation):
+            write_training_only(flat, training, evaluation)
+    except Exception as error:  # whatever forward cannot do while it is recorded
+        flat.no_evaluation = f"what training does alone is not found in the exported graph: {error}"
+    return training
 
 
 @fakes.probing()

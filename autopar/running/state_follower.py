@@ -26,12 +26,13 @@ from autopar.frontend.model_hooks import HOOKS
 from autopar.frontend.model_state import ModelState
 from autopar.frontend.state_values import Change
 from autopar.program import GeneratedProgram
+from autopar.running.followed_changes import AGAIN, FULL, OLD, STALE, THAW, refused, require
 from autopar.running.growth import let_grow
 from autopar.running.parameter_writes import write_parameters
 from autopar.running.program_code import exchange_code
+from autopar.running.program_reads import changed_tables, forward_of, unread_of, values_of, written_buffers
 from autopar.running.random_states import kept_random_states
 from autopar.running.variants import MOST_VARIANTS, Loaded, Variant, Variants
-from autopar.running.weights import ValueSource, tables_of
 from codegen.runtime import watch
 from codegen.runtime.processes import store_of_ranks
 
@@ -104,7 +105,7 @@ class StateFollower:
         if not (advanced or self._has_followed):
             return
         with torch.inference_mode(False), torch.enable_grad(), kept_random_states():
-            forwards = [_forward_of(each.program) for each in self._programs]
+            forwards = [forward_of(each.program) for each in self._programs]
             found = [each.advanced(self.state.reads, is_training) for each in forwards]
         if advanced and (None in found or any(each != found[0] for each in found)):
             raise ModelError(
@@ -152,7 +153,7 @@ class StateFollower:
         if not int(count):
             return
         fixed = [each for each in changes if not each.is_movable]
-        said: list[Any] = [_refused(fixed, _AGAIN) if fixed else [(each.key, each.new) for each in changes]]
+        said: list[Any] = [refused(fixed, AGAIN) if fixed else [(each.key, each.new) for each in changes]]
         dist.broadcast_object_list(said, src=0, device=device)
         if isinstance(said[0], ModelError):
             raise said[0]
@@ -180,10 +181,10 @@ class StateFollower:
     def _follow(self, changes: Sequence[Change]) -> None:
         if any(each.name == HOOKS for each in changes) and self._forward.has_silent_hooks():
             changes = [each for each in changes if each.name != HOOKS]
-        _require(not (never := [each for each in changes if each.is_of_parts]), never, _AGAIN)
+        require(not (never := [each for each in changes if each.is_of_parts]), never, AGAIN)
         self._require_current([each for each in changes if each.buffer])
         other = [each for each in changes if each.buffer and each.is_tensor and each.old.dtype != each.new.dtype]
-        _require(not other, other, _AGAIN)
+        require(not other, other, AGAIN)
         self._write([each for each in changes if each.parameter_values])
         frozen = self._frozen_now([each for each in changes if each.parameter])
         constants = [each for each in changes if not (each.buffer or each.parameter or each.parameter_values)]
@@ -201,31 +202,31 @@ class StateFollower:
         if not changes or not (self._is_loaded or self._is_stale):
             return
         names = {each.buffer for each in changes}
-        names &= names if self._is_loaded else _written_buffers(self._step)
-        is_other = write_parameters(self._step, _values_of(self._programs[0].program), names, is_dry=True)
-        _require(not is_other, [each for each in changes if each.buffer in names] or changes, _STALE)
+        names &= names if self._is_loaded else written_buffers(self._step)
+        is_other = write_parameters(self._step, values_of(self._programs[0].program), names, is_dry=True)
+        require(not is_other, [each for each in changes if each.buffer in names] or changes, STALE)
 
     def _write(self, changes: Sequence[Change]) -> None:
         """Bring values that were written to the model's parameters into the step. Collective."""
         if not changes:
             return
-        names, source = {each.parameter_values for each in changes}, _values_of(self._programs[0].program)
+        names, source = {each.parameter_values for each in changes}, values_of(self._programs[0].program)
         is_old = self._is_loaded or self._is_stale
         is_other = write_parameters(self._step, source, names, is_dry=is_old)
-        _require(not (is_old and is_other), changes, _OLD)
+        require(not (is_old and is_other), changes, OLD)
 
     def _frozen_now(self, changes: Sequence[Change]) -> frozenset[str]:
         """The parameters that are frozen now and were trained when the program was made."""
         frozen = {each.parameter for each in changes if not each.new}
         thawed = {each.parameter for each in changes if each.new}
-        _require(thawed <= self._frozen, changes, _THAW)
+        require(thawed <= self._frozen, changes, THAW)
         return self._frozen - thawed | frozen
 
     def _leave_out(self, names: frozenset[str], changes: Sequence[Change]) -> None:
         try:
             self._step.freeze(names)
         except ValueError as error:
-            raise _refused(changes, _AGAIN, str(error)) from error
+            raise refused(changes, AGAIN, str(error)) from error
 
     @contextlib.contextmanager
     def _trained(self, names: frozenset[str]) -> Iterator[None]:
@@ -249,21 +250,21 @@ class StateFollower:
 
     @property
     def _forward(self) -> ForwardOf:
-        return _forward_of(self._programs[0].program)
+        return forward_of(self._programs[0].program)
 
     def _make_anew(self, changes: Sequence[Change], frozen: frozenset[str]) -> None:
         """Bring constants up to date, in all programs or in none."""
         others = self._programs_now(changes, frozen)
         tables, planned = set[str](), []
         for held, other in zip(self._programs, others, strict=True):
-            moved = _changed_tables(held.program, other)
+            moved = changed_tables(held.program, other)
             if other.files != held.program.files or moved:
-                _require(not (self._is_stale and moved & _written_buffers(self._step)), changes, _STALE)
+                require(not (self._is_stale and moved & written_buffers(self._step)), changes, STALE)
                 tables |= moved
                 planned.append((held, self._loaded(held, other, changes), other))
             else:
                 planned.append((held, held, other))
-        unread = frozenset.intersection(*(_unread(self._step, loaded.step) for _, loaded, _ in planned))
+        unread = frozenset.intersection(*(unread_of(self._step, loaded.step) for _, loaded, _ in planned))
         if frozen | unread != self._frozen | self._unread:
             self._leave_out(frozen | unread, changes)
         self._unread = unread
@@ -272,7 +273,7 @@ class StateFollower:
                 exchange_code(loaded.package, loaded.program.files, other.files)
             loaded.program = replace(loaded.program, files=other.files, best=other.best)
             if loaded is not held:
-                self._step.run_instead(held.step, loaded.step, _values_of(other))
+                self._step.run_instead(held.step, loaded.step, values_of(other))
                 self._programs[index] = loaded
         if tables:
             self._load(tables, changes)
@@ -306,7 +307,7 @@ class StateFollower:
         try:
             other = first.remake(first)
         except AutoparError as error:
-            raise _refused(changes, _AGAIN, f"by the same plan there is no program: {error}") from error
+            raise refused(changes, AGAIN, f"by the same plan there is no program: {error}") from error
         if other.state is not None:
             self.state.read_also(other.state.reads)
         return other
@@ -319,11 +320,11 @@ class StateFollower:
         try:
             made = Loaded(other, self._make(self._step, other), held.index)
         except AutoparError as error:
-            raise _refused(changes, [_FULL, *_AGAIN], str(error)) from error
-        new = sorted(_written_buffers(made.step) - _written_buffers(self._step))
+            raise refused(changes, [FULL, *AGAIN], str(error)) from error
+        new = sorted(written_buffers(made.step) - written_buffers(self._step))
         if new:
             reason = f"forward now updates buffers that it did not: {', '.join(new[:3])}"
-            raise _refused(changes, [_FULL, *_AGAIN], reason)
+            raise refused(changes, [FULL, *AGAIN], reason)
         self._kept = [made, *self._kept][:MOST_VARIANTS]
         return made
 
@@ -333,13 +334,13 @@ class StateFollower:
         steps = {id(self._step): (self._programs[0].program, self._step)}
         steps |= {id(each.step): (each.program, each.step) for each in self._programs}
         for program, step in steps.values():
-            source = _values_of(program)
+            source = values_of(program)
             for part in step.parts:
                 slots = list(part.model.buffer_slots())
                 for name, spec, _ in slots:
                     if {name, *spec.aliases} & names:
                         shape = tuple(source.outline(name).shape)
-                        _require(shape == tuple(spec.shape), changes, _AGAIN)
+                        require(shape == tuple(spec.shape), changes, AGAIN)
                 others = {id(value) for name, spec, value in slots if not {name, *spec.aliases} & names}
                 with torch.no_grad():
                     part.load_buffers(source, others)
@@ -360,80 +361,7 @@ class StateFollower:
             seen = [store.get(key) for key in keys]
         except (RuntimeError, ValueError):  # dist.DistStoreError of those that did not come
             seen = []
-        _require(len(set(seen)) == 1, changes, "the same change on every rank, before the same step")
-
-
-_AGAIN = [
-    "compile the changed model again, and go on from a checkpoint",
-    "an input of the batch, for what changes while training",
-]
-_FULL = "compile the model with that part on, and switch it off before the first step"
-_THAW = [
-    "requires_grad_(True) on them before the model is compiled, and requires_grad_(False) before the first step",
-    "compile the changed model again, and go on from a checkpoint",
-]
-_ELSEWHERE = "of Accelerate accelerator.unwrap_model(model), of Lightning trainer.strategy.values.take(), instead"
-_STALE = [
-    "program.update_model(step) on every rank before the change: the buffer's value in the model is an old one",
-    _ELSEWHERE,
-]
-
-
-_OLD = [
-    "program.update_model(step) on every rank before a script writes to the model's parameters: these are old values",
-    _ELSEWHERE,
-    "step.load(values), for values that the model's own do not decide",
-    "a copy.deepcopy of the model, for values that are to be evaluated and not trained",
-    "an optimizer whose step() does it, where callbacks of a Trainer do: these have old values",
-]
-
-
-def _refused(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelError:
-    some = [str(each) for each in changes[:5]] + ([f"and {len(changes) - 5} more"] if len(changes) > 5 else [])
-    return ModelError(
-        "the model was changed between steps in what the program cannot follow",
-        values="\n".join([*some, *([reason] if reason else [])]),
-        alternatives=instead,
-    )
-
-
-def _require(is_met: bool, changes: Sequence[Change], instead: Any) -> None:
-    if not is_met:
-        raise _refused(changes, instead)
-
-
-def _forward_of(program: GeneratedProgram) -> ForwardOf:
-    assert program.remake is not None
-    return program.remake.forward(program)
-
-
-def _unread(step: Any, other: Any) -> frozenset[str]:
-    """The names of this rank's parameters that the program of another step gives no gradients."""
-    read = {slot.name for part in other.parts for slot in part.model.slots() if slot.spec.requires_grad}
-    trained = {entry.slot.name for bucket, entry in step.entries() if bucket.key.requires_grad}
-    return frozenset(trained - read)
-
-
-def _values_of(program: GeneratedProgram) -> ValueSource:
-    return ValueSource(program.model, None, program.loss_fn, tables_of(program.best.graph))
-
-
-def _changed_tables(program: GeneratedProgram, other: GeneratedProgram) -> set[str]:
-    """The names of the tensors without a module that two programs of one model have with other values."""
-    before, now = tables_of(program.best.graph), tables_of(other.best.graph)
-    shared = before.keys() & now.keys()
-    return {n for n in shared if before[n].shape == now[n].shape and not torch.equal(before[n], now[n])}
-
-
-def _written_buffers(step: Any) -> set[str]:
-    """The names of this rank's buffers that a forward in training changes."""
-    found: set[str] = set()
-    for part in step.parts:
-        written = {id(value) for value in part.written_buffers()}
-        for name, spec, value in part.model.buffer_slots():
-            if id(value) in written:
-                found |= {name, *spec.aliases}
-    return found
+        require(len(set(seen)) == 1, changes, "the same change on every rank, before the same step")
 
 
 def follow(compiled: GeneratedProgram, step: Any, make: Callable[[Any, GeneratedProgram], Any]) -> None:

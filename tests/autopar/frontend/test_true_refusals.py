@@ -43,9 +43,8 @@ def scanned(m: Any, h: Tensor) -> Tensor:
 
 
 def chosen(m: Any, h: Tensor) -> Tensor:
-    kept = m.places[m.places > 0]
-    counts = kept.new_zeros((6,)).index_add(0, kept, kept.cumsum(0))
-    return h * counts
+    kept = h[h > 0]
+    return h * kept.cumsum(0).sum()
 
 
 def repeated(m: Any, h: Tensor) -> Tensor:

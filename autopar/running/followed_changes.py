@@ -1,0 +1,47 @@
+"""What a script is told of a change that a program cannot follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.errors import ModelError
+from autopar.frontend.state_values import Change
+
+AGAIN = [
+    "compile the changed model again, and go on from a checkpoint",
+    "an input of the batch, for what changes while training",
+]
+FULL = "compile the model with that part on, and switch it off before the first step"
+THAW = [
+    "requires_grad_(True) on them before the model is compiled, and requires_grad_(False) before the first step",
+    "compile the changed model again, and go on from a checkpoint",
+]
+_ELSEWHERE = "of Accelerate accelerator.unwrap_model(model), of Lightning trainer.strategy.values.take(), instead"
+STALE = [
+    "program.update_model(step) on every rank before the change: the buffer's value in the model is an old one",
+    _ELSEWHERE,
+]
+OLD = [
+    "program.update_model(step) on every rank before a script writes to the model's parameters: these are old values",
+    _ELSEWHERE,
+    "step.load(values), for values that the model's own do not decide",
+    "a copy.deepcopy of the model, for values that are to be evaluated and not trained",
+    "an optimizer whose step() does it, where callbacks of a Trainer do: these have old values",
+]
+
+
+def refused(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelError:
+    """The error that names changes. instead: what a user can do."""
+    some = [str(each) for each in changes[:5]] + ([f"and {len(changes) - 5} more"] if len(changes) > 5 else [])
+    return ModelError(
+        "the model was changed between steps in what the program cannot follow",
+        values="\n".join([*some, *([reason] if reason else [])]),
+        alternatives=instead,
+    )
+
+
+def require(is_met: bool, changes: Sequence[Change], instead: Any) -> None:
+    """Raises ModelError unless a condition is met."""
+    if not is_met:
+        raise refused(changes, instead)
