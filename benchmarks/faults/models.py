@@ -173,6 +173,7 @@ ACCEPTED: Mapping[str, tuple[Forward, Callable[[Any], object]]] = {
     "alpha dropout": (lambda m, x: F.alpha_dropout(m.lin(x), 0.5, True), id),
     "a distribution": (lambda m, x: m.lin(x) + torch.distributions.Normal(0.0, 1.0).rsample(x.shape), id),
     "random.random": (lambda m, x: m.lin(x) * random.random(), id),
+    "a random choice": (lambda m, x: m.lin(x) * random.choice([1.0, 2.0]), id),
     "numpy.random": (lambda m, x: m.lin(x) * np.random.rand(), id),
     "integer counter": (
         statements(lambda m, x: m.count.add_(1)), buffer("count", dtype=torch.long)
@@ -245,7 +246,6 @@ REFUSED: Mapping[str, tuple[Forward, Callable[[Any], object]]] = {
     "an array of numpy's numbers": (lambda m, x: m.lin(x) * torch.from_numpy(np.random.rand(8)).float(), id),
     "a layer skipped at random": (lambda m, x: m.lin(x) if random.random() < 0.5 else 2 * m.lin(x), id),
     "a random index": (lambda m, x: m.lin(x)[:, random.randrange(8)], id),
-    "a random choice": (lambda m, x: m.lin(x) * random.choice([1.0, 2.0]), id),
     "an item": (lambda m, x: m.lin(x) * x.sum().item(), id),
     "a list of numbers": (lambda m, x: m.lin(x) * x.tolist()[0][0], id),
     "a Boolean mask": (lambda m, x: m.lin(x)[x > 0], id),
