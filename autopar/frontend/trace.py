@@ -65,25 +65,21 @@ class Cuts(tuple[Truncation, ...]):
     def __init__(self, *runs: Any) -> None:
         # What running the model in one process came to, by the dtype that it was cast to (`eager.py`).
         self.outcomes: dict[torch.dtype | None, bool | Exception | None] = {}
-        self._uncut: Cuts | None = None
 
     def uncut(self) -> Cuts:
-        """For traces of the whole model, which read what these read."""
-        if self._uncut is None:
-            self._uncut = Cuts()
-            self._uncut.reads, self._uncut.outcomes = self.reads, self.outcomes
-        return self._uncut
+        """For one trace of the whole model, which reads what these read."""
+        made = Cuts()
+        made.reads, made.outcomes = self.reads, self.outcomes
+        return made
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _First:
-    """What `torch.export` made of the model at one number of rows, before anything was simplified. record: of the same
-    forward, if there is one."""
+    """What `torch.export` made of the model at one number of rows, before anything was simplified."""
 
     flat: FlatGraph
     batch: NamedBatch
     param_dtype: torch.dtype | None
-    record: Record | None = None
 
 
 @fakes.probing()
@@ -179,9 +175,10 @@ def _flat_graph(
         forward = partial(forward_and_loss, loss_fn=loss, batch=given, dtype=param_dtype)
         return record(candidate, (), given, forward, results, loss, keeps_caches=keeps_caches)
 
-    def followed(flat: FlatGraph, training: Record | None = None) -> Record | None:
-        asks = asks_mode or any(is_random(node) for node in flat.nodes)
-        return _evaluated(flat, training, lambda mode: recorded(short(mode), batch)) if asks else training
+    def followed(flat: FlatGraph, training: Record | None = None) -> FlatGraph:
+        if asks_mode or any(is_random(node) for node in flat.nodes):
+            _follow_evaluation(flat, training, lambda mode: recorded(short(mode), batch))
+        return flat
 
     results = Results(fake)
     if not (isinstance(cuts, Cuts) and cuts.is_repeatable):
@@ -197,33 +194,28 @@ def _flat_graph(
         # Whatever forward cannot do while it is recorded, an export may, or says why not.
         with contextlib.suppress(Exception):
             before = first.batch.map(lambda value: fake_input(value, fake, 0, None))
-            first.record = first.record or recorded(short(), before)
-            training = recorded(short(), batch)
-            flat = with_rows_of(first.flat, first.record, training, batch)
-            followed(flat, training)
-            return flat
+            exported, training = recorded(short(), before), recorded(short(), batch)
+            return followed(with_rows_of(first.flat, exported, training, batch), training)
     module = LossModule(short(), loss_skeleton(loss_fn, fake), batch, with_logits=True, dtype=param_dtype)
     unchecked: dict[str, None] = {}
     with without_fakes(model, (loss_fn,)):
         flat = import_program(export(module, batch, unchecked), module, batch, model)
     flat.unchecked = tuple(unchecked)
-    exported, known = flat.copy(), followed(flat)
     rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
     if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
-        cuts.first = _First(exported, batch, param_dtype, known)
-    return flat
+        cuts.first = _First(flat.copy(), batch, param_dtype)
+    return followed(flat)
 
 
-def _evaluated(flat: FlatGraph, training: Record | None, recorded: Callable[[bool], Record]) -> Record | None:
-    """Makes an evaluation follow the graph, too, where it can. training: the record of this forward, if it is known
-    before; returned, if it is known after. recorded: makes records in training or in evaluation."""
+def _follow_evaluation(flat: FlatGraph, training: Record | None, recorded: Callable[[bool], Record]) -> None:
+    """Makes an evaluation follow the graph, too, where it can. training: the record of this forward, if it is known.
+    recorded: makes records in training or in evaluation."""
     try:
         training, evaluation = training or recorded(True), recorded(False)
         if difference(training, evaluation):
             write_training_only(flat, training, evaluation)
     except Exception as error:  # whatever forward cannot do while it is recorded
         flat.no_evaluation = f"what training does alone is not found in the exported graph: {error}"
-    return training
 
 
 @fakes.probing()
