@@ -41,8 +41,8 @@ class OwnNumbers:
         """
         found = self._middle.plain_changes()
         _refuse(each for each in found if each.key is not None and each.key[0] == "variable")
-        # Of what objects hold, only what forward reads counts.
-        read = {each.key for each in self._read.plain_changes()}
+        # Of what objects hold, only what forward reads counts, and what was there: they may keep records of calls.
+        read = {each.key for each in self._read.plain_changes() if each.old is not MISSING}
         self.changes = [each for each in found if _is_attribute(each.key) or each.key in read]
         before = {each.key: self._once.get(each.key, each).old for each in self.changes}
         _refuse(each for each in self.changes if each.key is None or before[each.key] is MISSING)
