@@ -14,12 +14,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from autopar.compiled import CompiledProgram
-from autopar.frontend.attributes import numbers_of
 from autopar.frontend.copies import deep_copy, own_numbers
 from autopar.frontend.inputs import NamedBatch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
+from autopar.frontend.model_state import ModelState
 from autopar.frontend.skeleton import in_training
+from autopar.frontend.state_reads import Reads
+from autopar.frontend.state_values import MISSING
 from codegen.runtime.optimizers import call
 from codegen.runtime.reference import SameDropout
 
@@ -112,13 +114,13 @@ class Reference:
         self.optimizer = call(compiled.optimizer, trained)
         self.step = 0
         self.found: dict[str, torch.Tensor] = {}
-        self.numbers: dict[tuple[str, str], Any] = {}
+        self.numbers: ModelState | None = None
 
     def forward_backward(self, batch: NamedBatch, scale: float = 1.0) -> float:
         """The loss; its gradients are scaled while they are computed."""
         self.model.zero_grad()  # also what the optimiser leaves out
         self.found = {name: value.detach().clone() for name, value in _untrained(self.model)}
-        self.numbers = {place: value for place, (_, value) in numbers_of(self.model).items()}
+        self.numbers = ModelState.of_constants(self.model, None, Reads())
         self.loss_before = copied_loss(self.loss_fn)
         loss = self._loss(self.model, batch, self.dtype, self.low_dtype)
         torch.autograd.backward(loss * scale)
@@ -154,9 +156,9 @@ class Reference:
         exact = deep_copy(self.model).double()
         for name, value in _untrained(exact):  # as the step found them, since a forward may read what it writes
             value.detach().copy_(self.found[name])
-        for place, (module, _) in numbers_of(exact).items():
-            if place in self.numbers:
-                setattr(module, place[1], self.numbers[place])
+        changes = self.numbers.plain_changes() if self.numbers is not None else []
+        before = [(each.key, each.old) for each in changes if each.key is not None and each.old is not MISSING]
+        ModelState.of_constants(exact, None, Reads()).apply(before)
         exact.zero_grad()
         torch.autograd.backward(self._loss(exact, batch, torch.float64))
         truth = {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}

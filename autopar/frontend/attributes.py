@@ -175,21 +175,8 @@ def blocks_of(modules: nn.ModuleList) -> list[nn.Module | None]:
     return list(modules._modules.values())
 
 
-Numbers = dict[tuple[str, str], tuple[nn.Module, Any]]
-"""(module path, attribute) -> the module, and the plain value that it holds there."""
-
 INTERNAL = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
-
-
-def numbers_of(model: nn.Module) -> Numbers:
-    """The plain values that modules hold in attributes: numbers, flags, texts."""
-    return {
-        (path, name): (module, value)
-        for path, module in named_modules(model)
-        for name, value in attributes_of(module).items()
-        if name not in INTERNAL and is_a(value, *SCALARS)
-    }
 
 
 def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:

@@ -121,7 +121,7 @@ class ModelState:
         return {name: buffer.tolist() for name, buffer in self.deciding_buffers().items()}
 
     def constants(self) -> Constants:
-        """What a program has as constants of the model, as it is now."""
+        """The model's values that a program has as constants, as they are now."""
         return Constants(ModelState(self.model, self.loss_fn, self.reads)._constants())
 
     def _constants(self) -> Iterator[tuple[Any, Any]]:
@@ -278,7 +278,7 @@ class ModelState:
         return [*found, *self._hooks.changes(self._named_parameters()), *self._values.changes()]
 
     def plain_changes(self) -> list[Change]:
-        """What has changed of numbers, flags and texts, wherever they are held; what is new has MISSING as its old
+        """The numbers, flags and texts that have changed, wherever they are held. A new one has MISSING as its old
         value."""
         found = itertools.chain(self._changed_attributes(), self._changed_roots())
         return [each for each in found if is_plain(each.new) and (is_plain(each.old) or each.old is MISSING)]

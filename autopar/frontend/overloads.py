@@ -10,7 +10,7 @@ import torch
 _DROPPED = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
 """Where and how a trace wanted a tensor to lie. The emitted program sets its own device."""
 _DROPPED_OF = (("aten.einsum.default", "path"),)
-"""What else is left out of one operator: torch.einsum finds an order of products itself, if opt_einsum is installed."""
+"""Left out of one operator, too: torch.einsum finds an order of products itself, if opt_einsum is installed."""
 
 
 def functional_overload(overload: torch._ops.OpOverload | None) -> torch._ops.OpOverload | None:
@@ -43,6 +43,6 @@ def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def kept_kwargs(op: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a graph keeps of a call's arguments by name. Operators that are not torch's may mean anything by them."""
+    """The arguments by name that a graph keeps of a call. Operators that are not torch's may mean anything by them."""
     dropped = _DROPPED if op.startswith(("aten.", "autopar.")) else ()
     return {name: value for name, value in kwargs.items() if name not in dropped and (op, name) not in _DROPPED_OF}

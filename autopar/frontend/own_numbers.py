@@ -20,7 +20,7 @@ from autopar.frontend.state_values import MISSING, Change, Key
 
 
 class OwnNumbers:
-    """What one model's forwards change, in modules, in what they hold and in the loss."""
+    """The numbers that one model's forwards change, in modules, in objects that they hold and in the loss."""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         self._state_of = partial(ModelState.of_constants, model, loss_fn)
@@ -65,7 +65,7 @@ class OwnNumbers:
         return {(place, steps[0]) for _, path, steps in keys for place in (path, where(path))}
 
     def kinds(self) -> dict[Any, str]:
-        """What is followed, for `Reads.advanced`."""
+        """The kinds of places that are followed, for `Reads.advanced`."""
         return {self._middle.kind_of(each.key): each.name for each in self.changes if each.key is not None}
 
 

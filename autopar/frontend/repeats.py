@@ -218,7 +218,7 @@ def _refuse_replaced(places: Iterable[Any], held: Mapping[Any, Tensor], names: M
 
 
 def _refuse_unseen(generator: str, silent: list[str]) -> None:
-    """What a trace cannot see: draws from a generator, and hooks that only look on."""
+    """Raises TraceError for draws from a generator and for hooks that only look on, which a trace cannot see."""
     if generator:
         raise TraceError(
             "forward draws random numbers in Python by a function that autopar does not know, which a trace takes for "

@@ -164,7 +164,7 @@ class _Writer(RowSinks):
         return layout
 
     def operand(self, node: Node, layout: Layout) -> Any:
-        """What takes the place of an operand of a call on all rows. In the place of a trained one, where no row is
+        """The operand that a call on all rows has for another. In the place of a trained one, where no row is
         selected, comes one without a gradient."""
         if node in self.full:
             return self.full[node]

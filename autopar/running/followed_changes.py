@@ -1,4 +1,4 @@
-"""What a script is told of a change that a program cannot follow."""
+"""The error for a change that a program cannot follow, and the ways out that it names."""
 
 from __future__ import annotations
 

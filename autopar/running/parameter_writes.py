@@ -30,7 +30,7 @@ def write_parameters(step: Any, source: ValueSource, names: Collection[str], is_
 
 
 def _differing(part: Any, source: ValueSource, names: Collection[str]) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a rank stores of parameters, with the values that it is to have, where they are others."""
+    """The parts of parameters that a rank stores, with the values that they are to have, where they differ."""
     shard = importlib.import_module(f"{type(part).__module__.rpartition('.')[0]}.parameters").shard
     for _, entry in part.entries():
         name = next((each for each in part.names(entry.slot) if each in names), None)

@@ -1,4 +1,4 @@
-"""What the programs of one step read, write and give gradients."""
+"""The parameters and buffers that the programs of one step read, write and give gradients."""
 
 from __future__ import annotations
 

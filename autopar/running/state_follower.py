@@ -202,7 +202,8 @@ class StateFollower:
         if not changes or not (self._is_loaded or self._is_stale):
             return
         names = {each.buffer for each in changes}
-        names &= names if self._is_loaded else written_buffers(self._step)
+        if not self._is_loaded:
+            names &= written_buffers(self._step)
         is_other = write_parameters(self._step, values_of(self._programs[0].program), names, is_dry=True)
         require(not is_other, [each for each in changes if each.buffer in names] or changes, STALE)
 

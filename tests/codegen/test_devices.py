@@ -36,7 +36,7 @@ def _factories() -> list[str]:
 
 
 def _arguments(target: str) -> dict[str, Any] | None:
-    """What an operator must be given, tensors as the variable x. None for one that takes a generator."""
+    """The arguments that an operator must be given, tensors as the variable x. None for one that takes a generator."""
     schema = schema_of(target) or ()
     if any(argument.type == "Optional[Generator]" for argument in schema):
         return None

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.random import logistic
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopar.errors import TraceError
 from autopar.frontend.trace import trace
 from benchmarks.by_hand import is_exact
 from codegen.runtime.python_random import by_torch
+from tests.autopar.frontend.test_drawn_floats import Net
 
 GENERATOR, OWN = np.random.default_rng(5), random.Random(5)
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -62,15 +63,6 @@ def test_numbers_have_the_distribution_of_their_function(name: str) -> None:
     points = np.concatenate([right, found])
     distance = np.abs(np.searchsorted(right, points, side="right") - np.searchsorted(found, points, side="right")).max()
     assert distance / count < 2.42 * (2 / count) ** 0.5
-
-
-class Net(nn.Module):
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.change = nn.Linear(8, 8), change
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.change(self.layer(x)).square().mean()
 
 
 def mixed(y: Tensor) -> Tensor:
