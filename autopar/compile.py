@@ -104,7 +104,8 @@ def compile_with(
     )
     lowered = program_of(best, own)
     inputs = name_inputs(model, options.example_inputs, options.loss_fn)
-    program = with_inputs_of(with_backend(lowered, backend), inputs)
+    deciding = () if request.reads is None else tuple(request.reads.told.values.values())
+    program = with_inputs_of(with_backend(lowered, backend), inputs, deciding)
     program = program.map(lambda each: replace(each, no_evaluation=request.no_evaluation))
     if not request.gives_logits:
         program = program.map(without_logits)
@@ -127,7 +128,7 @@ def compile_with(
         request=request,
         needs=request.needs,
         state=ModelState(model, options.loss_fn, request.reads),
-        remake=Remake(options, inputs),
+        remake=Remake(options, inputs, frozenset(name for each in deciding for name in each.inputs)),
     )
 
 
@@ -149,11 +150,14 @@ def _planned(request: Request, options: CompileOptions, before: Graph | None) ->
 class Remake:
     """Makes a program anew, by the same plan, of the model as it is now: `remake(program)`.
 
-    It keeps the options that the program was made with, and of the batch shapes and dtypes.
+    It keeps the options that the program was made with, and of the batch shapes and dtypes. deciding: the inputs whose
+    values it keeps.
     """
 
-    def __init__(self, options: CompileOptions, inputs: NamedBatch) -> None:
-        self._options = replace(options, example_inputs=inputs.map(_outline))
+    def __init__(self, options: CompileOptions, inputs: NamedBatch, deciding: frozenset[str] = frozenset()) -> None:
+        kept = {name: value.detach() for name, value in inputs.items() if name in deciding}
+        outline = NamedBatch(inputs.map(_outline) | kept, inputs.containers)
+        self._options = replace(options, example_inputs=outline)
 
     def __call__(self, program: GeneratedProgram) -> CompiledProgram:
         """Collective where ranks run. Raises AutoparError for a model that the plan is not for."""

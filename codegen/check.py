@@ -107,7 +107,7 @@ class _File:
                 raise self.fail(f"{cls} takes {self.inputs[cls]} arguments", call)
 
     def expression(self, node: ast.expr, known: set[str]) -> None:
-        local = known | _stored(node)
+        local = known | _stored(node) | {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
         for part in ast.walk(node):
             if isinstance(part, ast.Name) and part.id not in local:
                 raise self.fail(f"the name {part.id!r} is not defined", part)

@@ -298,7 +298,10 @@ def _batch_facts(program: Program) -> list[str]:
         "NO_EVALUATION": program.no_evaluation,
     }
     # Their text is the user's: written by repr alone.
-    return [line for name, value in facts.items() if value for line in (f"    {name} = {value!r}", "")]
+    lines = [line for name, value in facts.items() if value for line in (f"    {name} = {value!r}", "")]
+    if program.deciding:
+        lines += ["    DECIDING = {", *(f"        {each.source}," for each in program.deciding), "    }", ""]
+    return lines
 
 
 def _class_table(name: str, entries: Mapping[str, str]) -> list[str]:

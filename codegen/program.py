@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from codegen.deciding import DecidingValue
 from codegen.runtime.pipeline_ranks import tiled
 from codegen.text import axes_text, meshes_text
 
@@ -223,18 +224,17 @@ class LayerRunSpec:
 class Program:
     """Everything that is emitted: a whole model, or one stage of a pipeline.
 
-    count_targets: statements that compute, from the batch, this rank's number of valid targets per cross-entropy, the
-    variables target_counts. whole_sums: likewise statements that compute sums over the batch, the variables sums, which
-    forward takes, summed over the micro-batches, as `sums`. inputs: the batch's specs at the global micro-batch size.
-    vocabulary: integer inputs stay below it. receives, sends: of a stage, tensors of earlier stages and for later ones;
-    `root.inputs` are what it receives, then `inputs`, and the last stage sends nothing. recompute, offload: layer class
-    -> (mode, how many layers in a row); offload_optimizer: where the optimiser's state lives ("": on the device);
-    offload_parameters: ZeRO-3's shards too. compression (of ZeRO's collectives), backend: as `Step` takes them.
-    kernels: runs of calls were replaced by fused ones, and the update and the gradient's norm are to be, too. fp8:
-    linear layers of layer classes multiply in e4m3 (fp8.py). unused_inputs: further tensors of the batch, on which
-    nothing depends. fixed_inputs: what in the batch is no tensor. dims: (layer class or "", tensor of the graph) ->
-    what each of its dims is known to be, "BATCH", or "". no_evaluation: why it cannot evaluate, if it cannot. logits:
-    the model's, whole on every rank, if it has them, which giving_logits makes after logits_at statements of forward.
+    count_targets: statements that count, from the batch, this rank's valid targets per cross-entropy, as target_counts.
+    whole_sums: likewise sums over the batch, the variables sums, which forward takes as `sums`, added over
+    micro-batches. inputs: the batch's specs at the global micro-batch size. vocabulary: integer inputs stay below it.
+    receives, sends: of a stage, tensors of earlier stages and for later ones; `root.inputs` are what it receives, then
+    `inputs`, and the last stage sends nothing. recompute, offload: layer class -> (mode, how many layers in a row);
+    offload_optimizer: where the optimiser's state lives ("": on the device); offload_parameters: ZeRO-3's shards too.
+    compression (of ZeRO's collectives), backend: as `Step` takes them. kernels: runs of calls, the update and the
+    gradient's norm are fused kernels. fp8: linear layers of layer classes multiply in e4m3 (fp8.py). unused_inputs:
+    tensors of the batch without effect. fixed_inputs: what of it is no tensor. deciding: values of it that decide.
+    dims: (layer class or "", tensor of the graph) -> what its dims are known to be, "BATCH", or "". no_evaluation: why
+    it cannot evaluate. logits: the model's, which giving_logits makes whole after logits_at statements of forward.
     """
 
     name: str
@@ -264,6 +264,7 @@ class Program:
     sums: tuple[Var, ...] = ()
     unused_inputs: tuple[str, ...] = ()
     fixed_inputs: Mapping[str, Any] = field(default_factory=dict)
+    deciding: tuple[DecidingValue, ...] = ()
     no_evaluation: str = ""
     dims: Mapping[tuple[str, str, int], tuple[str, ...]] = field(default_factory=dict)
     logits: Var | None = None

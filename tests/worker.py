@@ -31,6 +31,7 @@ _TRACING = {
     for name in (
         "frontend",
         "frameworks",
+        "running/test_batch_values.py",
         "running/test_deciding_buffers.py",
         "running/test_own_numbers.py",
         "running/test_state_follower.py",

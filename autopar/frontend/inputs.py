@@ -18,6 +18,11 @@ from codegen.runtime.batch import BatchError, flat_batch, leaves_of
 
 Batch = Mapping[str, Any]
 
+MOST_KNOWN = 1 << 20
+"""Elements of an input up to which forward may be told what it asks about its values."""
+VALUE = "_autopar_example"
+"""The attribute of an input without memory that has the example's value."""
+
 
 @dataclass(frozen=True, slots=True)
 class Container:
@@ -226,4 +231,18 @@ def fake_input(value: Any, fake: FakeTensorMode, rows: int, batch_size: int | No
     if batch_size is not None and has_rows(value, rows):
         shape[0] = batch_size
     with fake:
-        return torch.empty(shape, dtype=value.dtype, device="cpu")
+        made = torch.empty(shape, dtype=value.dtype, device="cpu")
+    if (known := _example_value(value)) is not None:
+        setattr(made, VALUE, known)
+    return made
+
+
+def example_values(batch: Batch) -> dict[str, torch.Tensor]:
+    """The values of the example batch, or of the one that inputs without memory were made of; of small inputs alone."""
+    values = {name: _example_value(value) for name, value in batch.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _example_value(value: Any) -> torch.Tensor | None:
+    is_real = type(value) is torch.Tensor and not value.is_meta and value.numel() <= MOST_KNOWN
+    return value.detach() if is_real else getattr(value, VALUE, None)

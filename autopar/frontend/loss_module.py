@@ -11,7 +11,15 @@ from torch import nn
 
 from autopar.errors import TraceError
 from autopar.frontend.attributes import modules_of
-from autopar.frontend.inputs import Batch, NamedBatch, arguments_of_batch, model_arguments, split_names
+from autopar.frontend.constants import know_batch
+from autopar.frontend.inputs import (
+    Batch,
+    NamedBatch,
+    arguments_of_batch,
+    example_values,
+    model_arguments,
+    split_names,
+)
 from autopar.frontend.operand_dtypes import operands_in
 
 
@@ -40,8 +48,10 @@ class LossModule(nn.Module):
         self.loss_fn = loss_fn
         self.containers = batch.containers if isinstance(batch, NamedBatch) else {}
         self.names = tuple(batch)
+        self.values = example_values(batch)
 
     def forward(self, **batch: Any) -> Any:
+        know_batch(batch, self.values)
         given = arguments_of_batch({name: batch[name] for name in self.names}, self.containers)
         model_names, loss_names = split_names(self.model, tuple(given), self.loss_fn)
         positional, keyword = model_arguments(self.model, {name: given[name] for name in model_names})

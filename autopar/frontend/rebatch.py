@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autopar.errors import TraceError
 from autopar.ir.graph import Graph, Node, Parameter, base_name
 
 LEAST_ROWS = 2
@@ -47,6 +48,7 @@ class BatchedTrace:
         self._trace = trace
         self._known: dict[int, Graph] = {}
         self._estimates: dict[int, Graph] = {}
+        self._runs: dict[int, bool] = {}
         self._traced: list[int] = []
         self._is_affine = True
 
@@ -80,6 +82,17 @@ class BatchedTrace:
             except NotAffineError:
                 self._estimates[rows] = BatchedTrace.__call__(self, rows)
         return self._estimates[rows]
+
+    def can_estimate(self, rows: int) -> bool:
+        """Whether the model runs on so many rows: one whose buffers have a row for each of the batch runs on no other
+        number."""
+        if rows not in self._runs:
+            try:
+                self.estimate(rows)
+                self._runs[rows] = True
+            except TraceError:
+                self._runs[rows] = False
+        return self._runs[rows]
 
     def _between(self, rows: int) -> Graph:
         for more in (LEAST_ROWS, 2 * LEAST_ROWS):

@@ -16,7 +16,7 @@ import sysconfig
 import threading
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, cast
@@ -27,10 +27,11 @@ import torch
 from torch import nn
 
 from autopar.frontend.attributes import attribute, dict_of, is_a
+from autopar.frontend.batch_values import Told
 from autopar.frontend.one_process import PLACE
 
 _TORCH = f"{Path(torch.__file__).parent}/"
-_HOME = f"{Path(__file__).resolve().parents[2]}/"
+_HOME = f"{Path(__file__).parents[2]}/"
 _SELF_ASKING = (f"{_TORCH}nn/modules/module.py", f"{_HOME}autopar/", f"{_HOME}codegen/")
 """Files that ask modules for attributes on behalf of others."""
 _FRAMEWORKS = ("/lightning/", "/pytorch_lightning/", "/accelerate/")
@@ -51,7 +52,7 @@ class Reads:
     attributes: of modules, by their class, each with the line that read it first. variables: of namespaces (a module's
     globals, or a class), by name. fields: of objects that modules and the loss hold. advanced: numbers, flags
     and texts that every forward changes itself, by kinds of places (`ModelState.kind_of`), with their names. deciding:
-    the last names of buffers whose values decided what forward does.
+    the last names of buffers whose values decided what forward does. told: values of the batch that did.
     """
 
     attributes: dict[type, dict[str, Line]] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class Reads:
     is_complete: bool = False
     advanced: dict[Any, str] = field(default_factory=dict)
     deciding: set[str] = field(default_factory=set)
+    told: Told = field(default_factory=Told)
 
     def joined(self, other: Reads) -> Reads:
         """Both: each read with the line that was noted first."""
@@ -71,6 +73,7 @@ class Reads:
             is_complete=self.is_complete and other.is_complete,
             advanced={**other.advanced, **self.advanced},
             deciding=self.deciding | other.deciding,
+            told=self.told if self.told.is_traced else other.told,
         )
 
     def asks_mode(self) -> bool:
@@ -79,10 +82,11 @@ class Reads:
         return asked or not self.is_complete
 
     def __getstate__(self) -> Any:
-        return self.attributes, self.variables, self.fields, self.is_complete, self.advanced, self.deciding
+        return tuple(getattr(self, each.name) for each in fields(self))
 
     def __setstate__(self, state: Any) -> None:
-        self.attributes, self.variables, self.fields, self.is_complete, self.advanced, self.deciding = state
+        for each, value in zip(fields(self), state, strict=True):
+            setattr(self, each.name, value)
 
 
 def _united(one: Mapping[type, set[str]], other: Mapping[type, set[str]]) -> dict[type, set[str]]:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.errors import TraceError
 from autopar.frontend import fakes
 from autopar.frontend.admission import check_model
+from autopar.frontend.batch_values import Told, asking
 from autopar.frontend.depth import Truncation, equal_runs, shorten
 from autopar.frontend.depth_check import verified
 from autopar.frontend.eager import runs
@@ -30,7 +31,7 @@ from autopar.frontend.export import export, forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.function_caches import without_fakes
 from autopar.frontend.fx_import import LOGITS, FlatGraph, import_program
-from autopar.frontend.inputs import Batch, NamedBatch, common_batch, fake_input, has_rows, name_inputs
+from autopar.frontend.inputs import Batch, NamedBatch, common_batch, example_values, fake_input, has_rows, name_inputs
 from autopar.frontend.layers import fold_layers
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.other_rows import with_rows_of
@@ -102,10 +103,22 @@ def trace(
     """
     check_model(model, param_dtype)
     batch = name_inputs(model, example_inputs, loss_fn)
+    told = cuts.reads.told if isinstance(cuts, Cuts) else Told()
     try:
-        return _traced(model, batch, loss_fn, batch_size, param_dtype, cuts)
-    except UntraceableError as error:
-        raise _reason(error, model, loss_fn, batch, param_dtype, cuts) from error
+        with asking(told):
+            graph = _traced(model, batch, loss_fn, batch_size, param_dtype, cuts)
+        told.is_traced = True
+        return graph
+    except TraceError as error:
+        if not (told.is_traced or told.is_told) and example_values(batch):
+            told.is_told = True  # without values of the batch there is no trace
+            if isinstance(cuts, Cuts):
+                cuts.is_repeatable = False
+            with contextlib.suppress(TraceError), asking(told):
+                return _traced(model, batch, loss_fn, batch_size, param_dtype, cuts)
+        if isinstance(error, UntraceableError):
+            raise _reason(error, model, loss_fn, batch, param_dtype, cuts) from error
+        raise
 
 
 def _traced(

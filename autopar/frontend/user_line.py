@@ -16,7 +16,7 @@ import torch
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<text>[^\n]*)')
 _FOREIGN = (
     f"{Path(torch.__file__).parent}/",
-    f"{Path(__file__).resolve().parents[1]}/",
+    f"{Path(__file__).parents[1]}/",
     "/contextlib.py",
     "/unittest/",
     "/inspect.py",

@@ -25,7 +25,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from autopar.frontend.fakes import in_this_thread
 
-_HOME = f"{Path(__file__).resolve().parents[1]}/"
+_HOME = f"{Path(__file__).parents[1]}/"
+_TORCH = f"{Path(torch.__file__).parent}/"
 _TELLS = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "debug", "print"})
 _CHECKS = ("_check_tensor_all", "_check_tensor_all_with", "_assert_async")
 _PARTED = (ast.BoolOp, ast.UnaryOp)
@@ -55,6 +56,20 @@ def skipped_checks(found: dict[str, None] | None = None) -> Iterator[None]:
         for name in _CHECKS:
             stack.enter_context(mock.patch.object(torch, name, in_this_thread(checked, getattr(torch, name))))
         yield
+
+
+def in_check() -> bool:
+    """Whether the user's code is within the condition of a check, which a program leaves out."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_HOME, _TORCH)):
+        frame = frame.f_back
+    if frame is None or _statement(frame.f_code.co_filename, _position(frame)) is None:
+        return False
+    return not any(map(_catches, _callers(frame)))
+
+
+def _position(frame: FrameType) -> tuple[int | None, ...]:
+    return list(frame.f_code.co_positions())[frame.f_lasti // 2]
 
 
 def _is_unknown(value: Any) -> bool:
@@ -157,7 +172,7 @@ def _callers(frame: FrameType) -> Iterator[FrameType]:
 def _catches(frame: FrameType) -> bool:
     """Whether an error at the frame's line would be caught there and be more than an error."""
     file, line = frame.f_code.co_filename, frame.f_lineno
-    if file.startswith(f"{Path(torch.__file__).parent}/"):
+    if file.startswith(_TORCH):
         return False
     holding = (each for each in _tree(file) if isinstance(each, ast.Try) and _is_within(line, each.body))
     return any(not isinstance(handler.body[-1], ast.Raise) for each in holding for handler in each.handlers)

@@ -153,7 +153,8 @@ class EqualSearch(PipelineSearch):
         # Without the first, ttp: that grids are tried beside the rest makes no plan of the rest less exact.
         kinds = {(*c.sharing[1:], c.rows_on(c.stage_meshes[0])) for c in self.unscheduled}
         if not isinstance(solved, SolvedLayers):
-            solved = (solved or LayerPool()).of(request, None if len(kinds) <= EXACT_SOLVED_LAYERS else TYPICAL_ROWS)
+            is_exact = len(kinds) <= EXACT_SOLVED_LAYERS or not request.trace.can_estimate(2 * TYPICAL_ROWS)
+            solved = (solved or LayerPool()).of(request, None if is_exact else TYPICAL_ROWS)
         self.solved_layers = solved
         super().__init__(request, self.solved_layers)
         self._many: dict[tuple[int, ...], tuple[int, SolvedLayer | None]] = {}

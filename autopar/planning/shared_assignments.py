@@ -16,7 +16,7 @@ from autopar.options.carried import carried
 from autopar.planning.call_costs import CallCosts
 from autopar.planning.known_costs import KnownCosts
 from autopar.planning.parallel_config import ParallelConfig
-from autopar.planning.request import Request, pricer_for
+from autopar.planning.request import Request, divisors, pricer_for
 from autopar.planning.solved_layers import MULTIPLIERS, Key, SolvedLayer, SolvedLayers, named_mesh
 from cost_models.machine import Cluster
 
@@ -60,6 +60,8 @@ class SharedAssignments:
         operators = solved_layers.operators(solved_rows)
         costed = named_mesh(min(mesh.num_data_ranks, 2), mesh.size("tp"))
         whole = rows // mesh.num_data_ranks * costed.num_data_ranks
+        if not self.request.trace.can_estimate(whole):  # the model runs on the batch's rows alone
+            costed, whole = named_mesh(mesh.num_data_ranks, mesh.size("tp")), rows
         key = (stage_mesh.group, costed, whole, tp, multiplier)
         if key not in self._call_costs:
             graph, calls = self.request.trace.estimate(whole), solved_layers.operators(whole)
@@ -117,7 +119,11 @@ class SharedAssignments:
 
     def _solved_key(self, tp: int, rows: int, multiplier: float) -> Key:
         has_data, own = self.has_data(tp, rows), min(rows, TYPICAL_ROWS)
-        return Key(tp=tp, cp=1, ep=1, has_data=has_data, rows=own, multiplier=multiplier)
+        key = Key(tp=tp, cp=1, ep=1, num_data=1 + has_data, rows=own, multiplier=multiplier)
+        if self.request.trace.can_estimate(key.whole_rows):
+            return key
+        num_data = divisors(rows)[1] if has_data else 1
+        return key._replace(num_data=num_data, rows=rows // num_data)
 
     def _main(self, tp: int) -> int:
         """The number of the group that decisions are made for: with room for two data-parallel ranks if there is one,

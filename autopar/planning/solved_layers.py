@@ -99,13 +99,17 @@ def stored_parameters(
 
 
 class Key(NamedTuple):
-    """What a solved layer is made for: degrees of tensor, context and expert parallelism, whether there is a data axis
-    beside, rows per data-parallel rank, and the multiplier; ttp: the other side of a grid of tensor parallelism."""
+    """What a solved layer is made for: degrees of tensor, context and expert parallelism, rows per data-parallel rank,
+    and the multiplier.
+
+    num_data: groups of data-parallel ranks: 1, or 2 for every larger number, unless the model runs on the batch's rows
+    alone. ttp: the other side of a grid of tensor parallelism.
+    """
 
     tp: int
     cp: int
     ep: int
-    has_data: bool
+    num_data: int
     rows: int
     multiplier: float = 0.0
     ttp: int = 1
@@ -113,7 +117,7 @@ class Key(NamedTuple):
     @property
     def mesh(self) -> Mesh:
         """The mesh that it is solved on."""
-        return named_mesh(2 if self.has_data else 1, self.tp, ep=self.ep, cp=self.cp, ttp=self.ttp)
+        return named_mesh(self.num_data, self.tp, ep=self.ep, cp=self.cp, ttp=self.ttp)
 
     @property
     def whole_rows(self) -> int:
@@ -176,9 +180,14 @@ class SolvedLayers:
         costed = (
             mesh
             if mesh.axes[:1] in (("tp",), ("ttp",)) and tp * ttp < mesh.num_ranks
-            else Key(tp=tp, ttp=ttp, cp=cp, ep=ep, has_data=has_data, rows=rows).mesh
+            else Key(tp=tp, ttp=ttp, cp=cp, ep=ep, num_data=1 + has_data, rows=rows).mesh
         )
+        num_data, can_estimate = 1 + solved_with_data, self.request.trace.can_estimate
         whole = rows * costed.num_data_ranks
+        if not can_estimate(whole) or not can_estimate((typical_rows or rows) * num_data * ep):
+            # The model runs on the batch's rows alone.
+            costed, typical_rows, num_data = mesh, None, mesh.num_data_ranks // ep
+            whole = rows * costed.num_data_ranks
         shares_out = num_experts(self.request.trace.estimate(whole)) % (ep * cp * ttp * tp) == 0  # whatever is decided
         solved_ep = ep if typical_rows is None or ep == 1 or not shares_out else divisors(ep)[1]
         solved_key = Key(
@@ -186,13 +195,13 @@ class SolvedLayers:
             ttp=ttp,
             cp=cp,
             ep=solved_ep,
-            has_data=solved_with_data,
+            num_data=num_data,
             rows=typical_rows or rows,
             multiplier=multiplier,
         )
         assignment = self.assignment(solved_key)
         if assignment is not None and not self._covers(assignment, whole):  # a model that is another one with few rows
-            solved_key = solved_key._replace(ep=ep, has_data=has_data, rows=rows)
+            solved_key = solved_key._replace(ep=ep, num_data=1 + has_data, rows=rows)
             assignment = self.assignment(solved_key)
         if assignment is None:
             return None

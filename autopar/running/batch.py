@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 
 from autopar.errors import DataError, TraceError
 from autopar.ir.mesh import Mesh
+from codegen.deciding import DecidingValue
 from codegen.program import PipelineProgram, Program, Spec
-from codegen.runtime.batch import BatchError, check_batch
+from codegen.runtime.batch import BatchError, LocalBatch, check_batch, check_decided, decided
 from codegen.runtime.mesh import Axis
 from codegen.runtime.mesh import Mesh as RankMesh
 from codegen.runtime.parameters import Param, shard
@@ -25,12 +26,16 @@ def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], ra
     """
     any_stage, num_micro_batches = program.any, program.any.num_micro_batches
     wanted = {name: Param(spec.shape, dtype=spec.dtype) for name, spec in program.inputs.items()}
+    deciding = {each.text: (each.of, each.value) for each in any_stage.deciding}
+    values = decided(batch, deciding)
     try:
         check_batch(batch, wanted, num_micro_batches, any_stage.unused_inputs, any_stage.fixed_inputs)
+        check_decided(values, deciding)
     except BatchError as error:
         raise DataError(str(error)) from None
     mesh, place, inputs = inputs_of(program, rank)
-    return {name: _part(batch[name], spec, num_micro_batches, mesh, place) for name, spec in inputs.items()}
+    part = {name: _part(batch[name], spec, num_micro_batches, mesh, place) for name, spec in inputs.items()}
+    return LocalBatch(part, {}, values) if deciding else part
 
 
 def inputs_of(program: Program | PipelineProgram, rank: int) -> tuple[Mesh, int, Mapping[str, Spec]]:
@@ -48,14 +53,16 @@ def _part(whole: torch.Tensor, spec: Spec, num_micro: int, mesh: Mesh, rank: int
     return torch.cat([cut(chunk, spec, mesh, rank) for chunk in whole.chunk(num_micro)])
 
 
-def with_inputs_of(program: Program | PipelineProgram, batch: Mapping[str, Any]) -> Program | PipelineProgram:
-    """The program, told what else the example batch has than the tensors that it reads.
+def with_inputs_of(
+    program: Program | PipelineProgram, batch: Mapping[str, Any], deciding: Iterable[DecidingValue] = ()
+) -> Program | PipelineProgram:
+    """The program, told what else the example batch has than the tensors that it reads, and what of it decides.
 
     Raises TraceError for an input that is neither a tensor nor plain data: tensors inside of containers would become
     constants of the program, and other objects cannot be compared with those of a later batch.
     """
     unused = tuple(n for n, value in batch.items() if isinstance(value, torch.Tensor) and n not in program.inputs)
-    fixed = {name: value for name, value in batch.items() if not isinstance(value, torch.Tensor)}
+    fixed, values = {n: value for n, value in batch.items() if not isinstance(value, torch.Tensor)}, tuple(deciding)
     for name, value in fixed.items():
         if not is_plain(value):
             raise TraceError(
@@ -63,7 +70,7 @@ def with_inputs_of(program: Program | PipelineProgram, batch: Mapping[str, Any])
                 values=f"{name} is a {type(value).__name__}",
                 alternatives="tensors under names of their own; numbers, text, None, and lists and dicts of those",
             )
-    return program.map(lambda each: replace(each, unused_inputs=unused, fixed_inputs=fixed))
+    return program.map(lambda each: replace(each, unused_inputs=unused, fixed_inputs=fixed, deciding=values))
 
 
 def cut(tensor: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:

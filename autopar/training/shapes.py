@@ -40,7 +40,8 @@ def program_of_shape(program: CompiledProgram, config: TrainerConfig, batch: Any
     where the shapes are too many. num_made: how many there are already."""
     if num_made >= MOST_SHAPES:
         raise DataError(
-            f"the batches of a run have at most {MOST_SHAPES} shapes: for each a program is made",
+            f"the batches of a run have at most {MOST_SHAPES} shapes, or values that decide what forward does, since "
+            "a program is made for each",
             values=f"one more, of {num_rows(batch)} rows",
             alternatives=["pad sequences to a few lengths (buckets)", "one length and DataLoader(drop_last=True)"],
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,11 @@ _HOW = (
     "every rank must read the same global batches in the same order, of which step.local_batch takes its own rows: "
     "leave out DistributedSampler, and seed what shuffles (DataLoader(generator=torch.Generator().manual_seed(0)))"
 )
+
+
+Deciding = Mapping[str, tuple[Callable[[Mapping[str, Tensor]], Any], Any]]
+"""Values of a whole batch that decide what forward does: by their text, how each is computed, and the one that the
+program was made for."""
 
 
 class BatchError(ValueError):
@@ -144,6 +149,46 @@ def _refuse_shape(name: str, value: Tensor, spec: Expected, count: int) -> None:
     raise BatchError(text)
 
 
+def decided(batch: Mapping[str, Any], deciding: Deciding) -> dict[str, Any]:
+    """The values of a whole batch that decide, by their text; an error's, where one cannot be computed."""
+    found: dict[str, Any] = {}
+    for text, (compute, _) in deciding.items():
+        try:
+            found[text] = compute(_OnHost(batch))
+        except Exception as error:  # whatever torch raises of other shapes
+            found[text] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def check_decided(found: Mapping[str, Any], deciding: Deciding) -> None:
+    """Raises BatchError unless the values that decide are those that the program was made for."""
+    other = {text: found[text] for text, (_, value) in deciding.items() if found[text] != value}
+    if other:
+        was = ", ".join(f"{text} is {value!r} and not {deciding[text][1]!r}" for text, value in other.items())
+        raise BatchError(
+            f"values of the batch decide what forward does, and the program was made for others: {was}; Trainer makes "
+            "a program for each, and a loop builds its step with "
+            "also=[compile(..., example_inputs=another_batch, plan=program.plan)]"
+        )
+
+
+class _OnHost(Mapping[str, Any]):
+    """A batch with its tensors on the CPU, each moved when it is asked for."""
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        self._batch = batch
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._batch[name]
+        return value.detach().cpu() if isinstance(value, Tensor) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._batch)
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+
 class BatchCheck:
     """The check of the batches that one rank's step gets.
 
@@ -158,6 +203,7 @@ class BatchCheck:
         self.inputs = {name: spec for root in roots for name, spec in root.INPUTS.items()}
         self.unused = tuple(name for root in roots for name in root.UNUSED_INPUTS)
         self.fixed = {name: value for root in roots for name, value in root.FIXED_INPUTS.items()}
+        self.deciding = {text: entry for root in roots for text, entry in root.DECIDING.items()}
         self.own = {name: spec for model in models for name, spec in model.INPUTS.items()}
         self.local_shapes = {name: spec.local_shape(mesh) for name, spec in self.own.items()}
         self._whole: str | None = None
@@ -181,14 +227,19 @@ class BatchCheck:
         if is_local:
             return not self._local_error(batch)
         try:
-            check_batch(batch, self.inputs, self.count, self.unused, self.fixed)
+            self._check_whole(batch)
         except BatchError:
             return False
         return True
 
+    def _check_whole(self, batch: Mapping[str, Any]) -> None:
+        check_batch(batch, self.inputs, self.count, self.unused, self.fixed)
+        if self.deciding:
+            check_decided(decided(batch, self.deciding), self.deciding)
+
     def whole(self, batch: Mapping[str, Any], step: int) -> None:
         """A whole global batch came in; remembers its hash where ranks will compare it. Raises BatchError."""
-        check_batch(batch, self.inputs, self.count, self.unused, self.fixed)
+        self._check_whole(batch)
         tensors = (batch[name] for name in sorted(self.inputs))
         self._whole = digest_of(tensors) if self._is_due(step) else None
 
@@ -219,6 +270,22 @@ class BatchCheck:
             check_batch(given, shapes, self.count)
         except BatchError as error:
             return f"{error} (this rank's part; step.local_batch makes it from a whole batch)"
+        return self._other_values(batch) if self.deciding else ""
+
+    def _other_values(self, batch: Mapping[str, Tensor]) -> str:
+        """What is wrong with the values of the whole batch that decide, of which this is the rank's part."""
+        found = getattr(batch, "decided", {})
+        if not found and self.mesh.everyone.size == 1:
+            found = decided(batch, self.deciding)
+        if not self.deciding.keys() <= found.keys():
+            return (
+                f"values of the whole batch decide what forward does ({', '.join(self.deciding)}), and a rank's part "
+                "does not have them: step.local_batch makes it from a whole batch"
+            )
+        try:
+            check_decided(found, self.deciding)
+        except BatchError as error:
+            return str(error)
         return ""
 
     def _place(self, name: str) -> tuple[Any, ...]:
@@ -243,11 +310,13 @@ class BatchCheck:
 
 class LocalBatch(dict[str, Tensor]):
     """This rank's part of a batch. unread: whole inputs that the program does not read, but may read after a flag of
-    its model has changed."""
+    its model has changed. decided: the whole batch's values that decide what forward does, by their text."""
 
-    def __init__(self, part: Mapping[str, Tensor], unread: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, part: Mapping[str, Tensor], unread: Mapping[str, Tensor], decided: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__(part)
-        self.unread = unread
+        self.unread, self.decided = unread, decided or {}
 
 
 class _Local:

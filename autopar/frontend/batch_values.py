@@ -1,0 +1,213 @@
+"""Values of the batch that decide what forward does: `int(lengths.max())` as a size, `if torch.isnan(x).any():`.
+
+Beside each call on tensors of the batch alone the same call runs on the example batch (constants.py), so that forward
+can be told what it asks for. What it asked is kept as an expression of the batch: the program is made for its value,
+and each later batch is looked at before it is taken. Numbers that differ in nearly every batch are not told: floats,
+and counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from codegen.deciding import DecidingValue
+
+MOST_NUMBERS = 16
+"""Numbers of a list that forward may be told."""
+_LONGEST = 500
+_OWNERS = (
+    *((torch, "torch"), (F, "torch.nn.functional")),
+    *((torch.linalg, "torch.linalg"), (torch.special, "torch.special")),
+)
+_SYMBOLS = {
+    **{"__add__": "+", "__sub__": "-", "__mul__": "*", "__truediv__": "/", "__floordiv__": "//", "__mod__": "%"},
+    **{"__eq__": "==", "__ne__": "!=", "__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">="},
+    **{"__and__": "&", "__or__": "|", "__xor__": "^"},
+    **{"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "add": "+", "sub": "-", "mul": "*"},
+}
+_MOVES = ("to", "cpu", "cuda")
+_NUMBERS = {"__bool__": "bool({})", "__int__": "int({})", "__index__": "int({})", "item": "{}.item()"}
+_COUNTS = ("sum(", "count", "mean(", "nonzero", "cumsum", "prod(", "norm(")
+
+
+@dataclass(slots=True)
+class Told:
+    """What forward is told of the example batch.
+
+    values: what it asked for, by their code, with inputs of `shapes`. is_told: it is told them, since it cannot be
+    traced without. is_traced: it was, told or not.
+    """
+
+    values: dict[str, DecidingValue] = field(default_factory=dict)
+    shapes: Any = None
+    is_told: bool = False
+    is_traced: bool = False
+
+
+_asking = threading.local()
+
+
+@contextlib.contextmanager
+def asking(told: Told) -> Iterator[None]:
+    """Within it, this thread's forwards are told what they may be, which is added to `told`."""
+    before, _asking.told = getattr(_asking, "told", None), told
+    try:
+        yield
+    finally:
+        _asking.told = before
+
+
+def is_told(shapes: Any) -> bool:
+    """Whether a forward that begins with inputs of these shapes is told values of the example batch: if it can be
+    traced in no other way."""
+    told: Told | None = getattr(_asking, "told", None)
+    if told is not None and told.is_told:
+        told.shapes = told.shapes or shapes
+    return told is None or told.is_told
+
+
+def note_value(value: DecidingValue, shapes: Any) -> bool:
+    """Whether forward is told this value, which is noted: at other shapes than the first only what it was told there,
+    since all programs of a batch do the same."""
+    told: Told | None = getattr(_asking, "told", None)
+    if told is None:
+        return True
+    if told.shapes == shapes:
+        told.values.setdefault(value.code, value)
+    return value.code in told.values
+
+
+class NoExpressionError(Exception):
+    """A call has no expression of the batch."""
+
+
+def code_of_input(name: str) -> str:
+    """The expression of an input."""
+    return f'batch["{name}"]'
+
+
+def expression(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], codes: Mapping[int, str]) -> str | None:
+    """The code of a call, or None. codes: of the tensors among its arguments, by their ids."""
+    try:
+        found = _call(func, name, list(args), dict(kwargs), codes)
+    except NoExpressionError:
+        return None
+    return found if len(found) <= _LONGEST else None
+
+
+def question(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], codes: Mapping[int, str]) -> str | None:
+    """The code of what a call asks for values, or None."""
+    if name in _NUMBERS and len(args) == 1 and id(args[0]) in codes:
+        return _NUMBERS[name].format(codes[id(args[0])])
+    if name == "__contains__" and len(args) == 2 and id(args[0]) in codes:
+        return f"({args[1]!r} in {codes[id(args[0])]})" if isinstance(args[1], (int, float)) else None
+    return expression(func, name, args, kwargs, codes)
+
+
+def is_of_one_row(name: str, args: Sequence[Any], rows: int) -> bool:
+    """Whether a call takes single rows out of a tensor of all: what they are is another in every batch."""
+    if not args or not isinstance(args[0], Tensor) or args[0].shape[:1] != (rows,):
+        return False
+    index = args[1] if len(args) > 1 else None
+    return name in ("unbind", "tolist", "__iter__") or (name in ("__getitem__", "select") and type(index) is int)
+
+
+def may_decide(code: str, value: Any) -> bool:
+    """Whether forward may be told a value: one that is likely to be the same in other batches."""
+    if isinstance(value, bool):
+        return True
+    if any(word in code for word in _COUNTS):
+        return False
+    if isinstance(value, list):
+        numbers = list(_flat(value))
+        return len(numbers) <= MOST_NUMBERS and all(isinstance(each, int) for each in numbers)
+    return isinstance(value, int)
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    for each in values:
+        yield from _flat(each) if isinstance(each, list) else (each,)
+
+
+def _call(func: Any, name: str, args: list[Any], kwargs: dict[str, Any], codes: Mapping[int, str]) -> str:
+    kwargs.pop("device", None)  # batches are looked at on the CPU
+    if name == "__get__":
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        return f"{_text(args[0], codes)}.{_plain(attribute)}"
+    if name == "__getitem__" and len(args) == 2:
+        return f"{_text(args[0], codes)}[{_index(args[1], codes)}]"
+    if name in _SYMBOLS and len(args) == 2 and not kwargs:
+        return f"({_text(args[0], codes)} {_SYMBOLS[name]} {_text(args[1], codes)})"
+    if name in ("__invert__", "__neg__") and len(args) == 1:
+        return f"({'~' if name == '__invert__' else '-'}{_text(args[0], codes)})"
+    is_method = getattr(Tensor, name, None) == func and args and isinstance(args[0], Tensor)
+    if is_method and name in _MOVES:
+        args = [args[0], *(each for each in args[1:] if not isinstance(each, (str, torch.device)))]
+        if name != "to" or len(args) == 1 and "dtype" not in kwargs:
+            return _text(args[0], codes)
+        kwargs.pop("non_blocking", None)
+    owner = next((text for module, text in _OWNERS if getattr(module, name, None) is func), None)
+    if not is_method and owner is None:
+        raise NoExpressionError(name)
+    named = [f"{_plain(key)}={_text(value, codes)}" for key, value in kwargs.items()]
+    if is_method:
+        first, *others = args
+        return f"{_text(first, codes)}.{_plain(name)}({', '.join([*(_text(e, codes) for e in others), *named])})"
+    return f"{owner}.{_plain(name)}({', '.join([*(_text(each, codes) for each in args), *named])})"
+
+
+def _plain(name: str) -> str:
+    if not name.isidentifier():
+        raise NoExpressionError(name)
+    return name
+
+
+def _index(value: Any, codes: Mapping[int, str]) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(_index(each, codes) for each in value) + ("," if len(value) == 1 else "")
+    if isinstance(value, slice):
+        parts = ["" if each is None else _text(each, codes) for each in (value.start, value.stop, value.step)]
+        return ":".join(parts if parts[2] else parts[:2])
+    return _text(value, codes)
+
+
+def _text(value: Any, codes: Mapping[int, str]) -> str:
+    if isinstance(value, Tensor):
+        if id(value) not in codes:
+            raise NoExpressionError("a tensor that is not of the batch")
+        return codes[id(value)]
+    if value is None or value is Ellipsis or isinstance(value, (bool, str)) or type(value) is int:
+        return "..." if value is Ellipsis else repr(value)
+    if type(value) is float and math.isfinite(value):
+        return repr(value)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, slice):
+        return f"slice({', '.join(_text(each, codes) for each in (value.start, value.stop, value.step))})"
+    if isinstance(value, (list, tuple)):
+        return _sequence(value, codes)
+    raise NoExpressionError(type(value).__name__)
+
+
+def _sequence(values: Sequence[Any], codes: Mapping[int, str]) -> str:
+    inside = ", ".join(_text(each, codes) for each in values)
+    if isinstance(values, list):
+        return f"[{inside}]"
+    return f"({inside}{',' if len(values) == 1 else ''})"
+
+
+def parts_of(code: str, result: Any) -> Iterator[tuple[int, str]]:
+    """(id, code) of the tensors that a call gave, as far as they are its result or lie in it side by side."""
+    if isinstance(result, Tensor):
+        yield id(result), code
+    elif isinstance(result, (tuple, list)):
+        yield from ((id(each), f"{code}[{i}]") for i, each in enumerate(result) if isinstance(each, Tensor))

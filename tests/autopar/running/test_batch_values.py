@@ -1,0 +1,252 @@
+"""Values of the batch that decide what forward does: equal to one process, and checked in every batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar import Trainer, TrainerConfig
+from autopar.errors import TraceError
+from tests.autopar.test_verify import TOLERANCE
+
+Batch = dict[str, Tensor]
+
+
+class Encoder(nn.Module):
+    """Two layers around what each model does with its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x))
+
+
+class Longest(Encoder):
+    """Sequences are cut to the longest of the batch, as speech models do."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        longest = int(lengths.max())
+        mask = torch.arange(longest, device=x.device)[None] < lengths[:, None]
+        return self.second((self.hidden(x[:, :longest]) * mask[..., None]).sum(1) / lengths[:, None])
+
+
+class Pooled(Encoder):
+    """As many graphs as the largest number among their nodes says."""
+
+    def forward(self, x: Tensor, graph: Tensor) -> Tensor:
+        num_graphs = graph.max().item() + 1
+        return self.second(torch.zeros(num_graphs, 16).index_add(0, graph, self.hidden(x)))
+
+
+class Repaired(Encoder):
+    """Missing values are replaced where there are any."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.isnan(x).any():
+            x = torch.nan_to_num(x) * 2
+        return self.second(self.hidden(x))
+
+
+class Masked(Encoder):
+    """A mask that leaves nothing out is not applied."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        if not mask.all():
+            hidden = hidden * mask[..., None]
+        return self.second(hidden.mean(1))
+
+
+class Levels(Encoder):
+    """Feature maps side by side, with their sizes in a table."""
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        parts = x.split([height * width for height, width in sizes.tolist()], 1)
+        return self.second(sum(self.hidden(part).amax(1) for part in parts))
+
+
+class Compared(Encoder):
+    """Expressions of casts, comparisons, indices and keyword arguments."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        share = (lengths.to(torch.float32) / 6.0).clamp(max=1.0)
+        longest = int((share.amax(dim=0, keepdim=False) * x.shape[1]).ceil())
+        if torch.equal(lengths.sort().values[6:], torch.tensor([3, 5])) and bool((lengths[..., None] >= 2).any()):
+            longest = longest - 1
+        return self.second(self.hidden(x[:, :longest]).mean(1))
+
+
+def lengths_of(longest: int) -> Tensor:
+    return torch.tensor([3, longest, 2, 1, 1, 3, 2, 1])
+
+
+def inputs_of(model: type[Encoder], index: int = 0) -> Batch:
+    """The index-th batch: values differ from one to the next."""
+    generator = torch.Generator().manual_seed(index)
+    x = torch.randn(8, 6, 8, generator=generator)
+    batches: dict[type[Encoder], Callable[[], Batch]] = {
+        Longest: lambda: {"x": x, "lengths": lengths_of(4 + index % 2)},
+        Pooled: lambda: {"x": x[:, 0].repeat(3, 1), "graph": torch.arange(8).repeat_interleave(3)},
+        Repaired: lambda: {"x": x[:, 0].masked_fill(torch.eye(8, dtype=torch.bool) & (index % 2 == 1), torch.nan)},
+        Masked: lambda: {"x": x, "mask": (torch.rand(8, 6, generator=generator) > 0.3) | (index % 2 == 1)},
+        Levels: lambda: {"x": x, "sizes": torch.tensor([[2, 2], [1, 2]])},
+        Compared: lambda: {"x": x, "lengths": lengths_of(5 - index % 2)},
+    }
+    return {**batches[model](), "y": torch.randint(4, (8,), generator=generator)}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def eager_losses(model: nn.Module, batches: Sequence[Batch]) -> list[float]:
+    optimizer, losses = sgd(model.parameters()), []
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if name != "y"}
+        loss = F.cross_entropy(model(**inputs), batch["y"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+MODELS = [Longest, Pooled, Repaired, Masked, Levels, Compared]
+PLANS: list[tuple[str, dict[str, Any]]] = [
+    ("1x4 cpu", {"dp": 4}),
+    ("1x4 cpu", {"dp": 2, "tp": 2}),
+    ("1x2 cpu", {"pp": 2}),
+    ("1x2 cpu", {"dp": 1, "tp": 2, "micro_batches": 2}),
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("cluster", "pins"), [PLANS[0], *(pytest.param(*plan, marks=pytest.mark.slow) for plan in PLANS[1:])]
+)
+def test_equal_to_one_process(model: type[Encoder], cluster: str, pins: dict[str, Any]) -> None:
+    if model is Pooled and pins.get("micro_batches"):
+        pytest.skip("pooling joins the rows of the batch")
+    report = autopar.verify(
+        model(),
+        cluster,
+        example_inputs=inputs_of(model),
+        loss_fn=F.cross_entropy,
+        optimizer=sgd,
+        constraints=pins,
+    )
+    assert report.ok(TOLERANCE), str(report)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_programs_for_several_values(model: type[Encoder]) -> None:
+    """A step that has a program for each value is equal to one process, and refuses others before it takes them."""
+    batches = [inputs_of(model, index) for index in range(4)]
+    own = model()
+    theirs = copy.deepcopy(own)
+    compiled = autopar.compile(own, "1 cpu", example_inputs=batches[0], loss_fn=F.cross_entropy, optimizer=sgd)
+    assert compiled.program.any.deciding
+    options: dict[str, Any] = {"loss_fn": F.cross_entropy, "optimizer": sgd, "plan": compiled.plan}
+    also = [autopar.compile(own, "1 cpu", example_inputs=batches[1], **options)] if has_several(model) else []
+    step = compiled.build(device="cpu", also=also)
+    losses = [float(step(step.local_batch(batch))) for batch in batches]
+    assert losses == pytest.approx(eager_losses(theirs, batches), rel=1e-5)
+
+
+def has_several(model: type[Encoder]) -> bool:
+    return model not in (Pooled, Levels)
+
+
+@pytest.mark.parametrize("model", list(filter(has_several, MODELS)))
+def test_other_values_are_refused(model: type[Encoder]) -> None:
+    own = model()
+    before = copy.deepcopy(own.state_dict())
+    compiled = autopar.compile(own, "1 cpu", example_inputs=inputs_of(model), loss_fn=F.cross_entropy, optimizer=sgd)
+    step = compiled.build(device="cpu")
+    for call in (step, step.local_batch, step.evaluate):
+        with pytest.raises(ValueError, match="values of the batch decide what forward does"):
+            call(inputs_of(model, 1))
+    assert not step.takes(inputs_of(model, 1)) and step.takes(inputs_of(model, 2))
+    assert all(torch.equal(value, before[name]) for name, value in step.full_state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [Longest, Repaired])
+def test_trainer_makes_a_program_for_each_value(model: type[Encoder]) -> None:
+    batches, own = [inputs_of(model, index) for index in range(4)], model()
+    theirs = copy.deepcopy(own)
+
+    def data(start: int) -> Iterator[Batch]:
+        return iter(batches[start // 8 :])
+
+    config = TrainerConfig(cluster="1x2 cpu", steps=4, log_every=0)
+    result = Trainer(own, config, data, loss_fn=F.cross_entropy, optimizer=sgd).fit()
+    assert result.losses == pytest.approx(eager_losses(theirs, batches), rel=1e-5)
+
+
+class OnlyChecked(Encoder):
+    """Checks, which are left out: no value decides."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        longest = lengths.max().item()
+        if longest > 100:
+            raise ValueError("too long")
+        if not lengths.min().item() >= 0:
+            raise ValueError("no length")
+        return self.second(self.hidden(x).mean(1))
+
+
+class CheckedAndAsked(Encoder):
+    """A check beside a size."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        if lengths.min().item() < 0:
+            raise ValueError("no length")
+        return self.second(self.hidden(x[:, : int(lengths.max())]).mean(1))
+
+
+@pytest.mark.parametrize(("model", "texts"), [(OnlyChecked, []), (CheckedAndAsked, ["int(lengths.max())"])])
+def test_checks_decide_nothing(model: type[Encoder], texts: list[str]) -> None:
+    compiled = autopar.compile(model(), "1 cpu", example_inputs=inputs_of(Longest), loss_fn=F.cross_entropy)
+    assert [value.text for value in compiled.program.any.deciding] == texts
+
+
+class Counted(Encoder):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.second(self.hidden(x).sum(1) / lengths.sum().item())
+
+
+class OfEachRow(Encoder):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.second(torch.stack([self.hidden(x[i, :n]).mean(0) for i, n in enumerate(lengths.tolist())]))
+
+
+class Written(Encoder):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        lengths = lengths.clone()
+        lengths[0] = 2
+        return self.second(self.hidden(x[:, : int(lengths.max())]).mean(1))
+
+
+class Scaled(Encoder):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.second(self.hidden(x / x.abs().max().item()).mean(1))
+
+
+@pytest.mark.parametrize("model", [Counted, OfEachRow, Written, Scaled])
+def test_values_that_differ_in_each_batch_are_refused(model: type[Encoder]) -> None:
+    """Counts, floats and values of single rows would take a program for each batch."""
+    batch = inputs_of(Longest)
+    before = {name: value.clone() for name, value in batch.items()}
+    with pytest.raises(TraceError, match="values"):
+        autopar.compile(model(), "1 cpu", example_inputs=batch, loss_fn=F.cross_entropy)
+    assert all(torch.equal(value, batch[name]) for name, value in before.items())
