@@ -18,6 +18,7 @@ from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
 from autopar.explain.rescue import advised
 from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
+from autopar.frontend.batch_values import Told
 from autopar.frontend.evaluation import why_no_evaluation
 from autopar.frontend.expert_padding import with_whole_shares
 from autopar.frontend.forward_numbers import ForwardOf
@@ -27,6 +28,7 @@ from autopar.frontend.model_state import ModelState
 from autopar.frontend.padding import padded
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.state_reads import Reads
+from autopar.frontend.told_values import asking
 from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.chain import buffer_across_units
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
@@ -104,7 +106,8 @@ def compile_with(
     )
     lowered = program_of(best, own)
     inputs = name_inputs(model, options.example_inputs, options.loss_fn)
-    deciding = () if request.reads is None else tuple(request.reads.told.values.values())
+    told = Told() if request.reads is None else request.reads.told
+    deciding = tuple(told.values.values())
     program = with_inputs_of(with_backend(lowered, backend), inputs, deciding)
     program = program.map(lambda each: replace(each, no_evaluation=request.no_evaluation))
     if not request.gives_logits:
@@ -128,7 +131,7 @@ def compile_with(
         request=request,
         needs=request.needs,
         state=ModelState(model, options.loss_fn, request.reads),
-        remake=Remake(options, inputs, frozenset(name for each in deciding for name in each.inputs)),
+        remake=Remake(options, inputs, told),
     )
 
 
@@ -150,12 +153,13 @@ def _planned(request: Request, options: CompileOptions, before: Graph | None) ->
 class Remake:
     """Makes a program anew, by the same plan, of the model as it is now: `remake(program)`.
 
-    It keeps the options that the program was made with, and of the batch shapes and dtypes. deciding: the inputs whose
-    values it keeps.
+    It keeps the options that the program was made with, and of the batch shapes, dtypes and what forward was told.
     """
 
-    def __init__(self, options: CompileOptions, inputs: NamedBatch, deciding: frozenset[str] = frozenset()) -> None:
-        kept = {name: value.detach() for name, value in inputs.items() if name in deciding}
+    def __init__(self, options: CompileOptions, inputs: NamedBatch, told: Told) -> None:
+        self._told = told.copy()
+        deciding = {name for each in told.values.values() for name in each.inputs}
+        kept = {name: value.detach().clone() for name, value in inputs.items() if name in deciding}
         outline = NamedBatch(inputs.map(_outline) | kept, inputs.containers)
         self._options = replace(options, example_inputs=outline)
 
@@ -172,7 +176,13 @@ class Remake:
 
     def forward(self, program: GeneratedProgram) -> ForwardOf:
         """The forward that the program is made of."""
-        return ForwardOf(program.model, self._options.example_inputs, program.loss_fn, self._options.dtype)
+        return ForwardOf(
+            model=program.model,
+            example=self._options.example_inputs,
+            loss_fn=program.loss_fn,
+            param_dtype=self._options.dtype,
+            told=self._told,
+        )
 
 
 def _outline(value: Any) -> Any:
@@ -183,16 +193,15 @@ def _outline(value: Any) -> Any:
 class Traced:
     """What of a request follows from the model, its example batch, its loss and its optimiser alone.
 
-    no_logits, no_evaluation: why it cannot evaluate, with and without logits, but for a graph's own reason. trainings:
+    evaluation: why it cannot evaluate, with and without logits, but for a graph's own reason; for later. trainings:
     how the optimiser bears on plans, by precision and whether they are for GPUs, found when it is asked for. reads:
     what forward reads, known once it was traced.
     """
 
     needs: Needs
-    no_logits: str
-    no_evaluation: str
     trace: BatchedTrace
     reads: Reads
+    evaluation: Callable[[], tuple[str, str]]
     trainings: dict[tuple[str, bool], Training] = field(default_factory=dict)
 
 
@@ -203,13 +212,17 @@ def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
     needs = examine(options.optimizer or adamw, model)
     batch = name_inputs(model, options.example_inputs, loss_fn)
     cuts = find_cuts(model, batch, loss_fn, dtype)
-    no_logits = why_no_evaluation(model, batch, loss_fn, cuts, with_logits=True)
-    no_evaluation = no_logits and why_no_evaluation(model, batch, loss_fn, cuts)
+
+    @functools.cache
+    def evaluation() -> tuple[str, str]:
+        with asking(cuts.reads.told):
+            no_logits = why_no_evaluation(model, batch, loss_fn, cuts, with_logits=True)
+            return no_logits, no_logits and why_no_evaluation(model, batch, loss_fn, cuts)
 
     def trace_at(micro_rows: int) -> Graph:
         return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
 
-    return Traced(needs, no_logits, no_evaluation, trace=BatchedTrace(trace_at), reads=cuts.reads)
+    return Traced(needs, trace=BatchedTrace(trace_at), reads=cuts.reads, evaluation=evaluation)
 
 
 def request_of(
@@ -232,7 +245,6 @@ def request_of(
     whole("rows of the batch", rows, 1, TraceError)
     known = traced_model or traced_of(model, options)
     needs = known.needs
-
     limits, given = Constraints.parse(options.constraints), options.given_plan
     rows_of_tables, experts, heads = paddings_of(limits, given, lambda: keeps_zeros(optimizer, model, needs, limits))
 
@@ -254,6 +266,7 @@ def request_of(
     if key not in known.trainings:
         known.trainings[key] = training_of(optimizer, *key, parameters_of(model), needs)
     training = replace(known.trainings[key], compression=compression)
+    no_logits, no_evaluation = known.evaluation()
     fused = options.kernels == "on" or (options.kernels == "auto" and not is_cpu(first))
     return Request(
         trace=traced,
@@ -266,8 +279,8 @@ def request_of(
         kernels=fused,
         fp8=bool(options.fp8),
         needs=needs,
-        no_evaluation=known.no_evaluation or traced(rows).no_evaluation,
-        gives_logits=not (known.no_logits or traced(rows).no_evaluation),
+        no_evaluation=no_evaluation or traced(rows).no_evaluation,
+        gives_logits=not (no_logits or traced(rows).no_evaluation),
         backend=options.backend,
         unpadded=AccumulatingTrace(trace_at, rows, source) if has_choice else None,
         reads=known.reads,

@@ -107,8 +107,8 @@ class _File:
                 raise self.fail(f"{cls} takes {self.inputs[cls]} arguments", call)
 
     def expression(self, node: ast.expr, known: set[str]) -> None:
-        local = known | _stored(node) | {part.arg for part in ast.walk(node) if isinstance(part, ast.arg)}
-        for part in ast.walk(node):
+        local = known | _stored(node)
+        for part in _without_lambdas(node):
             if isinstance(part, ast.Name) and part.id not in local:
                 raise self.fail(f"the name {part.id!r} is not defined", part)
             if isinstance(part, ast.Call) and not _is_open(part):
@@ -264,3 +264,11 @@ def _path(node: ast.expr) -> str:
 def _is_open(node: ast.Call) -> bool:
     """Whether the number of arguments shows only when it runs."""
     return any(isinstance(arg, ast.Starred) for arg in node.args) or any(k.arg is None for k in node.keywords)
+
+
+def _without_lambdas(node: ast.AST) -> Iterator[ast.AST]:
+    """All of an expression but lambdas: of the values that decide, which were computed when they were noted."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.Lambda):
+            yield from _without_lambdas(child)

@@ -1,22 +1,14 @@
-"""Values of the batch that decide what forward does: `int(lengths.max())` as a size, `if torch.isnan(x).any():`.
-
-Beside each call on tensors of the batch alone the same call runs on the example batch (constants.py), so that forward
-can be told what it asks for. What it asked is kept as an expression of the batch: the program is made for its value,
-and each later batch is looked at before it is taken. Numbers that differ in nearly every batch are not told: floats,
-and counts.
-"""
+"""Expressions of the batch: what forward asks of it, `int(lengths.max())`, as Python that a program can run."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from codegen.deciding import DecidingValue
@@ -24,10 +16,6 @@ from codegen.deciding import DecidingValue
 MOST_NUMBERS = 16
 """Numbers of a list that forward may be told."""
 _LONGEST = 500
-_OWNERS = (
-    *((torch, "torch"), (F, "torch.nn.functional")),
-    *((torch.linalg, "torch.linalg"), (torch.special, "torch.special")),
-)
 _SYMBOLS = {
     **{"__add__": "+", "__sub__": "-", "__mul__": "*", "__truediv__": "/", "__floordiv__": "//", "__mod__": "%"},
     **{"__eq__": "==", "__ne__": "!=", "__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">="},
@@ -36,7 +24,7 @@ _SYMBOLS = {
 }
 _MOVES = ("to", "cpu", "cuda")
 _NUMBERS = {"__bool__": "bool({})", "__int__": "int({})", "__index__": "int({})", "item": "{}.item()"}
-_COUNTS = ("sum(", "count", "mean(", "nonzero", "cumsum", "prod(", "norm(")
+_COUNTS = re.compile(r"\.(sum|nansum|count_nonzero|mean|nanmean|nonzero|cumsum|prod|norm|bincount|std|var)\(")
 
 
 @dataclass(slots=True)
@@ -52,38 +40,9 @@ class Told:
     is_told: bool = False
     is_traced: bool = False
 
-
-_asking = threading.local()
-
-
-@contextlib.contextmanager
-def asking(told: Told) -> Iterator[None]:
-    """Within it, this thread's forwards are told what they may be, which is added to `told`."""
-    before, _asking.told = getattr(_asking, "told", None), told
-    try:
-        yield
-    finally:
-        _asking.told = before
-
-
-def is_told(shapes: Any) -> bool:
-    """Whether a forward that begins with inputs of these shapes is told values of the example batch: if it can be
-    traced in no other way."""
-    told: Told | None = getattr(_asking, "told", None)
-    if told is not None and told.is_told:
-        told.shapes = told.shapes or shapes
-    return told is None or told.is_told
-
-
-def note_value(value: DecidingValue, shapes: Any) -> bool:
-    """Whether forward is told this value, which is noted: at other shapes than the first only what it was told there,
-    since all programs of a batch do the same."""
-    told: Told | None = getattr(_asking, "told", None)
-    if told is None:
-        return True
-    if told.shapes == shapes:
-        told.values.setdefault(value.code, value)
-    return value.code in told.values
+    def copy(self) -> Told:
+        """The same, of its own."""
+        return replace(self, values=dict(self.values))
 
 
 class NoExpressionError(Exception):
@@ -109,7 +68,7 @@ def question(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], codes: 
     if name in _NUMBERS and len(args) == 1 and id(args[0]) in codes:
         return _NUMBERS[name].format(codes[id(args[0])])
     if name == "__contains__" and len(args) == 2 and id(args[0]) in codes:
-        return f"({args[1]!r} in {codes[id(args[0])]})" if isinstance(args[1], (int, float)) else None
+        return f"({args[1]!r} in {codes[id(args[0])]})" if type(args[1]) is int else None
     return expression(func, name, args, kwargs, codes)
 
 
@@ -125,7 +84,7 @@ def may_decide(code: str, value: Any) -> bool:
     """Whether forward may be told a value: one that is likely to be the same in other batches."""
     if isinstance(value, bool):
         return True
-    if any(word in code for word in _COUNTS):
+    if _COUNTS.search(code):
         return False
     if isinstance(value, list):
         numbers = list(_flat(value))
@@ -155,14 +114,14 @@ def _call(func: Any, name: str, args: list[Any], kwargs: dict[str, Any], codes: 
         if name != "to" or len(args) == 1 and "dtype" not in kwargs:
             return _text(args[0], codes)
         kwargs.pop("non_blocking", None)
-    owner = next((text for module, text in _OWNERS if getattr(module, name, None) is func), None)
-    if not is_method and owner is None:
+    writes = name.endswith("_") or "out" in kwargs or "inplace" in kwargs
+    if writes or not (is_method or getattr(torch, name, None) is func):
         raise NoExpressionError(name)
     named = [f"{_plain(key)}={_text(value, codes)}" for key, value in kwargs.items()]
     if is_method:
         first, *others = args
         return f"{_text(first, codes)}.{_plain(name)}({', '.join([*(_text(e, codes) for e in others), *named])})"
-    return f"{owner}.{_plain(name)}({', '.join([*(_text(each, codes) for each in args), *named])})"
+    return f"torch.{_plain(name)}({', '.join([*(_text(each, codes) for each in args), *named])})"
 
 
 def _plain(name: str) -> str:
@@ -185,7 +144,7 @@ def _text(value: Any, codes: Mapping[int, str]) -> str:
         if id(value) not in codes:
             raise NoExpressionError("a tensor that is not of the batch")
         return codes[id(value)]
-    if value is None or value is Ellipsis or isinstance(value, (bool, str)) or type(value) is int:
+    if value is None or value is Ellipsis or type(value) in (bool, str, int):
         return "..." if value is Ellipsis else repr(value)
     if type(value) is float and math.isfinite(value):
         return repr(value)
@@ -205,9 +164,9 @@ def _sequence(values: Sequence[Any], codes: Mapping[int, str]) -> str:
     return f"({inside}{',' if len(values) == 1 else ''})"
 
 
-def parts_of(code: str, result: Any) -> Iterator[tuple[int, str]]:
-    """(id, code) of the tensors that a call gave, as far as they are its result or lie in it side by side."""
+def parts_of(code: str, result: Any) -> Iterator[tuple[Tensor, str]]:
+    """(tensor, code) of what a call gave, as far as it is its result or lies in it side by side."""
     if isinstance(result, Tensor):
-        yield id(result), code
+        yield result, code
     elif isinstance(result, (tuple, list)):
-        yield from ((id(each), f"{code}[{i}]") for i, each in enumerate(result) if isinstance(each, Tensor))
+        yield from ((each, f"{code}[{i}]") for i, each in enumerate(result) if isinstance(each, Tensor))

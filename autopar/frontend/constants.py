@@ -3,13 +3,11 @@
 Beside each call whose tensors are all constants the same call runs on real ones, so that a value that forward asks
 for (`bool`, `item`, `tolist`) is known. What a call writes to is followed; constants of more than MOST_ELEMENTS are
 not, nor is what is drawn at random or left as memory was. So is what is asked of small buffers that forward does not
-write, such as a flag that says whether a codebook has been filled, and of the batch (batch_values.py): a program is
-made for their values.
+write, such as a flag that says whether a codebook has been filled: a program is made for their values.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,24 +20,11 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from autopar.errors import TraceError
 from autopar.frontend.attributes import named_modules
-from autopar.frontend.batch_values import (
-    code_of_input,
-    expression,
-    is_of_one_row,
-    is_told,
-    may_decide,
-    note_value,
-    parts_of,
-    question,
-)
-from autopar.frontend.inputs import common_batch
 from autopar.frontend.skeleton import VALUE
 from autopar.frontend.state_reads import note_deciding
-from autopar.frontend.value_checks import in_check
-from codegen.deciding import DecidingValue
 
 MOST_ELEMENTS = 1 << 22
-_ASKS = frozenset(
+ASKS = frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "equal", "allclose"}
 )
 _LIKE = frozenset(f"{what}_like" for what in ("ones", "zeros", "full"))
@@ -53,15 +38,6 @@ _OPERATIONS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", 
 _WRITES = frozenset({"__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATIONS)})
 
 
-_active = threading.local()
-
-
-def know_batch(batch: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
-    """A forward that is traced in this thread begins with these inputs, as `Constants.know` takes them."""
-    if values and (modes := getattr(_active, "modes", ())):
-        modes[-1].know({name: each for name, each in batch.items() if isinstance(each, Tensor)}, values)
-
-
 class Constants(TorchFunctionMode):
     """Within it values of constants are known, and answered where they are asked for."""
 
@@ -72,31 +48,9 @@ class Constants(TorchFunctionMode):
         self._sources: dict[int, frozenset[str]] = {}  # id of what is known -> the buffers that it was computed of
         self._asked: set[str] = set()
         self._written: set[str] = set()
-        self._codes: dict[int, str] = {}  # id of what is known -> how it is computed of the batch and numbers
-        self._of_batch: set[int] = set()
-        self._lost: list[Tensor] = []  # no longer known; they keep their ids
-        self._shapes: Any = ()
-        self._rows = 0
-
-    def __enter__(self) -> Constants:
-        super().__enter__()  # type: ignore[no-untyped-call]
-        _active.modes = [*getattr(_active, "modes", ()), self]
-        return self
-
-    def know(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        """Forward begins with these inputs. values: those of the example batch, as far as they are known."""
-        self._shapes = tuple((name, tuple(tensor.shape)) for name, tensor in batch.items())
-        if not is_told(self._shapes):
-            return
-        self._rows = common_batch(batch)
-        for name, value in values.items():
-            tensor = batch[name]
-            self._known[id(tensor)], self._codes[id(tensor)] = (tensor, value), code_of_input(name)
-            self._of_batch.add(id(tensor))
 
     def __exit__(self, kind: Any, *error: Any) -> None:
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
-        _active.modes = _active.modes[:-1]
         if kind is None and (names := sorted(self._asked & self._written)):
             raise TraceError(
                 "a buffer decides what forward does, which forward itself writes: a program is made for one value",
@@ -119,8 +73,9 @@ class Constants(TorchFunctionMode):
         by_place = self._by_place(func, name, args, kwargs)
         if by_place is not None:
             return by_place
-        if name in _ASKS and tensors and are_known:
-            return self._answer(func, name, args, kwargs, tensors)
+        if name in ASKS and tensors and are_known:
+            self._ask(*tensors)
+            return run_on_values(func, self._values(args), self._values(kwargs))
         result = func(*args, **kwargs)
         if name in _SHAPED:
             are_known = all(id(tensor) in self._known for tensor in tensors[1:])
@@ -131,51 +86,13 @@ class Constants(TorchFunctionMode):
             if may_write(func, name, kwargs):
                 self._forget(tensors)
             return result
-        buffers, is_of_batch = self._buffers_of(tensors[:1]), bool(tensors and id(tensors[0]) in self._of_batch)
-        if may_write(func, name, kwargs) and (buffers or is_of_batch):
+        if may_write(func, name, kwargs) and (buffers := self._buffers_of(tensors[:1])):
             self._written |= buffers
             self._forget(tensors[:1])
             return result
         if made or name in _WRITES:
             self._follow(func, _shaped(args) if name in _SHAPED else args, kwargs, made, tensors)
-            self._follow_code(func, name, args, kwargs, result, tensors[name in _SHAPED :])
         return result
-
-    def _answer(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """What forward is told, where it may be."""
-        if not self._is_of_batch(tensors):
-            self._ask(*tensors)
-            return _run(func, self._values(args), self._values(kwargs))
-        is_never = bool(self._buffers_of(tensors)) or is_of_one_row(name, args, self._rows) or in_check()
-        code = None if is_never else question(func, name, args, kwargs, self._codes)
-        value = None if code is None else _run(func, self._values(args), self._values(kwargs))
-        if code is None or not may_decide(code, value):
-            return func(*args, **kwargs)
-        return value if note_value(DecidingValue(code, value), self._shapes) else func(*args, **kwargs)
-
-    def _is_of_batch(self, tensors: Iterable[Tensor]) -> bool:
-        return bool(self._of_batch) and any(id(tensor) in self._of_batch for tensor in tensors)
-
-    def _follow_code(
-        self, func: Any, name: str, args: Any, kwargs: Any, result: Any, tensors: Sequence[Tensor]
-    ) -> None:
-        """Notes how what was made follows from the batch. What has no such expression is not known."""
-        if not self._of_batch:
-            return
-        is_of_batch = self._is_of_batch(tensors)
-        is_never = is_of_batch and is_of_one_row(name, args, self._rows)
-        code = None if is_never else expression(func, name, args, kwargs, self._codes)
-        found = {} if code is None else dict(parts_of(code, result))
-        for leaf in tree_iter(result):
-            if not isinstance(leaf, Tensor) or id(leaf) not in self._known:
-                continue
-            if id(leaf) in found:
-                self._codes[id(leaf)] = found[id(leaf)]
-            elif is_of_batch:
-                self._lost.append(self._known.pop(id(leaf))[0])
-                continue
-            if is_of_batch:
-                self._of_batch.add(id(leaf))
 
     def _find_buffers(self, tensors: list[Tensor]) -> None:
         """Know those that are buffers, which stand in the module as others while it is exported."""
@@ -226,8 +143,7 @@ class Constants(TorchFunctionMode):
         return found.flatten(start, start + lead) if lead else found
 
     def _is_mask(self, value: Any) -> bool:
-        is_mask = isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() > 0
-        return is_mask and id(value) in self._known and id(value) not in self._of_batch
+        return isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() > 0 and id(value) in self._known
 
     def _places(self, mask: Tensor) -> tuple[Tensor, ...]:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -246,7 +162,7 @@ class Constants(TorchFunctionMode):
     def _follow(self, func: Any, args: Any, kwargs: Any, made: list[Tensor], tensors: list[Tensor]) -> None:
         """Notes the values of what was made, and makes them."""
         try:
-            result = _run(func, self._values(args), self._values(kwargs))
+            result = run_on_values(func, self._values(args), self._values(kwargs))
         except Exception:  # what is drawn, or cannot be made here (another device): not known
             self._forget(tensors)
             return
@@ -264,9 +180,7 @@ class Constants(TorchFunctionMode):
         self._written |= self._buffers_of(tensors)
         lost = {self._known[id(t)][1].untyped_storage().data_ptr() for t in tensors if id(t) in self._known}
         if lost:
-            gone = {k: v for k, v in self._known.items() if v[1].untyped_storage().data_ptr() in lost}
-            self._lost += [tensor for tensor, _ in gone.values()]
-            self._known = {k: v for k, v in self._known.items() if k not in gone}
+            self._known = {k: v for k, v in self._known.items() if v[1].untyped_storage().data_ptr() not in lost}
 
 
 def _small_buffers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Tensor]]:
@@ -352,7 +266,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _run(func: Any, args: Any, kwargs: Any) -> Any:
+def run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """The call on real tensors, outside of all that traces."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), _Draws():  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)

@@ -4,7 +4,7 @@ nothing, numbers alone, or what is called, is told by two of these."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from autopar.frontend import fakes
 from autopar.frontend.attributes import is_a, items_of, modules_of
+from autopar.frontend.batch_values import Told
 from autopar.frontend.export import forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.inputs import fake_input, name_inputs
@@ -21,16 +22,18 @@ from autopar.frontend.recorder import Record, Source, record
 from autopar.frontend.skeleton import loss_skeleton, skeleton_of
 from autopar.frontend.state_reads import Reads
 from autopar.frontend.state_values import MISSING, Key
+from autopar.frontend.told_values import asking
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOf:
-    """One forward and its loss: a model, an example batch, a loss, and what parameters are cast to."""
+    """One forward and its loss: a model, an example batch, a loss, what parameters are cast to, and what it is told."""
 
     model: nn.Module
     example: tuple[Any, ...] | Mapping[str, Any]
     loss_fn: Callable[..., torch.Tensor] | None
     param_dtype: torch.dtype | None
+    told: Told = field(default_factory=Told)
 
     def numbers(self) -> ForwardNumbers | None:
         """The numbers of a forward as the model is now. None where it cannot run on fake tensors."""
@@ -94,7 +97,8 @@ class ForwardOf:
             loss = loss_skeleton(self.loss_fn, fake)
             prepare(skeleton, loss)
             forward = partial(forward_and_loss, loss_fn=loss, batch=batch, dtype=self.param_dtype)
-            return record(skeleton, (), batch, forward, Results(fake), loss)
+            with asking(self.told.copy()):
+                return record(skeleton, (), batch, forward, Results(fake), loss)
         except Exception:  # whatever a forward cannot do on fake tensors
             return None
 

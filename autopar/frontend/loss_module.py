@@ -11,7 +11,6 @@ from torch import nn
 
 from autopar.errors import TraceError
 from autopar.frontend.attributes import modules_of
-from autopar.frontend.constants import know_batch
 from autopar.frontend.inputs import (
     Batch,
     NamedBatch,
@@ -21,6 +20,7 @@ from autopar.frontend.inputs import (
     split_names,
 )
 from autopar.frontend.operand_dtypes import operands_in
+from autopar.frontend.told_values import know_batch
 
 
 class LossModule(nn.Module):

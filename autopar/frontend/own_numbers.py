@@ -34,6 +34,10 @@ class OwnNumbers:
         self._once = {each.key: each for each in self._start.plain_changes()}
         self._middle, self._read = self._state_of(Reads()), self._state_of(reads)
 
+    def changed_first(self) -> set[str]:
+        """The names of what the first forward changed."""
+        return {each.name for each in self._once.values()}
+
     def note_second(self) -> bool:
         """The second forward was run. Whether it changed something that is followed, which is set back then.
 

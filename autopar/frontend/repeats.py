@@ -39,8 +39,9 @@ from autopar.frontend.function_caches import is_filled
 from autopar.frontend.kept_values import compute_alike
 from autopar.frontend.own_numbers import OwnNumbers, changes_state
 from autopar.frontend.recorder import Record, sources_in
-from autopar.frontend.state_reads import Reads, noted
+from autopar.frontend.state_reads import Reads, home_of, noted
 from autopar.frontend.state_values import object_kinds
+from autopar.frontend.told_values import values_told
 
 State = dict[tuple[str, str], Any]
 """(module path or function, attribute) -> what it holds, comparable."""
@@ -64,7 +65,7 @@ def check_repeats(
     silent = _watch_hooks(model)
     names = {id(tensor): name for name, tensor in named_tensors(model)}
     with _own_random_state() as drawn:
-        held, before = _tensors(model), _state(model, functions)
+        held, before, of_classes = _tensors(model), _state(model, functions), _class_state(model, functions)
         own = OwnNumbers(model, functions[0] if functions else None)
         try:
             attributes = [each for module in modules_of(model) for each in attributes_of(module).values()]
@@ -76,6 +77,11 @@ def check_repeats(
             return
         once, kept = _state(model, functions), _tensors(model)
         own.note_first(reads or Reads())
+        if values_told():
+            changed = (
+                _changed(before, once) | _changed(held, kept) | _changed(of_classes, _class_state(model, functions))
+            )
+            _refuse_told({*(f"{name} of {path}" for path, name in changed), *own.changed_first()})
         replaced = {place for place, each in held.items() if id(each) in names and kept.get(place) is not each}
         named = dict(named_tensors(model))
         try:
@@ -134,6 +140,28 @@ def _state(model: nn.Module, functions: tuple[Any, ...]) -> State:
             place = f"{function.__module__}.{function.__qualname__}"
             found |= {(place, name): _comparable(value) for name, value in used.items()}
     return found
+
+
+def _class_state(model: nn.Module, functions: tuple[Any, ...]) -> State:
+    """Plain values of the user's classes among those of modules."""
+    classes = {kind for _, module in _modules(model, functions) for kind in type(module).__mro__}
+    return {
+        (f"class {kind.__qualname__}", name): value
+        for kind in classes
+        if home_of(kind) not in ("torch", "builtins")
+        for name, value in vars(kind).items()
+        if is_a(value, *SCALARS)
+    }
+
+
+def _refuse_told(changed: Iterable[str]) -> None:
+    """Raises TraceError for state that a forward changes while values of the batch decide what it does."""
+    if names := sorted(changed):
+        raise TraceError(
+            "forward changes state of Python, and values of the batch decide what it does",
+            values=", ".join(names[:3]),
+            alternatives="the state, or what it depends on, as an input of the batch",
+        )
 
 
 def _modules(model: nn.Module, functions: tuple[Any, ...]) -> Iterator[tuple[str, nn.Module]]:

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.errors import TraceError
 from autopar.frontend import fakes
 from autopar.frontend.admission import check_model
-from autopar.frontend.batch_values import Told, asking
+from autopar.frontend.batch_values import Told
 from autopar.frontend.depth import Truncation, equal_runs, shorten
 from autopar.frontend.depth_check import verified
 from autopar.frontend.eager import runs
@@ -41,6 +41,7 @@ from autopar.frontend.repeats import check_repeats
 from autopar.frontend.simplify import simplify
 from autopar.frontend.skeleton import loss_skeleton, skeleton_of
 from autopar.frontend.state_reads import Reads
+from autopar.frontend.told_values import asking
 from autopar.frontend.training_only import write_training_only
 from autopar.frontend.untraceable import UntraceableError, failing
 from autopar.ir.batch_names import batch_key
@@ -116,6 +117,7 @@ def trace(
                 cuts.is_repeatable = False
             with contextlib.suppress(TraceError), asking(told):
                 return _traced(model, batch, loss_fn, batch_size, param_dtype, cuts)
+            told.values.clear()
         if isinstance(error, UntraceableError):
             raise _reason(error, model, loss_fn, batch, param_dtype, cuts) from error
         raise

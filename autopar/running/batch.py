@@ -12,7 +12,7 @@ from autopar.errors import DataError, TraceError
 from autopar.ir.mesh import Mesh
 from codegen.deciding import DecidingValue
 from codegen.program import PipelineProgram, Program, Spec
-from codegen.runtime.batch import BatchError, LocalBatch, check_batch, check_decided, decided
+from codegen.runtime.batch import BatchError, LocalBatch, check_batch, check_decided
 from codegen.runtime.mesh import Axis
 from codegen.runtime.mesh import Mesh as RankMesh
 from codegen.runtime.parameters import Param, shard
@@ -27,15 +27,14 @@ def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], ra
     any_stage, num_micro_batches = program.any, program.any.num_micro_batches
     wanted = {name: Param(spec.shape, dtype=spec.dtype) for name, spec in program.inputs.items()}
     deciding = {each.text: (each.of, each.value) for each in any_stage.deciding}
-    values = decided(batch, deciding)
     try:
         check_batch(batch, wanted, num_micro_batches, any_stage.unused_inputs, any_stage.fixed_inputs)
-        check_decided(values, deciding)
+        check_decided(batch, deciding)
     except BatchError as error:
         raise DataError(str(error)) from None
     mesh, place, inputs = inputs_of(program, rank)
     part = {name: _part(batch[name], spec, num_micro_batches, mesh, place) for name, spec in inputs.items()}
-    return LocalBatch(part, {}, values) if deciding else part
+    return LocalBatch(part, {}, batch) if deciding else part
 
 
 def inputs_of(program: Program | PipelineProgram, rank: int) -> tuple[Mesh, int, Mapping[str, Spec]]:

@@ -107,6 +107,8 @@ def take_also(step: Any, other: GeneratedProgram, init: Init | None = None) -> N
     if other.program.any.offload_optimizer or other.backend == "async-tp":
         what = "async-tp" if other.backend == "async-tp" else f"offload={other.plan.pipeline.offload}"
         raise ConstraintError("a step takes batches of other shapes without it", values=what)
+    if other.remake is not None and other.state is not None and list(other.state.plain_changes()):
+        other = other.remake(other)  # the model was changed since
     made = _shared_step(step, other)
     step.take_also(made, ValueSource(other.model, init, other.loss_fn, tables_of(other.best.graph)))
     if (follower := followed(step)) is not None:

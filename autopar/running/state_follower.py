@@ -68,7 +68,11 @@ class StateFollower:
         let_grow(step)
 
     def take_also(self, compiled: GeneratedProgram, step: Any) -> None:
-        """Keep a program for batches of other shapes in agreement, too."""
+        """Keep a program for other batches in agreement, too: with what its forward reads as well. Collective."""
+        self(False)  # what is noted below is then no change that the first programs lack
+        if compiled.state is not None:
+            self.state.read_also(compiled.state.reads)
+            self.state.note(keep_modes=True)
         self._programs.append(Loaded(compiled, step, len(self._first)))
         self._first.append(compiled)
         self._variant, self._variants = Variant([each.program for each in self._programs]), Variants()

@@ -131,7 +131,11 @@ def _penalised(m: Any, x: Tensor) -> Tensor:
 
 
 def _branch(m: Any, x: Tensor) -> Tensor:
-    return m.lin(x) if x.sum() > 0 else -m.lin(x)  # type: ignore[no-any-return]
+    return m.lin(x) if m.lin(x).sum() > 0 else -m.lin(x)  # type: ignore[no-any-return]
+
+
+def _branch_on_the_batch(m: Any, x: Tensor) -> Tensor:
+    return m.lin(x) if x.isfinite().all() else -m.lin(x)  # type: ignore[no-any-return]
 
 
 def _first_call(m: Any, x: Tensor) -> Tensor:
@@ -161,6 +165,7 @@ def _remembers(m: Any, x: Tensor) -> Tensor:
 
 ACCEPTED: Mapping[str, tuple[Forward, Callable[[Any], object]]] = {
     "autograd.grad": (_penalised, id),
+    "a branch on the batch": (_branch_on_the_batch, id),
     "a lock": (plain, adds("lock", threading.Lock)),
     "a module of Python": (plain, adds("np", lambda: np)),
     "a generator": (plain, adds("items", lambda: (i for i in range(3)))),

@@ -160,8 +160,9 @@ def decided(batch: Mapping[str, Any], deciding: Deciding) -> dict[str, Any]:
     return found
 
 
-def check_decided(found: Mapping[str, Any], deciding: Deciding) -> None:
-    """Raises BatchError unless the values that decide are those that the program was made for."""
+def check_decided(batch: Mapping[str, Any], deciding: Deciding) -> None:
+    """Raises BatchError unless the values of a whole batch that decide are those that the program was made for."""
+    found = decided(batch, deciding)
     other = {text: found[text] for text, (_, value) in deciding.items() if found[text] != value}
     if other:
         was = ", ".join(f"{text} is {value!r} and not {deciding[text][1]!r}" for text, value in other.items())
@@ -235,7 +236,7 @@ class BatchCheck:
     def _check_whole(self, batch: Mapping[str, Any]) -> None:
         check_batch(batch, self.inputs, self.count, self.unused, self.fixed)
         if self.deciding:
-            check_decided(decided(batch, self.deciding), self.deciding)
+            check_decided(batch, self.deciding)
 
     def whole(self, batch: Mapping[str, Any], step: int) -> None:
         """A whole global batch came in; remembers its hash where ranks will compare it. Raises BatchError."""
@@ -274,16 +275,16 @@ class BatchCheck:
 
     def _other_values(self, batch: Mapping[str, Tensor]) -> str:
         """What is wrong with the values of the whole batch that decide, of which this is the rank's part."""
-        found = getattr(batch, "decided", {})
-        if not found and self.mesh.everyone.size == 1:
-            found = decided(batch, self.deciding)
-        if not self.deciding.keys() <= found.keys():
+        whole = getattr(batch, "whole", None)
+        if whole is None and self.mesh.everyone.size == 1:
+            whole = batch
+        if whole is None:
             return (
                 f"values of the whole batch decide what forward does ({', '.join(self.deciding)}), and a rank's part "
                 "does not have them: step.local_batch makes it from a whole batch"
             )
         try:
-            check_decided(found, self.deciding)
+            check_decided(whole, self.deciding)
         except BatchError as error:
             return str(error)
         return ""
@@ -310,13 +311,13 @@ class BatchCheck:
 
 class LocalBatch(dict[str, Tensor]):
     """This rank's part of a batch. unread: whole inputs that the program does not read, but may read after a flag of
-    its model has changed. decided: the whole batch's values that decide what forward does, by their text."""
+    its model has changed. whole: the batch that it is of, where values of that decide what forward does."""
 
     def __init__(
-        self, part: Mapping[str, Tensor], unread: Mapping[str, Tensor], decided: Mapping[str, Any] | None = None
+        self, part: Mapping[str, Tensor], unread: Mapping[str, Tensor], whole: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(part)
-        self.unread, self.decided = unread, decided or {}
+        self.unread, self.whole = unread, whole
 
 
 class _Local:

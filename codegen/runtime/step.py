@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import watch
-from .batch import BatchCheck, LocalBatch, decided
+from .batch import BatchCheck, LocalBatch
 from .by_hand import ByHand
 from .evaluation import evaluate_with_logits, evaluating, require_evaluation
 from .executor import Accumulation, Executor
@@ -376,7 +376,7 @@ class Step(StepState):
         local: dict[str, Tensor] = taking._part_of(flat)
         unread = {name: flat[name] for name in taking._batch.unused if isinstance(flat.get(name), Tensor)}
         if unread or taking._batch.deciding:
-            local = LocalBatch(local, unread, decided(flat, taking._batch.deciding))
+            local = LocalBatch(local, unread, flat)
         if self.first_check is not None:
             self.first_check.given(local, flat, lambda: taking._part_of(self._batch.flat(batch)))
         return local
@@ -387,7 +387,7 @@ class Step(StepState):
             return local_batch
         parts = [part for each in self._running_steps for part in each.parts]
         found = {name: value for part in parts for name, value in part.local_batch(local_batch.unread).items()}
-        return LocalBatch({**found, **local_batch}, local_batch.unread, local_batch.decided) if found else local_batch
+        return LocalBatch({**found, **local_batch}, local_batch.unread, local_batch.whole) if found else local_batch
 
     def _part_of(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for part in self.parts for name, value in part.local_batch(flat).items()}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import TraceError
 from autopar.frontend.trace import trace
+from tests.autopar.interpret import assert_equals_eager
 
 IDS = torch.arange(24).reshape(4, 6) % 16
 
@@ -26,6 +27,15 @@ class Checks(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         found = self.check(ids)
+        scale = found if isinstance(found, int) else 1
+        return self.linear(self.embedding(ids) * scale).square().mean()  # type: ignore[no-any-return]
+
+
+class OfWeights(Checks):
+    """Asks values that depend on parameters, which no example says."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.check(ids + self.embedding(ids).detach().sum(-1).sign().long())
         scale = found if isinstance(found, int) else 1
         return self.linear(self.embedding(ids) * scale).square().mean()  # type: ignore[no-any-return]
 
@@ -96,8 +106,17 @@ def test_a_check_is_left_out_and_told(check: Callable[[Tensor], object]) -> None
 @pytest.mark.parametrize("check", [branching, choosing, catching, warning_or, naming])
 def test_other_branches_on_values_are_refused(check: Callable[[Tensor], object]) -> None:
     with pytest.raises(TraceError) as caught:
-        trace(Checks(check), (IDS,))
+        trace(OfWeights(check), (IDS,))
     assert __file__ in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("check", "scale"), [(branching, 2), (choosing, 2), (catching, 1), (warning_or, 1), (naming, 1)]
+)
+def test_other_branches_on_the_batch_are_taken(check: Callable[[Tensor], object], scale: int) -> None:
+    model = Checks(check)
+    assert_equals_eager(trace(model, (IDS,)), model, {"ids": IDS}, model(IDS))
+    assert check(IDS) == scale
 
 
 def test_the_report_names_the_line() -> None:

@@ -230,19 +230,12 @@ class OfEachRow(Encoder):
         return self.second(torch.stack([self.hidden(x[i, :n]).mean(0) for i, n in enumerate(lengths.tolist())]))
 
 
-class Written(Encoder):
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        lengths = lengths.clone()
-        lengths[0] = 2
-        return self.second(self.hidden(x[:, : int(lengths.max())]).mean(1))
-
-
 class Scaled(Encoder):
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         return self.second(self.hidden(x / x.abs().max().item()).mean(1))
 
 
-@pytest.mark.parametrize("model", [Counted, OfEachRow, Written, Scaled])
+@pytest.mark.parametrize("model", [Counted, OfEachRow, Scaled])
 def test_values_that_differ_in_each_batch_are_refused(model: type[Encoder]) -> None:
     """Counts, floats and values of single rows would take a program for each batch."""
     batch = inputs_of(Longest)
@@ -250,3 +243,192 @@ def test_values_that_differ_in_each_batch_are_refused(model: type[Encoder]) -> N
     with pytest.raises(TraceError, match="values"):
         autopar.compile(model(), "1 cpu", example_inputs=batch, loss_fn=F.cross_entropy)
     assert all(torch.equal(value, batch[name]) for name, value in before.items())
+
+
+def into_zeros(lengths: Tensor) -> Tensor:
+    ends = torch.zeros(9, dtype=torch.long)
+    ends[1:] = lengths.cumsum(0)
+    return ends[1:] - ends[:-1]
+
+
+def into_a_copy(lengths: Tensor) -> Tensor:
+    lengths = lengths.clone()
+    lengths[0] = 2
+    return lengths
+
+
+def into_a_row(lengths: Tensor) -> Tensor:
+    lengths = lengths.clone()
+    lengths[0].fill_(2)
+    return lengths
+
+
+def into_the_input(lengths: Tensor) -> Tensor:
+    lengths.clamp_(max=4)
+    return lengths
+
+
+def through_data(lengths: Tensor) -> Tensor:
+    lengths = lengths.clone()
+    lengths.data.fill_(2)
+    return lengths
+
+
+def through_out(lengths: Tensor) -> Tensor:
+    other = torch.zeros(8, dtype=torch.long)
+    torch.maximum(lengths, torch.ones_like(lengths), out=other)
+    return other
+
+
+def beside_a_written_constant(lengths: Tensor) -> Tensor:
+    less = torch.zeros(8, dtype=torch.long)
+    less[1] = -2
+    return lengths + less
+
+
+def within_a_function(lengths: Tensor) -> Tensor:
+    other = lengths.float()
+    F.threshold(other, 4.0, 1.0, inplace=True)
+    return other
+
+
+class Changed(Encoder):
+    """Asks what was written to before."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.second(self.hidden(x[:, : int(self.change(lengths).max())]).mean(1))
+
+
+WRITES = [
+    *(into_zeros, into_a_copy, into_a_row, into_the_input),
+    *(through_data, through_out, beside_a_written_constant, within_a_function),
+]
+
+
+@pytest.mark.parametrize("change", WRITES)
+def test_what_was_written_to_is_not_told(change: Callable[[Tensor], Tensor]) -> None:
+    """An expression of the batch would leave the write out. The example is left as it was."""
+    batch = inputs_of(Longest)
+    before = {name: value.clone() for name, value in batch.items()}
+    with pytest.raises(TraceError, match="values"):
+        autopar.compile(Changed(change), "1 cpu", example_inputs=batch, loss_fn=F.cross_entropy)
+    assert all(torch.equal(value, batch[name]) for name, value in before.items())
+
+
+def test_inputs_that_functions_write_to_are_left_as_they_were() -> None:
+    class Rectified(Encoder):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return self.second(self.hidden(F.relu(x, inplace=True)[:, : int(lengths.max())]).mean(1))
+
+    batch = inputs_of(Longest)
+    before = batch["x"].clone()
+    autopar.compile(Rectified(), "1 cpu", example_inputs=batch, loss_fn=F.cross_entropy)
+    assert torch.equal(batch["x"], before)
+
+
+class Box:
+    longest = 0
+
+
+_box, _longest = Box(), 0
+
+
+class Keeps(Encoder):
+    """What a batch said is kept for later ones."""
+
+    of_class = 0
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.longest, self.box = kind, None if kind == "first" else 0, Box()
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        global _longest
+        longest = int(lengths.max())
+        if self.kind == "first":
+            longest = self.longest = self.longest or longest
+        if self.kind == "largest":
+            longest = self.longest = max(self.longest or 0, longest)
+        if self.kind == "object":
+            longest = self.box.longest = max(self.box.longest, longest)
+        if self.kind == "global":
+            longest = _longest = max(_longest, longest)
+        if self.kind == "class":
+            longest = Keeps.of_class = max(Keeps.of_class, longest)
+        if self.kind == "buffer":
+            if len(self.table) < longest:
+                self.table = torch.linspace(0, 1, longest)
+            longest = len(self.table)
+        return self.second(self.hidden(x[:, :longest]).mean(1))
+
+
+@pytest.mark.parametrize("kind", ["first", "largest", "object", "global", "class", "buffer"])
+def test_what_a_batch_leaves_in_the_model_is_refused(kind: str) -> None:
+    with pytest.raises(TraceError, match="values"):
+        autopar.compile(Keeps(kind), "1 cpu", example_inputs=inputs_of(Longest), loss_fn=F.cross_entropy)
+
+
+class Limited(Encoder):
+    """A number of the model within what is asked."""
+
+    limit, scale = 4, 1.0
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        if (lengths > self.limit).any():
+            x = x * self.scale * 0.5
+        return self.second(self.hidden(x).mean(1))
+
+
+def test_numbers_of_the_model_are_followed_beside_values() -> None:
+    batches, own = [inputs_of(Longest, index) for index in (0, 0, 1, 1)], Limited()
+    theirs = copy.deepcopy(own)
+    compiled = autopar.compile(own, "1 cpu", example_inputs=batches[0], loss_fn=F.cross_entropy, optimizer=sgd)
+    options: dict[str, Any] = {"loss_fn": F.cross_entropy, "optimizer": sgd, "plan": compiled.plan}
+    step = compiled.build(device="cpu", also=[autopar.compile(own, "1 cpu", example_inputs=batches[2], **options)])
+    losses, expected, optimizer = list[float](), list[float](), sgd(theirs.parameters())
+    for batch, scale in zip(batches, (1.0, 2.0, 2.0, 3.0), strict=True):
+        own.scale = theirs.scale = scale
+        losses.append(float(step(step.local_batch(batch))))
+        loss = F.cross_entropy(theirs(batch["x"], batch["lengths"]), batch["y"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+class ByLength(Encoder):
+    """Reads a number of the model in long batches alone."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.hidden(x * self.scale if x.shape[1] > 4 else x).mean(1))
+
+
+def test_numbers_that_other_programs_read_are_followed() -> None:
+    whole, own = inputs_of(Longest), ByLength()
+    batches = [{"x": whole["x"][:, :length], "y": whole["y"]} for length in (4, 6, 4, 6)]
+    theirs = copy.deepcopy(own)
+    compiled = autopar.compile(own, "1 cpu", example_inputs=batches[0], loss_fn=F.cross_entropy, optimizer=sgd)
+    options: dict[str, Any] = {"loss_fn": F.cross_entropy, "optimizer": sgd, "plan": compiled.plan}
+    other = autopar.compile(own, "1 cpu", example_inputs=batches[1], **options)
+    own.scale = theirs.scale = 2.0
+    step = compiled.build(device="cpu", also=[other])
+    losses = [float(step(step.local_batch(batch))) for batch in batches[:3]]
+    own.scale = 3.0
+    losses.append(float(step(step.local_batch(batches[3]))))
+    optimizer, expected = sgd(theirs.parameters()), list[float]()
+    for batch in batches:
+        theirs.scale = 3.0 if batch is batches[3] else 2.0
+        loss = F.cross_entropy(theirs(batch["x"]), batch["y"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-5)
