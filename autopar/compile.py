@@ -18,7 +18,7 @@ from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
 from autopar.explain.rescue import advised
 from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
-from autopar.frontend.batch_values import Told
+from autopar.frontend.batch_values import Specialization
 from autopar.frontend.evaluation import why_no_evaluation
 from autopar.frontend.expert_padding import with_whole_shares
 from autopar.frontend.forward_numbers import ForwardOf
@@ -27,8 +27,8 @@ from autopar.frontend.inputs import NamedBatch, common_batch, name_inputs
 from autopar.frontend.model_state import ModelState
 from autopar.frontend.padding import padded
 from autopar.frontend.rebatch import BatchedTrace
+from autopar.frontend.specialization import specializing
 from autopar.frontend.state_reads import Reads
-from autopar.frontend.told_values import asking
 from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.chain import buffer_across_units
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
@@ -106,9 +106,9 @@ def compile_with(
     )
     lowered = program_of(best, own)
     inputs = name_inputs(model, options.example_inputs, options.loss_fn)
-    told = Told() if request.reads is None else request.reads.told
-    deciding = tuple(told.values.values())
-    program = with_inputs_of(with_backend(lowered, backend), inputs, deciding)
+    specialization = Specialization() if request.reads is None else request.reads.specialization
+    guards = tuple(specialization.guards.values())
+    program = with_inputs_of(with_backend(lowered, backend), inputs, guards)
     program = program.map(lambda each: replace(each, no_evaluation=request.no_evaluation))
     if not request.gives_logits:
         program = program.map(without_logits)
@@ -131,7 +131,7 @@ def compile_with(
         request=request,
         needs=request.needs,
         state=ModelState(model, options.loss_fn, request.reads),
-        remake=Remake(options, inputs, told),
+        remake=Remake(options, inputs, specialization),
     )
 
 
@@ -153,13 +153,13 @@ def _planned(request: Request, options: CompileOptions, before: Graph | None) ->
 class Remake:
     """Makes a program anew, by the same plan, of the model as it is now: `remake(program)`.
 
-    It keeps the options that the program was made with, and of the batch shapes, dtypes and what forward was told.
+    It keeps the options that the program was made with, and of the batch shapes, dtypes and the values of guards.
     """
 
-    def __init__(self, options: CompileOptions, inputs: NamedBatch, told: Told) -> None:
-        self._told = told.copy()
-        deciding = {name for each in told.values.values() for name in each.inputs}
-        kept = {name: value.detach().clone() for name, value in inputs.items() if name in deciding}
+    def __init__(self, options: CompileOptions, inputs: NamedBatch, specialization: Specialization) -> None:
+        self._specialization = specialization.copy()
+        guarded = {name for each in specialization.guards.values() for name in each.inputs}
+        kept = {name: value.detach().clone() for name, value in inputs.items() if name in guarded}
         outline = NamedBatch(inputs.map(_outline) | kept, inputs.containers)
         self._options = replace(options, example_inputs=outline)
 
@@ -181,7 +181,7 @@ class Remake:
             example=self._options.example_inputs,
             loss_fn=program.loss_fn,
             param_dtype=self._options.dtype,
-            told=self._told,
+            specialization=self._specialization,
         )
 
 
@@ -215,7 +215,7 @@ def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
 
     @functools.cache
     def evaluation() -> tuple[str, str]:
-        with asking(cuts.reads.told):
+        with specializing(cuts.reads.specialization):
             no_logits = why_no_evaluation(model, batch, loss_fn, cuts, with_logits=True)
             return no_logits, no_logits and why_no_evaluation(model, batch, loss_fn, cuts)
 

@@ -96,8 +96,8 @@ def verify_program(
     check_starting("verify")
     named = name_inputs(compiled.model, example_inputs, compiled.loss_fn)
     batches = [_rotated(named, compiled.plan.global_batch_size, shift) for shift in range(steps)]
-    deciding = compiled.program.any.deciding
-    batches = [each if all(v.of(each) == v.value for v in deciding) else batches[0] for each in batches]
+    guards = compiled.program.any.guards
+    batches = [each if all(v.of(each) == v.value for v in guards) else batches[0] for each in batches]
     args = (compiled, batches, max_grad_norm, seed, is_replayed)
     compiled.require_runnable()
     patience = group_seconds(compiled)

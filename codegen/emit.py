@@ -299,8 +299,8 @@ def _batch_facts(program: Program) -> list[str]:
     }
     # Their text is the user's: written by repr alone.
     lines = [line for name, value in facts.items() if value for line in (f"    {name} = {value!r}", "")]
-    if program.deciding:
-        lines += ["    DECIDING = {", *(f"        {each.source}," for each in program.deciding), "    }", ""]
+    if program.guards:
+        lines += ["    GUARDS = {", *(f"        {each.source}," for each in program.guards), "    }", ""]
     return lines
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from codegen.deciding import DecidingValue
+from codegen.guards import Guard
 from codegen.runtime.pipeline_ranks import tiled
 from codegen.text import axes_text, meshes_text
 
@@ -232,7 +232,7 @@ class Program:
     offload_optimizer: where the optimiser's state lives ("": on the device); offload_parameters: ZeRO-3's shards too.
     compression (of ZeRO's collectives), backend: as `Step` takes them. kernels: runs of calls, the update and the
     gradient's norm are fused kernels. fp8: linear layers of layer classes multiply in e4m3 (fp8.py). unused_inputs:
-    tensors of the batch without effect. fixed_inputs: what of it is no tensor. deciding: values of it that decide.
+    tensors of the batch without effect. fixed_inputs: what of it is no tensor. guards: values of it that decide.
     dims: (layer class or "", tensor of the graph) -> what its dims are known to be, "BATCH", or "". no_evaluation: why
     it cannot evaluate. logits: the model's, which giving_logits makes whole after logits_at statements of forward.
     """
@@ -264,7 +264,7 @@ class Program:
     sums: tuple[Var, ...] = ()
     unused_inputs: tuple[str, ...] = ()
     fixed_inputs: Mapping[str, Any] = field(default_factory=dict)
-    deciding: tuple[DecidingValue, ...] = ()
+    guards: tuple[Guard, ...] = ()
     no_evaluation: str = ""
     dims: Mapping[tuple[str, str, int], tuple[str, ...]] = field(default_factory=dict)
     logits: Var | None = None

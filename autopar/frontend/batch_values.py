@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codegen.deciding import DecidingValue
+from codegen.guards import Guard
 
 MOST_NUMBERS = 16
-"""Numbers of a list that forward may be told."""
+"""The longest list of numbers that forward may get."""
 _LONGEST = 500
 _SYMBOLS = {
     **{"__add__": "+", "__sub__": "-", "__mul__": "*", "__truediv__": "/", "__floordiv__": "//", "__mod__": "%"},
@@ -28,21 +28,21 @@ _COUNTS = re.compile(r"\.(sum|nansum|count_nonzero|mean|nanmean|nonzero|cumsum|p
 
 
 @dataclass(slots=True)
-class Told:
-    """What forward is told of the example batch.
+class Specialization:
+    """How a trace depends on values of the example batch.
 
-    values: what it asked for, by their code, with inputs of `shapes`. is_told: it is told them, since it cannot be
-    traced without. is_traced: it was, told or not.
+    guards: the values that forward asked for, by their code, with inputs of `shapes`. is_on: forward gets values,
+    because it cannot be traced without them. is_traced: a trace succeeded.
     """
 
-    values: dict[str, DecidingValue] = field(default_factory=dict)
+    guards: dict[str, Guard] = field(default_factory=dict)
     shapes: Any = None
-    is_told: bool = False
+    is_on: bool = False
     is_traced: bool = False
 
-    def copy(self) -> Told:
-        """The same, of its own."""
-        return replace(self, values=dict(self.values))
+    def copy(self) -> Specialization:
+        """Return a copy with a table of its own."""
+        return replace(self, guards=dict(self.guards))
 
 
 class NoExpressionError(Exception):
@@ -50,12 +50,12 @@ class NoExpressionError(Exception):
 
 
 def code_of_input(name: str) -> str:
-    """The expression of an input."""
+    """Return the expression of an input."""
     return f'batch["{name}"]'
 
 
 def expression(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], codes: Mapping[int, str]) -> str | None:
-    """The code of a call, or None. codes: of the tensors among its arguments, by their ids."""
+    """Return the code of a call, or None. codes: of the tensors among its arguments, by their ids."""
     try:
         found = _call(func, name, list(args), dict(kwargs), codes)
     except NoExpressionError:
@@ -64,7 +64,7 @@ def expression(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], codes
 
 
 def question(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], codes: Mapping[int, str]) -> str | None:
-    """The code of what a call asks for values, or None."""
+    """Return the code of a call that asks for a value, or None."""
     if name in _NUMBERS and len(args) == 1 and id(args[0]) in codes:
         return _NUMBERS[name].format(codes[id(args[0])])
     if name == "__contains__" and len(args) == 2 and id(args[0]) in codes:
@@ -73,7 +73,7 @@ def question(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], codes: 
 
 
 def is_of_one_row(name: str, args: Sequence[Any], rows: int) -> bool:
-    """Whether a call takes single rows out of a tensor of all: what they are is another in every batch."""
+    """Return whether a call takes single rows out of a tensor of all rows, which differ in every batch."""
     if not args or not isinstance(args[0], Tensor) or args[0].shape[:1] != (rows,):
         return False
     index = args[1] if len(args) > 1 else None
@@ -81,7 +81,7 @@ def is_of_one_row(name: str, args: Sequence[Any], rows: int) -> bool:
 
 
 def may_decide(code: str, value: Any) -> bool:
-    """Whether forward may be told a value: one that is likely to be the same in other batches."""
+    """Return whether forward may get a value: one that is likely to be the same in other batches."""
     if isinstance(value, bool):
         return True
     if _COUNTS.search(code):
@@ -165,7 +165,7 @@ def _sequence(values: Sequence[Any], codes: Mapping[int, str]) -> str:
 
 
 def parts_of(code: str, result: Any) -> Iterator[tuple[Tensor, str]]:
-    """(tensor, code) of what a call gave, as far as it is its result or lies in it side by side."""
+    """Yield (tensor, code) for the result of a call, or for the tensors of a flat tuple or list."""
     if isinstance(result, Tensor):
         yield result, code
     elif isinstance(result, (tuple, list)):

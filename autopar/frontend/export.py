@@ -32,8 +32,8 @@ from autopar.frontend.masks import plain_masks
 from autopar.frontend.module_moves import moved_in_place
 from autopar.frontend.one_process import as_one_process
 from autopar.frontend.running_statistics import written_statistics
+from autopar.frontend.specialization import Specializing
 from autopar.frontend.strided import ByPosition
-from autopar.frontend.told_values import ToldValues
 from autopar.frontend.untraceable import flex_attention, untraceable
 from autopar.frontend.user_line import innermost_lines
 from autopar.frontend.value_checks import skipped_checks
@@ -104,7 +104,7 @@ def traceable(
         written_statistics(),
         Unwritten(),
         Constants(module),
-        ToldValues(),
+        Specializing(),
         innermost_lines(),
         drawn_numbers([] if drawn is None else drawn),
         traceable_gradients(),

@@ -13,27 +13,27 @@ from torch import nn
 
 from autopar.frontend import fakes
 from autopar.frontend.attributes import is_a, items_of, modules_of
-from autopar.frontend.batch_values import Told
+from autopar.frontend.batch_values import Specialization
 from autopar.frontend.export import forward_and_loss
 from autopar.frontend.fakes import Results
 from autopar.frontend.inputs import fake_input, name_inputs
 from autopar.frontend.model_state import ModelState
 from autopar.frontend.recorder import Record, Source, record
 from autopar.frontend.skeleton import loss_skeleton, skeleton_of
+from autopar.frontend.specialization import specializing
 from autopar.frontend.state_reads import Reads
 from autopar.frontend.state_values import MISSING, Key
-from autopar.frontend.told_values import asking
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardOf:
-    """One forward and its loss: a model, an example batch, a loss, what parameters are cast to, and what it is told."""
+    """One forward and its loss: a model, an example batch, a loss, what parameters are cast to, and its guards."""
 
     model: nn.Module
     example: tuple[Any, ...] | Mapping[str, Any]
     loss_fn: Callable[..., torch.Tensor] | None
     param_dtype: torch.dtype | None
-    told: Told = field(default_factory=Told)
+    specialization: Specialization = field(default_factory=Specialization)
 
     def numbers(self) -> ForwardNumbers | None:
         """The numbers of a forward as the model is now. None where it cannot run on fake tensors."""
@@ -97,7 +97,7 @@ class ForwardOf:
             loss = loss_skeleton(self.loss_fn, fake)
             prepare(skeleton, loss)
             forward = partial(forward_and_loss, loss_fn=loss, batch=batch, dtype=self.param_dtype)
-            with asking(self.told.copy()):
+            with specializing(self.specialization.copy()):
                 return record(skeleton, (), batch, forward, Results(fake), loss)
         except Exception:  # whatever a forward cannot do on fake tensors
             return None

@@ -20,7 +20,7 @@ from autopar.frontend.inputs import (
     split_names,
 )
 from autopar.frontend.operand_dtypes import operands_in
-from autopar.frontend.told_values import know_batch
+from autopar.frontend.specialization import begin_forward
 
 
 class LossModule(nn.Module):
@@ -51,7 +51,7 @@ class LossModule(nn.Module):
         self.values = example_values(batch)
 
     def forward(self, **batch: Any) -> Any:
-        know_batch(batch, self.values)
+        begin_forward(batch, self.values)
         given = arguments_of_batch({name: batch[name] for name in self.names}, self.containers)
         model_names, loss_names = split_names(self.model, tuple(given), self.loss_fn)
         positional, keyword = model_arguments(self.model, {name: given[name] for name in model_names})

@@ -39,9 +39,9 @@ from autopar.frontend.function_caches import is_filled
 from autopar.frontend.kept_values import compute_alike
 from autopar.frontend.own_numbers import OwnNumbers, changes_state
 from autopar.frontend.recorder import Record, sources_in
+from autopar.frontend.specialization import current_guards
 from autopar.frontend.state_reads import Reads, home_of, noted
 from autopar.frontend.state_values import object_kinds
-from autopar.frontend.told_values import values_told
 
 State = dict[tuple[str, str], Any]
 """(module path or function, attribute) -> what it holds, comparable."""
@@ -77,11 +77,11 @@ def check_repeats(
             return
         once, kept = _state(model, functions), _tensors(model)
         own.note_first(reads or Reads())
-        if values_told():
+        if current_guards():
             changed = (
                 _changed(before, once) | _changed(held, kept) | _changed(of_classes, _class_state(model, functions))
             )
-            _refuse_told({*(f"{name} of {path}" for path, name in changed), *own.changed_first()})
+            _refuse_specialized({*(f"{name} of {path}" for path, name in changed), *own.changed_first()})
         replaced = {place for place, each in held.items() if id(each) in names and kept.get(place) is not each}
         named = dict(named_tensors(model))
         try:
@@ -154,7 +154,7 @@ def _class_state(model: nn.Module, functions: tuple[Any, ...]) -> State:
     }
 
 
-def _refuse_told(changed: Iterable[str]) -> None:
+def _refuse_specialized(changed: Iterable[str]) -> None:
     """Raises TraceError for state that a forward changes while values of the batch decide what it does."""
     if names := sorted(changed):
         raise TraceError(

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from autopar.frontend.attributes import attribute, dict_of, is_a
-from autopar.frontend.batch_values import Told
+from autopar.frontend.batch_values import Specialization
 from autopar.frontend.one_process import PLACE
 
 _TORCH = f"{Path(torch.__file__).parent}/"
@@ -52,7 +52,8 @@ class Reads:
     attributes: of modules, by their class, each with the line that read it first. variables: of namespaces (a module's
     globals, or a class), by name. fields: of objects that modules and the loss hold. advanced: numbers, flags
     and texts that every forward changes itself, by kinds of places (`ModelState.kind_of`), with their names. deciding:
-    the last names of buffers whose values decided what forward does. told: values of the batch that did.
+    the last names of buffers whose values decided what forward does. specialization: values of the batch
+    that did.
     """
 
     attributes: dict[type, dict[str, Line]] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class Reads:
     is_complete: bool = False
     advanced: dict[Any, str] = field(default_factory=dict)
     deciding: set[str] = field(default_factory=set)
-    told: Told = field(default_factory=Told)
+    specialization: Specialization = field(default_factory=Specialization)
 
     def joined(self, other: Reads) -> Reads:
         """Both: each read with the line that was noted first."""
@@ -73,7 +74,7 @@ class Reads:
             is_complete=self.is_complete and other.is_complete,
             advanced={**other.advanced, **self.advanced},
             deciding=self.deciding | other.deciding,
-            told=self.told if self.told.is_traced else other.told,
+            specialization=self.specialization if self.specialization.is_traced else other.specialization,
         )
 
     def asks_mode(self) -> bool:

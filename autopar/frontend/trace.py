@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.errors import TraceError
 from autopar.frontend import fakes
 from autopar.frontend.admission import check_model
-from autopar.frontend.batch_values import Told
+from autopar.frontend.batch_values import Specialization
 from autopar.frontend.depth import Truncation, equal_runs, shorten
 from autopar.frontend.depth_check import verified
 from autopar.frontend.eager import runs
@@ -40,8 +40,8 @@ from autopar.frontend.recorder import Record, record
 from autopar.frontend.repeats import check_repeats
 from autopar.frontend.simplify import simplify
 from autopar.frontend.skeleton import loss_skeleton, skeleton_of
+from autopar.frontend.specialization import specializing
 from autopar.frontend.state_reads import Reads
-from autopar.frontend.told_values import asking
 from autopar.frontend.training_only import write_training_only
 from autopar.frontend.untraceable import UntraceableError, failing
 from autopar.ir.batch_names import batch_key
@@ -104,20 +104,23 @@ def trace(
     """
     check_model(model, param_dtype)
     batch = name_inputs(model, example_inputs, loss_fn)
-    told = cuts.reads.told if isinstance(cuts, Cuts) else Told()
+    specialization = cuts.reads.specialization if isinstance(cuts, Cuts) else Specialization()
     try:
-        with asking(told):
+        with specializing(specialization):
             graph = _traced(model, batch, loss_fn, batch_size, param_dtype, cuts)
-        told.is_traced = True
+        specialization.is_traced = True
         return graph
     except TraceError as error:
-        if not (told.is_traced or told.is_told) and example_values(batch):
-            told.is_told = True  # without values of the batch there is no trace
+        if not (specialization.is_traced or specialization.is_on) and example_values(batch):
+            specialization.is_on = True  # without values of the batch there is no trace
             if isinstance(cuts, Cuts):
                 cuts.is_repeatable = False
-            with contextlib.suppress(TraceError), asking(told):
-                return _traced(model, batch, loss_fn, batch_size, param_dtype, cuts)
-            told.values.clear()
+            with contextlib.suppress(TraceError), specializing(specialization):
+                graph = _traced(model, batch, loss_fn, batch_size, param_dtype, cuts)
+                specialization.is_traced = True
+                return graph
+            specialization.is_on = False
+            specialization.guards.clear()
         if isinstance(error, UntraceableError):
             raise _reason(error, model, loss_fn, batch, param_dtype, cuts) from error
         raise

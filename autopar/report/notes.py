@@ -21,7 +21,7 @@ def notes_of(compiled: GeneratedProgram) -> tuple[str, ...]:
     cut = {op.node.op.split(".")[1] for op in compiled.best.operators.values() if op.known and function_of(op.node.op)}
     if cut:
         notes.append(f"custom Functions, cut as the operators that they call may be: {', '.join(sorted(cut))}")
-    values = [f"{each.text} is {each.value!r}" for each in compiled.program.any.deciding]
+    values = [f"{each.text} is {each.value!r}" for each in compiled.program.any.guards]
     notes += [f"a value of the batch decides what forward does: {text} in the example" for text in values]
     notes += [f"a check of values that the program leaves out: {line}" for line in compiled.best.graph.unchecked]
     if compiled.plan.compression and not compiled.plan.compresses:

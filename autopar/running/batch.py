@@ -10,9 +10,9 @@ import torch
 
 from autopar.errors import DataError, TraceError
 from autopar.ir.mesh import Mesh
-from codegen.deciding import DecidingValue
+from codegen.guards import Guard
 from codegen.program import PipelineProgram, Program, Spec
-from codegen.runtime.batch import BatchError, LocalBatch, check_batch, check_decided
+from codegen.runtime.batch import BatchError, LocalBatch, check_batch, check_guards
 from codegen.runtime.mesh import Axis
 from codegen.runtime.mesh import Mesh as RankMesh
 from codegen.runtime.parameters import Param, shard
@@ -26,15 +26,15 @@ def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], ra
     """
     any_stage, num_micro_batches = program.any, program.any.num_micro_batches
     wanted = {name: Param(spec.shape, dtype=spec.dtype) for name, spec in program.inputs.items()}
-    deciding = {each.text: (each.of, each.value) for each in any_stage.deciding}
+    guards = {each.text: (each.of, each.value) for each in any_stage.guards}
     try:
         check_batch(batch, wanted, num_micro_batches, any_stage.unused_inputs, any_stage.fixed_inputs)
-        check_decided(batch, deciding)
+        check_guards(batch, guards)
     except BatchError as error:
         raise DataError(str(error)) from None
     mesh, place, inputs = inputs_of(program, rank)
     part = {name: _part(batch[name], spec, num_micro_batches, mesh, place) for name, spec in inputs.items()}
-    return LocalBatch(part, {}, batch) if deciding else part
+    return LocalBatch(part, {}, batch) if guards else part
 
 
 def inputs_of(program: Program | PipelineProgram, rank: int) -> tuple[Mesh, int, Mapping[str, Spec]]:
@@ -53,7 +53,7 @@ def _part(whole: torch.Tensor, spec: Spec, num_micro: int, mesh: Mesh, rank: int
 
 
 def with_inputs_of(
-    program: Program | PipelineProgram, batch: Mapping[str, Any], deciding: Iterable[DecidingValue] = ()
+    program: Program | PipelineProgram, batch: Mapping[str, Any], guards: Iterable[Guard] = ()
 ) -> Program | PipelineProgram:
     """The program, told what else the example batch has than the tensors that it reads, and what of it decides.
 
@@ -61,7 +61,7 @@ def with_inputs_of(
     constants of the program, and other objects cannot be compared with those of a later batch.
     """
     unused = tuple(n for n, value in batch.items() if isinstance(value, torch.Tensor) and n not in program.inputs)
-    fixed, values = {n: value for n, value in batch.items() if not isinstance(value, torch.Tensor)}, tuple(deciding)
+    fixed, values = {n: value for n, value in batch.items() if not isinstance(value, torch.Tensor)}, tuple(guards)
     for name, value in fixed.items():
         if not is_plain(value):
             raise TraceError(
@@ -69,7 +69,7 @@ def with_inputs_of(
                 values=f"{name} is a {type(value).__name__}",
                 alternatives="tensors under names of their own; numbers, text, None, and lists and dicts of those",
             )
-    return program.map(lambda each: replace(each, unused_inputs=unused, fixed_inputs=fixed, deciding=values))
+    return program.map(lambda each: replace(each, unused_inputs=unused, fixed_inputs=fixed, guards=values))
 
 
 def cut(tensor: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:

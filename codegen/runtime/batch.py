@@ -31,9 +31,8 @@ _HOW = (
 )
 
 
-Deciding = Mapping[str, tuple[Callable[[Mapping[str, Tensor]], Any], Any]]
-"""Values of a whole batch that decide what forward does: by their text, how each is computed, and the one that the
-program was made for."""
+Guards = Mapping[str, tuple[Callable[[Mapping[str, Tensor]], Any], Any]]
+"""The values of a whole batch that a program is specialized on: by text, a function of the batch and the value."""
 
 
 class BatchError(ValueError):
@@ -149,10 +148,10 @@ def _refuse_shape(name: str, value: Tensor, spec: Expected, count: int) -> None:
     raise BatchError(text)
 
 
-def decided(batch: Mapping[str, Any], deciding: Deciding) -> dict[str, Any]:
-    """The values of a whole batch that decide, by their text; an error's, where one cannot be computed."""
+def guarded_values(batch: Mapping[str, Any], guards: Guards) -> dict[str, Any]:
+    """Return the guarded values of a whole batch by their text, or the text of an error."""
     found: dict[str, Any] = {}
-    for text, (compute, _) in deciding.items():
+    for text, (compute, _) in guards.items():
         try:
             found[text] = compute(_OnHost(batch))
         except Exception as error:  # whatever torch raises of other shapes
@@ -160,16 +159,16 @@ def decided(batch: Mapping[str, Any], deciding: Deciding) -> dict[str, Any]:
     return found
 
 
-def check_decided(batch: Mapping[str, Any], deciding: Deciding) -> None:
-    """Raises BatchError unless the values of a whole batch that decide are those that the program was made for."""
-    found = decided(batch, deciding)
-    other = {text: found[text] for text, (_, value) in deciding.items() if found[text] != value}
+def check_guards(batch: Mapping[str, Any], guards: Guards) -> None:
+    """Raises BatchError unless a whole batch has the values that the program is specialized on."""
+    found = guarded_values(batch, guards)
+    other = {text: found[text] for text, (_, value) in guards.items() if found[text] != value}
     if other:
-        was = ", ".join(f"{text} is {value!r} and not {deciding[text][1]!r}" for text, value in other.items())
+        was = ", ".join(f"{text} is {value!r}, not {guards[text][1]!r}" for text, value in other.items())
         raise BatchError(
-            f"values of the batch decide what forward does, and the program was made for others: {was}; Trainer makes "
-            "a program for each, and a loop builds its step with "
-            "also=[compile(..., example_inputs=another_batch, plan=program.plan)]"
+            f"values of the batch decide what forward does, and this batch has others than the program: {was}. Trainer "
+            "makes a program for each value; in a loop of your own, use "
+            "build(also=[compile(..., example_inputs=another_batch, plan=program.plan)])"
         )
 
 
@@ -204,7 +203,7 @@ class BatchCheck:
         self.inputs = {name: spec for root in roots for name, spec in root.INPUTS.items()}
         self.unused = tuple(name for root in roots for name in root.UNUSED_INPUTS)
         self.fixed = {name: value for root in roots for name, value in root.FIXED_INPUTS.items()}
-        self.deciding = {text: entry for root in roots for text, entry in root.DECIDING.items()}
+        self.guards = {text: entry for root in roots for text, entry in root.GUARDS.items()}
         self.own = {name: spec for model in models for name, spec in model.INPUTS.items()}
         self.local_shapes = {name: spec.local_shape(mesh) for name, spec in self.own.items()}
         self._whole: str | None = None
@@ -235,8 +234,8 @@ class BatchCheck:
 
     def _check_whole(self, batch: Mapping[str, Any]) -> None:
         check_batch(batch, self.inputs, self.count, self.unused, self.fixed)
-        if self.deciding:
-            check_decided(batch, self.deciding)
+        if self.guards:
+            check_guards(batch, self.guards)
 
     def whole(self, batch: Mapping[str, Any], step: int) -> None:
         """A whole global batch came in; remembers its hash where ranks will compare it. Raises BatchError."""
@@ -271,20 +270,20 @@ class BatchCheck:
             check_batch(given, shapes, self.count)
         except BatchError as error:
             return f"{error} (this rank's part; step.local_batch makes it from a whole batch)"
-        return self._other_values(batch) if self.deciding else ""
+        return self._other_values(batch) if self.guards else ""
 
     def _other_values(self, batch: Mapping[str, Tensor]) -> str:
-        """What is wrong with the values of the whole batch that decide, of which this is the rank's part."""
+        """Return what is wrong with the guarded values of the whole batch that this part is of; "" if nothing is."""
         whole = getattr(batch, "whole", None)
         if whole is None and self.mesh.everyone.size == 1:
             whole = batch
         if whole is None:
             return (
-                f"values of the whole batch decide what forward does ({', '.join(self.deciding)}), and a rank's part "
-                "does not have them: step.local_batch makes it from a whole batch"
+                f"values of the whole batch decide what forward does ({', '.join(self.guards)}), and a rank's part "
+                "does not show them: step.local_batch makes the part from a whole batch"
             )
         try:
-            check_decided(whole, self.deciding)
+            check_guards(whole, self.guards)
         except BatchError as error:
             return str(error)
         return ""

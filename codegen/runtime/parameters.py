@@ -223,7 +223,7 @@ class Module(HoldingParts):
     in training changes. LAYERS (root only): class -> the paths of its instances in order of use. INPUTS (root only):
     what `forward` takes besides num_targets and sums, with the global shape of one micro-batch. UNUSED_INPUTS,
     FIXED_INPUTS (root only): what else a batch may hold, tensors that nothing depends on, and values that are no
-    tensors and that the program was made with. DECIDING (root only): as `batch.Deciding`. NO_EVALUATION (root only):
+    tensors and that the program was made with. GUARDS (root only): as `batch.Guards`. NO_EVALUATION (root only):
     why there is no evaluation mode, if there is none.
     RECOMPUTE, OFFLOAD (root only): class, a `recompute.MemorySaving` -> for each of its instances what becomes its
     attribute `recompute` ("none", "selective", "full") and `offload_activations`; none where a class is absent.
@@ -240,7 +240,7 @@ class Module(HoldingParts):
     INPUTS: ClassVar[Mapping[str, Param]] = {}
     UNUSED_INPUTS: ClassVar[tuple[str, ...]] = ()
     FIXED_INPUTS: ClassVar[Mapping[str, Any]] = {}
-    DECIDING: ClassVar[Mapping[str, tuple[Callable[[Mapping[str, torch.Tensor]], Any], Any]]] = {}
+    GUARDS: ClassVar[Mapping[str, tuple[Callable[[Mapping[str, torch.Tensor]], Any], Any]]] = {}
     NO_EVALUATION: ClassVar[str] = ""
     JOINTS: ClassVar[tuple[tuple[str, ...], ...]] = ()
     RECEIVES: ClassVar[Mapping[str, Param]] = {}

@@ -375,7 +375,7 @@ class Step(StepState):
         taking._batch.whole(flat, self.rng.step)
         local: dict[str, Tensor] = taking._part_of(flat)
         unread = {name: flat[name] for name in taking._batch.unused if isinstance(flat.get(name), Tensor)}
-        if unread or taking._batch.deciding:
+        if unread or taking._batch.guards:
             local = LocalBatch(local, unread, flat)
         if self.first_check is not None:
             self.first_check.given(local, flat, lambda: taking._part_of(self._batch.flat(batch)))

@@ -1,4 +1,4 @@
-"""A value of the whole batch that decides what forward does, such as `int(lengths.max())` where it is a size."""
+"""Guards: values of the whole batch that a program is specialized on, such as `int(lengths.max())` as a size."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ _INPUT = re.compile(r'batch\["(\w+)"\]')
 
 
 @dataclass(frozen=True, slots=True)
-class DecidingValue:
-    """code: an expression of torch and `batch`, a mapping of tensors on the CPU. value: the one that a program is made
-    for."""
+class Guard:
+    """A value that every batch of a program must have.
+
+    code: an expression of torch and `batch`, a mapping of tensors on the CPU. value: what it is in the example batch.
+    """
 
     code: str
     value: Any
@@ -28,14 +30,14 @@ class DecidingValue:
 
     @property
     def inputs(self) -> frozenset[str]:
-        """The names of the inputs that it is computed of."""
+        """The names of the inputs in the expression."""
         return frozenset(_INPUT.findall(self.code))
 
     @property
     def source(self) -> str:
-        """Its entry in `Module.DECIDING`."""
+        """The entry in `Module.GUARDS`."""
         return f"{json.dumps(self.text, ensure_ascii=False)}: (lambda batch: {self.code}, {self.value!r})"
 
     def of(self, batch: Mapping[str, Any]) -> Any:
-        """What it is in a batch."""
+        """Return the value of a batch."""
         return eval(self.code, {"torch": torch, "batch": batch})  # noqa: S307  # code of `batch_values.expression`

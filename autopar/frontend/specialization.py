@@ -1,11 +1,9 @@
-"""Values of the batch that decide what forward does: `int(lengths.max())` as a size, `if torch.isnan(x).any():`.
+"""Specialize a trace on values of the batch that forward asks for: `int(lengths.max())` as a size, `if mask.all():`.
 
-Beside each call on tensors of the batch and of numbers alone, the same call runs on the example batch, so that forward
-can be told what it asks for. What it asked is kept as an expression (batch_values.py): the program is made for its
-value, and each later batch is looked at before it is taken.
-
-A tensor that was written to, or of which a part was, is not known any more: torch counts the writes to a tensor and
-all its views. Numbers that differ in nearly every batch are not told: floats, counts, and those of single rows.
+Each call on tensors of the batch, or of constants, also runs on the example batch. When forward asks for a value, it
+gets the example's, and the expression becomes a guard of the program (batch_values.py): every later batch is checked
+against it. A tensor drops out once anything writes to it or to one of its views, by torch's version counter. Floats,
+counts and values of single rows differ in nearly every batch, so forward never gets them.
 """
 
 from __future__ import annotations
@@ -23,44 +21,51 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from autopar.frontend.batch_values import Told, code_of_input, expression, is_of_one_row, may_decide, parts_of, question
+from autopar.frontend.batch_values import (
+    Specialization,
+    code_of_input,
+    expression,
+    is_of_one_row,
+    may_decide,
+    parts_of,
+    question,
+)
 from autopar.frontend.constants import ASKS, is_static, leaves, may_write, run_on_values
 from autopar.frontend.inputs import MOST_KNOWN, common_batch
 from autopar.frontend.value_checks import in_check
-from codegen.deciding import DecidingValue
+from codegen.guards import Guard
 
 _thread = threading.local()
 
 
 @contextlib.contextmanager
-def asking(told: Told) -> Iterator[None]:
-    """Within it, this thread's forwards are told what they may be, which is added to `told`."""
-    before, _thread.told = getattr(_thread, "told", None), told
+def specializing(specialization: Specialization) -> Iterator[None]:
+    """Let this thread's forwards be specialized, if it is on, and add their guards to it."""
+    before, _thread.current = getattr(_thread, "current", None), specialization
     try:
         yield
     finally:
-        _thread.told = before
+        _thread.current = before
 
 
-def values_told() -> Mapping[str, DecidingValue]:
-    """What this thread's forwards were told."""
-    told: Told | None = getattr(_thread, "told", None)
-    return told.values if told is not None else {}
+def current_guards() -> Mapping[str, Guard]:
+    """Return the guards of this thread's forwards so far."""
+    current: Specialization | None = getattr(_thread, "current", None)
+    return current.guards if current is not None else {}
 
 
-def know_batch(batch: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
-    """A forward that is traced in this thread begins with these inputs. values: those of the example batch, as far as
-    they are known."""
-    told: Told | None = getattr(_thread, "told", None)
+def begin_forward(batch: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
+    """Note the inputs of a forward that is traced in this thread. values: those of the example batch, where known."""
+    current: Specialization | None = getattr(_thread, "current", None)
     modes = getattr(_thread, "modes", ())
-    if values and modes and told is not None and told.is_told:
-        modes[-1].know({name: each for name, each in batch.items() if isinstance(each, Tensor)}, values)
+    if values and modes and current is not None and current.is_on:
+        modes[-1].begin({name: each for name, each in batch.items() if isinstance(each, Tensor)}, values)
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A tensor of the batch or of numbers. value: of the example. version: torch's count of writes to the tensor.
-    sources: what it was computed of."""
+    """A tensor computed from the batch or from constants. value: of the example. version: torch's count of writes to
+    the tensor. sources: its operands."""
 
     tensor: Tensor
     value: Tensor
@@ -82,14 +87,14 @@ class _Entry:
 
 
 def _num_writes(tensor: Tensor) -> int:
-    """Torch's count of writes. Forwards that are recorded have none (inference mode): the export of the same forward
-    has, and fails where it is not told what a record was."""
+    """Return torch's count of writes; 0 for records, which run in inference mode. The export of the same forward counts
+    them, and fails where a record got a value that it must not have."""
     with torch._C.DisableTorchFunction():
         return 0 if tensor.is_inference() else tensor._version
 
 
-class ToldValues(TorchFunctionMode):
-    """Within it forward is told values of the example batch, once `know` was called."""
+class Specializing(TorchFunctionMode):
+    """Answer questions for values from the example batch, once `begin` was called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,9 +103,9 @@ class ToldValues(TorchFunctionMode):
         self._batch: dict[str, Tensor] = {}
         self._shapes: Any = ()
         self._rows = 0
-        self._is_off = True
+        self._is_off, self._is_recorded = True, False
 
-    def __enter__(self) -> ToldValues:
+    def __enter__(self) -> Specializing:
         super().__enter__()  # type: ignore[no-untyped-call]
         _thread.modes = [*getattr(_thread, "modes", ()), self]
         return self
@@ -109,15 +114,15 @@ class ToldValues(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         _thread.modes = _thread.modes[:-1]
 
-    def know(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        """Forward begins with these inputs."""
+    def begin(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        """Note the inputs of forward, and those of the example."""
         self._shapes = tuple((name, tuple(tensor.shape)) for name, tensor in batch.items())
-        told: Told | None = getattr(_thread, "told", None)
-        assert told is not None
-        told.shapes = told.shapes or self._shapes
+        current: Specialization = _thread.current
+        current.shapes = current.shapes or self._shapes
         self._rows, self._is_off = common_batch(batch), False
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             self._batch = {name: value.clone().cpu() for name, value in values.items()}
+        self._is_recorded = any(value.is_inference() for value in self._batch.values())
         for name, value in self._batch.items():
             self._note(batch[name], value, code_of_input(name), (), is_of_batch=True)
 
@@ -135,7 +140,7 @@ class ToldValues(TorchFunctionMode):
         if len(sources) < len(entries) or not all(each.is_fresh() for each in sources):
             return func(*args, **kwargs)
         if name in ASKS and any(each.is_of_batch for each in sources):
-            value = self._told(func, name, args, kwargs)
+            value = self._answer(func, name, args, kwargs)
             return func(*args, **kwargs) if value is None else value
         result = func(*args, **kwargs)
         is_plain = not isinstance(func, (OpOverload, OpOverloadPacket)) and not may_write(func, name, kwargs)
@@ -143,36 +148,35 @@ class ToldValues(TorchFunctionMode):
             self._follow(func, name, args, kwargs, result, sources)
         return result
 
-    def _told(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """The value that is asked for; None where forward is not told it."""
+    def _answer(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Return the value that forward asks for, and guard it; None where forward must not have it."""
         codes = {key: entry.code for key, entry in self._entries.items()}
         code = (
             None if is_of_one_row(name, args, self._rows) or in_check() else question(func, name, args, kwargs, codes)
         )
         if code is None:
             return None
-        deciding = DecidingValue(code, None)
         try:
             value = run_on_values(func, self._values(args), self._values(kwargs))
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                again = deciding.of(self._batch)
+                again = Guard(code, None).of(self._batch)
         except Exception:  # whatever torch raises of other shapes, or Python of the code
             return None
         is_same = type(again) is type(value) and again == value
         if not is_same or not may_decide(code, value):
             return None
-        return value if self._note_value(DecidingValue(code, value)) else None
+        return value if self._guard(Guard(code, value)) else None
 
-    def _note_value(self, value: DecidingValue) -> bool:
-        """Whether forward is told this value, which is noted: at other shapes than the first only what it was told
-        there, since all programs of a batch do the same."""
-        told: Told = _thread.told
-        if told.shapes == self._shapes:
-            told.values.setdefault(value.code, value)
-        return value.code in told.values
+    def _guard(self, guard: Guard) -> bool:
+        """Add a guard, and return whether there is one: with other shapes than the first, forward gets only the values
+        that it got there, since all programs of a batch compute the same."""
+        current: Specialization = _thread.current
+        if current.shapes == self._shapes:
+            current.guards.setdefault(guard.code, guard)
+        return guard.code in current.guards
 
     def _follow(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, sources: tuple[_Entry, ...]) -> None:
-        """Note what was made of tensors that are known, with its value and expression."""
+        """Note the result of a call on known tensors, with its value and expression."""
         codes = {key: entry.code for key, entry in self._entries.items()}
         code = expression(func, name, args, kwargs, codes)
         made = [] if code is None else list(parts_of(code, result))
@@ -189,6 +193,8 @@ class ToldValues(TorchFunctionMode):
             self._note(tensor, own, text, sources, is_of_batch)
 
     def _note(self, tensor: Tensor, value: Tensor, code: str, sources: tuple[_Entry, ...], is_of_batch: bool) -> None:
+        if tensor.is_inference() and not self._is_recorded:
+            return  # writes are not counted
         entry = _Entry(
             tensor=tensor,
             value=value,
