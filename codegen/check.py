@@ -267,7 +267,7 @@ def _is_open(node: ast.Call) -> bool:
 
 
 def _without_lambdas(node: ast.AST) -> Iterator[ast.AST]:
-    """All of an expression but lambdas: of the values that decide, which were computed when they were noted."""
+    """Yield the nodes of an expression but for lambdas: those of guards ran on the example batch."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.Lambda):

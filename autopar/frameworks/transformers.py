@@ -32,7 +32,7 @@ from autopar.frameworks.building import (
 from autopar.frameworks.loops import ModelValues
 from autopar.frameworks.script_callbacks import LookingHandler
 from autopar.frameworks.trainer_checks import check_trainer
-from autopar.training.feeding import joined
+from autopar.training.feeding import check_accumulation, joined
 from autopar.training.learners import RankLearner
 from codegen.runtime.processes import Ending
 from cost_models.mixed import AnyCluster
@@ -107,6 +107,7 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
         factory = self.given_optimizer or self._made_of
         before = self.optimizer
         self.learner = build_learner(self.model, self.config_of_program, factory, example)
+        check_accumulation(self.learner.program, count)
         most = self.args.max_steps if self.args.max_steps > 0 else None
         check_rows(self.learner, rows_of_steps(loader, count, most))
         if self.args.eval_strategy != "no" and self.eval_dataset is not None:

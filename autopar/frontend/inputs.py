@@ -19,7 +19,7 @@ from codegen.runtime.batch import BatchError, flat_batch, leaves_of
 Batch = Mapping[str, Any]
 
 MOST_KNOWN = 1 << 20
-"""Elements of an input up to which forward may be told what it asks about its values."""
+"""Elements of an input up to which a trace knows the values of the example."""
 VALUE = "_autopar_example"
 """The attribute of an input without memory that has the example's value."""
 

@@ -93,6 +93,11 @@ def _num_writes(tensor: Tensor) -> int:
         return 0 if tensor.is_inference() else tensor._version
 
 
+def _codes(entries: tuple[_Entry, ...]) -> dict[int, str]:
+    """Return the expressions of tensors by their ids."""
+    return {id(entry.tensor): entry.code for entry in entries}
+
+
 class Specializing(TorchFunctionMode):
     """Answer questions for values from the example batch, once `begin` was called."""
 
@@ -140,7 +145,7 @@ class Specializing(TorchFunctionMode):
         if len(sources) < len(entries) or not all(each.is_fresh() for each in sources):
             return func(*args, **kwargs)
         if name in ASKS and any(each.is_of_batch for each in sources):
-            value = self._answer(func, name, args, kwargs)
+            value = self._answer(func, name, args, kwargs, sources)
             return func(*args, **kwargs) if value is None else value
         result = func(*args, **kwargs)
         is_plain = not isinstance(func, (OpOverload, OpOverloadPacket)) and not may_write(func, name, kwargs)
@@ -148,12 +153,11 @@ class Specializing(TorchFunctionMode):
             self._follow(func, name, args, kwargs, result, sources)
         return result
 
-    def _answer(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def _answer(self, func: Any, name: str, args: Any, kwargs: Any, sources: tuple[_Entry, ...]) -> Any:
         """Return the value that forward asks for, and guard it; None where forward must not have it."""
-        codes = {key: entry.code for key, entry in self._entries.items()}
-        code = (
-            None if is_of_one_row(name, args, self._rows) or in_check() else question(func, name, args, kwargs, codes)
-        )
+        if is_of_one_row(name, args, self._rows) or in_check():
+            return None
+        code = question(func, name, args, kwargs, _codes(sources))
         if code is None:
             return None
         try:
@@ -177,8 +181,7 @@ class Specializing(TorchFunctionMode):
 
     def _follow(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, sources: tuple[_Entry, ...]) -> None:
         """Note the result of a call on known tensors, with its value and expression."""
-        codes = {key: entry.code for key, entry in self._entries.items()}
-        code = expression(func, name, args, kwargs, codes)
+        code = expression(func, name, args, kwargs, _codes(sources))
         made = [] if code is None else list(parts_of(code, result))
         is_small = all(is_static(tensor) and tensor.numel() <= MOST_KNOWN for tensor, _ in made)
         if not made or not is_small or any(id(tensor) in self._entries for tensor, _ in made):
@@ -189,8 +192,9 @@ class Specializing(TorchFunctionMode):
             return
         is_of_batch = any(each.is_of_batch for each in sources)
         values = [value] if isinstance(result, Tensor) else list(value)
-        for (tensor, text), own in zip(made, (each for each in values if isinstance(each, Tensor)), strict=True):
-            self._note(tensor, own, text, sources, is_of_batch)
+        tensors = (each for each in values if isinstance(each, Tensor))
+        for (tensor, text), example in zip(made, tensors, strict=True):
+            self._note(tensor, example, text, sources, is_of_batch)
 
     def _note(self, tensor: Tensor, value: Tensor, code: str, sources: tuple[_Entry, ...], is_of_batch: bool) -> None:
         if tensor.is_inference() and not self._is_recorded:

@@ -52,8 +52,7 @@ class Reads:
     attributes: of modules, by their class, each with the line that read it first. variables: of namespaces (a module's
     globals, or a class), by name. fields: of objects that modules and the loss hold. advanced: numbers, flags
     and texts that every forward changes itself, by kinds of places (`ModelState.kind_of`), with their names. deciding:
-    the last names of buffers whose values decided what forward does. specialization: values of the batch
-    that did.
+    the last names of buffers whose values decided what forward does. specialization: values of the batch that did.
     """
 
     attributes: dict[type, dict[str, Line]] = field(default_factory=dict)

@@ -99,7 +99,7 @@ def stored_parameters(
 
 
 class Key(NamedTuple):
-    """What a solved layer is made for: degrees of tensor, context and expert parallelism, rows per data-parallel rank,
+    """The key of a solved layer: degrees of tensor, context and expert parallelism, rows per data-parallel rank,
     and the multiplier.
 
     num_data: groups of data-parallel ranks: 1, or 2 for every larger number, unless the model runs on the batch's rows

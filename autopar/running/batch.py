@@ -55,7 +55,7 @@ def _part(whole: torch.Tensor, spec: Spec, num_micro: int, mesh: Mesh, rank: int
 def with_inputs_of(
     program: Program | PipelineProgram, batch: Mapping[str, Any], guards: Iterable[Guard] = ()
 ) -> Program | PipelineProgram:
-    """The program, told what else the example batch has than the tensors that it reads, and what of it decides.
+    """Return the program with its guards, and with what else the example batch has than the tensors that it reads.
 
     Raises TraceError for an input that is neither a tensor nor plain data: tensors inside of containers would become
     constants of the program, and other objects cannot be compared with those of a later batch.

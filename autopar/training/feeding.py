@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autopar.errors import ConstraintError, DataError
+from autopar.program import GeneratedProgram
 from autopar.training.config import Batch, Batches, TrainerConfig
 from autopar.training.loaders import named_batch, num_rows, peeking, untouched
 from autopar.training.metrics import LOSS, Metric
@@ -100,6 +101,21 @@ def once(batches: Batches, num_batches: int | None) -> Iterator[Batch]:
         yield named_batch(batch)
     if not count:
         raise ConstraintError("there are no eval_batches", values=type(batches).__name__)
+
+
+def check_accumulation(program: GeneratedProgram, steps: int) -> None:
+    """Raises ConstraintError for a forward that differs when the batches of `steps` calls are joined to one."""
+    if steps == 1:
+        return
+    numbers = list(program.state.reads.advanced.values()) if program.state is not None else []
+    guards = [guard.text for guard in program.program.any.guards]
+    for reason, names in (("changes numbers of the model", numbers), ("depends on values of its batch", guards)):
+        if names:
+            raise ConstraintError(
+                f"forward {reason}, and batches that are accumulated are one call of it",
+                values=", ".join(sorted(names)),
+                alternatives=f"gradient_accumulation_steps=1 and {steps} times the rows, which the plan splits anyway",
+            )
 
 
 def joined(batches: list[Any]) -> Batch:

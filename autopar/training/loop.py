@@ -28,7 +28,7 @@ from autopar.settings.compile_options import CompileOptions
 from autopar.training import checkpoints
 from autopar.training.callbacks import note, noted
 from autopar.training.config import TrainerConfig
-from autopar.training.feeding import first_batch
+from autopar.training.feeding import check_accumulation, first_batch
 from autopar.training.learners import PlainLearner, RankLearner
 from autopar.training.loaders import rows_of_batches
 from autopar.training.memory import Memory
@@ -98,17 +98,8 @@ def compile_program(setup: Setup) -> CompiledProgram:
         raise ConstraintError("this program has no evaluation mode", values=reason, alternatives="no eval_batches")
     if setup.metrics and program.program.any.logits is None:
         raise ConstraintError(NO_LOGITS, values=program.plan.mesh_text, alternatives="no metrics")
-    joined, own = (
-        config.gradient_accumulation_steps,
-        program.state.reads.advanced if program.state is not None else set(),
-    )
-    if joined > 1 and own:
-        raise ConstraintError(
-            "forward changes numbers of the model, and batches that are accumulated are one call of it",
-            values=", ".join(own),
-            alternatives=f"gradient_accumulation_steps=1 and {joined} times the rows, which the plan splits anyway",
-        )
-    sizes = rows_of_batches(setup.batches) if joined == 1 else set()
+    check_accumulation(program, config.gradient_accumulation_steps)
+    sizes = rows_of_batches(setup.batches) if config.gradient_accumulation_steps == 1 else set()
     for rows in sizes | (rows_of_batches(setup.eval_batches) if setup.eval_batches is not None else set()):
         plan_for_rows(program.plan, rows)
     return program

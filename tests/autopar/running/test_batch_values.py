@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Trainer, TrainerConfig
-from autopar.errors import TraceError
+from autopar.errors import ConstraintError, TraceError
 from tests.autopar.test_verify import TOLERANCE
 
 Batch = dict[str, Tensor]
@@ -345,7 +345,7 @@ _box, _longest = Box(), 0
 
 
 class Keeps(Encoder):
-    """What a batch said is kept for later ones."""
+    """Keeps a value of one batch for later batches."""
 
     of_class = 0
 
@@ -439,3 +439,22 @@ def test_numbers_that_other_programs_read_are_followed() -> None:
         optimizer.step()
         expected.append(loss.item())
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+class Counts(Encoder):
+    """Counts its calls, and computes with the count."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        self.calls += 1
+        return self.second(self.hidden(x).mean(1) / self.calls)
+
+
+@pytest.mark.parametrize(("model", "name"), [(Longest, r"int\(lengths.max\(\)\)"), (Counts, "calls")])
+def test_batches_that_are_accumulated_are_refused(model: type[Encoder], name: str) -> None:
+    """Joined they are one call, of one longest sequence and one count, where each batch had its own."""
+    config = TrainerConfig(cluster="1x2 cpu", steps=1, gradient_accumulation_steps=2, log_every=0)
+    trainer = Trainer(model(), config, lambda start: iter([inputs_of(Longest)] * 2), loss_fn=F.cross_entropy)
+    with pytest.raises(ConstraintError, match=f"are one call of it\n.*{name}"):
+        trainer.fit()
