@@ -196,8 +196,9 @@ def held_bytes(compiled: autopar.CompiledProgram, batch: dict[str, torch.Tensor]
 )
 def test_what_no_call_reads_is_counted_where_it_is_held(constraints: dict[str, int], precision: str) -> None:
     """Whole on every rank of one stage (here the second, which has the only block that is no layer), in fp32, without
-    gradients or state. A thread of gloo may hold what was summed last a little longer than the step does: the loss, of
-    four bytes, and the norm of all gradients, of eight."""
+    gradients or state. The spare elements differ by 98,000 between the two runs, so a wrong count is off by at least
+    98,000 bytes. 1 KiB is allowed for small tensors that a thread of gloo still holds: a loss, a norm, a pickled
+    object."""
     batch = {"x": torch.randn(8, 8)}
     predicted, held = [], []
     for elements in (2000, 100_000):
@@ -209,7 +210,7 @@ def test_what_no_call_reads_is_counted_where_it_is_held(constraints: dict[str, i
         predicted.append([sum(kinds.values()) for kinds in pipeline_ranks])
         held.append(run_ranks(held_bytes, (compiled, batch), 2))
     more = [[b - a for a, b in zip(*each, strict=True)] for each in (predicted, held)]
-    assert more[0] == pytest.approx(more[1], rel=0, abs=12)
+    assert more[0] == pytest.approx(more[1], rel=0, abs=1024)
     assert sum(more[0]) == 98_000 * 4 * (1 if "pp" in constraints else 2)
     limits = {**constraints, "memory": 300_000}
     with pytest.raises(InfeasibleError):
