@@ -44,7 +44,7 @@ def link(name: str) -> Link:
 
 
 def unknown(what: str, name: str) -> ValueError:
-    """The error for a name that is not in the catalogue, with the nearest known name and all known ones.
+    """The error for a name that is not in the catalog, with the nearest known name and all known ones.
 
     The beginning of a name is nearer to it than any other: h200 is the h200-sxm, not the h20.
     """

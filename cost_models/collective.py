@@ -22,7 +22,7 @@ rank per node stays on its rail, and a group waits for the slowest of its p rail
 on the same switches. So g grows with the nodes of the cluster, not of the group, and with the share of the rails that
 a group uses (docs/published_runs.md, "Rails").
 
-Ranks of a ring wait for one neighbour only, so noisy steps slow it by a factor that does not grow with n (K. Johansson,
+Ranks of a ring wait for one neighbor only, so noisy steps slow it by a factor that does not grow with n (K. Johansson,
 "Shape fluctuations and random matrices", 2000: last-passage times are linear in the number of steps); a fabric that all
 share slows with N. Hence hops and bytes between nodes share one factor g, and no term for the slowest of n steps.
 """

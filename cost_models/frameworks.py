@@ -28,7 +28,7 @@ HOST_SECONDS = tuple(f"host_{of}_seconds" for of in ("layer", "collective", "apa
 class Framework:
     """The habits of one framework, by which strategies given for it are predicted.
 
-    fusion: which memory-bound calls are one kernel: none ("calls"), neighbours of one module, such as the parts of a
+    fusion: which memory-bound calls are one kernel: none ("calls"), neighbors of one module, such as the parts of a
     norm ("modules"), or every run of pointwise calls ("chains"). attention: the kernel, one of the flash kernels of
     `Device.attention_variants` ("flash": the usual one of the time, fa2), or "unfused": two matmuls with a softmax
     between. attention_passes: of an unfused one, readings and writings of the scores by forward

@@ -64,7 +64,7 @@ class Device:
     matmul_tile: rows and columns of an output tile; smaller matrices are padded to it.
     num_processors: of a GPU (streaming multiprocessors), so that matmuls of known shape are priced as waves of tiles
     and attention as waves of blocks (compute.py), and matmul_tile and matmul_ramp_seconds only serve the others; 0: not
-    modelled.
+    modeled.
     special_seconds: of one exponential, error function, square root or the like of one element, where they take longer
     than its bytes (CPUs).
     core_share: of a process on a CPU, the part of a core that it has while all others compute: below 1 where processes
@@ -75,7 +75,7 @@ class Device:
     cache_bytes, cache_bytes_per_second: of the last-level cache, where kernels that fit in it are seen to be faster.
     reserved_bytes: driver context, library workspaces and communication buffers.
     host_link_bytes_per_second: reached by copies to or from host memory, one direction. host_memory_bytes_per_second:
-    the device's share of what the host reaches in its own memory (the update of an offloaded optimiser).
+    the device's share of what the host reaches in its own memory (the update of an offloaded optimizer).
     disk_bytes_per_second: its share of what the host's disks read or write.
     intra_link, inter_link: names of the usual links inside and between nodes ("" if none is usual).
     source: where the figures come from.

@@ -15,7 +15,7 @@ FRAGMENTATION = 0.15
 
 C. Guo et al., "GMLake: efficient and transparent GPU memory defragmentation" (ASPLOS 2024), abstract: 15 % on average
 (up to 33 %) of what PyTorch's caching allocator holds is fragmentation that GMLake removes, over eight language models
-on A100-80GB. Weights, gradients and optimiser state are allocated once, so it is not applied to them.
+on A100-80GB. Weights, gradients and optimizer state are allocated once, so it is not applied to them.
 """
 
 

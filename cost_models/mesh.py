@@ -53,7 +53,7 @@ def collective_links(links: Links, size: int, stride: int, num_devices: int) -> 
 
 
 def message_links(links: Links, size: int, stride: int, num_devices: int) -> int:
-    """Links between the worst two neighbours of a group, base + i * stride and base + (i + 1) * stride."""
+    """Links between the worst two neighbors of a group, base + i * stride and base + (i + 1) * stride."""
     parts = _parts(links, size, stride, num_devices)
     return min(pair(links, a, b) for part in parts for a, b in itertools.pairwise(part))
 

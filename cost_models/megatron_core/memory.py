@@ -71,7 +71,7 @@ def _cached(setup: Setup) -> int:
 
 
 def _shares(model: Model, setup: Setup, dense: int) -> tuple[float, float]:
-    """The shares of optimiser state of dense parameters and of experts that a rank has.
+    """The shares of optimizer state of dense parameters and of experts that a rank has.
 
     Where whole parameters are given to ranks, the fullest has the table of words, if that is more than its share.
     """

@@ -97,10 +97,10 @@ class Setup:
     batches that an interleaved schedule runs through a virtual stage before the next (0: pp). implementation: "te" or
     "local", Megatron-Core's own layers. fused_softmax: unfused attention has scale, mask and softmax as one kernel.
     fused_wgrad: weight gradients are added to the sums by the matmuls that make them. fused_loss: the loss is a
-    compiled function. sharded_parameters: Megatron-FSDP shards parameters and gradients as a distributed optimiser
+    compiled function. sharded_parameters: Megatron-FSDP shards parameters and gradients as a distributed optimizer
     its state. overlapped_tp: tensor-parallel products are cut up behind their communication. deferred_wgrads: micro-
-    batches whose gradient of the table of words is left for the end. whole_parameters: a distributed optimiser gives
-    whole parameters to ranks. optimizer_instances: groups of replicas that each have all of a distributed optimiser.
+    batches whose gradient of the table of words is left for the end. whole_parameters: a distributed optimizer gives
+    whole parameters to ranks. optimizer_instances: groups of replicas that each have all of a distributed optimizer.
     optimizer_bytes: per parameter, of its own copy and both moments. host_optimizer: the share of these that is on
     the host. half_gradients: they are summed in 16 bits. shared_blocks: how many of the last blocks compute with
     parameters of blocks before them. dense_mask: batches bring a mask of [rows, 1, positions, positions]. recompute:

@@ -1,4 +1,4 @@
-"""Machines of 2023 to 2025 against figures that are not in the catalogue: totals of racks, units times clock, measured
+"""Machines of 2023 to 2025 against figures that are not in the catalog: totals of racks, units times clock, measured
 rates of collectives; and a rack of 72 GPUs as one node."""
 
 from __future__ import annotations

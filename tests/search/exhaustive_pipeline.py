@@ -45,7 +45,7 @@ def solve(problem: PipelineProblem, accept: Callable[[PipelineSolution], bool] |
         runs, needs = [], []
         for i, (first, last, submesh) in enumerate(spans):
             extra = sum(t.fixed_bytes for t in problem.tied if _in(spans[i], t.second) and not _in(spans[i], t.first))
-            held = problem.held(len(spans), i)
+            held = problem.live_micro_batches(len(spans), i)
             key = (spans[i], held)
             if key not in cache:
                 cache[key] = _stage(problem, first, last, submesh, held, extra, accept is not None)
