@@ -1,4 +1,4 @@
-"""Pipeline schedules: who runs what in which order, and how long it takes.
+"""Pipeline schedules: which rank runs what in which order, and how long it takes.
 
     make_schedule(...)           the actions of each pipeline rank, for a schedule by name      schedules/generate.py
     schedule_text                the same as text, for a generated program's schedule.txt  schedules/actions.py
@@ -8,9 +8,8 @@
 A pipeline rank is the group of ranks that runs one stage, or several (chunks). Stages are numbered in model order.
 """
 
-from cost_models.schedules.actions import Action, Kind, Schedule, schedule_text
+from cost_models.schedules.actions import Action, Kind, Schedule, StageTimes, schedule_text
 from cost_models.schedules.generate import SCHEDULES, make_schedule, num_chunks, placement
-from cost_models.schedules.stage_times import StageTimes
 from cost_models.schedules.sweep import Edges, Shape
 from cost_models.schedules.timeline import Event, Timeline, chrome_trace, simulate
 

@@ -67,8 +67,7 @@ def solve_budgeted(search: Search, core: Core) -> None:
 
     Thresholds rise from just above the Lagrangian bound. For each one, options that no cheaper choice can contain are
     dropped. A choice found below the threshold is the optimum. So the work depends on the distance from the bound to
-    the
-    optimum, not on how good the best known choice is. A core too large for elimination goes straight to the integer
+    the optimum, not on how good the best known choice is. A core too large for elimination goes straight to the integer
     program.
     """
     core = reduce_core(core)

@@ -50,8 +50,7 @@ class Core:
     """Costs and usage over the options that remain.
 
     ``usage[v]`` has the bytes that each option of variable v takes from the budget; ``usage`` is None without a
-    budget.
-    ``options[v]`` maps a remaining option of variable v to its index in the original problem (ascending).
+    budget. ``options[v]`` maps a remaining option of variable v to its index in the original problem (ascending).
     """
 
     costs: Pairwise

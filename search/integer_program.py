@@ -10,9 +10,9 @@ z_vi = 1 where variable v takes option i. y_ij is the share of the pair (i, j) o
                 z_vi 0 or 1,  y >= 0
 
 Where z is integral, the marginals leave one y per edge, that of the chosen pair. Pairs of infinite cost have no
-column.
-A column that alone exceeds the budget or the cutoff has the upper bound 0. Costs and usage are measured from the least
-entry of their table. They are scaled so that the solver's absolute tolerances are small against relevant differences.
+column. A column that alone exceeds the budget or the cutoff has the upper bound 0. Costs and usage are measured from
+the least entry of their table. They are scaled so that the solver's absolute tolerances are small against relevant
+differences.
 
 Shape legend: C columns.
 """
@@ -45,8 +45,7 @@ class _Columns:
     """All columns, table by table, measured from the least entry of their table.
 
     ``places[t]`` are the columns of table t. ``pairs[t]`` are the options (i, j) of an edge's columns. ``base`` [2] is
-    the
-    sum of the least costs and the sum of the least usages of all tables.
+    the sum of the least costs and the sum of the least usages of all tables.
     """
 
     costs_C: Array

@@ -15,17 +15,14 @@ on submesh h_s and takes x_s,c,j units of class c with point j. With m micro-bat
 
 F(p, s) is the number of micro-batches in flight, min(m, p - s) for 1F1B. D(p, s) is the number of micro-batches whose
 weight gradients are deferred; a schedule that splits backwards keeps other tensors for them. One crossing of a
-boundary
-takes transfer_seconds x boundary_bytes. A micro-batch crosses it forward and backward, so a boundary adds twice that
-to
-the fill and, where transfers are exposed, to the steady time of both its stages.
+boundary takes transfer_seconds x boundary_bytes. A micro-batch crosses it forward and backward, so a boundary adds
+twice that to the fill and, where transfers are exposed, to the steady time of both its stages.
 
 How it is solved. For thresholds T, U let G(T, U) be the least fill of pipelines with every steady_s <= T and every
 step_s <= U. The optimum is the least G(T, U) + (m - 1) T + U. G falls as T and U grow. So a rectangle [T0, T1] x [U0,
-U1]
-of thresholds contains nothing below G(T1, U1) + (m - 1) T0 + U0 (``_explore``). Rectangles are cut at the times of the
-solution of their upper corner, clipped to what can still beat the best known pipeline, and halved. T0 starts from the
-least bottleneck of any pipeline (``_least_bottleneck``); with one micro-batch T is free.
+U1] of thresholds contains nothing below G(T1, U1) + (m - 1) T0 + U0 (``_explore``). Rectangles are cut at the times of
+the solution of their upper corner, clipped to what can still beat the best known pipeline, and halved. T0 starts from
+the least bottleneck of any pipeline (``_least_bottleneck``); with one micro-batch T is free.
 
 - G(T, U) is a dynamic program over the units, backwards, so that s, F(p, s) and D(p, s) are known (``stage_chain``).
 - It runs on lower bounds of the stages' fills, Lagrangian bounds for all stages at once (``stage_costs``). Stages on
@@ -40,16 +37,12 @@ Sources and differences:
 
 - Alpa (Zheng et al., OSDI 2022, arXiv:2201.12023), section 5.1: sum_s t_s + (m - 1) max t_s, a dynamic program inside
     an enumeration of t_max with early stop at a gap. Here there are two maxima, because the slowest stage pays for
-    gradient
-    synchronization and the optimizer once per step. Thresholds are explored by bounds, without a gap. Points of a
-    stage are
-    chosen inside, where Alpa fixes one intra-op plan per stage and mesh and recomputes everything.
+    gradient synchronization and the optimizer once per step. Thresholds are explored by bounds, without a gap. Points
+    of a stage are chosen inside, where Alpa fixes one intra-op plan per stage and mesh and recomputes everything.
   - Galvatron (Miao et al., VLDB 2023, arXiv:2211.13878): per-layer strategies in a stage by dynamic programming over
     quantized memory, stage boundaries by adjusting a guess. Here memory is not quantized and boundaries are exact.
-    Only
-    Galvatron's program has costs between strategies of neighboring layers (here a unit's points have to agree on the
-    layout
-    at its boundaries).
+    Only Galvatron's program has costs between strategies of neighboring layers (here a unit's points have to agree on
+    the layout at its boundaries).
 - Mist (Zhu et al., EuroSys 2025, arXiv:2503.19050): sampled Pareto frontiers of (steady, first/last extra) per stage
   with recompute and offload counted per stage, and a mixed integer program over stages. Here one stage mixes points
   freely, nothing is sampled, and no general solver is needed, which costs tens of milliseconds instead of seconds.
@@ -57,8 +50,7 @@ Sources and differences:
   micro-batch count. Here the schedule enters by F, D and fill_j alone; the caller tries schedules one by one.
 
 Exactness. The objective is optimal to a relative 1e-9 (``GAP``), and memory to ``problem.USAGE_TOLERANCE``. The search
-is
-deterministic: equal problems give equal pipelines.
+is deterministic: equal problems give equal pipelines.
 """
 
 from __future__ import annotations

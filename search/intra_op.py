@@ -29,8 +29,7 @@ relative 1e-9 for sums without catastrophic cancellation, and a budget is kept t
 
 Ties. Of equal options the lowest index stays. Elimination decodes the last eliminated variable first and takes the
 lowest option. Among assignments of equal cost the first one stays. Nothing depends on randomness, threads or hash
-order:
-equal problems give equal assignments.
+order: equal problems give equal assignments.
 """
 
 from __future__ import annotations

@@ -85,8 +85,7 @@ def _drop_dominated(core: Core, neighbors: Sequence[Sequence[int]], open_: set[i
     Each variable is compared over its neighbors' current options.
 
     open_: the variables to compare; afterwards, those with a neighbor that has lost options since their comparison.
-    The
-    others cannot lose more: their options were compared over the same partners.
+    The others cannot lose more: their options were compared over the same partners.
     """
     masks: list[Mask] = [np.ones(size, dtype=np.bool_) for size in core.sizes]
     kept: list[Places] = [_all_places(size) for size in core.sizes]

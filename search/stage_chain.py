@@ -4,9 +4,8 @@
 
 is the least cost of stages i ... p - 1 when stage i starts at unit a on submesh h, stage i - 1 is on g, and these
 stages use u_k devices of group k. It runs backwards, so that the stage number, and with it the micro-batches in
-flight,
-is known. g and h' matter only where transfers occupy stages (``Chain.neighbors``). With one submesh there is one u per
-i. The same program with max in place of + gives the least bottleneck.
+flight, is known. g and h' matter only where transfers occupy stages (``Chain.neighbors``). With one submesh there is
+one u per i. The same program with max in place of + gives the least bottleneck.
 
 Shape legend: N units, L the longest stage, U device counts.
 """
@@ -42,8 +41,7 @@ class Choice:
     """The choice that attains V_i of one state.
 
     length, after [U, N]: the stage's length, by device count and first unit, and the next stage's submesh. source [U]:
-    the
-    next stage's device count. Counts are entries of ``Chain.layers``.
+    the next stage's device count. Counts are entries of ``Chain.layers``.
     """
 
     length: Indices
@@ -100,8 +98,7 @@ class Chain:
 
     def _moves(self) -> list[list[tuple[Indices, Indices]]]:
         """Return, for each i and submesh, the entries of layers[i] that use the submesh for stage i, and the entries
-        of
-        layers[i + 1] that the remaining stages then use."""
+        of layers[i + 1] that the remaining stages then use."""
         moves = []
         for layer, following in itertools.pairwise(self.layers):
             number = {used: row for row, used in enumerate(following)}
@@ -262,8 +259,7 @@ class Chain:
 
     def _shortest(self, stage_costs: Array, following: Array, bottleneck: bool) -> tuple[Array, Indices]:
         """Return the best cost and length [R, N] of stages with costs `stage_costs` [N, L], each followed by
-        `following`
-        [R, N + 1]."""
+        `following` [R, N + 1]."""
         end = self.end[:, : stage_costs.shape[1]]
         if len(following) == 1:
             total = following[0][end]

@@ -4,8 +4,7 @@ A stage's cost depends on its *shape* (units of each class, seconds for which it
 parameters), its submesh and its live micro-batches, not on its position in the chain. There is one ``StageCosts`` per
 ``Kind`` of stage (a submesh, and its neighbors' where transfers occupy the stage). With S shapes, F distinct pairs
 of micro-batches (in flight, deferred), P multiplier vectors, E exact entries, N units, L units in the longest stage,
-it
-has:
+it has:
 
 - ``shape_of`` [N, L]: the shape of the stage that starts at a unit and has a length, -1 where there is none
   (``stage_shapes``).

@@ -7,12 +7,10 @@ Shape legend: K options of all groups together, R rows (memory, steady time, ste
 
 Every multiplier vector l >= 0 gives non-negative reduced costs q_j = c_j + l . rows_j - min over the group, and every
 solution that costs less than u meets the *cut* sum_j q_j x_j < u - bound(l) (``stage_lp.bound``). The same holds with
-a
-row in the role of the cost and its limit in the role of u, and each row itself is a cut (l = 0). ``_Enumeration``
-walks
-all count vectors within all cuts, option by option, as arrays of partial vectors. The last two options of the last
-group follow in closed form, as every cut leaves an interval of counts. u - bound grows from a small guess until the
-best vector costs at most u, which proves it optimal (``cheapest``).
+a row in the role of the cost and its limit in the role of u, and each row itself is a cut (l = 0). ``_Enumeration``
+walks all count vectors within all cuts, option by option, as arrays of partial vectors. The last two options of the
+last group follow in closed form, as every cut leaves an interval of counts. u - bound grows from a small guess until
+the best vector costs at most u, which proves it optimal (``cheapest``).
 
 For a stage of few units it is faster to enumerate all ways to run it, as arrays (``num_ways`` and below; Q ways, one
 count per option).

@@ -6,7 +6,7 @@ edges.py       the typed program, edge by edge         messages.py    what cross
 schedules.py   the schedule, action by action          miniature.py   the model's class, small, trained
 certify.py     all of it, in order                     certificate.py what was found, as value and file
 
-A miniature is made in small_job.py: its meshes by cuts.py, its model by small_config.py, its optimiser by
+A miniature is made in small_job.py: its meshes by cuts.py, its model by small_config.py, its optimizer by
 small_optimizer.py, its plan by small_plan.py, for which counterparts.py finds the plan's calls. rounded.py judges one
 that rounds as the plan does.
 """

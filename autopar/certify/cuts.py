@@ -1,7 +1,7 @@
 """What meshes the miniatures of a plan have: its axes cut to two ranks each, on no more processes than a machine holds.
 
 Where the axes need more, several miniatures have some of them each. Where pipeline ranks of the plan have meshes of
-their own, there is a miniature of two neighbours that differ, too: an axis that has unlike numbers of ranks there has
+their own, there is a miniature of two neighbors that differ, too: an axis that has unlike numbers of ranks there has
 one rank here and two there.
 """
 
@@ -45,9 +45,9 @@ def cuts_of(plan: Plan) -> tuple[list[Cut], tuple[str, ...]]:
         [f"axes that no miniature has together: {', '.join('x'.join(p) for p in sorted(missing))}"] if missing else []
     )
     cuts = [Cut(dict.fromkeys(each, 2)) for each in sets]
-    neighbours = _neighbours(plan)
-    cuts += [_unlike(plan.mesh.axes, *pair) for pair in neighbours[:MOST_UNLIKE]]
-    more = [f"{one.compact} beside {other.compact}" for one, other in neighbours[MOST_UNLIKE:]]
+    neighbors = _neighbors(plan)
+    cuts += [_unlike(plan.mesh.axes, *pair) for pair in neighbors[:MOST_UNLIKE]]
+    more = [f"{one.compact} beside {other.compact}" for one, other in neighbors[MOST_UNLIKE:]]
     left += [f"pipeline ranks that no miniature has: {', '.join(more)}"] if more else []
     return cuts or [Cut({})], tuple(left)
 
@@ -77,7 +77,7 @@ def _pairs(axes: tuple[str, ...]) -> set[tuple[str, str]]:
     return set(itertools.combinations(axes, 2))
 
 
-def _neighbours(plan: Plan) -> list[tuple[Mesh, Mesh]]:
+def _neighbors(plan: Plan) -> list[tuple[Mesh, Mesh]]:
     """Pairs of pipeline ranks that follow one another on meshes of their own: unlike ones, or one that is alike."""
     meshes = [each.mesh for each in plan.pipeline.stage_meshes]
     pairs = list(dict.fromkeys(itertools.pairwise(meshes)))

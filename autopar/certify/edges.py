@@ -65,7 +65,7 @@ def check_edges(program: Program | PipelineProgram, best: Candidate) -> Findings
         "reads": "values read as they were made",
         "calls": "inputs and results of calls that lie as their option says",
         "axes": "calls that communicate, over the axes of their option",
-        "reshards": "reshards that are one step between their neighbours' placements",
+        "reshards": "reshards that are one step between their neighbors' placements",
         "layers": "values that enter or leave a run of layers",
         "stages": "tensors that cross between stages",
         "gradients": "edges that carry a gradient back, in conjugate placements",

@@ -1,7 +1,7 @@
 """The miniature: the model's own class, small, trained on processes of this machine against one process.
 
 What single calls cannot show is shown here: ZeRO's collectives, gradients over data-parallel ranks, recomputation,
-messages between stages in the order of the schedule, state that the host holds, the optimiser's step. Where the plan's
+messages between stages in the order of the schedule, state that the host holds, the optimizer's step. Where the plan's
 axes need more processes than MOST_RANKS, several miniatures have some of the axes each (`cuts.py`).
 """
 
@@ -120,7 +120,7 @@ def _beyond(compiled: CompiledProgram, trained: list[Trained]) -> Iterator[str]:
     if compiled.plan.precision != "fp32":
         yield f"{compiled.plan.precision}: everything was computed in fp32 or fp64, so that errors mean something"
     if compiled.plan.pipeline.offload.startswith("nvme:") and trained:
-        yield f"{compiled.plan.pipeline.offload}: miniatures kept the optimiser's state in a folder of this machine"
+        yield f"{compiled.plan.pipeline.offload}: miniatures kept the optimizer's state in a folder of this machine"
     if compiled.program.any.has_fused_update and isinstance(compiled.optimizer, DefaultAdamW):
         yield "AdamW's kernel, which updates all that a rank has at once: miniatures have torch's own AdamW"
 

@@ -136,10 +136,10 @@ def _over_nodes(compiled: CompiledProgram, small: CompiledProgram, inputs: Named
     if "runtime.NodeRoutes" not in targets_of(compiled.program):
         return small
 
-    def neighbours(_: int, __: int, axes: tuple[str, ...]) -> int:
+    def neighbors(_: int, __: int, axes: tuple[str, ...]) -> int:
         return math.prod(small.plan.mesh.size(axis) for axis in axes) // 2
 
-    own = passes(fused=small.program.any.kernels, fp8=small.plan.fp8, neighbours=neighbours)
+    own = passes(fused=small.program.any.kernels, fp8=small.plan.fp8, neighbors=neighbors)
     lowered = program_of(small.best, own)
     program = with_inputs_of(lowered.map(without_logits), inputs)
     return replace(small, program=program, files=files_of(program))
@@ -174,7 +174,7 @@ def targets_of(program: Program | PipelineProgram) -> frozenset[str]:
 def constraints_of(compiled: CompiledProgram, degrees: Mapping[str, int], folder: str) -> dict[str, Any]:
     """What the miniature's own search must keep of the plan: degrees, schedule, ZeRO, and where its state lives.
 
-    folder: of this machine, in the place of one that the optimiser's state has.
+    folder: of this machine, in the place of one that the optimizer's state has.
     """
     plan = compiled.plan
     found: dict[str, Any] = {axis: degrees.get(axis, 1) for axis in ("pp", "ddp", "cp", "ep", "ttp", "tp")}

@@ -1,4 +1,4 @@
-"""What a miniature is trained by: the plan's own optimiser, at a rate at which three steps show in fp32."""
+"""What a miniature is trained by: the plan's own optimizer, at a rate at which three steps show in fp32."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def optimizer_of(compiled: CompiledProgram, model: nn.Module) -> tuple[Optimizer
         examine(AtAVisibleRate(own), model)
     except ConstraintError as error:
         reason = str(error).splitlines()[0]
-        return sgd_with_momentum, f"optimiser, as its factory does not take the miniature's parameters: {reason}"
+        return sgd_with_momentum, f"optimizer, as its factory does not take the miniature's parameters: {reason}"
     return AtAVisibleRate(own), ""
 
 
 class AtAVisibleRate:
-    """A factory whose optimisers have learning rates between LEAST_RATE and MOST_RATE."""
+    """A factory whose optimizers have learning rates between LEAST_RATE and MOST_RATE."""
 
     def __init__(self, factory: OptimizerFactory) -> None:
         self._factory, self.takes_names = factory, takes_names(factory)

@@ -1,7 +1,7 @@
 """The device mesh: named axes over the ranks of a cluster.
 
 Axes are ordered from the slowest varying rank stride (first) to the fastest (last), so that the last axis
-connects neighbours, usually inside one node.
+connects neighbors, usually inside one node.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Mesh:
         return self.num_data_ranks * self.size("cp")
 
     def stride(self, axis: str) -> int:
-        """Distance between neighbouring ranks of one group of `axis`."""
+        """Distance between neighboring ranks of one group of `axis`."""
         return math.prod(self.sizes[self.axes.index(axis) + 1 :])
 
     def coordinate(self, rank: int) -> dict[str, int]:

@@ -15,7 +15,7 @@ transpose (see `codegen/runtime/reshard.py`).
 `R` is a value that every rank computes and differentiates identically. `Rp` is a replicated value that ranks
 *use* differently (a weight under data parallelism, the input of a column-parallel linear), so each rank's
 autograd holds only a share of the gradient. Going from `R` to `Rp` moves nothing forward and all-reduces
-backward: that is Megatron's `f`, and it is also DistributedDataParallel's gradient synchronisation.
+backward: that is Megatron's `f`, and it is also DistributedDataParallel's gradient synchronization.
 
 `S(d/k)` is what a fused QKV weight needs (k = 3: each of q, k, v is split over heads), and what merging a
 replicated dim with a sharded one in a view gives (k = size of the outer dim).

@@ -14,8 +14,8 @@ from autopar.ir.stage_mesh import StageMesh, stage_meshes_text
 RECOMPUTE_MODES = ("none", "offload", "selective", "full")
 """What becomes of a layer's activations until its backward: kept, held by the host, partly or wholly computed again."""
 OFFLOADS = ("none", "optimizer", "parameters")
-"""What lives in host memory: the optimiser's state and masters; under ZeRO-3 the shards of the parameters too.
-`nvme:/a/folder` keeps the optimiser's state and masters in files of that folder."""
+"""What lives in host memory: the optimizer's state and masters; under ZeRO-3 the shards of the parameters too.
+`nvme:/a/folder` keeps the optimizer's state and masters in files of that folder."""
 
 
 def is_offload(text: str) -> bool:
@@ -25,7 +25,7 @@ def is_offload(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Seconds of one optimiser step by kind, and bytes on the fullest rank by kind.
+    """Seconds of one optimizer step by kind, and bytes on the fullest rank by kind.
 
     pipeline_ranks: the same bytes for each pipeline rank, where there are several.
     """

@@ -245,7 +245,7 @@ class _Reader:
             raise self.fail(("mesh",), f"{whole} has an unknown axis", f"axes {', '.join(AXIS_NAMES)}")
         if "pp" in whole.axes[1:]:
             raise self.fail(
-                ("mesh",), "pp must be the first axis: every stage is a block of neighbouring ranks", "pp2 x dp2"
+                ("mesh",), "pp must be the first axis: every stage is a block of neighboring ranks", "pp2 x dp2"
             )
         return whole
 

@@ -54,5 +54,5 @@ def first_ranks(stage_meshes: Sequence[StageMesh]) -> tuple[int, ...]:
 
 
 def stage_meshes_text(stage_meshes: Sequence[StageMesh]) -> str:
-    """`pp3 (2 of dp2 x tp4, dp4)`: neighbours that are equal are counted."""
+    """`pp3 (2 of dp2 x tp4, dp4)`: neighbors that are equal are counted."""
     return meshes_text([(stage_mesh.mesh.axes, stage_mesh.mesh.sizes) for stage_mesh in stage_meshes])

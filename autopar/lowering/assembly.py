@@ -85,7 +85,7 @@ def _split(modes: Modes) -> tuple[Modes, Modes]:
 
 
 def home_of(pipeline: Pipeline) -> str:
-    """Where the optimiser's state lives, as the run time names it."""
+    """Where the optimizer's state lives, as the run time names it."""
     return pipeline.offload if pipeline.offload.startswith("nvme:") else HOST if pipeline.offload else ""
 
 

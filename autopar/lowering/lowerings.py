@@ -142,7 +142,7 @@ def _whole_arguments(operator: Operator, call: Call) -> dict[str, Any]:
 
 
 def _halo(operator: Operator, axis: Raw, call: Call) -> Call:
-    """A convolution of a rank's rows of space and some of its neighbours'."""
+    """A convolution of a rank's rows of space and some of its neighbors'."""
     found = halo_dim(RuleCall.of(operator.node, operator.inputs))
     assert found is not None
     arguments = _whole_arguments(operator, call)

@@ -138,7 +138,7 @@ def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], mark: Placement) ->
 
 
 def follow_sections(graph: Graph, scopes: tuple[Scope, ...], rules: Rules) -> dict[Key, Sections]:
-    """For each node the section counts worth offering per factor: those that some neighbour's shard needs."""
+    """For each node the section counts worth offering per factor: those that some neighbor's shard needs."""
     marks: Marks = {}
     found: dict[Key, dict[str, set[int]]] = {}
     seen: dict[Key, int] = {}

@@ -225,7 +225,7 @@ def _options_of(operator: Operator, mesh: Mesh) -> tuple[Option, ...]:
     shapes_out = [meta.shape for meta in operator.node.outputs]
     found = []
     for axes in itertools.product(*per_axis):
-        if not combines(operator.rule, axes, mesh.sizes) or not _are_neighbours(routed_axes(axes), mesh):
+        if not combines(operator.rule, axes, mesh.sizes) or not _are_neighbors(routed_axes(axes), mesh):
             continue
         inputs = tuple(tuple(a.inputs[i] for a in axes) for i in range(len(shapes_in)))
         outputs = tuple(tuple(a.outputs[i] for a in axes) for i in range(len(shapes_out)))
@@ -246,7 +246,7 @@ def expert_axes(operator: Operator, option: Option) -> tuple[int, ...]:
     return routed + tuple(number for number, axis in enumerate(option.axes) if axis.label == operator.experts)
 
 
-def _are_neighbours(axes: tuple[int, ...], mesh: Mesh) -> bool:
+def _are_neighbors(axes: tuple[int, ...], mesh: Mesh) -> bool:
     """Whether no axis is between these, so that links are as those of one axis."""
     return not axes or all(mesh.sizes[number] == 1 for number in set(range(axes[0], axes[-1])) - set(axes))
 

@@ -1,5 +1,5 @@
 """Convolutions and pooling: batch and channels are free, and space where windows do not overlap. Where those of a
-convolution do, one dim of space may be cut with rows of the neighbours (codegen/runtime/halo.py)."""
+convolution do, one dim of space may be cut with rows of the neighbors (codegen/runtime/halo.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.rules.rule import Joint, Rule
 from codegen.runtime.halo import halo
 
 HALO = "halo"
-"""The lowering of convolutions whose ranks have rows of space each, and read some of their neighbours'."""
+"""The lowering of convolutions whose ranks have rows of space each, and read some of their neighbors'."""
 
 
 def window_factors(
@@ -19,7 +19,7 @@ def window_factors(
     """Spatial dims as (factors of each input dim, sizes, blocked factors); output dim i is the factor `r{i}`.
 
     Windows that do not overlap (a patch embedding, a 1 x 1 kernel, pooling by its own stride) tile the input: dim i is
-    the composite (r{i}, stride), so that r may be sharded. Otherwise neighbours' elements are needed: blocked.
+    the composite (r{i}, stride), so that r may be sharded. Otherwise neighbors' elements are needed: blocked.
     """
     dims: list[tuple[str, ...]] = []
     sizes: dict[str, int] = {}
@@ -92,7 +92,7 @@ def convolution(call: Call) -> Rule:
 
 
 def halo_dim(call: Call) -> tuple[int, int] | None:
-    """(the dim of space that ranks may cut with rows of their neighbours, the most that a rank reads of one of them);
+    """(the dim of space that ranks may cut with rows of their neighbors, the most that a rank reads of one of them);
     None where there is none. Rows of input and result must go together, `stride` to one."""
     (x, weight), out = (call.tensor(name) for name in ("input", "weight")), call.outputs[0].shape
     for dim, kernel in enumerate(weight.shape[2:]):
@@ -107,7 +107,7 @@ def halo_dim(call: Call) -> tuple[int, int] | None:
 
 
 def _halos(call: Call, blocked: Sequence[str]) -> dict[str, Joint]:
-    """The option that cuts a dim of space with the neighbours' rows, of convolutions of batches."""
+    """The option that cuts a dim of space with the neighbors' rows, of convolutions of batches."""
     found, x = halo_dim(call), call.tensor("input")
     if found is None or len(x.shape) != len(call.tensor("weight").shape) or f"s{found[0]}" not in blocked:
         return {}

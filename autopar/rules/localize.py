@@ -39,7 +39,7 @@ class LoweringCall:
     batch_norm,     statistics summed over the ranks that share its rows, or       axes
     group_norm      its space (codegen/runtime/batch_norm.py)
     halo            a convolution of rows of space cut over axes[0], with some     axes
-                    of the neighbours' (codegen/runtime/halo.py)
+                    of the neighbors' (codegen/runtime/halo.py)
     routed          rows that travel to the rank of all axes with their expert    axes
                     (codegen/runtime/experts.py)
 

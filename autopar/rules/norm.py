@@ -1,4 +1,4 @@
-"""Normalisations: the normalised dims are blocked, the others are free."""
+"""Normalizations: the normalized dims are blocked, the others are free."""
 
 from __future__ import annotations
 

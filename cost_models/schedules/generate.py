@@ -19,17 +19,17 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from cost_models.schedules import zero_bubble
-from cost_models.schedules.actions import Action, Kind, interned
+from cost_models.schedules.actions import Action, Kind, StageTimes, interned
 from cost_models.schedules.list_scheduler import Queue, Worker, list_schedule
-from cost_models.schedules.stage_times import StageTimes
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
 
 
 def num_chunks(schedule: str, chunks: int | None = None) -> int:
-    """Stages per pipeline rank: `chunks`, or the schedule's own number (2 for interleaved and zero-bubble-v, else 1).
+    """Return stages per pipeline rank: `chunks`, or the schedule's default (2 for interleaved and zero-bubble-v, else
+    1).
 
-    Raises ValueError for an unknown schedule, or a number that it cannot have.
+    Raises ValueError for an unknown schedule, or a number that it does not support.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}; known: {', '.join(SCHEDULES)}")
@@ -43,9 +43,9 @@ def num_chunks(schedule: str, chunks: int | None = None) -> int:
 
 
 def placement(schedule: str, num_pipeline_ranks: int, chunks: int | None = None) -> tuple[int, ...]:
-    """The pipeline rank of each stage: s mod p; for zero-bubble-v down and up again, so s for s < p, else 2p - 1 - s.
+    """Return the pipeline rank of each stage: s mod p. zero-bubble-v goes down and up: s for s < p, else 2p - 1 - s.
 
-    Raises ValueError as `num_chunks`, and for less than one pipeline rank.
+    Raises ValueError as `num_chunks`, and for fewer than one pipeline rank.
     """
     chunks = num_chunks(schedule, chunks)
     if num_pipeline_ranks < 1:
@@ -61,9 +61,9 @@ def make_schedule(
     num_micro_batches: int,
     chunks: int | None = None,
 ) -> tuple[tuple[Action, ...], ...]:
-    """What each pipeline rank runs, in order, whatever the stages take.
+    """Return the actions of each pipeline rank, in order, independent of the stages' times.
 
-    chunks: see `num_chunks`. Raises ValueError as `placement`, and for less than one micro-batch.
+    chunks: see `num_chunks`. Raises ValueError as `placement`, and for fewer than one micro-batch.
     """
     pipeline_ranks = placement(schedule, num_pipeline_ranks, chunks)
     if num_micro_batches < 1:
@@ -75,7 +75,7 @@ def make_schedule(
 def _by_rule(
     schedule: str, num_pipeline_ranks: int, num_micro_batches: int, chunks: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """`make_schedule` of arguments that are legal."""
+    """Run `make_schedule` for checked arguments."""
     if schedule == "zero-bubble":
         return zero_bubble.h1(num_pipeline_ranks, num_micro_batches)
     if schedule == "zero-bubble-v":
@@ -95,19 +95,19 @@ def _by_rule(
 def _one_forward_one_backward(
     forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int
 ) -> tuple[Action, ...]:
-    """`num_warmup` forwards, forward and backward in turn, the remaining backwards."""
+    """Return `num_warmup` forwards, forward and backward in turn, then the remaining backwards."""
     num_warmup = min(num_warmup, len(forwards))
     steady = [action for pair in zip(forwards[num_warmup:], backwards, strict=False) for action in pair]
     return (*forwards[:num_warmup], *steady, *backwards[len(forwards) - num_warmup :])
 
 
 def _interleaved(p: int, m: int, v: int) -> tuple[tuple[Action, ...], ...]:
-    """The published order; where m is no multiple of p, what its rule makes of a smaller last group.
+    """Return the published order, or, where p does not divide m, the order its rule gives with a smaller last group.
 
-    With a smaller group a pipeline rank cannot always alternate: the next forward's input may come later than the next
-    backward's. So pipeline ranks are list-scheduled with the same two sequences, the same number of activations at
-    most, and forwards first. Where p divides m that takes as long as the published order, from which it then differs
-    only in what comes first of two actions that are both ready.
+    With a smaller group a pipeline rank cannot always alternate: the next forward's input may arrive after the next
+    backward's. So pipeline ranks are list-scheduled with the same two sequences, the same limit on activations, and
+    forwards first. Where p divides m, this takes as long as the published order and differs only in the order of two
+    actions that are both ready.
     """
     tables = [(list(_table("F", i, p, m, v)), list(_table("B", i, p, m, v))) for i in range(p)]
     warmups = [2 * (p - i - 1) + (v - 1) * p for i in range(p)]

@@ -8,7 +8,7 @@ import pytest
 
 from cost_models.certainty import spread, spreads
 from cost_models.megatron_core import Block, Model, Setup, rank_memory
-from cost_models.megatron_core.kept import kept_bytes
+from cost_models.megatron_core.activations import kept_bytes
 from cost_models.megatron_core.parameters import dense_parameters, expert_parameters
 
 MIB = 2**20

@@ -90,7 +90,7 @@ def test_there_are_layers_for_every_mode_of_recomputation() -> None:
 
 
 @pytest.mark.parametrize(("rate", "taken"), [(0.0, LEAST_RATE), (5.0, MOST_RATE), (torch.tensor(0.01), 0.01)])
-def test_miniatures_are_trained_by_the_plans_optimiser(rate: Any, taken: float) -> None:
+def test_miniatures_are_trained_by_the_plans_optimizer(rate: Any, taken: float) -> None:
     """Of its class and groups, at a rate that shows; by another only where it does not take the small parameters."""
 
     def grouped(named_parameters: Any) -> torch.optim.Optimizer:
