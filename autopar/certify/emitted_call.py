@@ -1,6 +1,6 @@
-"""One operator call through the real lowering and emitter, run by simulated ranks of this process.
+"""Run one operator call through the real lowering and emitter, on simulated ranks in this process.
 
-`autopar.rules.proof` compares what they compute, forward and backward, with torch's operator on the whole tensors.
+`autopar.rules.proof` compares the results, forward and backward, with torch's operator on the whole tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from codegen.program import ModuleClass, Program, Spec
 def program_of(
     node: Node, rule: Rule, options: tuple[AxisOption, ...], inputs: tuple[TensorMeta, ...], sizes: Sizes
 ) -> Program:
-    """The call as a model of its own, whose inputs and results lie as the options say."""
+    """Build a model of just this call, whose inputs and results have the placements of the options."""
     names = [ref.node for ref in node.inputs]
     formal = tuple(Input(name, meta) for name, meta in zip(names, inputs, strict=True))
     places_in, places_out = tensor_placements(options)
@@ -68,7 +68,7 @@ def program_of(
         outputs=outputs,
         layouts=tuple(lowering.layouts),
     )
-    given = {name: Spec(meta.shape, dtype_name(meta.dtype)) for name, meta in zip(names, inputs, strict=True)}
+    specs = {name: Spec(meta.shape, dtype_name(meta.dtype)) for name, meta in zip(names, inputs, strict=True)}
     return Program(
         name="Model",
         axes=mesh.axes,
@@ -76,7 +76,7 @@ def program_of(
         precision="fp32",
         global_batch_size=1,
         num_micro_batches=1,
-        inputs=given,
+        inputs=specs,
         layers=(),
         root=cls,
         runs=(),
@@ -88,7 +88,7 @@ def program_of(
 def prepare(
     node: Node, rule: Rule, options: tuple[AxisOption, ...], inputs: tuple[TensorMeta, ...], sizes: Sizes
 ) -> Prepared:
-    """What a rank of the emitted program computes (`proof.Prepare`)."""
+    """Return a function that runs one rank of the emitted program (`proof.Prepare`)."""
     program = program_of(node, rule, options, inputs, sizes)
     text = emit_model(program)
     check_files({"model.py": text})

@@ -10,7 +10,7 @@ import typer
 from autopar.certify import certify_program
 from autopar.certify.certificate import FILE
 from autopar.certify.certify import cpu_seconds
-from autopar.certify.small_job import Miniature
+from autopar.certify.miniature_run import Miniature
 from autopar.cli.options import (
     Flags,
     Force,

@@ -11,12 +11,11 @@ import pytest
 import torch
 import yaml
 
-from autopar.certify.counterparts import counterparts
 from autopar.certify.cuts import axis_sets, cuts_of
 from autopar.certify.miniature import prove_miniature
-from autopar.certify.small_config import small_fields
-from autopar.certify.small_job import layers_needed, train_miniature
-from autopar.certify.small_optimizer import LEAST_RATE, MOST_RATE, optimizer_of
+from autopar.certify.miniature_config import small_fields
+from autopar.certify.miniature_plan import counterparts
+from autopar.certify.miniature_run import LEAST_RATE, MOST_RATE, layers_needed, optimizer_of, train_miniature
 from autopar.frontend.inputs import name_inputs
 from autopar.frontend.trace import trace
 from autopar.running import folder

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from autopar.certify.certificate import Findings
 from autopar.certify.decisions import check_decisions, pipeline_ranks
 from autopar.certify.edges import check_edges
-from autopar.certify.findings import Findings
 from autopar.certify.messages import prove_messages
 from autopar.certify.operators import prove_operators
 from autopar.certify.reshards import prove_reshards, ways_of

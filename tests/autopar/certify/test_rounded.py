@@ -11,8 +11,8 @@ import pytest
 
 import autopar
 from autopar.certify.cuts import cuts_of
-from autopar.certify.rounded import judged, train_rounded
-from autopar.certify.small_job import Trained
+from autopar.certify.miniature import judged, train_rounded
+from autopar.certify.miniature_run import Trained
 from autopar.compiled import CompiledProgram
 from autopar.running import folder
 from autopar.verify import roundings, sgd_with_momentum, verify_program
