@@ -53,9 +53,9 @@ def program_of(
         numbers=draw_numbers(graph),
     )
     lowering = Lowering(shared, shared.scopes[""])
-    entering = tuple(lowering.at_hand[Ref(name), lowering.lies[Ref(name)]] for name in names)
+    entering = tuple(lowering.available[Ref(name), lowering.placements[Ref(name)]] for name in names)
     body = lowering.run(graph.body)
-    outputs = tuple(lowering.at_hand[ref, lowering.lies[ref]] for ref in results)
+    outputs = tuple(lowering.available[ref, lowering.placements[ref]] for ref in results)
     counting = Lowering(shared, shared.scopes[""])
     statements, counts = counting.count_targets(lowering.losses)
     cls = ModuleClass(

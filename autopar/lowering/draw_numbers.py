@@ -1,4 +1,4 @@
-"""Numbers of the calls that draw random numbers, in the order of the traced forward, whichever stage makes a call."""
+"""Numbers of the calls that draw random numbers, in the order of the traced forward, independent of stages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from autopar.ir.graph import Graph, LayerRun, derived
 
 @dataclass(frozen=True, slots=True)
 class DrawNumbers:
-    """calls: (scope, node) -> its number, inside a layer counted from the layer's first. per_layer: how many calls a
-    layer of the class has. bases: the numbers of the first calls of all layers of the class."""
+    """Draw numbers of a model.
+
+    calls: number by (scope, node), in a layer counted from the layer's first call. per_layer: calls per layer of a
+    class. bases: numbers of the first calls of all layers of a class.
+    """
 
     calls: Mapping[tuple[str, str], int]
     per_layer: Mapping[str, int]
     bases: Mapping[str, tuple[int, ...]]
 
     def base(self, layer: str) -> int | tuple[int, ...]:
-        """The first layer's base where the layers of the class are evenly spaced, else one for each of them."""
+        """Return the first layer's base if the layers of the class are evenly spaced, else one base per layer."""
         bases, step = self.bases[layer], self.per_layer[layer]
         is_even = all(base == bases[0] + i * step for i, base in enumerate(bases))
         return bases[0] if is_even else bases
@@ -27,7 +30,7 @@ class DrawNumbers:
 
 @derived
 def draw_numbers(graph: Graph) -> DrawNumbers:
-    """The numbers of a whole model's calls; stages look theirs up by name."""
+    """Number a whole model's calls; stages look their numbers up by name."""
     calls: dict[tuple[str, str], int] = {}
     per_layer: dict[str, int] = {}
     bases: dict[str, list[int]] = {}
@@ -44,4 +47,4 @@ def draw_numbers(graph: Graph) -> DrawNumbers:
         elif is_keyed(piece):
             calls["", piece.name] = count
             count += 1
-    return DrawNumbers(calls, per_layer, {name: tuple(found) for name, found in bases.items()})
+    return DrawNumbers(calls, per_layer, {name: tuple(numbers) for name, numbers in bases.items()})

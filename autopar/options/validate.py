@@ -1,6 +1,7 @@
-"""Whether a plan that a person may have edited is one that the search could have found: every name is the model's, and
-every placement and ZeRO stage is one of the options that `Offers` and `options_of` make. What is not would run and
-compute something else, or fail on the ranks.
+"""Check an edited plan: every name is the model's, and every placement and ZeRO stage is one the search could choose.
+
+`LegalPlacements` and `options_of` define the legal choices. Anything else would compute something different, or fail on
+the ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from autopar.options.scopes import Scope
 from autopar.plan import Plan
 
 MOST_SHOWN = 12
-"""Alternatives in one message."""
+"""The most alternatives in one message."""
 
 
 def check_scopes(graph: Graph, offers: Offers, plan: Plan) -> None:
-    """Raises PlanError unless the plan decides for the top level and every layer class, and for nothing else."""
+    """Raise PlanError unless the plan decides for the top level and every layer class, and for nothing else."""
     for name in offers.scopes:
         if name not in plan.scopes:
             raise PlanError(
@@ -31,8 +32,8 @@ def check_scopes(graph: Graph, offers: Offers, plan: Plan) -> None:
             )
     for name in plan.scopes:
         if name not in offers.scopes:
-            where, known = plan.place(name), filter(None, offers.scopes)
-            raise PlanError(f"{where}: the model has no layer class {name!r}", alternatives=near(name, known))
+            where, names = plan.place(name), filter(None, offers.scopes)
+            raise PlanError(f"{where}: the model has no layer class {name!r}", alternatives=near(name, names))
     for scope in offers.scopes.values():
         _check_scope(graph, offers, scope, plan)
 
@@ -75,13 +76,13 @@ def _check_scope(graph: Graph, offers: Offers, scope: Scope, plan: Plan) -> None
     _check_zero(scope, plan, offers, decided, stored)
 
 
-def _check_names(scope: Scope, plan: Plan, kind: str, given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raises PlanError for a name that the scope does not have."""
-    for name in given:
-        if name not in known:
+def _check_names(scope: Scope, plan: Plan, kind: str, names: Iterable[str], legal: Iterable[str], description: str) -> None:
+    """Raise PlanError for a name that the scope does not have."""
+    for name in names:
+        if name not in legal:
             where = plan.place(scope.name, kind, name)
             raise PlanError(
-                f"{where} is not in the model: it has no {what} named {name!r}", alternatives=near(name, known)
+                f"{where} is not in the model: it has no {description} named {name!r}", alternatives=near(name, legal)
             )
 
 
@@ -93,13 +94,13 @@ def _check_placements(
     meta: TensorMeta,
     legal: Sequence[Placements],
 ) -> None:
-    """Raises PlanError for placements that are no option of the tensor."""
+    """Raise PlanError for placements that are not an option of the tensor."""
     if placements in legal:
         return
     mesh = plan.mesh
     fits = all(not p.is_shard or p.dim < len(meta.shape) for p in placements)
     fits = fits and divides(meta.shape, placements, mesh.sizes)
-    texts = [placements_text(each, mesh) for each in legal]
+    texts = [placements_text(choice, mesh) for choice in legal]
     more = [f"... ({len(texts)} in all)"] if len(texts) > MOST_SHOWN else []
     raise PlanError(
         f"{plan.place(scope.name, *path)} {'cannot lie so' if fits else 'cannot be cut into equal parts'}",
@@ -109,7 +110,7 @@ def _check_placements(
 
 
 def _check_zero(scope: Scope, plan: Plan, offers: Offers, decided: ScopePlan, stored: Mapping[str, TensorMeta]) -> None:
-    """Raises PlanError for a ZeRO stage of a parameter that has no gradient to shard."""
+    """Raise PlanError for a ZeRO stage of a parameter without a gradient to shard."""
     for name, at in decided.parameters.items():
         if at.zero and not offers.can_shard(stored[name], at.placements):
             is_trained = stored[name].requires_grad
@@ -124,5 +125,5 @@ def _check_zero(scope: Scope, plan: Plan, offers: Offers, decided: ScopePlan, st
 
 
 def ref_name(ref: Ref) -> str:
-    """`split` or `split[1]`: how a plan file names a result."""
+    """Return a plan file's name of a result: `split` or `split[1]`."""
     return ref.node if ref.index == 0 else f"{ref.node}[{ref.index}]"
