@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.ir.draws import draw_numbers
 from autopar.ir.graph import Graph, Input, Node, Ref, TensorMeta
 from autopar.ir.mesh import Mesh
-from autopar.lowering.draw_numbers import draw_numbers
 from autopar.lowering.scope_lowering import Lowering, Shared, dtype_name
 from autopar.options.assignment import Assignment
 from autopar.options.scopes import scopes_of
@@ -42,7 +42,7 @@ def program_of(
         {},
     )
     mesh = Mesh(AXIS_NAMES[: len(sizes)], sizes)
-    operators = {key: Operator(scope="", node=node, inputs=inputs, rule=rule, known=True, batch=None, sections={})}
+    operators = {key: Operator(scope="", node=node, inputs=inputs, rule=rule, batch=None, sections={})}
     shared = Shared(
         graph=graph,
         operators=operators,

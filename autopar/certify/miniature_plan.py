@@ -20,7 +20,7 @@ from autopar.ir.mesh import zero_axes
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import ScopePlan, StagePlan
 from autopar.options.assignment import Candidate, labels_of
-from autopar.options.offers import Offers
+from autopar.options.legal_placements import LegalPlacements
 from autopar.options.scopes import Scope, scopes_of
 from autopar.options.strategies import Option, options_of
 from autopar.options.validate import ref_name
@@ -67,7 +67,7 @@ class _Translation:
         mesh, axes = self.small.plan.mesh, self.large.plan.mesh.axes
         self.numbers = [axes.index(axis) for axis in mesh.axes]
         self.options = {key: options_of(operator, mesh) for key, operator in self.small.operators.items()}
-        self.offers = Offers(self.small.graph, self.options, mesh)
+        self.offers = LegalPlacements(self.small.graph, self.options, mesh)
         self.same: dict[Key, Key] = counterparts(self.large.graph, self.small.graph)
         without = self.large.operators.keys() - set(self.same.values())
         self.lacks = Counter(self.large.operators[key].node.op for key in sorted(without))

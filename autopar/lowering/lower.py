@@ -10,11 +10,11 @@ from typing import Protocol
 
 from autopar.ir.batch_names import batch_key
 from autopar.ir.chain import chain, home_of_unread
+from autopar.ir.draws import draw_numbers
 from autopar.ir.graph import UPDATE_BUFFER, Graph, Input, LayerRun, Node, Ref, ancestors, base_name, derived
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R
 from autopar.lowering.dim_roles import dim_roles
-from autopar.lowering.draw_numbers import draw_numbers
 from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, without_waiting
 from autopar.lowering.specs import border_of, input_spec, spec_of, unread_specs
 from autopar.lowering.stages import Cut, StageGraph, boundary_placements, stage_graphs, tied_parameters

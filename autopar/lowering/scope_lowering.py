@@ -13,11 +13,10 @@ from fractions import Fraction
 
 import torch
 
-from autopar.ir.draws import is_single_draw
+from autopar.ir.draws import DrawNumbers, is_single_draw
 from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta, ancestors, map_refs
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, R
-from autopar.lowering.draw_numbers import DrawNumbers
 from autopar.lowering.lowerings import lower_call
 from autopar.lowering.names import free_name, readable_names, uses_of
 from autopar.options.assignment import Assignment

@@ -15,7 +15,7 @@ from autopar.ir.graph import Graph, LayerRun, Ref
 from autopar.ir.mesh import DATA_AXES, Mesh, zero_axes
 from autopar.ir.placement import Placements, Stored
 from autopar.ir.plan_data import ScopePlan, labels_text
-from autopar.options.offers import Offers
+from autopar.options.legal_placements import LegalPlacements
 from autopar.options.reshard import steps
 from autopar.options.routes import keeps_rows
 from autopar.options.scopes import Scope, scopes_of
@@ -184,7 +184,7 @@ def compress(
 def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Plan) -> Assignment:
     """Return a plan's assignment, validated against the graph. Raises PlanError."""
     deriver = Deriver(graph, operators, plan.mesh)
-    offers = Offers(graph, deriver.options, plan.mesh)
+    offers = LegalPlacements(graph, deriver.options, plan.mesh)
     check_scopes(graph, offers, plan)
     chosen: dict[tuple[str, str], Option] = {}
     tensors: dict[tuple[str, Ref], Placements] = {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import MATMULS, Node, Ref, base_name
 from autopar.ir.placement import Placement, S
-from autopar.options.followed import Key, Rules, factor_of
+from autopar.options.followed_dims import Key, Rules, factor_of
 from autopar.options.scopes import Scope
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.rule import Dims, Rule, find_factor
@@ -61,7 +61,7 @@ def expert_dims(
                     weights[ref] = placement
     sizes = [scope.metas[node.inputs[1]].shape[0] for node in layers]
     sizes += [rule_of[name].sizes[factor] for name, factor in batched.products.items()]
-    others = {name: factor for name, factor in batched.found.items() if name not in makers}
+    others = {name: factor for name, factor in batched.factors.items() if name not in makers}
     return ExpertDims(frozenset(weights), makers, others, tuple(sizes))
 
 
@@ -80,7 +80,7 @@ class _Batched:
         self.nodes, self.rules, self.metas = scope.nodes, rules, scope.metas
         self.made_by = {Ref(node.name, index): node for node in self.nodes for index in range(len(node.outputs))}
         self.fixed = {Ref(name) for name in parameters}
-        self.products, self.found = dict[str, str](), dict[str, str]()
+        self.products, self.factors = dict[str, str](), dict[str, str]()
         self.weights, self.marks = dict[Ref, Placement](), dict[Ref, Placement]()
         for node in self.nodes:
             if node.inputs and self.fixed.issuperset(node.inputs):
@@ -95,11 +95,11 @@ class _Batched:
     def spread(self) -> None:
         """Follow dims of experts to all calls that have them."""
         before = 0
-        while len(self.found) != before:
-            before = len(self.found)
+        while len(self.factors) != before:
+            before = len(self.factors)
             for node in itertools.chain(self.nodes, reversed(self.nodes)):
                 rule = self.rules[node.name]
-                for ref, dims in self.tensors(node) if node.name not in self.found else ():
+                for ref, dims in self.tensors(node) if node.name not in self.factors else ():
                     factor = factor_of(rule, dims, self.marks[ref]) if ref in self.marks else None
                     if factor is not None and factor[1] == 1 and factor[0] in rule.shardable:
                         self.add(node, factor[0])
@@ -116,7 +116,7 @@ class _Batched:
                 return
             self.products[node.name] = factor
         self.weights |= {ref: mark for ref, mark in fixed.items() if self.is_stored_first(ref, mark)}
-        self.found[node.name] = factor
+        self.factors[node.name] = factor
         for ref, mark in having:
             if ref not in self.fixed:
                 self.marks.setdefault(ref, mark)

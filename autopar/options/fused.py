@@ -127,12 +127,17 @@ def _fusion(
         return tuple(named[name] for name in names if name in named)
 
     for result in pattern.results:
-        own = makers[result.name]
+        producer = makers[result.name]
         operator = OTHER_RESULT + pattern.target.partition(".")[2]
         node = Node(
-            name=own.name, op=operator, args=args(result.leaves), kwargs=(), outputs=own.outputs, module=own.module
+            name=producer.name,
+            op=operator,
+            args=args(result.leaves),
+            kwargs=(),
+            outputs=producer.outputs,
+            module=producer.module,
         )
-        results.append(own if result.is_call else node)
+        results.append(producer if result.is_call else node)
     last = members[-1]
     results.append(
         Node(

@@ -54,8 +54,8 @@ from autopar.options.batch_shares import (
     linear_sets,
     numbers_of,
 )
-from autopar.options.followed import factor_of
-from autopar.options.known_sums import Key, KnownSums, OthersKnownError
+from autopar.options.batch_sums import CompleteSums, Key, OtherSumsError
+from autopar.options.followed_dims import factor_of
 from autopar.options.scopes import Scope, scopes_of
 from autopar.rules.call import Call
 from autopar.rules.loss import is_plain_cross_entropy
@@ -73,17 +73,17 @@ def accumulation(whole: Graph, micro: Graph) -> Accumulation:
     while refs not in tried:
         tried.add(refs)
         try:
-            return _Proof(whole, micro, KnownSums(whole, refs)).run()
-        except OthersKnownError as found:
-            refs = found.refs
+            return _Proof(whole, micro, CompleteSums(whole, refs)).run()
+        except OtherSumsError as restart:
+            refs = restart.refs
     raise WholeBatchError("sums over the batch depend on one another")
 
 
 class _Proof:
     """One walk over both graphs. sums: those that are complete before they are read."""
 
-    def __init__(self, whole: Graph, micro: Graph, sums: KnownSums) -> None:
-        self.whole, self.micro, self.known = whole, micro, sums
+    def __init__(self, whole: Graph, micro: Graph, sums: CompleteSums) -> None:
+        self.whole, self.micro, self.sums = whole, micro, sums
         self.count = whole.batch_size // micro.batch_size
         self.scales: dict[tuple[str, str, int], Fraction] = {}
         self.counted: list[Ref] = []
@@ -106,15 +106,15 @@ class _Proof:
                 shares |= self.call(self.scopes[""], piece, twin, shares)
             else:
                 raise WholeBatchError("the model has other layers for a micro-batch than for the whole batch")
-        self.known.check_counted(self.counted)
+        self.sums.check_counted(self.counted)
         used = {key: scale for key, scale in self.scales.items() if scale != 1}
         repeated = frozenset(key for key, goes_on in self.draws.items() if not goes_on)
         return Accumulation(
-            whole=self.known.before,
+            whole=self.sums.before,
             scales=used,
             loss=self.loss_scale(shares[self.whole.loss]),
             repeated=repeated,
-            summed=self.known.summed,
+            summed=self.sums.summed,
         )
 
     def loss_scale(self, loss: Share) -> Fraction:
@@ -138,7 +138,7 @@ class _Proof:
                 break
         outputs = {Ref(run.name, index): share for index, share in enumerate(leaving)}
         return {
-            ref: self.known.after(("", ref), share, meta.requires_grad)
+            ref: self.sums.after(("", ref), share, meta.requires_grad)
             for (ref, share), meta in zip(outputs.items(), run.outputs, strict=True)
         }
 
@@ -205,8 +205,8 @@ class _Proof:
         is_own = bool(site.with_own_gradients) and whole.requires_grad and share.placement == R
         is_late = any(input_share.is_late for input_share in site.inputs)
         share = replace(share, is_late=is_late, has_own_gradient=is_own)
-        parts = [self.known.key(site.scope, site.node.inputs[i]) for i in site.sums]
-        return self.known.after((site.scope.name, Ref(site.node.name, index)), share, whole.requires_grad, parts)
+        parts = [self.sums.key(site.scope, site.node.inputs[i]) for i in site.sums]
+        return self.sums.after((site.scope.name, Ref(site.node.name, index)), share, whole.requires_grad, parts)
 
     def of_nothing(self, site: Site) -> tuple[Share, ...]:
         """Return the shares of rows created from inputs without rows: filled or expanded."""
@@ -270,7 +270,7 @@ class _Proof:
     def check_counted(self, site: Site) -> None:
         """Record a mean over targets that are not ignored: the program must be able to count them before the step."""
         target = site.node.inputs[1]
-        is_before = site.scope.layer is None and self.known.needs_batch_only(target)
+        is_before = site.scope.layer is None and self.sums.needs_batch_only(target)
         if not is_plain_cross_entropy(site.node, site.call.inputs) or not is_before:
             raise site.error("divides by a number of targets that is known only after the forward")
         self.counted.append(target)
@@ -336,10 +336,10 @@ class _Proof:
         # The call is linear in the other inputs once these sums are complete.
         partly = sorted(filter(None, rests), key=len)
         for indices in (*partly, sums):
-            if all(self.known.needs_batch_only(site.node.inputs[i]) for i in indices) and site.scope.layer is None:
-                raise self.known.and_inputs(site, indices)
+            if all(self.sums.needs_batch_only(site.node.inputs[i]) for i in indices) and site.scope.layer is None:
+                raise self.sums.and_inputs(site, indices)
         without = [rest for rest in partly if not any(site.call.inputs[i].requires_grad for i in rest)]
-        raise self.known.and_inputs(site, without[0] if without else sums)
+        raise self.sums.and_inputs(site, without[0] if without else sums)
 
     def linear_in(self, site: Site, members: frozenset[int], adds_number: bool) -> tuple[Share, ...]:
         """Return the shares if all sums are among `members`, in which the call is linear; its other members are R."""

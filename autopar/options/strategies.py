@@ -33,7 +33,7 @@ from autopar.ir.graph import (
 from autopar.ir.mesh import DATA_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, R, Rp, divides
 from autopar.options.expert_dims import ExpertDims, expert_dims
-from autopar.options.followed import follow, follow_sections
+from autopar.options.followed_dims import follow, follow_sections
 from autopar.options.fused import Fusion, Fusions
 from autopar.options.routes import Route, routes_of
 from autopar.options.scopes import Scope, scopes_of
@@ -78,7 +78,6 @@ class Operator:
     node: Node
     inputs: tuple[TensorMeta, ...]
     rule: Rule
-    known: bool
     batch: tuple[str, int] | None
     sections: Mapping[str, tuple[int, ...]]
     positions: tuple[str, int] | None = None
@@ -127,14 +126,13 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
         )
         for node in scope.nodes:
             key = (scope.name, node.name)
-            rule, is_known = rules[key]
+            rule, _ = rules[key]
             metas = tuple(scope.metas[ref] for ref in node.inputs)
             operators[key] = Operator(
                 scope=scope.name,
                 node=node,
                 inputs=metas,
                 rule=rule,
-                known=is_known,
                 batch=batch.get(key),
                 sections=sections.get(key, {}),
                 positions=positions.get(key),

@@ -14,7 +14,7 @@ from autopar.ir.graph import Graph, Ref, TensorMeta
 from autopar.ir.mesh import ZERO_AXES
 from autopar.ir.placement import Placements, divides
 from autopar.ir.plan_data import ScopePlan, placements_text
-from autopar.options.offers import Offers
+from autopar.options.legal_placements import LegalPlacements
 from autopar.options.scopes import Scope
 from autopar.plan import Plan
 
@@ -22,7 +22,7 @@ MOST_SHOWN = 12
 """The most alternatives in one message."""
 
 
-def check_scopes(graph: Graph, offers: Offers, plan: Plan) -> None:
+def check_scopes(graph: Graph, offers: LegalPlacements, plan: Plan) -> None:
     """Raise PlanError unless the plan decides for the top level and every layer class, and for nothing else."""
     for name in offers.scopes:
         if name not in plan.scopes:
@@ -38,7 +38,7 @@ def check_scopes(graph: Graph, offers: Offers, plan: Plan) -> None:
         _check_scope(graph, offers, scope, plan)
 
 
-def _check_scope(graph: Graph, offers: Offers, scope: Scope, plan: Plan) -> None:
+def _check_scope(graph: Graph, offers: LegalPlacements, scope: Scope, plan: Plan) -> None:
     decided, used = plan.scopes[scope.name], offers.uses[scope.name]
     stored = {p.name: p.meta for p in (scope.layer.parameters if scope.layer else graph.parameters)}
     entering = dict(scope.layer.inputs) if scope.layer else {i.name: i.meta for i in graph.inputs}
@@ -76,7 +76,9 @@ def _check_scope(graph: Graph, offers: Offers, scope: Scope, plan: Plan) -> None
     _check_zero(scope, plan, offers, decided, stored)
 
 
-def _check_names(scope: Scope, plan: Plan, kind: str, names: Iterable[str], legal: Iterable[str], description: str) -> None:
+def _check_names(
+    scope: Scope, plan: Plan, kind: str, names: Iterable[str], legal: Iterable[str], description: str
+) -> None:
     """Raise PlanError for a name that the scope does not have."""
     for name in names:
         if name not in legal:
@@ -109,7 +111,9 @@ def _check_placements(
     )
 
 
-def _check_zero(scope: Scope, plan: Plan, offers: Offers, decided: ScopePlan, stored: Mapping[str, TensorMeta]) -> None:
+def _check_zero(
+    scope: Scope, plan: Plan, offers: LegalPlacements, decided: ScopePlan, stored: Mapping[str, TensorMeta]
+) -> None:
     """Raise PlanError for a ZeRO stage of a parameter without a gradient to shard."""
     for name, at in decided.parameters.items():
         if at.zero and not offers.can_shard(stored[name], at.placements):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import ATTENTION, Graph, Ref, ancestors, base_name, layer_borders
 from autopar.ir.placement import Placement, S
-from autopar.options.followed import factor_of
+from autopar.options.followed_dims import factor_of
 from autopar.options.strategies import Operator
 from autopar.rules.rule import find_factor
 

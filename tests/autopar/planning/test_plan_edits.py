@@ -17,7 +17,7 @@ import autopar
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.options.assignment import compress, expand
-from autopar.options.offers import Offers
+from autopar.options.legal_placements import LegalPlacements
 from autopar.options.strategies import options_of
 from autopar.options.validate import check_scopes
 from autopar.plan import Plan
@@ -37,9 +37,11 @@ def text_of(name: str, mesh: str) -> str:
 
 
 @cache
-def offers_of(name: str, mesh: str) -> Offers:
+def offers_of(name: str, mesh: str) -> LegalPlacements:
     it, where = setting(name, mesh), Mesh.parse(mesh)
-    return Offers(it.graph, {key: options_of(operator, where) for key, operator in it.operators.items()}, where)
+    return LegalPlacements(
+        it.graph, {key: options_of(operator, where) for key, operator in it.operators.items()}, where
+    )
 
 
 def expanded(data: Any, name: str = "llama", mesh: str = "dp2 x tp2") -> None:

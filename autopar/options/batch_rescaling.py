@@ -22,23 +22,23 @@ from autopar.rules.rule import AxisOption, find_factor, label_of
 Operators = Mapping[tuple[str, str], Operator]
 
 
-def carried(assignment: Assignment, operators: Operators, source_rows: int, rows: int) -> Assignment:
+def rescaled(assignment: Assignment, operators: Operators, source_rows: int, rows: int) -> Assignment:
     """Convert decisions for a graph of `source_rows` rows to one of `rows` rows, over all ranks.
 
     operators: of the source graph. If that graph has one row, its batch cannot be identified and the decisions stay.
     """
     if source_rows in (rows, 1):
         return assignment
-    return _Carrier(operators, source_rows, rows).carry(assignment)
+    return _Rescaling(operators, source_rows, rows).apply(assignment)
 
 
 @dataclass(frozen=True, slots=True)
-class _Carrier:
+class _Rescaling:
     operators: Operators
     source_rows: int
     rows: int
 
-    def carry(self, assignment: Assignment) -> Assignment:
+    def apply(self, assignment: Assignment) -> Assignment:
         marks = self._marks()
         return Assignment(
             {key: self._option(key, option, marks) for key, option in assignment.operators.items()},

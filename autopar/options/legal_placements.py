@@ -17,7 +17,7 @@ Uses = dict[Ref, list[tuple[str, str, int]]]
 """(kind, user, position) of every use of every Ref; kind is operator, run, output or loss."""
 
 
-class Offers:
+class LegalPlacements:
     """The legal placements of one graph's tensors on one mesh. options: the available options of every call."""
 
     def __init__(self, graph: Graph, options: Mapping[tuple[str, str], tuple[Option, ...]], mesh: Mesh) -> None:

@@ -27,14 +27,14 @@ Key = tuple[str, Ref]
 """A tensor: the layer class that computes it ("": the top level), and its ref there."""
 
 
-class OthersKnownError(Exception):
+class OtherSumsError(Exception):
     """Restarts a proof with another set of complete sums."""
 
     def __init__(self, refs: frozenset[Key]) -> None:
         self.refs = refs
 
 
-class KnownSums:
+class CompleteSums:
     """The sums that one walk over a graph assumes to be complete. graph: of the whole batch."""
 
     def __init__(self, graph: Graph, refs: frozenset[Key]) -> None:
@@ -85,25 +85,25 @@ class KnownSums:
         is_made = scope.layer is None or any(node.name == ref.node for node in scope.layer.nodes)
         return (scope.name, ref) if is_made else None
 
-    def and_inputs(self, site: Site, indices: Sequence[int]) -> OthersKnownError:
+    def and_inputs(self, site: Site, indices: Sequence[int]) -> OtherSumsError:
         """Return the error that adds these inputs of a call. Raises WholeBatchError if one is an input of its layer."""
         keys = [self.key(site.scope, site.node.inputs[i]) for i in indices]
         if None in keys:
             raise site.error(
                 "is not linear in a sum over the batch that its layer is given, which is not complete then"
             )
-        return OthersKnownError(self.refs | {key for key in keys if key is not None})
+        return OtherSumsError(self.refs | {key for key in keys if key is not None})
 
     def after(self, key: Key, share: Share, has_gradient: bool, parts: Sequence[Key | None] = ()) -> Share:
         """Return the share of a result for later reads. parts: keys of its partial sums."""
         if key not in self.refs:
             return share
         if not share.is_sum:
-            raise OthersKnownError(self.refs - {key})
+            raise OtherSumsError(self.refs - {key})
         if self._is_before[key]:
             return Share(R, share.scale)
         if share.is_late:
             if not parts or None in parts:
                 raise WholeBatchError(f"{key[1].node}, a sum over the batch, depends on another one")
-            raise OthersKnownError(self.refs - {key} | {part for part in parts if part is not None})
+            raise OtherSumsError(self.refs - {key} | {part for part in parts if part is not None})
         return Share(R, share.scale, is_late=True, has_own_gradient=has_gradient)

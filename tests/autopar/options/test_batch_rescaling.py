@@ -6,7 +6,7 @@ import pytest
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import S
-from autopar.options.carried import carried, suits
+from autopar.options.batch_rescaling import rescaled, suits
 from autopar.options.strategies import options_of
 from autopar.planning.request import operators_at
 from autopar.rules.factorize import view_factors
@@ -23,7 +23,7 @@ def test_decisions_of_one_number_of_rows_are_options_of_another(name: str, mesh:
     graph, operators = operators_at(request_for(name), rows)
     for seed in range(4):
         assignment = own.assignment(seed)[1]
-        there = carried(assignment, own.operators, SOURCE, rows)
+        there = rescaled(assignment, own.operators, SOURCE, rows)
         assert suits(there, graph, operators, Mesh.parse(mesh)), seed
         for key, option in there.operators.items():
             kinds = [[p.kind for p in placements] for placements in (*option.inputs, *option.outputs)]
@@ -41,7 +41,7 @@ def test_cutting_what_lies_inside_the_batch_keeps_its_meaning() -> None:
     assignment = own.assignment(0)[1]
     assignment.operators[key] = option  # type: ignore[index]
     for rows, sections in ((4, 4), (64, 64), (1, 1)):
-        there = carried(assignment, own.operators, SOURCE, rows).operators[key]
+        there = rescaled(assignment, own.operators, SOURCE, rows).operators[key]
         assert there.labels == option.labels
         assert there.inputs[0] == (S(1),) and there.outputs[0] == (S(0, sections),)
 
