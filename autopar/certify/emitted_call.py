@@ -42,7 +42,7 @@ def program_of(
         {},
     )
     mesh = Mesh(AXIS_NAMES[: len(sizes)], sizes)
-    operators = {key: Operator(scope="", node=node, inputs=inputs, rule=rule, batch=None, sections={})}
+    operators = {key: Operator(scope="", node=node, inputs=inputs, rule=rule, has_rule=True, batch=None, sections={})}
     shared = Shared(
         graph=graph,
         operators=operators,

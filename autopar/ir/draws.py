@@ -1,4 +1,4 @@
-"""Calls that draw random numbers and their numbers, and calls of which an evaluation reads something else.
+"""Calls that draw random numbers and their numbers, and calls of which an evaluation reads something else."""
 
 from __future__ import annotations
 

@@ -78,6 +78,7 @@ class Operator:
     node: Node
     inputs: tuple[TensorMeta, ...]
     rule: Rule
+    has_rule: bool
     batch: tuple[str, int] | None
     sections: Mapping[str, tuple[int, ...]]
     positions: tuple[str, int] | None = None
@@ -126,13 +127,14 @@ def operators_of(graph: Graph) -> dict[tuple[str, str], Operator]:
         )
         for node in scope.nodes:
             key = (scope.name, node.name)
-            rule, _ = rules[key]
+            rule, has_rule = rules[key]
             metas = tuple(scope.metas[ref] for ref in node.inputs)
             operators[key] = Operator(
                 scope=scope.name,
                 node=node,
                 inputs=metas,
                 rule=rule,
+                has_rule=has_rule,
                 batch=batch.get(key),
                 sections=sections.get(key, {}),
                 positions=positions.get(key),
