@@ -18,7 +18,9 @@ def notes_of(compiled: GeneratedProgram) -> tuple[str, ...]:
         notes.append(
             f"without a sharding rule, so every rank computes them whole: {', '.join(unknown)} (autopar.register_rule)"
         )
-    cut = {op.node.op.split(".")[1] for op in compiled.best.operators.values() if op.has_rule and function_of(op.node.op)}
+    cut = {
+        op.node.op.split(".")[1] for op in compiled.best.operators.values() if op.has_rule and function_of(op.node.op)
+    }
     if cut:
         notes.append(f"custom Functions, cut as the operators that they call may be: {', '.join(sorted(cut))}")
     values = [f"{each.text} is {each.value!r}" for each in compiled.program.any.guards]
