@@ -118,8 +118,7 @@ def _memory_seconds(work: Work, device: Device) -> float:
 
 
 def _cached(num_bytes: float, device: Device) -> float:
-    """Return the share of a kernel's bytes served by the last-level cache: all up to half its size, none from 1.5
-    times."""
+    """Return the share of a kernel's bytes in the last-level cache: all up to half its size, none from 1.5 times."""
     return min(1.0, max(0.0, 1.5 - num_bytes / device.cache_bytes))
 
 

@@ -121,8 +121,7 @@ class Cluster:
         )
 
     def to_toml(self) -> str:
-        """Return TOML text that `from_toml_text` reads back to an equal cluster: built-in parts by name, others in
-        full."""
+        """Return TOML that `from_toml_text` reads back to an equal cluster: built-in parts by name, others in full."""
         counts = f"num_nodes = {self.num_nodes}\ndevices_per_node = {self.devices_per_node}\n"
         return counts + part_lines(
             {"device": self.device, "intra_node": self.intra_node, "inter_node": self.inter_node}

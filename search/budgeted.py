@@ -128,8 +128,7 @@ def _largest(core: Core) -> float:
 
 
 def _below(search: Search, dual: Dual, threshold: float) -> Core | None:
-    """Keep the options that a choice below a cost threshold may have, without dead ends; None if a variable has
-    none."""
+    """Keep the options of choices below a cost threshold, without dead ends; None if a variable has none."""
     core = drop_above(dual, threshold + dual.multiplier * search.limit)
     if core is None:
         return None

@@ -24,8 +24,7 @@ MOST_NEIGHBORS = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Removed:
-    """An eliminated variable. ``table`` is the minimized sum, with the neighbors' axes first and the variable's
-    last."""
+    """An eliminated variable. ``table`` is the minimized sum; the variable's own axis is last."""
 
     variable: int
     neighbors: tuple[int, ...]
@@ -41,8 +40,7 @@ class Contraction:
     removed: tuple[Removed, ...]
 
     def completed(self, assignment: Sequence[int]) -> tuple[int, ...]:
-        """Extend a choice of the smaller core by the best options of the eliminated variables; ties go to the
-        lowest."""
+        """Extend a choice of the smaller core by the best options of eliminated variables; ties go to the lowest."""
         chosen = dict(zip(self.kept, assignment, strict=True))
         for variable in reversed(self.removed):
             chosen[variable.variable] = int(np.argmin(variable.table[tuple(chosen[v] for v in variable.neighbors)]))

@@ -87,8 +87,7 @@ class Elimination:
 
 
 def plan_elimination(sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> Plan:
-    """Return the cheaper of two greedy orders, by actual table sizes: least bucket table, or least added fill
-    (cells)."""
+    """Return the cheaper of two greedy orders by table sizes: least bucket table, or least added fill in cells."""
     plans = [_plan_for(_greedy_order(sizes, pairs, by_fill), sizes, pairs) for by_fill in (False, True)]
     return min(plans, key=lambda plan: plan.total_cells + plan.message_cells)
 
@@ -230,7 +229,7 @@ def _greedy_order(sizes: Sequence[int], pairs: Sequence[tuple[int, int]], by_fil
 class _Scored:
     """A graph that keeps both scores of every variable up to date, in exact integers, as edges come and go.
 
-    Computing scores anew would be quadratic for a variable with thousands of neighbors, such as the ZeRO stage of an
+    Recomputing scores would be quadratic for a variable with thousands of neighbors, such as the ZeRO stage of an
     unrolled recurrence.
     """
 

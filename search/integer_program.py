@@ -156,8 +156,7 @@ def _tie_pairs(rows: _Rows, columns: _Columns, core: Core) -> None:
 
 
 def _keep_within(rows: _Rows, columns: _Columns, room: float) -> None:
-    """Keep the usage within the budget's room. Columns that exceed it alone have the upper bound 0 and need no
-    cell."""
+    """Keep the usage within the budget's room. Columns that exceed it alone are fixed to 0 and need no cell."""
     used = np.flatnonzero((columns.usage_C > 0.0) & (columns.usage_C <= room))
     rows.put(rows.add(1, -np.inf, USAGE_SPAN), used, columns.usage_C[used] * (USAGE_SPAN / (room or 1.0)))
 

@@ -122,8 +122,7 @@ def _eliminated(core: Core, plan: Plan) -> tuple[int, ...] | None:
 
 
 def _contracted(core: Core) -> tuple[int, ...] | None:
-    """Return the same where full elimination is too large: contract the core and solve the rest as an integer
-    program."""
+    """Return the same for cores too large to eliminate: contract first, then solve an integer program."""
     contraction = contract(core)
     try:
         smaller = reduce_core(contraction.core)

@@ -170,8 +170,7 @@ class PipelineProblem:
                 raise ValueError(f"points of {kind!r} on {name!r} repeat a label")
 
     def boundary_seconds(self, boundary: int, before: str, after: str) -> float:
-        """Return the seconds that one micro-batch adds at a boundary: activations forward, their gradients
-        backward."""
+        """Return the seconds that one micro-batch adds at a boundary: activations forward, gradients backward."""
         if not self.boundary_bytes or self.transfer_seconds is None:
             return 0.0
         return 2.0 * self.transfer_seconds.get((before, after), 0.0) * self.boundary_bytes[boundary]
@@ -261,7 +260,7 @@ class PipelineInfeasibleError(InfeasibleError):
         if not needs:
             self.smallest_excess = float("nan")
             super().__init__(
-                "no cut into stages uses the devices as asked: check num_stages, the submesh sizes against the groups, "
+                "no cut into stages uses all devices: check num_stages, the submesh sizes against the groups, "
                 "and that every class has points on some submesh"
             )
             return

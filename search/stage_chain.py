@@ -113,8 +113,7 @@ class Chain:
         return moves
 
     def _reachable(self) -> list[list[Used]]:
-        """Return, for each i, the device counts of stages i ... p - 1 that let stages 0 ... i - 1 use all other
-        devices."""
+        """Return, for each i, the device counts of stages i ... p - 1 that earlier stages can complete."""
         total = tuple(self.problem.groups.values())
         sums: list[set[Used]] = [{(0,) * len(total)}]
         for _ in range(self.num_stages):
@@ -140,8 +139,7 @@ class Chain:
         return [(g, h, n) for g, n in pairs if (g < 0) + (n < 0) in ends for h in every]
 
     def _busy(self, kind: Kind) -> tuple[Array, Array]:
-        """Return the steady seconds that the boundary before each unit adds as a stage's first and as its last
-        boundary."""
+        """Return the steady seconds of the boundary before each unit, as a stage's first and as its last."""
         return self.boundary(kind[0], kind[1]), self.boundary(kind[1], kind[2])
 
     def boundary(self, before: int, after: int) -> Array:
@@ -222,8 +220,7 @@ class Chain:
     def _best(
         self, i: int, g: int, h: int, values: Mapping[State, Array], spread: Tables, bottleneck: bool
     ) -> tuple[Array, Choice] | None:
-        """Return V_i of all device counts [U, N + 1] and the choice that attains it; None where the kind is
-        impossible."""
+        """Return V_i of all device counts [U, N + 1] and the choices; None where the kind is impossible."""
         rows, sources = self.moves[i][h]
         before = h if self.neighbors else -1
         afters = [n for b, n in values if b in (before, -1)]
@@ -278,8 +275,7 @@ class Chain:
         return least, length
 
     def _spread(self, kind: Kind, table: Array, width: int) -> Array:
-        """Return [F, N, width] costs by first unit and length. A forbidden stage has the shape number after the
-        last."""
+        """Return [F, N, width] costs by first unit and length. Forbidden stages have the number after the last."""
         forbidden = np.full((len(table), 1), np.inf)
         return np.take(np.append(table, forbidden, axis=1), self.shapes[kind][:, :width], axis=1)
 

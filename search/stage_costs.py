@@ -137,8 +137,7 @@ class StageCosts:
         return result
 
     def least_fill(self, steady_limit: float, step_limit: float) -> tuple[Array, Indices]:
-        """Return [F, S] lower bounds of the fill within finite limits, and the entries where they are exact (else
-        -1)."""
+        """Return [F, S] lower bounds of the fill within finite limits, and the exact entries (else -1)."""
         fills = self._fills
         if fills is None or fills.limits != (steady_limit, step_limit):
             shape = self.base.shape[1:]
@@ -169,8 +168,7 @@ class StageCosts:
         return result, fills.exact.copy()
 
     def least_time(self, row: int) -> Array:
-        """Return [F, S] lower bounds of the steady (row 1) or step (row 2) time, the other unlimited; inf: cannot
-        fit."""
+        """Return [F, S] lower bounds of the steady (row 1) or step (row 2) time; inf: cannot fit."""
         bounds, count = self._times.get(row, (np.zeros(self.base.shape[1:]), 0))
         if count < len(self.pool):
             pool, base = self.pool[count:], self.base[count:]
@@ -207,8 +205,7 @@ class StageCosts:
         self.numbers = np.concatenate([self.numbers, numbers])
 
     def _all_ways(self, shape: int) -> tuple[Indices, Array, Array] | None:
-        """Return counts [Q, K], totals [7, Q] and memory [F, Q] of all ways to run a shape; None if there are too
-        many."""
+        """Return counts [Q, K], totals [7, Q] and memory [F, Q] of all ways to run a shape; None if too many."""
         if shape not in self._ways:
             sizes = [int(n) for n in self.counts[shape]]
             present = [c for c, n in enumerate(sizes) if n]

@@ -202,8 +202,7 @@ class _Enumeration:
         return whole
 
     def _pair(self, counts: Indices, left: Indices, sums: Array, a: int, b: int) -> Indices:
-        """Place the last two options: each cut leaves an interval for the count of ``a``, and the cost is linear on
-        it."""
+        """Place the last two options: cuts leave an interval for the count of ``a``, where the cost is linear."""
         slope = (self.cuts.coefficients[:, a] - self.cuts.coefficients[:, b])[:, None]
         room = self.budgets[:, None] - sums - self.cuts.coefficients[:, b][:, None] * left
         high = np.where(slope > 0, room / np.where(slope > 0, slope, 1.0), np.inf).min(axis=0)

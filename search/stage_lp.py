@@ -11,7 +11,7 @@ optimality: for ANY multipliers l >= 0
 
     bound(l) = sum_g n_g min_(j in g) (cost_j + sum_r l_r rows_rj) - sum_r l_r limit_r
 
-is a lower bound, and ``relax`` returns multipliers from which the caller computes that bound anew.
+is a lower bound, and ``relax`` returns multipliers from which the caller recomputes that bound.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def shapes_of(
     code = np.zeros(len(start), dtype=np.int64)
     for column in columns:
         values, inverse = np.unique(column, return_inverse=True)
-        # Folded anew each time, so that the code stays below the number of intervals squared.
+        # Folded again each time, so that the code stays below the number of intervals squared.
         code = np.unique(code * len(values) + inverse.reshape(-1), return_inverse=True)[1].reshape(-1)
     _, first_of, inverse = np.unique(code[valid], return_index=True, return_inverse=True)
     chosen = np.flatnonzero(valid)[first_of]

@@ -116,7 +116,9 @@ class _Edges:
         """Check that the loss is whole on every rank; otherwise ranks would train different models."""
         for variable in outputs:
             if variable.type.shape != () or variable.type.placements:
-                self.failures.append(f"{where}: the loss {variable.name} lies {_places(variable.type)}, not whole")
+                self.failures.append(
+                    f"{where}: the loss {variable.name} is {_places(variable.type)}, not whole on every rank"
+                )
 
     def statement(self, statement: Statement, types: dict[str, TensorType], mesh: Mesh, scope: str, where: str) -> None:
         at = f"{where}, {_text(statement)}"
@@ -179,8 +181,7 @@ class _Edges:
                     )
 
     def axes_of(self, call: Call, option: Option | None, mesh: Mesh, scope: str, at: str) -> None:
-        """Check that a call communicates only over axes where its option requires it, and experts' rows over all of
-        these."""
+        """Check that a call communicates only over axes that its option needs, and experts' rows over all of them."""
         named = set(_axes_in((call.args, tuple(value for _, value in call.kwargs)), mesh.axes))
         if call.target.endswith("Routes"):
             options = (other for (owner, _), other in self.best.assignment.operators.items() if owner == scope)
@@ -194,7 +195,9 @@ class _Edges:
             return
         self.counts["axes"] += 1
         if not is_right:
-            self.failures.append(f"{at}: goes over {'x'.join(sorted(named)) or 'no axis'}, its option over {expected}")
+            self.failures.append(
+                f"{at}: goes over {'x'.join(sorted(named)) or 'no axis'}, but its option over {expected}"
+            )
 
     def _operator_of(self, call: Call, scope: str) -> tuple[Operator | None, Option | None]:
         """Return the graph's call that a statement implements, found by its results."""
@@ -205,8 +208,7 @@ class _Edges:
         return None, None
 
     def boundaries(self, program: PipelineProgram) -> None:
-        """Check that a tensor between stages is the same at both ends; stages on unlike meshes may shard it
-        differently."""
+        """Check that both stages agree on a tensor; stages on unlike meshes may shard it differently."""
         for number, stage in enumerate(program.stages):
             for name, received in stage.program.receives.items():
                 source = next((n for n in reversed(range(number)) if name in program.stages[n].program.sends), None)

@@ -97,9 +97,9 @@ def _why_none(compiled: CompiledProgram, miniature: Miniature | None) -> str:
     if miniature is not None:
         return ""
     if not has_config(compiled.model):
-        return "the model's class takes no configuration that could be made small; give a miniature"
+        return "the model's class has no configuration to shrink; pass a miniature"
     if compiled.loss_fn is not None:
-        return "the model's loss is a function of its own, whose targets cannot be made up; give a miniature"
+        return "the model has a separate loss function, whose targets are unknown; pass a miniature"
     return ""
 
 

@@ -160,8 +160,7 @@ def _text(scope: Scope) -> str:
 
 
 def _same_option(options: tuple[Option, ...], large_option: Option, numbers: list[int]) -> int | None:
-    """Return the option that shards the same factors on the same axes, preferably in sections where the large one
-    does."""
+    """Return the option that shards the same factors on the same axes, preferably in the same sections."""
 
     def likeness(option: Option) -> int | None:
         score = 0

@@ -135,8 +135,7 @@ def _with_decisions(
 
 
 def _over_nodes(compiled: CompiledProgram, small: CompiledProgram, inputs: NamedBatch) -> CompiledProgram:
-    """Lower the miniature as if nodes had half of the ranks that share experts, if the plan's program sends rows once
-    per node."""
+    """Lower the miniature as if nodes had half of the expert ranks, if the plan sends rows once per node."""
     if "runtime.NodeRoutes" not in targets_of(compiled.program):
         return small
 
@@ -162,7 +161,7 @@ def _left(large: Candidate, small: Candidate, translated: SmallPlan) -> tuple[st
         "recompute modes": [mode for mode in modes if mode.split()[0] not in layers],
         "offload": [] if is_held else [pipeline.offload],
         "schedule": [] if small_pipeline.schedule in ("", pipeline.schedule) else [pipeline.schedule],
-        "decisions, of which there are others": list(translated.changed),
+        "decisions, replaced by others": list(translated.changed),
     }
     return tuple(f"{what}: {_few(names)}" for what, names in texts.items() if names)
 

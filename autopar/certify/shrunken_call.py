@@ -166,7 +166,7 @@ def _distinct(node: Node, numbers: Iterator[int]) -> Node:
 def _meta(meta: TensorMeta, dims: Dims, rule: Rule, factors: Mapping[str, int]) -> TensorMeta:
     whole = tuple(math.prod(rule.sizes[f] for f in dim) for dim in dims)
     if whole != meta.shape:
-        raise CannotShrink(f"no rule says what loops {list(meta.shape)} is made of")
+        raise CannotShrink(f"no rule gives the loops of shape {list(meta.shape)}")
     return replace(meta, shape=tuple(math.prod(factors[f] for f in dim) for dim in dims))
 
 

@@ -1,4 +1,4 @@
-"""Calls that draw random numbers and their numbers, and calls of which an evaluation reads something else."""
+"""Calls that draw random numbers and their numbers, and calls that an evaluation replaces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IN_TRAINING = "autopar.in_training.default"
 
 
 def is_keyed(node: Node) -> bool:
-    """Whether a call draws random numbers by a key of its own: dropout, attention with dropout, and draws."""
+    """Whether a call draws random numbers with its own key: dropout, attention with dropout, and draws."""
     name = base_name(node.op)
     return node.op == DRAW or name == "dropout" or (name == "scaled_dot_product_attention" and has_dropout(node))
 

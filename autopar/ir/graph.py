@@ -191,8 +191,7 @@ class Accumulation:
 
 
 class Facts(dict[tuple[Any, ...], Any]):
-    """Results of functions marked `derived`, by function and arguments. They are not pickled: other processes recompute
-    them."""
+    """Results of functions marked `derived`, by function and arguments. They are not pickled but computed again."""
 
     def __reduce__(self) -> tuple[type[Facts], tuple[()]]:
         return Facts, ()
@@ -375,8 +374,7 @@ def unread(graph: Graph) -> tuple[Parameter, ...]:
 
 
 def layer_borders(graph: Graph) -> Iterator[tuple[tuple[str, Ref], tuple[str, Ref]]]:
-    """Yield the two names, each with its scope, of every tensor at a layer's border: inside, and outside or in the
-    next."""
+    """Yield both (scope, ref) names of every tensor at a layer's border: inside, and outside or in the next layer."""
     for run in (piece for piece in graph.body if isinstance(piece, LayerRun)):
         layer, scope = run.layer, run.layer.name
         formals = [(scope, Ref(name)) for name, _ in layer.inputs]

@@ -186,7 +186,7 @@ class _Reader:
             if not isinstance(name, str) or not name:
                 raise self.fail((*path, str(name)), f"{name!r} is not a name", "text")
             if allowed and name not in allowed:
-                raise self.fail((*path, name), "there is no such key", near(name, allowed))
+                raise self.fail((*path, name), "unknown key", near(name, allowed))
             self.text((*path, name), name)
         return value or {}
 
@@ -205,7 +205,7 @@ class _Reader:
 
     def word(self, path: Keys, value: Any, legal: Sequence[str]) -> str:
         if value not in legal or not isinstance(value, str):
-            raise self.fail(path, f"{shown(value)} is not one that autopar has", ", ".join(legal))
+            raise self.fail(path, f"{shown(value)} is unknown", ", ".join(legal))
         return value
 
     def count(self, key: str) -> int:

@@ -48,9 +48,9 @@ def _checked(program: Program | PipelineProgram) -> Program | PipelineProgram:
 
 def _internal(values: str) -> InternalError:
     return InternalError(
-        "autopar emitted a program that cannot run, which is an error of autopar's own and not of the model",
+        "autopar emitted a program that cannot run; this is a bug in autopar, not in the model",
         values=values,
-        alternatives="report it with the model and this message; other constraints may avoid the call meanwhile",
+        alternatives="report it with the model and this message; other constraints may avoid the call",
     )
 
 

@@ -207,8 +207,7 @@ class _Run:
         return model
 
     def layers_of(self, cls: type[Module], start: int = 0, stop: int | None = None) -> tuple[_Layer, ...]:
-        """Return the layer of a class, twice if a loop has more than one: the second receives the first one's
-        results."""
+        """Return the layer of a class, twice if a loop has more than one, so that results become inputs."""
         return (self.layers[cls],) * min(len(self.paths[cls][start:stop]), 2)
 
     def inputs(self) -> dict[str, Any]:

@@ -111,8 +111,7 @@ def lower_stages(
     assignment: Assignment,
     staging: Staging,
 ) -> PipelineProgram:
-    """Lower the stages of a pipeline. `assignment` is for the whole graph on the plan's axes, which all pipeline ranks
-    have."""
+    """Lower the stages of a pipeline. `assignment` is for the whole graph on the axes of all pipeline ranks."""
     context = _Context(
         graph=graph,
         operators=operators,
@@ -246,8 +245,7 @@ def _root_class(
 
 
 def _before_and_in_step(stage: StageGraph) -> tuple[tuple[Node | LayerRun, ...], tuple[Ref, ...]]:
-    """Return the pieces that forward runs, and the sums over the whole batch that it receives instead of computing
-    them."""
+    """Return the pieces that forward runs, and the sums over the whole batch that it receives."""
     graph = stage.graph
     if graph.accumulation is None or not graph.accumulation.whole:
         return graph.body, ()

@@ -290,8 +290,7 @@ def _flat(tensor_type: TensorType, num_last: int = 0) -> TensorType:
 
 
 def _redimmed(tensor_type: TensorType, shape: tuple[int, ...], home: Callable[[int], tuple[int, int]]) -> TensorType:
-    """Return the type in another shape. home: maps a dim to the dim that contains it, and its number of sections
-    there."""
+    """Return the type in another shape. home: maps a dim to (the dim that contains it, sections there)."""
     pairs = []
     for axis, text in tensor_type.placements:
         placement = Placement.parse(text)

@@ -27,8 +27,7 @@ def spec_of(shared: Shared, scope: str, parameter: Parameter) -> Spec:
 
 
 def unread_specs(graph: Graph) -> dict[str, Spec]:
-    """Return the specs of tensors that no call reads: they keep their values (counters count) and belong to the
-    state."""
+    """Return the specs of tensors that no call reads: they keep their values and belong to the state."""
     return {
         p.name: Spec(
             p.meta.shape, dtype_name(p.meta.dtype), aliases=p.aliases, requires_grad=False, increment=p.increment
@@ -47,8 +46,7 @@ def _own_shape(parameter: Parameter) -> tuple[int, ...]:
 
 
 def _stored_dtype(parameter: Parameter) -> str:
-    """Return the stored dtype: fp32 for trained half-precision parameters; the run time computes with a bf16 or fp16
-    copy."""
+    """Return the stored dtype: fp32 for trained half-precision parameters, of which ranks compute with a copy."""
     is_master = parameter.meta.requires_grad and parameter.meta.dtype.itemsize < 4
     return "float32" if is_master else dtype_name(parameter.meta.dtype)
 

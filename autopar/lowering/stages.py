@@ -141,9 +141,9 @@ def _divide(graph: Graph, boundaries: Cut) -> _Division:
     if idle:
         first = boundaries[min(idle)]
         raise PlanError(
-            f"stage {min(idle)} has nothing to compute but masks and tables that every stage makes itself",
+            f"stage {min(idle)} computes only masks and tables that every stage computes itself",
             values=f"a stage of the blocks from {first}, {units[first]}",
-            alternatives="these blocks in the stage of the next ones",
+            alternatives="put these blocks into the stage of the next ones",
         )
     return _Division(graph, tuple(placed), repeated, made_in)
 

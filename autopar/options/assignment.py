@@ -141,9 +141,9 @@ class Deriver:
         first = operator.route.like or name
         if moved or routed_axes(option.axes) != routed_axes(chosen[scope.name, first].axes):
             raise PlanError(
-                f"{plan.place(scope.name, 'calls', name)} does not take rows of experts as they come",
+                f"{plan.place(scope.name, 'calls', name)} moves or reroutes rows that are sorted by expert",
                 values=labels_text(option.labels, plan.mesh),
-                alternatives=f"what cuts rows as {moved[0] if moved else first} does, and no other",
+                alternatives=f"the option that shards rows as {moved[0] if moved else first} does",
             )
 
     def pieces(self, scope: Scope) -> list[Any]:

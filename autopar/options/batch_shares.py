@@ -136,8 +136,7 @@ def linear_sets(site: Site) -> list[tuple[frozenset[int], bool]]:
 
 
 def numbers_of(site: Site, whole: Call, micro: Call) -> dict[str, Fraction]:
-    """Return, by argument, the ratio of its numbers in the whole batch and the micro-batch. Raises for other
-    differences."""
+    """Return, by argument, the ratio of its numbers in whole batch and micro-batch. Raises for other differences."""
     numbers = {}
     for name, value in whole.arguments.items():
         other = micro.arguments.get(name)

@@ -175,8 +175,7 @@ class _Proof:
         return {Ref(node.name, index): self.result(site, index, share) for index, share in enumerate(results)}
 
     def draw(self, site: Site, share: Share) -> None:
-        """Record whether this call's mask continues across micro-batches, which must agree in all layers of its
-        class."""
+        """Record whether a call's mask continues across micro-batches; all layers of its class must agree."""
         goes_on = share.placement.is_shard
         if self.draws.setdefault((site.scope.name, site.node.name), goes_on) != goes_on:
             raise site.error("draws a mask of the rows in one layer, and one without rows in another")
@@ -217,7 +216,7 @@ class _Proof:
         for factor in rule.outputs[0][dims[0]]:
             option = shard_option(rule, factor)
             if option.lowering == "draw" and dims[0]:
-                raise site.error("draws numbers whose first dim is not the batch, and would draw them anew")
+                raise site.error("draws numbers whose first dim is not the batch, and would draw them again")
             is_made = option.lowering in (None, "draw")
             is_free = factor not in rule.blocked and is_made and rule.sizes[factor] % self.count == 0
             if is_free and not any(p.is_shard for p in option.inputs):
@@ -238,7 +237,7 @@ class _Proof:
             scale /= self.count
         elif option.lowering in DRAWING or option.lowering == "attention":
             if placements[0] != S(0):
-                raise site.error("draws a mask whose first dim is not the batch, and would draw it anew")
+                raise site.error("draws a mask whose first dim is not the batch, and would draw it again")
         elif option.lowering is not None:
             raise site.error("looks across the rows of the batch")
         if option.lowering == "cross_entropy":

@@ -106,8 +106,7 @@ def _moves(current: Placements, target: Placements, axis_sizes: tuple[int, ...])
 
 
 def _is_legal(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether a step is legal: no inner axis shards the level it leaves or joins, all_to_all changes the dim, levels
-    nest."""
+    """Whether no inner axis shards the level left or joined, all_to_all changes the dim, and levels nest."""
     here = current[axis]
     inner = current[axis + 1 :]
     if here.kind == goal.kind == "S" and here.dim == goal.dim:

@@ -179,8 +179,7 @@ def expert_dims_of(graph: Graph) -> Mapping[str, ExpertDims]:
 
 @derived
 def num_experts(graph: Graph) -> int:
-    """Return the greatest common divisor of the numbers of experts of all layers that ranks may share; 0 without
-    any."""
+    """Return the greatest common divisor of the expert counts of all layers that ranks may share; 0 without any."""
     return math.gcd(*(number for dims in expert_dims_of(graph).values() for number in dims.num_experts))
 
 

@@ -57,7 +57,7 @@ def _check_scope(graph: Graph, offers: LegalPlacements, scope: Scope, plan: Plan
     missing = [n for n in stored if Ref(n) in used and n not in decided.parameters]
     missing += [n for n in entering if (scope.layer or Ref(n) in used) and n not in decided.inputs]
     if missing:
-        raise PlanError(f"{plan.place(scope.name)} leaves out {', '.join(missing)}")
+        raise PlanError(f"{plan.place(scope.name)} does not decide {', '.join(missing)}")
     for name, at in decided.parameters.items():
         legal = offers.parameter(scope, Ref(name), stored[name])
         _check_placements(scope, plan, ("parameters", name), at.placements, stored[name], legal)
@@ -104,8 +104,9 @@ def _check_placements(
     fits = fits and divides(meta.shape, placements, mesh.sizes)
     texts = [placements_text(choice, mesh) for choice in legal]
     more = [f"... ({len(texts)} in all)"] if len(texts) > MOST_SHOWN else []
+    problem = "is not a legal placement" if fits else "does not divide into equal shards"
     raise PlanError(
-        f"{plan.place(scope.name, *path)} {'cannot lie so' if fits else 'cannot be cut into equal parts'}",
+        f"{plan.place(scope.name, *path)} {problem}",
         values={"placements": placements_text(placements, mesh), "shape": meta.shape, "mesh": str(mesh)},
         alternatives=[*texts[:MOST_SHOWN], *more],
     )

@@ -124,8 +124,7 @@ def make_rule(
     lowerings: Mapping[str, Lowering] | None = None,
     joints: Mapping[str, Joint] | None = None,
 ) -> Rule:
-    """Build a rule. Factors of size 1 are dropped, and the product of every dim is checked against the call's
-    shapes."""
+    """Build a rule without factors of size 1, and check the product of every dim against the call's shapes."""
 
     def dims(groups: Groups, meta: TensorMeta) -> Dims:
         products = tuple(math.prod(sizes[f] for f in group) for group in groups)
@@ -158,7 +157,6 @@ def normal_dims(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
 
 
 def broadcast_groups(shape: tuple[int, ...], factors: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
-    """Return the factors of a tensor aligned to the right of a result whose dims are `factors`; broadcast dims have
-    none."""
+    """Align a tensor's dims to the right of the factors of a result; broadcast dims have no factor."""
     aligned = factors[len(factors) - len(shape) :]
     return [[f] if size == sizes[f] else [] for f, size in zip(aligned, shape, strict=True)]

@@ -24,8 +24,7 @@ class Equation:
 
     @classmethod
     def parse(cls, text: str) -> Equation:
-        """Parse an equation. Raises ValueError without an arrow, and for operands with repeated or two starred
-        factors."""
+        """Parse an equation. Raises ValueError without an arrow, and for repeated or several starred factors."""
         left, arrow, right = text.partition("->")
         if not arrow:
             raise ValueError(f"an equation needs '->': {text!r}")

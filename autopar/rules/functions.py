@@ -75,8 +75,7 @@ def function_rule(call: Call, rule_of: RuleOf) -> Rule | None:
 
 
 def _dim_of(meta: TensorMeta, whole: TensorMeta, dim: int) -> int | None:
-    """Return the dim of `meta` that corresponds to one of `whole`: its dims are the first or the last ones of
-    `whole`."""
+    """Return the dim of `meta` that corresponds to one of `whole`, whose first or last dims it has."""
     rank, more = len(meta.shape), len(whole.shape) - len(meta.shape)
     if more < 0:
         return None
@@ -179,8 +178,7 @@ class _Traced:
         return self.of(self.op, self.placed, _cut(self.inputs, ins, number), _cut(self.outputs, outs, number))
 
     def can_cut(self, rule_of: RuleOf, ins: Dims, outs: Dims, number: int) -> bool:
-        """Whether `number` ranks with shards of all tensors along their dims compute the shards of the whole's
-        results."""
+        """Whether `number` ranks with shards along these dims compute shards of the whole's results."""
         part = self.part(ins, outs, number)
         if part is None:
             return False
@@ -278,8 +276,7 @@ def _placements(
     number: int,
     rule_of: RuleOf,
 ) -> list[tuple[Placement, ...]]:
-    """List possible output placements on `number` ranks that call `part_node` for `node`; empty if no rule allows
-    it."""
+    """List possible output placements on `number` ranks that call `part_node`; empty if no rule allows it."""
     rule = rule_of(node, inputs)
     whole = AxisOption("R", (R,) * len(inputs), (R,) * len(node.outputs))
     options: tuple[AxisOption, ...] = (whole,)

@@ -62,8 +62,7 @@ def cross_entropy(call: Call) -> Rule:
 
 
 def nll(call: Call) -> Rule:
-    """nll_loss on log-probabilities [N, C, ...]: linear in them; the count of valid targets of a mean blocks the
-    tokens."""
+    """nll_loss on log-probabilities [N, C, ...]: linear in them; a mean's count of valid targets blocks the tokens."""
     x, target = call.tensor("self"), call.tensor("target")
     names = [f"n{i}" for i in range(len(x.shape) - 1)]
     sizes = dict(zip(names, (*x.shape[:1], *x.shape[2:]), strict=True)) | {"c": x.shape[1] if names else x.shape[0]}

@@ -45,8 +45,7 @@ def batch_norm(call: Call) -> Rule:
 
 
 def group_norm(call: Call) -> Rule:
-    """Batch and groups are free; space is too, with statistics summed over ranks; channels within a group are
-    blocked."""
+    """Batch, groups and space are free, with statistics summed over space; channels within a group are blocked."""
     x = call.tensor("input")
     sizes = {"b": x.shape[0], "g": call["num_groups"], "c": x.shape[1] // call["num_groups"]}
     space = [f"s{i}" for i in range(len(x.shape) - 2)]

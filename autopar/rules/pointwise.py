@@ -206,8 +206,7 @@ def pointwise(call: Call) -> Rule:
 
 
 def cast(call: Call) -> Rule:
-    """dtype and device changes: linear unless precision is lost, because partial sums must not be rounded one by
-    one."""
+    """dtype and device changes: linear unless precision is lost, because partial sums must not be rounded."""
     source, target = call.inputs[0].dtype, call.outputs[0].dtype
     shape = call.outputs[0].shape
     factors = [f"d{i}" for i in range(len(shape))]

@@ -90,8 +90,7 @@ def prove_rule(
 def check_options(
     node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, prepare: Prepare
 ) -> tuple[int, tuple[str, ...]]:
-    """Return the number of options on an axis of 2 ranks, and the faults of those under which `prepare` differs from
-    torch."""
+    """Return the number of options on 2 ranks, and the faults of those that differ from torch under `prepare`."""
     case = replace(make_case(node, inputs, rule, seed=0), prepare=prepare)
     options = axis_options(rule, 2, inputs, case.node.outputs)
     faults = ((option, fault_of(case, (option,), (2,))) for option in options)

@@ -16,8 +16,7 @@ POSITIVE_ARGUMENTS = frozenset({"running_var"})
 
 
 def sample_inputs(node: Node, inputs: tuple[TensorMeta, ...], generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Return one tensor per input: floating ones as float64, integers in the range of the table or classes they
-    index."""
+    """Return one tensor per input: floating ones as float64, integers in the range that they index."""
     call = Call.of(node, inputs)
     names = _argument_names(call)
     return tuple(_sample(call, names.get(i, ""), meta, generator) for i, meta in enumerate(inputs))

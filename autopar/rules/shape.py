@@ -27,8 +27,7 @@ def _names(call: Call) -> tuple[list[str], dict[str, int]]:
 
 
 def _rearranged(call: Call, order: list[int | None]) -> Rule:
-    """Build a rule whose output dims are input dims (by index) or new ones (None); other input dims must have size
-    1."""
+    """Build a rule that keeps the input dims in `order` and adds dims of size 1 (None); the others have size 1."""
     names, sizes = _names(call)
     out = [[] if i is None else [names[i]] for i in order]
     return make_rule(call, [[[f] for f in names]], [out], sizes, linear=("self",))

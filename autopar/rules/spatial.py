@@ -54,8 +54,7 @@ def _scales(call: Call, num_space: int) -> list[float | None]:
 
 
 def pixel_shuffle(call: Call) -> Rule:
-    """[..., c x r x r, h, w] <-> [..., c, h x r, w x r]: the factors that move between channels and space are
-    blocked."""
+    """[..., c x r x r, h, w] <-> [..., c, h x r, w x r]: the factors r are blocked."""
     unshuffle = call.packet == "pixel_unshuffle"
     (x,) = call.inputs
     shape = call.outputs[0].shape if unshuffle else x.shape

@@ -99,8 +99,7 @@ def _attention(model: Model, setup: Setup, block: Block) -> Pieces:
 
 
 def _latent_attention(model: Model, setup: Setup, block: Block) -> Pieces:
-    """Count both compressions before and after their norms, q and k with positions, and v beside the k projected with
-    it."""
+    """Count both compressions before and after their norms, q and k with positions, and v with its k."""
     latent, rows, tp = model.latent, _rows(setup, block.queries), setup.tp
     assert latent is not None
     narrow = 2 * (latent.q_rank + latent.kv_rank) + latent.position_features

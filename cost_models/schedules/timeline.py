@@ -57,8 +57,7 @@ class Timeline:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Return each stage's peak number of micro-batches whose F has started and whose B (or W, if split) has not
-        ended."""
+        """Return each stage's peak number of micro-batches between the start of F and the end of B (or W, if split)."""
         live: dict[int, int] = {}
         peaks: dict[int, int] = {}
         for line in self.schedule:

@@ -153,7 +153,7 @@ def with_layer(**changes: dict[str, Any]) -> Plan:
         ),
         (
             {"parameters": {"self_attn.q_proj.weight": Stored((R, S(0)), 3)}},
-            ["q_proj", "cannot lie so", "dp=R tp=S(0)", "dp=Rp tp=S(0)"],
+            ["q_proj", "is not a legal placement", "dp=R tp=S(0)", "dp=Rp tp=S(0)"],
         ),
         ({"parameters": {"self_attn.r_proj.weight": Stored((R, R))}}, ["r_proj", "not in the model"]),
     ],

@@ -96,13 +96,13 @@ def layer(data: Any) -> Any:
 
 EDITS = [
     (lambda d: d["top"].pop("inputs"), "leaves out input_ids, labels"),
-    (lambda d: d["top"]["inputs"].update(input_ids="dp=Rp tp=R"), "cannot lie so"),
-    (lambda d: d["top"]["inputs"].update(input_ids="dp=S(1) tp=R"), "cannot lie so"),
+    (lambda d: d["top"]["inputs"].update(input_ids="dp=Rp tp=R"), "is not a legal placement"),
+    (lambda d: d["top"]["inputs"].update(input_ids="dp=S(1) tp=R"), "is not a legal placement"),
     (lambda d: d["top"]["inputs"].update(nothing="dp=R tp=R"), "no input named 'nothing'"),
     (lambda d: layer(d)["inputs"].pop("hidden"), "leaves out hidden"),
-    (lambda d: layer(d)["inputs"].update(hidden="dp=S(0) tp=S(9)"), "cannot be cut into equal parts"),
+    (lambda d: layer(d)["inputs"].update(hidden="dp=S(0) tp=S(9)"), "does not divide into equal shards"),
     (lambda d: layer(d)["parameters"].update(hidden="dp=R tp=R"), "no parameter or buffer named 'hidden'"),
-    (lambda d: layer(d)["parameters"].update({"mlp.up_proj.weight": "dp=S(0) tp=R"}), "cannot lie so"),
+    (lambda d: layer(d)["parameters"].update({"mlp.up_proj.weight": "dp=S(0) tp=R"}), "is not a legal placement"),
     (lambda d: layer(d)["tensors"].update({"linear[7]": "dp=R tp=R"}), "linear"),
     (lambda d: layer(d)["tensors"].update({"linear_6": "dp=S(0) tp=S(0)"}), "no result with several uses"),
     (lambda d: d["layers"].update(Blocks=d["layers"].pop(BLOCK)), "no decisions for layer class"),
@@ -147,7 +147,9 @@ def test_a_parameter_that_is_not_trained_has_no_zero_stage() -> None:
     for scope in data["layers"].values():
         for name in frozen & scope["parameters"].keys():
             scope["parameters"][name] = "dp=Rp zero=2"
-            assert "not trained" in refusal(data, "gpt2", "dp4") or "cannot lie so" in refusal(data, "gpt2", "dp4")
+            assert "not trained" in refusal(data, "gpt2", "dp4") or "is not a legal placement" in refusal(
+                data, "gpt2", "dp4"
+            )
     weight = next(iter(data["top"]["parameters"]))
     data["top"]["parameters"][weight] = "dp=R zero=2"
     assert "instead" in refusal(data, "gpt2", "dp4")
