@@ -37,17 +37,17 @@ def prove_messages(program: PipelineProgram) -> Findings:
     for place, crossing in _crossings(program):
         num_crossings += 1
         sent, source, received, target = crossing
-        for spec, here, read_spec, there in (crossing, (received, target, sent, source)):
+        for spec, source_mesh, read_spec, target_mesh in (crossing, (received, target, sent, source)):
             if spec is received and not sent.requires_grad:
                 continue
-            shape, places = _small(spec, here, read_spec, there)
-            key = shape, places, here, there
+            shape, places = _small(spec, source_mesh, read_spec, target_mesh)
+            key = shape, places, source_mesh, target_mesh
             if key in proven:
                 continue
             if math.prod(shape) > MOST_ELEMENTS:
                 gaps.append((place, "its sections do not get smaller"))
                 continue
-            proven[key], fault = _move(shape, places, here, there)
+            proven[key], fault = _move(shape, places, source_mesh, target_mesh)
             num_boxes += proven[key]
             failures += [f"{place}{' back' if spec is received else ''}: {fault}"] if fault else []
     return Findings(
@@ -100,12 +100,12 @@ def _cut(first: Shape, second: Shape) -> tuple[Shape, Shape]:
 
 
 def _small(
-    one: Spec, here: StageMesh, read_spec: Spec, there: StageMesh
+    sent: Spec, source_mesh: StageMesh, read_spec: Spec, target_mesh: StageMesh
 ) -> tuple[tuple[int, ...], tuple[Placements, ...]]:
     """Return dims that both grids divide, and the tensor's placements at both ends."""
-    ends = [(_placements(spec, mesh), mesh.sizes) for spec, mesh in ((one, here), (read_spec, there))]
+    ends = [(_placements(spec, mesh), mesh.sizes) for spec, mesh in ((sent, source_mesh), (read_spec, target_mesh))]
     shape = []
-    for dim in range(len(one.shape)):
+    for dim in range(len(sent.shape)):
         ways = [
             math.lcm(*(p.sections for p in places if p.is_shard and p.dim == dim))
             * math.prod(size for p, size in zip(places, sizes, strict=True) if p.is_shard and p.dim == dim)
@@ -120,14 +120,16 @@ def _placements(spec: Spec, mesh: StageMesh) -> Placements:
     return tuple(Placement.parse(texts.get(axis, "R")) for axis in mesh.axes)
 
 
-def _move(shape: tuple[int, ...], places: tuple[Placements, ...], here: StageMesh, there: StageMesh) -> tuple[int, str]:
+def _move(
+    shape: tuple[int, ...], places: tuple[Placements, ...], source_mesh: StageMesh, target_mesh: StageMesh
+) -> tuple[int, str]:
     """Return the number of moved boxes and the fault, "" if there is none."""
     whole = torch.arange(math.prod(shape)).reshape(shape)
     (source_param, parts), (target_param, targets) = (
-        _parts(whole, p, mesh) for p, mesh in zip(places, (here, there), strict=True)
+        _parts(whole, p, mesh) for p, mesh in zip(places, (source_mesh, target_mesh), strict=True)
     )
     try:
-        boxes = plan_slices(source_param, here, target_param, there)
+        boxes = plan_slices(source_param, source_mesh, target_param, target_mesh)
     except ValueError as error:
         return 0, str(error)
     received = {rank: torch.full_like(part, -1) for rank, part in targets.items()}

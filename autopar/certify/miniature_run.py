@@ -163,7 +163,7 @@ def _left(large: Candidate, small: Candidate, translated: SmallPlan) -> tuple[st
         "schedule": [] if small_pipeline.schedule in ("", pipeline.schedule) else [pipeline.schedule],
         "decisions, replaced by others": list(translated.changed),
     }
-    return tuple(f"{what}: {_few(names)}" for what, names in texts.items() if names)
+    return tuple(f"{subject}: {_few(names)}" for subject, names in texts.items() if names)
 
 
 def _few(names: list[str]) -> str:

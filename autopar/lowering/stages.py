@@ -242,10 +242,10 @@ def _public_names(division: _Division, received: list[set[Ref]]) -> dict[Ref, st
     assigned: list[tuple[str, int, list[int]]] = []
     for ref in (Ref(piece.name, index) for _, piece in division.placed for index in range(len(piece.outputs))):
         if ref in readers:
-            mine = division.made_in[ref.node], readers[ref]
-            clashing = {name for name, stage, others in assigned if _clashes(mine, (stage, others))}
+            crossing = division.made_in[ref.node], readers[ref]
+            clashing = {name for name, stage, others in assigned if _clashes(crossing, (stage, others))}
             names[ref] = free_name(wishes[ref], taken | clashing)
-            assigned.append((names[ref], *mine))
+            assigned.append((names[ref], *crossing))
     return names
 
 

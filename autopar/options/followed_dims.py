@@ -33,11 +33,11 @@ def _spread(graph: Graph, scopes: tuple[Scope, ...], marks: Marks) -> None:
             for (formal, _), arg in zip(piece.layer.inputs, piece.args, strict=True)
         ]
         pairs += [((scope.name, ref), ("", Ref(piece.name, i))) for i, ref in enumerate(piece.layer.outputs)]
-        for here, there in pairs:
-            both = marks.get(here, set()) | marks.get(there, set())
+        for inner, outer in pairs:
+            both = marks.get(inner, set()) | marks.get(outer, set())
             if both:
-                marks[here] = set(both)
-                marks[there] = set(both)
+                marks[inner] = set(both)
+                marks[outer] = set(both)
 
 
 def follow(
@@ -65,10 +65,10 @@ def follow(
                         factor = factor_of(rule, dims, mark)
                         if factor is not None and (is_sequence or factor[0] not in rule.blocked):
                             factors.setdefault((scope.name, node.name), factor)
-                here = factors.get((scope.name, node.name))
-                if here:
+                node_factor = factors.get((scope.name, node.name))
+                if node_factor:
                     for index, dims in enumerate(rule.outputs):
-                        placement = find_factor(rule, dims, *here)
+                        placement = find_factor(rule, dims, *node_factor)
                         if placement:
                             marks[scope.name, Ref(node.name, index)] = {placement}
             if is_sequence:

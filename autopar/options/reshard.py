@@ -62,7 +62,7 @@ def steps(source: Placements, target: Placements, axis_sizes: tuple[int, ...]) -
     """Return the cheapest sequence by bytes moved, or None if there is none."""
     if source == target:
         return ()
-    changed = [axis for axis, (here, there) in enumerate(zip(source, target, strict=True)) if here != there]
+    changed = [axis for axis, (before, after) in enumerate(zip(source, target, strict=True)) if before != after]
     if len(changed) == 1:
         # Any other way goes through R, where at most as many axes share the bytes, so it moves more.
         axis = changed[0]
@@ -96,22 +96,24 @@ def _moves(current: Placements, target: Placements, axis_sizes: tuple[int, ...])
     """Return (axis, its new placement, weight) of the legal steps."""
     moves = []
     ways = math.prod([n for p, n in zip(current, axis_sizes, strict=True) if p.kind == "S"])
-    for axis, (here, there) in enumerate(zip(current, target, strict=True)):
-        for goal in (there,) if there == R else (there, R):
-            bytes_moved = _BYTES_MOVED.get((here.kind, goal.kind)) if goal != here else None
+    for axis, (placement, target_placement) in enumerate(zip(current, target, strict=True)):
+        for goal in (target_placement,) if target_placement == R else (target_placement, R):
+            bytes_moved = _BYTES_MOVED.get((placement.kind, goal.kind)) if goal != placement else None
             if bytes_moved is not None and _is_legal(current, axis, goal, axis_sizes):
-                fraction = _fraction(ways, here, goal, axis_sizes[axis])
+                fraction = _fraction(ways, placement, goal, axis_sizes[axis])
                 moves.append((axis, goal, fraction * bytes_moved + _STEP_PENALTY))
     return moves
 
 
 def _is_legal(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> bool:
     """Whether no inner axis shards the level left or joined, all_to_all changes the dim, and levels nest."""
-    here = current[axis]
+    current_placement = current[axis]
     inner = current[axis + 1 :]
-    if here.kind == goal.kind == "S" and here.dim == goal.dim:
+    if current_placement.kind == goal.kind == "S" and current_placement.dim == goal.dim:
         return False
-    if inner and ((here.kind == "S" and here in inner) or (goal.kind == "S" and goal in inner)):
+    if inner and (
+        (current_placement.kind == "S" and current_placement in inner) or (goal.kind == "S" and goal in inner)
+    ):
         return False
     if goal.kind != "S":
         return True
@@ -130,23 +132,23 @@ def _nests(placements: Placements, dim: int, axis_sizes: tuple[int, ...]) -> boo
     return all(fine % (coarse * levels[coarse]) == 0 for coarse, fine in zip(ordered, ordered[1:], strict=False))
 
 
-def _fraction(ways: int, here: Placement, goal: Placement, axis_size: int) -> float:
+def _fraction(ways: int, current: Placement, goal: Placement, axis_size: int) -> float:
     """Return `Step.fraction` of changing an axis' placement. ways: ranks that share the tensor before it."""
-    if here.kind != "S":
+    if current.kind != "S":
         return 1.0 / ways
     others = ways // axis_size
     return 1.0 / others / (axis_size if goal.kind == "S" else 1)
 
 
 def _step(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> Step:
-    here = current[axis]
+    placement = current[axis]
     ways = math.prod([n for p, n in zip(current, axis_sizes, strict=True) if p.kind == "S"])
     return Step(
         axis=axis,
-        source=here,
+        source=placement,
         target=goal,
-        fraction=_fraction(ways, here, goal, axis_sizes[axis]),
-        source_sections=_local_sections(current, axis, here, axis_sizes),
+        fraction=_fraction(ways, placement, goal, axis_sizes[axis]),
+        source_sections=_local_sections(current, axis, placement, axis_sizes),
         target_sections=_local_sections(current, axis, goal, axis_sizes),
     )
 

@@ -119,9 +119,9 @@ def _check_zero(
     for name, at in decided.parameters.items():
         if at.zero and not offers.can_shard(stored[name], at.placements):
             is_trained = stored[name].requires_grad
-            why = f"is not Rp on {' or '.join(ZERO_AXES)}" if is_trained else "is not trained"
+            reason = f"is not Rp on {' or '.join(ZERO_AXES)}" if is_trained else "is not trained"
             raise PlanError(
-                f"{plan.place(scope.name, 'parameters', name)} has zero={at.zero} but {why}",
+                f"{plan.place(scope.name, 'parameters', name)} has zero={at.zero} but {reason}",
                 values=placements_text(at.placements, plan.mesh),
                 alternatives=", or ".join(
                     ["zero=0", *(f"{a}=Rp" for a in ZERO_AXES if a in plan.mesh.axes * is_trained)]

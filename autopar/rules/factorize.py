@@ -74,19 +74,19 @@ def _groups(source: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
     groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(left):
-        mine, yours = [left[i]], [right[j]]
+        left_dims, right_dims = [left[i]], [right[j]]
         a, b = source[left[i]], target[right[j]]
         i, j = i + 1, j + 1
         while a != b:
             if a < b:
                 a *= source[left[i]]
-                mine.append(left[i])
+                left_dims.append(left[i])
                 i += 1
             else:
                 b *= target[right[j]]
-                yours.append(right[j])
+                right_dims.append(right[j])
                 j += 1
-        groups.append((mine, yours))
+        groups.append((left_dims, right_dims))
     return groups
 
 

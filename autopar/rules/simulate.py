@@ -40,8 +40,8 @@ def cut(tensor: Tensor, placements: Placements, axis_sizes: Sizes, coordinate: C
         if place.is_shard:
             shape = tensor.shape
             grid = (*shape[: place.dim], place.sections, axis_sizes[axis], -1, *shape[place.dim + 1 :])
-            mine = tensor.reshape(grid).select(place.dim + 1, coordinate[axis])
-            tensor = mine.reshape(*shape[: place.dim], -1, *shape[place.dim + 1 :])
+            section = tensor.reshape(grid).select(place.dim + 1, coordinate[axis])
+            tensor = section.reshape(*shape[: place.dim], -1, *shape[place.dim + 1 :])
     return tensor.contiguous()
 
 
@@ -162,11 +162,11 @@ class SimulatedAxis:
         """[sum(sent), ...] -> [sum(received), ...]: from rank after rank, its rows for this one; no gradient."""
         ends = self.board.exchange(self.rank, torch.tensor(sent).cumsum(0))
         parts = self.board.exchange(self.rank, rows)
-        mine = [
+        arrived = [
             part[end[self.rank] - count : end[self.rank]]
             for part, end, count in zip(parts, ends, received, strict=True)
         ]
-        return torch.cat(mine)
+        return torch.cat(arrived)
 
     def pass_on(self, part: Tensor, hops: int = 1) -> Arrived:
         """Return what the rank `hops` before this one passes on; no gradient."""
