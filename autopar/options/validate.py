@@ -57,7 +57,7 @@ def _check_scope(graph: Graph, offers: LegalPlacements, scope: Scope, plan: Plan
     missing = [n for n in stored if Ref(n) in used and n not in decided.parameters]
     missing += [n for n in entering if (scope.layer or Ref(n) in used) and n not in decided.inputs]
     if missing:
-        raise PlanError(f"{plan.place(scope.name)} does not decide {', '.join(missing)}")
+        raise PlanError(f"{plan.place(scope.name)} leaves out {', '.join(missing)}")
     for name, at in decided.parameters.items():
         legal = offers.parameter(scope, Ref(name), stored[name])
         _check_placements(scope, plan, ("parameters", name), at.placements, stored[name], legal)

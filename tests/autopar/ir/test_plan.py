@@ -149,7 +149,7 @@ def with_layer(**changes: dict[str, Any]) -> Plan:
         ({"tensors": {"nothing": (R, R)}}, ["no call named 'nothing'"]),
         (
             {"parameters": {"self_attn.q_proj.weight": Stored((R, S(2)))}},
-            ["cannot be cut", "q_proj", "tp=S(2)", "(512, 512)"],
+            ["does not divide", "q_proj", "tp=S(2)", "(512, 512)"],
         ),
         (
             {"parameters": {"self_attn.q_proj.weight": Stored((R, S(0)), 3)}},
