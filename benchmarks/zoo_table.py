@@ -21,16 +21,16 @@ TITLE = """# Models
 Look up whether autopar trains your model's architecture. To test your own model, run
 `autopar verify my_module:factory --cluster "4 cpu"` ([Your own model](howto/own_model.md)).
 
-We compiled tiny models of {models} architectures (`examples/zoo.py`) for four processes on `examples/clusters/ideal.toml`. Each ran
-three SGD steps next to eager training in one process. Each cell has the mesh and the largest relative error of losses,
-gradients and parameters, or the reason why autopar refuses the model.
+We compiled tiny models of {models} architectures (`examples/zoo.py`) for four processes on `examples/clusters/ideal.toml`.
+Each ran three SGD steps next to eager training in one process. Each cell has the mesh and the largest relative error
+of losses, gradients and parameters, or the reason why autopar refuses the model.
 
 - "64": the error is that of fp64, because rounding alone took the fp32 program over 1e-5.
 - "-": the model does not offer the plan's axis. "?": not run.
 - The last column names operators that every rank computes whole, with their share of the forward's work.
 
-`python -m benchmarks.zoo_table` writes this page from `benchmarks/results/zoo.csv`, and `python -m benchmarks.zoo --csv` writes that
-file. The latest row of a model and plan counts.
+`python -m benchmarks.zoo_table` writes this page from `benchmarks/results/zoo.csv`, which `python -m benchmarks.zoo
+--csv` writes. The latest row of a model and plan counts.
 """
 
 
