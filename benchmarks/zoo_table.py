@@ -21,7 +21,8 @@ TITLE = """# Models
 Look up whether autopar trains your model's architecture. To test your own model, run
 `autopar verify my_module:factory --cluster "4 cpu"` ([Your own model](howto/own_model.md)).
 
-We compiled tiny models of {models} architectures (`examples/zoo.py`) for four processes on `examples/clusters/ideal.toml`.
+We compiled tiny models of {models} architectures (`examples/zoo.py`) for four processes on
+`examples/clusters/ideal.toml`.
 Each ran three SGD steps next to eager training in one process. Each cell has the mesh and the largest relative error
 of losses, gradients and parameters, or the reason why autopar refuses the model.
 
