@@ -19,7 +19,7 @@ TARGET = ROOT / "docs" / "models.md"
 TITLE = """# Models
 
 Look up whether autopar trains your model's architecture. To test your own model, run
-`autopar verify my_module:factory --cluster "4 cpu"` ([Your own model](howto/own_model.md)).
+`autopar verify my_module:factory --cluster "4 cpu"` ([Your own model](howto/custom_model.md)).
 
 We compiled tiny models of {models} architectures (`examples/zoo.py`) for four processes on
 `examples/clusters/ideal.toml`.
