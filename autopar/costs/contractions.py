@@ -11,8 +11,9 @@ from autopar.costs.context import AttentionSeconds, ContextCall, NearCall, conte
 from autopar.costs.expert_exchange import ID_BYTES, Nodes, OncePerNode, nodes_of, pays
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
 from autopar.costs.sinks import Sinks, sinks
-from autopar.ir.graph import ATTENTION, CONVOLUTIONS, SINK_ATTENTION, WINDOW_ATTENTION, base_name, is_causal
+from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, base_name, is_causal
 from autopar.ir.mesh import Mesh
+from autopar.operators.traits import ATTENTION, CONVOLUTIONS
 from autopar.options.strategies import Operator, Option, num_local, routed_axes
 from autopar.rules.experts import EXPERT_LINEAR
 from cost_models import compute, routing

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.costs.contractions import contraction_flops
-from autopar.ir.graph import ATTENTION, MATMULS, Graph, base_name
+from autopar.ir.graph import Graph, base_name
+from autopar.operators.traits import ATTENTION, MATMULS
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import Operator
 from cost_models.mixed import AnyCluster

@@ -22,7 +22,7 @@ from autopar.frontend.overloads import kept_kwargs
 from autopar.frontend.recurrent_dropout import RECURRENT, layer_by_layer
 from autopar.ir.draws import DRAW, IN_TRAINING
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_gradients, map_refs, refs_in
-from autopar.ir.operators import find_op
+from autopar.operators.schemas import find_op
 from autopar.rules.buffers import CONSTANT
 from codegen.runtime.random_operators import Draws, UndrawnError
 

@@ -15,7 +15,8 @@ from autopar.frontend.fx_import import FlatGraph
 from autopar.frontend.strided import refused_strides
 from autopar.frontend.user_line import user_line
 from autopar.ir.graph import Node, Ref, base_name
-from autopar.ir.operators import arguments_of, find_op
+from autopar.ir.operators import arguments_of
+from autopar.operators.schemas import find_op
 
 _KEYED = frozenset({"aten.dropout.default", "aten.dropout_.default", "aten.scaled_dot_product_attention.default"})
 """Random operators whose numbers a program draws by the element's place in the whole, and so as one process does."""

@@ -29,7 +29,7 @@ from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.overloads import functional_overload, is_write, written_by
 from autopar.frontend.user_line import user_line
 from autopar.ir.graph import base_name
-from autopar.ir.operators import may_be_view
+from autopar.operators.schemas import may_be_view
 from autopar.rules.creation import LIKE, PLAIN
 
 _CONSTANT = frozenset((*PLAIN, *LIKE, "detach"))

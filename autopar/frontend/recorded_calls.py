@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.frontend.recorder import Source
 from autopar.frontend.recurrent_dropout import RECURRENT
-from autopar.ir.operators import may_be_view, named_arguments
+from autopar.operators.schemas import may_be_view, named_arguments
 
 FLAGS: Mapping[str, tuple[str, Any]] = {
     "aten.dropout.default": ("train", False),

@@ -12,8 +12,9 @@ import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import MATMULS, Node, Ref, base_name
+from autopar.ir.graph import Node, Ref, base_name
 from autopar.ir.placement import Placement, S
+from autopar.operators.traits import MATMULS
 from autopar.options.followed import Key, Rules, factor_of
 from autopar.options.scopes import Scope
 from autopar.rules.experts import EXPERT_LINEAR

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import ATTENTION, Graph, Ref, ancestors, base_name, layer_borders
+from autopar.ir.graph import Graph, Ref, ancestors, base_name, layer_borders
 from autopar.ir.placement import Placement, S
+from autopar.operators.traits import ATTENTION
 from autopar.options.followed import factor_of
 from autopar.options.strategies import Operator
 from autopar.rules.rule import find_factor

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.graph import Node, TensorMeta
-from autopar.ir.operators import find_op
 from autopar.ir.placement import Placement, Placements, R, S, divides, local_shape
+from autopar.operators.schemas import find_op
 from autopar.rules.call import Call, normal_dim
 from autopar.rules.rule import AxisOption, Rule, find_factor
 from autopar.rules.shape import slice_bounds, squeezed_dims
