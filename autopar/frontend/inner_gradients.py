@@ -30,9 +30,9 @@ from autopar.frontend.overloads import functional_overload, is_write, written_by
 from autopar.frontend.user_line import user_line
 from autopar.ir.graph import base_name
 from autopar.operators.schemas import may_be_view
-from autopar.rules.creation import LIKE, PLAIN
+from autopar.operators.traits import CREATED
 
-_CONSTANT = frozenset((*PLAIN, *LIKE, "detach"))
+_CONSTANT = CREATED | {"detach"}
 _is_inside: ContextVar[bool] = ContextVar("_is_inside", default=False)
 """Whether a region is being traced, in which torch's own functions run."""
 

@@ -62,6 +62,7 @@ class Operator:
         what one process does.
     is_recurrent: the operator runs several layers over padded sequences.
     has_rules_by_device: torch chooses the implementation, and what it keeps for backward, by device.
+    fill: the number that all elements of a created tensor are, or the argument that gives it.
     specials: special functions per element, forward and backward (costs/specials.py).
     short_name: a name for the result, where the operator's own is taken or long.
     roles: names for the operands.
@@ -77,6 +78,7 @@ class Operator:
     weight: int | None = None
     is_attention: bool = False
     creation: Creation | None = None
+    fill: float | str | None = None
     loss: Loss | None = None
     finite: Finite | None = None
     is_drawn: bool = False

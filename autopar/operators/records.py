@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from autopar.operators.record import Creation, Finite, Layout, Loss, Operator, Product
+from codegen.runtime.random_operators import RECURRENT
 
 _QUERY_KEY_VALUE = ("q", "k", "v")
 
@@ -95,12 +96,12 @@ def _products() -> Iterator[Operator]:
 
 def _creating() -> Iterator[Operator]:
     """Yield operators that create tensors, and those that draw them."""
-    for kind in ("zeros", "ones", "full", "empty"):
-        finite = None if kind == "empty" else Finite.AT_ZERO
-        yield Operator(name=kind, creation=Creation.SIZES, shape="size", finite=finite)
-        yield Operator(name=f"new_{kind}", creation=Creation.NEW, shape="size", finite=finite)
-        yield Operator(name=f"{kind}_like", creation=Creation.LIKE, finite=finite)
-    yield Operator(name="scalar_tensor", creation=Creation.SIZES)
+    fills: Mapping[str, float | str | None] = {"zeros": 0.0, "ones": 1.0, "full": "fill_value", "empty": None}
+    for kind, fill in fills.items():
+        yield Operator(name=kind, creation=Creation.SIZES, shape="size", fill=fill)
+        yield Operator(name=f"new_{kind}", creation=Creation.NEW, shape="size", fill=fill)
+        yield Operator(name=f"{kind}_like", creation=Creation.LIKE, fill=fill)
+    yield Operator(name="scalar_tensor", creation=Creation.SIZES, fill="s")
     yield Operator(name="arange", short_name="positions")
     yield Operator(name="draw", is_drawn=True, shape="size")
     yield Operator(name="dropout", is_drawn=True, finite=Finite.AT_ZERO, short_name="dropped")
@@ -162,7 +163,7 @@ def _reducing() -> Iterator[Operator]:
     )
     for name in ("nll_loss", "nll_loss_nd", "nll_loss2d"):
         yield Operator(name=name, loss=Loss.CLASSES)
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    for name in RECURRENT:
         yield Operator(name=name, is_recurrent=True, has_rules_by_device=True)
 
 

@@ -30,9 +30,9 @@ GRADIENT_STOPS = frozenset({"detach"})
 SAME_VALUES = SAME_PLACES - GRADIENT_STOPS
 """Operators of one tensor that leave every element, and its gradient, in its place."""
 
-SHAPES: Mapping[str, str] = {name: record.shape for name, record in RECORDS.items() if record.shape}
+SHAPES = {name: record.shape for name, record in RECORDS.items() if record.shape}
 """Operator -> the argument that is the shape of the result."""
-SIZES: Mapping[str, str] = SHAPES | {name: record.sizes for name, record in RECORDS.items() if record.sizes}
+SIZES = SHAPES | {name: record.sizes for name, record in RECORDS.items() if record.sizes}
 """Operator -> the argument that says nothing but the shape of the result, or a part of it."""
 
 PRODUCTS = _where(lambda operator: operator.product)
@@ -40,6 +40,8 @@ CONVOLUTIONS = _where(lambda operator: operator.product is Product.CONVOLUTION)
 MATMULS = _where(lambda operator: operator.product not in (None, Product.VECTORS))
 """Products that compute more than once with what they read, so that their time follows from their FLOPs."""
 LINEAR_PRODUCTS = MATMULS - CONVOLUTIONS - _where(lambda operator: operator.product is Product.EXPERTS)
+ONE_DTYPE = PRODUCTS - _where(lambda operator: operator.product is Product.EXPERTS)
+"""Products whose kernels take operands of one dtype."""
 BATCHED_PRODUCTS = _where(lambda operator: operator.product is Product.BATCHED)
 """Products of a pair of matrices for every index of their leading dims, where both operands have such."""
 ADDED: Mapping[str, str] = {name: record.added for name, record in RECORDS.items() if record.added}
@@ -56,15 +58,22 @@ RECURRENT = _where(lambda operator: operator.is_recurrent)
 CHOSEN_BY_DEVICE = _where(lambda operator: operator.has_rules_by_device)
 """Operators that torch implements otherwise on another device, and that keep other tensors for backward there."""
 
-FILLED_NEW = _where(lambda operator: operator.creation is Creation.NEW and operator.finite)
+CREATED_FROM_SIZES = _where(lambda operator: operator.creation in (Creation.SIZES, Creation.NEW))
+CREATED_LIKE = _where(lambda operator: operator.creation is Creation.LIKE)
+CREATED = CREATED_FROM_SIZES | CREATED_LIKE
+FILLED_NEW = _where(lambda operator: operator.creation is Creation.NEW and operator.fill is not None)
 """Operators that fill a tensor, and take no more than a dtype and a device from their operand."""
+FILLED_FROM_OPERAND = FILLED_NEW | {name for name in CREATED_LIKE if RECORDS[name].fill is not None}
+"""Operators that fill a tensor, and read no element of their operand."""
+FILLS: Mapping[str, float | str] = {name: record.fill for name, record in RECORDS.items() if record.fill is not None}
+"""Operator -> the number that all elements of the tensor that it creates are, or the argument that gives it."""
 
 ELEMENT_LOSSES = _where(lambda operator: operator.loss is Loss.ELEMENTS)
 CLASS_LOSSES = _where(lambda operator: operator.loss is Loss.CLASSES)
 
 FINITE_EVERYWHERE = _where(lambda operator: operator.finite is Finite.EVERYWHERE)
 """Operators that compute, whose values and derivatives are finite at all finite numbers."""
-FINITE_AT_ZERO = MOVING | PRODUCTS | _where(lambda operator: operator.finite)
+FINITE_AT_ZERO = MOVING | PRODUCTS | FILLS.keys() | _where(lambda operator: operator.finite)
 """Operators whose values and derivatives are finite where their floating operands are zero."""
 
 SPECIALS: Mapping[str, tuple[float, float]] = {

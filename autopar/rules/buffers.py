@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from autopar.ir.graph import UPDATE_BUFFER, base_name
-from autopar.rules.creation import LIKE, PLAIN
+from autopar.operators.traits import CREATED
 
-CONSTANT = frozenset((*PLAIN, *LIKE, "detach", base_name(UPDATE_BUFFER)))
+CONSTANT = CREATED | {"detach", base_name(UPDATE_BUFFER)}
 """Operators whose results are constants to backward, whatever they take."""
 
 
