@@ -15,6 +15,33 @@ import torch
 
 REPOSITORY = Path(__file__).parent.parent
 
+HOMONYMS = {
+    "autopar/frontend/bags.py": {"_MODES"},
+    "autopar/frontend/batch_values.py": {"_SYMBOLS", "_MOVES"},
+    "autopar/frontend/constants.py": {"ASKS", "_UNSET", "_OPERATIONS"},
+    "autopar/frontend/drawn_numbers.py": {"_DRAWS", "_UNARY", "_BUILTINS"},
+    "autopar/frontend/draws.py": {"_NOUNS"},
+    "autopar/frontend/one_process.py": {"_MESH_METHODS", "_ANSWERS", "_DIFFERENTIABLE"},
+    "autopar/frontend/overloads.py": {"_DROPPED"},
+    "autopar/frontend/vmaps.py": {"BRACKETS"},
+    "codegen/emit.py": {"_RUNTIME_HOME"},
+    "codegen/expressions.py": {"REDUCTIONS", "WITHOUT_EFFECT"},
+    "codegen/fusion/rotary.py": {"PATTERNS"},
+    "codegen/idioms.py": {"IDIOMS"},
+    "codegen/kernels/__init__.py": {"__all__"},
+    "codegen/runtime/attention_blocks.py": {"_TRIANGLES"},
+    "codegen/runtime/draws.py": {"DISTRIBUTIONS"},
+    "codegen/runtime/names.py": {"ARGUMENTS"},
+    "codegen/runtime/python_distributions.py": {"NUMPY"},
+    "codegen/runtime/python_random.py": {"_OF_NUMPY", "FUNCTIONS"},
+    "codegen/runtime/windows.py": {"Kind"},
+}
+"""Tables of other things that are called as operators of torch are: Python's and NumPy's functions, methods of tensors,
+modes, distributions, arguments, variables."""
+
+HOMES = ("autopar/operators/", "autopar/rules/")
+"""The records of operators, and the rules, which are registered by operator."""
+
 
 class OperatorTable(NamedTuple):
     """A table of operators. name: the variable that it is assigned to, with its class in front."""
@@ -69,13 +96,14 @@ def operators_in(value: ast.expr) -> Iterator[str]:
 
 
 def operator_tables(*roots: str) -> list[OperatorTable]:
-    """Return all tables of the folders."""
-    return [
-        table
-        for root in roots
-        for path in sorted((REPOSITORY / root).rglob("*.py"))
-        for table in tables_in(path.read_text(encoding="utf-8"), str(path.relative_to(REPOSITORY)))
-    ]
+    """Return the tables of the folders, without those in their home."""
+    files = [path for root in roots for path in sorted((REPOSITORY / root).rglob("*.py"))]
+    tables = [table for path in files for table in tables_in(path.read_text(encoding="utf-8"), _name_of(path))]
+    return [t for t in tables if not t.file.startswith(HOMES) and t.name not in HOMONYMS.get(t.file, ())]
+
+
+def _name_of(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
 
 
 if __name__ == "__main__":

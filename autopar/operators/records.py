@@ -167,7 +167,15 @@ def _reducing() -> Iterator[Operator]:
         yield Operator(name=name, is_recurrent=True, has_rules_by_device=True)
 
 
-RECORDS: Mapping[str, Operator] = MappingProxyType(
-    {record.name: record for record in (*_moving(), *_products(), *_creating(), *_pointwise(), *_reducing())}
-)
+def _by_name() -> Mapping[str, Operator]:
+    """Return the records by name. Raises ValueError for two of one name."""
+    records: dict[str, Operator] = {}
+    for record in (*_moving(), *_products(), *_creating(), *_pointwise(), *_reducing()):
+        if record.name in records:
+            raise ValueError(f"two records of {record.name}")
+        records[record.name] = record
+    return MappingProxyType(records)
+
+
+RECORDS = _by_name()
 """By base name (`base_name` of ir/graph.py)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from autopar.operators import traits
 from autopar.operators.record import Creation, Layout, Operator
@@ -160,3 +161,20 @@ def test_created_tensors_have_their_shape_from_sizes_or_an_operand(name: str) ->
 @pytest.mark.parametrize("name", sorted(traits.ELEMENT_LOSSES | traits.CLASS_LOSSES))
 def test_losses_have_a_reduction(name: str) -> None:
     assert all("reduction" in argument_names(op) for op in overloads(name))
+
+
+def test_products_have_the_flops_that_torch_counts() -> None:
+    counted = {str(packet).removeprefix("aten.").removeprefix("_") for packet in flop_registry}
+    assert counted & RECORDS.keys() == {"mm", "addmm", "bmm", "baddbmm", "convolution"}
+    assert counted & RECORDS.keys() <= traits.MATMULS
+
+
+@pytest.mark.parametrize("name", [name for name, record in RECORDS.items() if record.fill is not None])
+def test_a_created_tensor_is_filled(name: str) -> None:
+    record, x = RECORDS[name], torch.tensor([5.0, 6.0])
+    operands = {Creation.SIZES: ([2],), Creation.NEW: (x, [2]), Creation.LIKE: (x,)}[record.creation or Creation.SIZES]
+    operands = () if name == "scalar_tensor" else operands
+    number = 3.0 if isinstance(record.fill, str) else record.fill
+    result = getattr(torch.ops.aten, name)(*operands, *((3.0,) if isinstance(record.fill, str) else ()))
+    assert (result == number).all()
+    assert not isinstance(record.fill, str) or all(record.fill in argument_names(op) for op in overloads(name))
