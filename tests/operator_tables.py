@@ -6,6 +6,7 @@ Run as a script it prints all of them: `python -m tests.operator_tables`.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -91,7 +92,8 @@ def operators_in(value: ast.expr) -> Iterator[str]:
                 yield entry.value
             elif isinstance(entry, ast.Attribute):
                 name = ast.unparse(entry)
-                if name.startswith(("aten.", "ops.aten.", "torch.ops.aten.")) and is_operator(name):
+                packet = re.fullmatch(r"(?:\w+\.)*_?aten\.(\w+)(?:\.\w+)?", name)
+                if packet is not None and is_operator(packet.group(1)):
                     yield name
 
 
