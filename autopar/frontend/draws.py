@@ -23,7 +23,7 @@ from autopar.frontend.recurrent_dropout import PADDED, layer_by_layer
 from autopar.ir.draws import DRAW, IN_TRAINING
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_gradients, map_refs, refs_in
 from autopar.operators.schemas import find_op
-from autopar.rules.buffers import CONSTANT
+from autopar.operators.traits import CONSTANT
 from codegen.runtime.random_operators import Draws, UndrawnError
 
 _RRELU = "aten.rrelu.default"

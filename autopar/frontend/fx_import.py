@@ -28,7 +28,7 @@ from autopar.frontend.vmaps import BRACKETS
 from autopar.ir.batch_names import input_name
 from autopar.ir.graph import Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in, with_refs
 from autopar.ir.operators import arguments_of, shares_memory
-from autopar.rules.buffers import CONSTANT
+from autopar.operators.traits import CONSTANT
 
 LOGITS = "autopar.logits.default"
 """The op of a node, the last one, that reads the model's logits: as long as a trace is simplified they are

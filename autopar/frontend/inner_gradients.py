@@ -30,9 +30,8 @@ from autopar.frontend.overloads import functional_overload, is_write, written_by
 from autopar.frontend.user_line import user_line
 from autopar.ir.graph import base_name
 from autopar.operators.schemas import may_be_view
-from autopar.operators.traits import CREATED
+from autopar.operators.traits import CONSTANT
 
-_CONSTANT = CREATED | {"detach"}
 _is_inside: ContextVar[bool] = ContextVar("_is_inside", default=False)
 """Whether a region is being traced, in which torch's own functions run."""
 
@@ -260,7 +259,7 @@ class _Gradient:
                 continue
             name = getattr(each.target, "__name__", "")
             if isinstance(each.target, torch._ops.OpOverload):
-                if base_name(str(each.target)) not in _CONSTANT and _is_float(each):
+                if base_name(str(each.target)) not in CONSTANT and _is_float(each):
                     reached.add(each)
             elif name == "getitem":
                 reached.add(each)

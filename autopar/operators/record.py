@@ -55,13 +55,14 @@ class Operator:
     """An operator: all overloads, private and in-place forms of one base name.
 
     is_view: the result may share the operand's memory, and does so wherever strides allow it.
+    is_constant: the result is a constant to backward.
     shape: the argument that is the shape of the result. sizes: the argument that is a part of that shape.
     added: the argument that a product adds to its result.
     weight: the position of the weight of a product whose weight gradient can be deferred (codegen/runtime/deferred.py).
     is_drawn: the operator draws numbers by the position of an element in the whole tensor, so that every plan draws
         what one process does.
     is_recurrent: the operator runs several layers over padded sequences.
-    has_rules_by_device: torch chooses the implementation, and what it keeps for backward, by device.
+    is_chosen_by_device: torch chooses the implementation by device, and with it what is kept for backward.
     fill: the number that all elements of a created tensor are, or the argument that gives it.
     specials: special functions per element, forward and backward (costs/specials.py).
     short_name: a name for the result, where the operator's own is taken or long.
@@ -71,6 +72,7 @@ class Operator:
     name: str
     layout: Layout | None = None
     is_view: bool = False
+    is_constant: bool = False
     shape: str = ""
     sizes: str = ""
     product: Product | None = None
@@ -83,7 +85,7 @@ class Operator:
     finite: Finite | None = None
     is_drawn: bool = False
     is_recurrent: bool = False
-    has_rules_by_device: bool = False
+    is_chosen_by_device: bool = False
     specials: tuple[float, float] = (0.0, 0.0)
     short_name: str = ""
     roles: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ def _moving() -> Iterator[Operator]:
     part, repeated, joined = Layout.PART, Layout.REPEATED, Layout.JOINED
 
     yield Operator(name="alias", layout=same, is_view=True)
-    yield Operator(name="detach", layout=same, is_view=True)
+    yield Operator(name="detach", layout=same, is_view=True, is_constant=True)
     yield Operator(name="lift_fresh", layout=same, is_view=True)
     yield Operator(name="lift_fresh_copy", layout=same)
     yield Operator(name="clone", layout=same)
@@ -86,7 +86,7 @@ def _products() -> Iterator[Operator]:
         name="scaled_dot_product_attention",
         is_attention=True,
         is_drawn=True,
-        has_rules_by_device=True,
+        is_chosen_by_device=True,
         short_name="attention",
         roles=_QUERY_KEY_VALUE,
     )
@@ -102,6 +102,7 @@ def _creating() -> Iterator[Operator]:
         yield Operator(name=f"new_{kind}", creation=Creation.NEW, shape="size", fill=fill)
         yield Operator(name=f"{kind}_like", creation=Creation.LIKE, fill=fill)
     yield Operator(name="scalar_tensor", creation=Creation.SIZES, fill="s")
+    yield Operator(name="update_buffer", is_constant=True)
     yield Operator(name="arange", short_name="positions")
     yield Operator(name="draw", is_drawn=True, shape="size")
     yield Operator(name="dropout", is_drawn=True, finite=Finite.AT_ZERO, short_name="dropped")
@@ -145,7 +146,7 @@ def _reducing() -> Iterator[Operator]:
     yield Operator(name="log_softmax", finite=finite, specials=(1.0, 0.6))
     yield Operator(name="layer_norm", finite=finite, specials=(1.0, 1.0), short_name="norm")
     yield Operator(name="rms_norm", specials=(1.0, 1.0))
-    yield Operator(name="batch_norm", has_rules_by_device=True)
+    yield Operator(name="batch_norm", is_chosen_by_device=True)
     for name in ("embedding", "index", "index_select", "gather", "masked_select", "nonzero", "nonzero_numpy"):
         yield Operator(name=name, finite=finite)
     for name in ("index_put", "index_add", "index_copy", "scatter_add", "scatter_reduce"):
@@ -164,7 +165,7 @@ def _reducing() -> Iterator[Operator]:
     for name in ("nll_loss", "nll_loss_nd", "nll_loss2d"):
         yield Operator(name=name, loss=Loss.CLASSES)
     for name in RECURRENT:
-        yield Operator(name=name, is_recurrent=True, has_rules_by_device=True)
+        yield Operator(name=name, is_recurrent=True, is_chosen_by_device=True)
 
 
 def _by_name() -> Mapping[str, Operator]:

@@ -26,8 +26,7 @@ PARTS = _where(lambda operator: operator.layout is Layout.PART)
 REPEATS = _where(lambda operator: operator.layout is Layout.REPEATED)
 JOINS = _where(lambda operator: operator.layout is Layout.JOINED)
 
-GRADIENT_STOPS = frozenset({"detach"})
-SAME_VALUES = SAME_PLACES - GRADIENT_STOPS
+SAME_VALUES = _where(lambda operator: operator.layout is Layout.SAME and not operator.is_constant)
 """Operators of one tensor that leave every element, and its gradient, in its place."""
 
 SHAPES = {name: record.shape for name, record in RECORDS.items() if record.shape}
@@ -55,12 +54,14 @@ DRAWN = _where(lambda operator: operator.is_drawn)
 """Random operators whose numbers a program draws by the position of an element in the whole tensor."""
 RECURRENT = _where(lambda operator: operator.is_recurrent)
 """Operators that run several layers over padded sequences."""
-CHOSEN_BY_DEVICE = _where(lambda operator: operator.has_rules_by_device)
+CHOSEN_BY_DEVICE = _where(lambda operator: operator.is_chosen_by_device)
 """Operators that torch implements otherwise on another device, and that keep other tensors for backward there."""
 
 CREATED_FROM_SIZES = _where(lambda operator: operator.creation in (Creation.SIZES, Creation.NEW))
 CREATED_LIKE = _where(lambda operator: operator.creation is Creation.LIKE)
 CREATED = CREATED_FROM_SIZES | CREATED_LIKE
+CONSTANT = CREATED | _where(lambda operator: operator.is_constant)
+"""Operators whose results are constants to backward, whatever they take."""
 FILLED_NEW = _where(lambda operator: operator.creation is Creation.NEW and operator.fill is not None)
 """Operators that fill a tensor, and take no more than a dtype and a device from their operand."""
 FILLED_FROM_OPERAND = FILLED_NEW | {name for name in CREATED_LIKE if RECORDS[name].fill is not None}

@@ -12,7 +12,7 @@ from autopar.operators.records import RECORDS
 from autopar.operators.schemas import argument_names, is_seeded
 from autopar.rules.registry import builtin_table
 
-OWN = {"draw", "expert_linear", "sink_attention", "window_attention", "grouped_mm"}
+OWN = {"update_buffer", "draw", "expert_linear", "sink_attention", "window_attention", "grouped_mm"}
 """Operators of autopar, and one of which torch has no public form."""
 SEEDED_IN_PARTS = traits.RECURRENT
 """Operators that draw between their layers."""
@@ -178,3 +178,9 @@ def test_a_created_tensor_is_filled(name: str) -> None:
     result = getattr(torch.ops.aten, name)(*operands, *((3.0,) if isinstance(record.fill, str) else ()))
     assert (result == number).all()
     assert not isinstance(record.fill, str) or all(record.fill in argument_names(op) for op in overloads(name))
+
+
+def test_constants_have_no_gradient() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert not x.detach().requires_grad
+    assert {"detach", "update_buffer"} == {name for name, record in RECORDS.items() if record.is_constant}
