@@ -21,11 +21,11 @@ from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.ir.graph import Node, Ref, TensorMeta, has_gradients
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_gradients
 from autopar.ir.operators import arguments_of, calls_of
 from autopar.ir.placement import P, Placement, R, S, local_shape
+from autopar.operators.traits import CREATED, FILLS
 from autopar.rules.call import Call, Operand, make_rule, packet_name
-from autopar.rules.creation import LIKE, PLAIN
 from autopar.rules.localize import local_call
 from autopar.rules.pointwise import CASTS
 from autopar.rules.rule import AxisOption, Rule, axis_options
@@ -47,9 +47,6 @@ _BACKWARDS = {
 _MOST_RANKS = 64
 """All divisors of a dim up to this number of ranks are tried, and one row per rank."""
 
-_CONSTRUCTORS = tuple(f"aten.{name}" for name in (*PLAIN, *LIKE))
-_ZEROS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
-_FULL = ("aten.full", "aten.full_like", "aten.new_full", "aten.scalar_tensor")
 _CASTS = tuple(f"aten.{name}" for name in CASTS)
 
 
@@ -286,7 +283,7 @@ def _placements(
     if packet_name(node.op) in _CASTS and node.outputs[0].dtype.is_floating_point:
         options = (*options, AxisOption("P", (P,), (P,)))  # gradients are also summed in the dtype of their parts
     allowed = [places[ref] for ref in node.inputs]
-    if packet_name(node.op) in _CONSTRUCTORS:  # these do not read their operands
+    if base_name(node.op) in CREATED:  # these do not read their operands
         allowed = [may | {R} if P in may else may for may in allowed]
     placements = []
     for option in options:
@@ -307,7 +304,5 @@ def _placements(
 
 def _is_zero(node: Node) -> bool:
     """Whether a call creates zeros, which are the sum of zeros over ranks."""
-    values = arguments_of(node)
-    return packet_name(node.op) in _ZEROS or (
-        packet_name(node.op) in _FULL and values.get("fill_value", values.get("s")) == 0
-    )
+    fill = FILLS.get(base_name(node.op))
+    return (arguments_of(node)[fill] if isinstance(fill, str) else fill) == 0
