@@ -45,7 +45,7 @@ from autopar.planning.ranks import neighbours_of, planned_together
 from autopar.planning.request import Request
 from autopar.program import GeneratedProgram
 from autopar.running.batch import with_inputs_of
-from autopar.running.launched import join_launched
+from autopar.running.process_group import join_launched
 from autopar.running.random_states import kept_random_states
 from autopar.running.surroundings import check_autocast
 from autopar.settings.arguments import check_module, whole

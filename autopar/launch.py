@@ -34,14 +34,14 @@ from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError
 from autopar.files.scratch import temporary_folder
 from autopar.program import GeneratedProgram
-from autopar.running.beside import Beside
 from autopar.running.build import build_step, share_packages
-from autopar.running.launched import has_gpus
+from autopar.running.process_group import has_gpus
 from autopar.running.sendable import CANNOT_BE_SENT, check_sendable, not_sendable
 from autopar.running.start_method import GPUS, why_not_forked
 from autopar.running.supervise import STOPPED_SECONDS, collect, end, exit_on, passing_on_sigterm
 from autopar.running.supervise import RankError as RankError
 from autopar.running.surroundings import check_starting
+from autopar.running.torchrun_rank import TorchrunRank
 from autopar.settings.arguments import check_numbers, whole
 from autopar.settings.backend import patience_seconds
 from codegen.runtime import watch
@@ -62,7 +62,7 @@ def run_ranks(
     timeout_seconds: float = TIMEOUT_SECONDS,
     group_seconds: float = GROUP_SECONDS,
     stopped_seconds: float = STOPPED_SECONDS,
-    beside: Beside | None = None,
+    beside: TorchrunRank | None = None,
 ) -> list[Any]:
     """Call `function(*args)` in num_ranks processes joined by a process group; results by rank.
 
@@ -133,7 +133,7 @@ def _file_store(path: str, num_ranks: int, seconds: float) -> Any:
 
 
 def _collect_beside(
-    beside: Beside, processes: Sequence[Any], receivers: Sequence[Connection], timeout: float, stopped: float
+    beside: TorchrunRank, processes: Sequence[Any], receivers: Sequence[Connection], timeout: float, stopped: float
 ) -> list[Any]:
     """What the processes of all of torchrun's ranks answer. Raises on every rank alike."""
     try:

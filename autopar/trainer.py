@@ -16,7 +16,7 @@ from torch import nn
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
 from autopar.files.outputs import require_folder, require_writable
-from autopar.running.launched import under_launcher
+from autopar.running.process_group import under_launcher
 from autopar.running.supervise import passing_on_sigterm
 from autopar.training.callbacks import Callback, check_callbacks
 from autopar.training.config import Batches, TrainerConfig

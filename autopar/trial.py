@@ -35,9 +35,9 @@ from autopar.planning.planner import search_plans
 from autopar.profiling.machine import available_cores
 from autopar.profiling.trials import add_trials, profile_of, trials_path
 from autopar.report.plan_words import full_words
-from autopar.running.beside import Beside
-from autopar.running.launched import under_launcher
+from autopar.running.process_group import under_launcher
 from autopar.running.surroundings import check_starting
+from autopar.running.torchrun_rank import TorchrunRank
 from autopar.settings.compile_options import CompileOptions, TrialOptions, with_options
 from autopar.trial_report import (
     TrialReport,
@@ -97,7 +97,7 @@ def trial(model: nn.Module, cluster_spec: AnyCluster | str, options: TrialOption
 def first_program(model: nn.Module, cluster_spec: AnyCluster | str, options: TrialOptions) -> CompiledProgram:
     """The program of the plan that is chosen by prediction. Raises ConstraintError where no trial can be made."""
     check_starting("trial")
-    beside = Beside() if under_launcher() else None
+    beside = TorchrunRank() if under_launcher() else None
     if options.plan is not None:
         raise PlanError("a trial chooses among plans", values="a given plan", alternatives="constraints, to pin a part")
     cluster = as_cluster(cluster_spec)
@@ -111,7 +111,7 @@ def compile_options(options: TrialOptions, **changed: Any) -> CompileOptions:
     return CompileOptions(**{**options.common, **more, **changed})
 
 
-def _require_here(cluster: AnyCluster, beside: Beside | None) -> None:
+def _require_here(cluster: AnyCluster, beside: TorchrunRank | None) -> None:
     """Raises ConstraintError for a cluster of other nodes or ranks than there are, of GPUs that this machine lacks, or
     of more ranks than its cores could run in turns."""
     first, num_nodes = cluster.groups[0], sum(group.num_nodes for group in cluster.groups)
@@ -179,11 +179,11 @@ def _agreed(find: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def _left_group() -> Beside:
+def _left_group() -> TorchrunRank:
     """This rank among torchrun's, after the group in which they planned, which processes must not inherit."""
     dist.barrier()
     dist.destroy_process_group()
-    return Beside()
+    return TorchrunRank()
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def other_plans(compiled: CompiledProgram, count: int) -> Iterator[tuple[Plan, M
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-def _run_round(candidate: _Candidate, batch: NamedBatch, steps: int, beside: Beside | None = None) -> None:
+def _run_round(candidate: _Candidate, batch: NamedBatch, steps: int, beside: TorchrunRank | None = None) -> None:
     """Some steps of a plan, unless it failed before."""
     if candidate.problem:
         return

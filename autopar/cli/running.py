@@ -32,7 +32,7 @@ from autopar.plan import Plan
 from autopar.profiling.cases import Level
 from autopar.profiling.profile import profile as measure
 from autopar.profiling.profile import summary_table
-from autopar.running.launched import under_launcher
+from autopar.running.process_group import under_launcher
 from autopar.running.surroundings import check_starting
 from autopar.settings.compile_options import check_verify
 from autopar.trainer import Trainer

@@ -26,7 +26,7 @@ from autopar.files.outputs import write_output
 from autopar.profiling.trials import profile_of
 from autopar.report.json_facts import record_json
 from autopar.report.tables import table_of
-from autopar.running.launched import is_first, under_launcher
+from autopar.running.process_group import is_first, under_launcher
 from autopar.settings.compile_options import TrialOptions
 from autopar.trial import first_program, shared_cores, try_program
 from autopar.trial_report import TrialReport, TriedPlan

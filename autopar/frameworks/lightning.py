@@ -37,7 +37,7 @@ from autopar.frameworks.building import (
 from autopar.frameworks.lightning_callbacks import AtSigterm, Values
 from autopar.frameworks.lightning_loaders import loader_of
 from autopar.frameworks.loops import LoopOptimizer, ModelValues, PendingLoss
-from autopar.running.launched import has_gpus, join_launched
+from autopar.running.process_group import has_gpus, join_launched
 from autopar.training.learners import RankLearner
 from cost_models.mixed import AnyCluster
 
