@@ -46,8 +46,7 @@ from autopar.planning.request import Request
 from autopar.program import GeneratedProgram
 from autopar.running.batch import with_inputs_of
 from autopar.running.process_group import join_launched
-from autopar.running.random_states import kept_random_states
-from autopar.running.surroundings import check_autocast
+from autopar.running.process_state import check_autocast, kept_random_states
 from autopar.settings.arguments import check_module, whole
 from autopar.settings.backend import NOTHING_ASYNCHRONOUS, check_layers_compile, with_backend
 from autopar.settings.compile_options import CompileOptions, with_options

@@ -36,11 +36,10 @@ from autopar.files.scratch import temporary_folder
 from autopar.program import GeneratedProgram
 from autopar.running.build import build_step, share_packages
 from autopar.running.process_group import has_gpus
-from autopar.running.sendable import CANNOT_BE_SENT, check_sendable, not_sendable
-from autopar.running.start_method import GPUS, why_not_forked
+from autopar.running.process_state import check_starting
+from autopar.running.start_method import CANNOT_BE_SENT, GPUS, check_sendable, not_sendable, why_not_forked
 from autopar.running.supervise import STOPPED_SECONDS, collect, end, exit_on, passing_on_sigterm
 from autopar.running.supervise import RankError as RankError
-from autopar.running.surroundings import check_starting
 from autopar.running.torchrun_rank import TorchrunRank
 from autopar.settings.arguments import check_numbers, whole
 from autopar.settings.backend import patience_seconds

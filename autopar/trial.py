@@ -36,7 +36,7 @@ from autopar.profiling.machine import available_cores
 from autopar.profiling.trials import add_trials, profile_of, trials_path
 from autopar.report.plan_words import full_words
 from autopar.running.process_group import under_launcher
-from autopar.running.surroundings import check_starting
+from autopar.running.process_state import check_starting
 from autopar.running.torchrun_rank import TorchrunRank
 from autopar.settings.compile_options import CompileOptions, TrialOptions, with_options
 from autopar.trial_report import (

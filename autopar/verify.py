@@ -41,7 +41,7 @@ from autopar.compiled import CompiledProgram
 from autopar.frontend.inputs import NamedBatch, name_inputs
 from autopar.launch import TIMEOUT_SECONDS, group_seconds, run_ranks
 from autopar.program import GeneratedProgram
-from autopar.running.surroundings import check_starting
+from autopar.running.process_state import check_starting
 from autopar.settings.compile_options import VerifyOptions, check_verify, with_options
 from autopar.settings.fp8 import tolerance
 from autopar.verify_reference import Reference

@@ -33,7 +33,7 @@ from autopar.profiling.cases import Level
 from autopar.profiling.profile import profile as measure
 from autopar.profiling.profile import summary_table
 from autopar.running.process_group import under_launcher
-from autopar.running.surroundings import check_starting
+from autopar.running.process_state import check_starting
 from autopar.settings.compile_options import check_verify
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig, overridden

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar.compile import compile_with
 from autopar.errors import ConstraintError
 from autopar.frontend.inputs import name_inputs
-from autopar.running.random_states import kept_random_states
+from autopar.running.process_state import kept_random_states
 from autopar.settings.compile_options import CompileOptions
 from autopar.training.config import TrainerConfig
 from autopar.training.feeding import joined

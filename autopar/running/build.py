@@ -26,8 +26,8 @@ from autopar.program import GeneratedProgram
 from autopar.running.first_step import FirstStepCheck
 from autopar.running.folder import TUNING_FILE, write_folder
 from autopar.running.process_group import join_launched
+from autopar.running.process_state import check_training
 from autopar.running.state_follower import follow, followed
-from autopar.running.surroundings import check_training
 from autopar.running.weights import Init, ValueSource, tables_of
 from autopar.settings.arguments import check_numbers, yes_no_or_none
 from autopar.settings.loss_scale import loss_scale_of

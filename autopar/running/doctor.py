@@ -168,7 +168,7 @@ def _handshake(handshake: Callable[[], None]) -> Check:
         handshake()
     except (AutoparError, RuntimeError, OSError) as error:
         words = " ".join(str(error).split())[-200:]
-        advice = "set GLOO_SOCKET_IFNAME to an interface of this machine; see that the host's name resolves, without a firewall"
+        advice = "set GLOO_SOCKET_IFNAME to an interface of this machine; check the host's name and firewall"
         return Check("two processes", PROBLEM, words, advice)
     return Check("two processes", ALL_OK, f"met and added over gloo in {time.monotonic() - begun:.1f} s")
 

@@ -37,7 +37,7 @@ from autopar.frontend.low_precision import loss_in
 from autopar.frontend.one_process import as_one_process
 from autopar.frontend.skeleton import in_training
 from autopar.program import GeneratedProgram
-from autopar.running.random_states import kept_random_states, seed_all
+from autopar.running.process_state import kept_random_states, seed_all
 from autopar.running.whole_batch import own_share, put_together
 from autopar.settings.fp8 import tolerance
 from autopar.units import bytes_text
@@ -307,9 +307,7 @@ def _compare(model: _Model | None, loss: float) -> None:
     """Check every rank's loss: parameters that all ranks hold may be wrong on one of them. model: on rank 0 alone."""
     losses, error = _of_all(loss), None
     if model is not None:
-        error = next(
-            (wrong for rank, rank_loss in enumerate(losses) if (wrong := model.error_of(rank_loss, rank))), None
-        )
+        error = next(filter(None, map(model.error_of, losses, range(len(losses)))), None)
         if error is None:
             _log.info("first step: loss %.9g, of the model itself %.9g", loss, model.loss)
     error = _of_rank_0(error)

@@ -22,7 +22,7 @@ from autopar.files.scratch import temporary_folder
 from autopar.frontend.state_values import Key
 from autopar.launch import RankError, group_seconds, run_ranks
 from autopar.running.process_group import start_group, under_launcher
-from autopar.running.surroundings import check_starting
+from autopar.running.process_state import check_starting
 from autopar.running.weights import read_values, set_values, write_values
 from autopar.settings.compile_options import CompileOptions
 from autopar.training import checkpoints

@@ -217,7 +217,7 @@ def test_what_cannot_be_tried_is_refused(call: Callable[[], None], error: type[E
 def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setitem(os.environ, name, value)
-    with pytest.raises(ConstraintError, match="started by itself, or by torchrun"):
+    with pytest.raises(ConstraintError, match="a trial starts its ranks itself, or runs under torchrun"):
         trying()
     result = run("trial", *MODEL[:1])
     assert result.exit_code == 2 and "measure their cluster at once" in result.output

@@ -260,7 +260,7 @@ def test_parts_that_a_flag_leaves_out_are_not_updated() -> None:
     step = compiled.build(first_step_check=False)
     assert_equal_parts(train_parts(step, model, data), data)
     model.averages = True
-    with pytest.raises(ModelError, match="forward now updates buffers that it did not: mean"):
+    with pytest.raises(ModelError, match="forward now updates buffers that it did not update before: mean"):
         step(step.local_batch(data[0]))
 
 

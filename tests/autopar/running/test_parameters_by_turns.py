@@ -193,5 +193,5 @@ def test_state_that_a_checkpoint_has_and_the_step_had_no_room_for_is_not_forgott
     resumed = other.build(first_step_check=False)
     other.load_checkpoint(resumed, tmp_path / "saved")
     model.is_helped = 1
-    with pytest.raises(ModelError, match="the checkpoint that was loaded has optimizer state of them"):
+    with pytest.raises(ModelError, match="the loaded checkpoint has optimizer state of them"):
         resumed(resumed.local_batch(data[3]))

@@ -77,7 +77,7 @@ def test_what_an_optimiser_keeps_for_itself_is_refused(auto_parallel: bool, tmp_
         refused = pytest.raises(CheckpointError, match="Counting keeps something that its steps depend on")
         with contextlib.nullcontext() if in_groups else refused as caught:
             trainer.fit()
-        assert in_groups or caught.value.alternatives == ["another optimiser", "no checkpoint_directory"]
+        assert in_groups or caught.value.alternatives == ["another optimizer", "no checkpoint_directory"]
     assert [path.parent.name for path in tmp_path.glob("*/step-*")] == ["True"]
 
 

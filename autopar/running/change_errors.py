@@ -1,4 +1,4 @@
-"""The error for a change that a program cannot follow, and the ways out that it names."""
+"""The error for a change of the model that a program cannot follow, and the remedies that it names."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from autopar.errors import ModelError
 from autopar.frontend.state_values import Change
 
 AGAIN = [
-    "compile the changed model again, and go on from a checkpoint",
-    "an input of the batch, for what changes while training",
+    "compile the changed model again, and resume from a checkpoint",
+    "pass what changes while training as an input of the batch",
 ]
-FULL = "compile the model with that part on, and switch it off before the first step"
+FULL = "compile the model with that module on, and switch it off before the first step"
 THAW = [
     "requires_grad_(True) on them before the model is compiled, and requires_grad_(False) before the first step",
-    "compile the changed model again, and go on from a checkpoint",
+    "compile the changed model again, and resume from a checkpoint",
 ]
 _ELSEWHERE = "of Accelerate accelerator.unwrap_model(model), of Lightning trainer.strategy.values.take(), instead"
 STALE = [
@@ -25,15 +25,15 @@ STALE = [
 OLD = [
     "program.update_model(step) on every rank before a script writes to the model's parameters: these are old values",
     _ELSEWHERE,
-    "step.load(values), for values that the model's own do not decide",
-    "a copy.deepcopy of the model, for values that are to be evaluated and not trained",
-    "an optimizer whose step() does it, where callbacks of a Trainer do: these have old values",
+    "step.load(values), for values that do not depend on the model's",
+    "a copy.deepcopy of the model, for values that you evaluate and do not train",
+    "an optimizer whose step() writes them, where callbacks of a Trainer do: these see old values",
 ]
 
 
 def refused(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelError:
-    """The error that names changes. instead: what a user can do."""
-    some = [str(each) for each in changes[:5]] + ([f"and {len(changes) - 5} more"] if len(changes) > 5 else [])
+    """Return the error that names the changes. instead: what a user can do."""
+    some = [str(change) for change in changes[:5]] + ([f"and {len(changes) - 5} more"] if len(changes) > 5 else [])
     return ModelError(
         "the model was changed between steps in what the program cannot follow",
         values="\n".join([*some, *([reason] if reason else [])]),
@@ -42,6 +42,6 @@ def refused(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelE
 
 
 def require(is_met: bool, changes: Sequence[Change], instead: Any) -> None:
-    """Raises ModelError unless a condition is met."""
+    """Raise ModelError unless a condition is met."""
     if not is_met:
         raise refused(changes, instead)
