@@ -26,7 +26,7 @@ from autopar.training.loop import compile_program, fit_locally, fit_plain, fit_r
 from autopar.training.metrics import Metric, metrics_of
 from autopar.training.optimizers import Schedule, optimizer_factory, schedule_of
 from autopar.training.records import check_logging
-from autopar.training.result import TOLD_TO_END, TrainResult
+from autopar.training.result import BY_SIGTERM, TrainResult
 from autopar.training.run import CONFIG_FILE
 from autopar.training.setup import Setup
 from codegen.runtime.processes import Ending
@@ -112,7 +112,7 @@ class Trainer:
         check_logging(config)
         with passing_on_sigterm():
             result = self._fitted(config)
-        if result.stopped == TOLD_TO_END:
+        if result.stopped == BY_SIGTERM:
             raise SystemExit(Ending.EXIT_CODE)
         return result
 

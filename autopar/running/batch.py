@@ -69,7 +69,7 @@ def with_inputs_of(
                 values=f"{name} is a {type(value).__name__}",
                 alternatives="pass tensors under names of their own; or numbers, text, None, lists and dicts of those",
             )
-    return program.map(lambda each: replace(each, unused_inputs=unused, fixed_inputs=fixed, guards=values))
+    return program.map(lambda stage: replace(stage, unused_inputs=unused, fixed_inputs=fixed, guards=values))
 
 
 def cut(tensor: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:

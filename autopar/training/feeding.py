@@ -1,4 +1,4 @@
-"""Where the batches of a run come from: from a sample on, joined to whole steps, or once through for an evaluation."""
+"""Iterate over the batches of a run: from a sample on, joined to whole steps, or once through for an evaluation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autopar.program import GeneratedProgram
 from autopar.training.config import Batch, Batches, TrainerConfig
 from autopar.training.loaders import named_batch, num_rows, peeking, untouched
 from autopar.training.metrics import LOSS, Metric
-from autopar.training.position import Stateful
+from autopar.training.run_state import Stateful
 from autopar.training.sections import EvaluationSection
 
 
 def first_batch(batches: Batches, config: TrainerConfig) -> Any:
-    """The first step's batch, which has the rows of a whole step. Raises ConstraintError, DataError."""
+    """Return the first step's batch, with the rows of a whole step. Raises ConstraintError, DataError."""
     with peeking(batches):
         first = next(steps_from(batches, 0, config.gradient_accumulation_steps))
     rows = num_rows(first)
@@ -31,7 +31,7 @@ def first_batch(batches: Batches, config: TrainerConfig) -> Any:
 
 
 def steps_from(batches: Batches, start_sample: int, num_joined: int = 1) -> Iterator[Batch]:
-    """Endless batches of whole steps from a sample on; num_joined batches make a step."""
+    """Yield batches of whole steps without end, from a sample on. num_joined batches make a step."""
     source = (named_batch(batch) for batch in batches_from(batches, start_sample))
     if num_joined == 1:
         yield from source
@@ -40,18 +40,17 @@ def steps_from(batches: Batches, start_sample: int, num_joined: int = 1) -> Iter
 
 
 def batches_from(batches: Batches, start_sample: int) -> Iterator[Batch]:
-    """Endless batches from a sample on; one that it lies inside of is given whole. Raises ConstraintError if there are
-    none.
+    """Yield batches without end, from a sample on; a batch that contains the sample comes whole.
 
-    What remembers its place (`Stateful`) begins where it is.
+    Batches that remember their place (`Stateful`) begin there. Raises ConstraintError if there are none.
     """
     if callable(batches):
-        found = batches(start_sample)
-        if not isinstance(found, Iterable):
+        source = batches(start_sample)
+        if not isinstance(source, Iterable):
             raise ConstraintError(
-                "batches(start) gives no batches", values=type(found).__name__, alternatives="a generator function"
+                "batches(start) gives no batches", values=type(source).__name__, alternatives="a generator function"
             )
-        yield from found
+        yield from source
         raise ConstraintError("batches(start) ended", alternatives="an iterator without end, or fewer steps")
     to_skip = 0 if isinstance(batches, Stateful) else start_sample
     again = untouched(batches)
@@ -69,7 +68,7 @@ def batches_from(batches: Batches, start_sample: int) -> Iterator[Batch]:
 
 
 def check_evaluation(section: EvaluationSection, batches: Batches | None, metrics: Sequence[Metric]) -> None:
-    """Raises ConstraintError, before anything is started, for evaluations that could not be made."""
+    """Raise ConstraintError, before anything starts, for evaluations that are impossible."""
     if batches is None:
         if metrics:
             raise ConstraintError("metrics need eval_batches", values=f"{len(metrics)} metrics without them")
@@ -77,11 +76,11 @@ def check_evaluation(section: EvaluationSection, batches: Batches | None, metric
             if value := getattr(section, name):
                 raise ConstraintError(f"evaluation.{name} needs eval_batches", values=str(value))
         return
-    if section.metric != LOSS and not metrics:  # what functions call theirs shows when they are called
+    if section.metric != LOSS and not metrics:  # names that metric functions return show when these are called
         raise ConstraintError(
             "evaluation.metric is none of the metrics",
             values=section.metric,
-            alternatives=[LOSS, "metrics=, functions that find it"],
+            alternatives=[LOSS, "metrics=, functions that return it"],
         )
     if callable(batches) and section.num_batches is None:
         raise ConstraintError(
@@ -93,7 +92,7 @@ def check_evaluation(section: EvaluationSection, batches: Batches | None, metric
 
 
 def once(batches: Batches, num_batches: int | None) -> Iterator[Batch]:
-    """The batches of one evaluation, which `check_evaluation` let pass. Raises ConstraintError where there are none."""
+    """Yield the batches of one evaluation that `check_evaluation` accepted. Raises ConstraintError for none."""
     source = batches(0) if callable(batches) else untouched(batches)
     count = 0
     for batch in itertools.islice(source, num_batches):
@@ -104,7 +103,7 @@ def once(batches: Batches, num_batches: int | None) -> Iterator[Batch]:
 
 
 def check_accumulation(program: GeneratedProgram, steps: int) -> None:
-    """Raises ConstraintError for a forward that differs when the batches of `steps` calls are joined to one."""
+    """Raise ConstraintError for a forward that differs when the batches of `steps` calls are joined to one."""
     if steps == 1:
         return
     numbers = list(program.state.reads.advanced.values()) if program.state is not None else []
@@ -112,31 +111,31 @@ def check_accumulation(program: GeneratedProgram, steps: int) -> None:
     for reason, names in (("changes numbers of the model", numbers), ("depends on values of its batch", guards)):
         if names:
             raise ConstraintError(
-                f"forward {reason}, and batches that are accumulated are one call of it",
+                f"forward {reason}, and accumulated batches go through one call of it",
                 values=", ".join(sorted(names)),
                 alternatives=f"gradient_accumulation_steps=1 and {steps} times the rows, which the plan splits anyway",
             )
 
 
 def joined(batches: list[Any]) -> Batch:
-    """Batches one after the other as one. Raises DataError where they do not fit together."""
+    """Join batches to one, row after row. Raises DataError where they do not fit together."""
     first = batches[0]
     if isinstance(first, Mapping):
-        if any(not isinstance(each, Mapping) or each.keys() != first.keys() for each in batches):
+        if any(not isinstance(batch, Mapping) or batch.keys() != first.keys() for batch in batches):
             raise DataError("the batches of one step have other names", values=", ".join(map(str, first)))
-        return {name: _joined(str(name), [each[name] for each in batches]) for name in first}
-    if any(len(each) != len(first) for each in batches):
+        return {name: _joined(str(name), [batch[name] for batch in batches]) for name in first}
+    if any(len(batch) != len(first) for batch in batches):
         raise DataError("the batches of one step have other numbers of values", values=str(list(map(len, batches))))
     return tuple(_joined(f"value {index}", list(parts)) for index, parts in enumerate(zip(*batches, strict=True)))
 
 
 def _joined(name: str, parts: list[Any]) -> Any:
-    """Tensors with rows joined; containers, part by part; what is not batched must be the same."""
+    """Join tensors by rows, and containers element by element. A value without rows must be equal in all batches."""
     first = parts[0]
     if isinstance(first, Mapping):
         return {key: _joined(f"{name}.{key}", [part[key] for part in parts]) for key in first}
     if isinstance(first, (tuple, list)):
-        return type(first)(_joined(f"{name}[{i}]", list(each)) for i, each in enumerate(zip(*parts, strict=True)))
+        return type(first)(_joined(f"{name}[{i}]", list(items)) for i, items in enumerate(zip(*parts, strict=True)))
     if isinstance(first, torch.Tensor) and first.dim():
         shapes = {tuple(part.shape[1:]) for part in parts}
         if len(shapes) > 1:

@@ -456,5 +456,5 @@ def test_batches_that_are_accumulated_are_refused(model: type[Encoder], name: st
     """Joined they are one call, of one longest sequence and one count, where each batch had its own."""
     config = TrainerConfig(cluster="1x2 cpu", steps=1, gradient_accumulation_steps=2, log_every=0)
     trainer = Trainer(model(), config, lambda start: iter([inputs_of(Longest)] * 2), loss_fn=F.cross_entropy)
-    with pytest.raises(ConstraintError, match=f"are one call of it\n.*{name}"):
+    with pytest.raises(ConstraintError, match=f"go through one call of it\n.*{name}"):
         trainer.fit()

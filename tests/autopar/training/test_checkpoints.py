@@ -319,7 +319,7 @@ def test_what_cannot_be_saved_is_said_at_the_start(tmp_path: Path) -> None:
             yield batches[0]
 
     config = replace(config, checkpoint_directory=str(tmp_path / "run"))
-    with pytest.raises(CheckpointError, match="the optimiser's state cannot be saved") as caught:
+    with pytest.raises(CheckpointError, match="the optimizer's state cannot be saved") as caught:
         Trainer(Net(), config, counted, optimizer=lambda params: Odd(params, 0.1)).fit()
     assert caught.value.alternatives == ["another optimizer", "no checkpoint_directory"]
     assert len(seen) <= 3

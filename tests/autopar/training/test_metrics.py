@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autopar import Callback, Trainer, TrainerConfig, TrainState
 from autopar.errors import ConstraintError, TrainingError
 from autopar.launch import run_ranks
-from autopar.training.metrics import Means, found_by, metrics_of
+from autopar.training.metrics import Means, metric_values, metrics_of
 
 ROWS = 8
 CONFIG = TrainerConfig(auto_parallel=False, steps=4, learning_rate=0.1, log_every=0, evaluation={"every": 2})
@@ -147,7 +147,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_started() -> None
         Trainer(Net(), replace(CONFIG, evaluation=section), given, eval_batches=given)
     single = replace(PARALLEL, cluster="1 cpu", constraints=None)
     for config in (single, CONFIG):
-        with pytest.raises(ConstraintError, match="metrics are of logits"):
+        with pytest.raises(ConstraintError, match="metrics need logits"):
             Trainer(OwnLoss(), config, given, eval_batches=given, metrics=accuracy).fit()
     seen = Seen()
     config = replace(CONFIG, evaluation={"metric": "precision"})
@@ -162,12 +162,15 @@ def test_functions_that_give_no_metrics_are_named() -> None:
     def wrong(value: Any) -> Any:
         return lambda logits, batch: value
 
-    assert found_by(metrics_of([wrong({"a": True}), wrong({"b": torch.tensor(2)})]), logits, batch) == {"a": 1, "b": 2}
+    assert metric_values(metrics_of([wrong({"a": True}), wrong({"b": torch.tensor(2)})]), logits, batch) == {
+        "a": 1,
+        "b": 2,
+    }
     for value in (0.5, {"a": "x"}, {"a": torch.zeros(2)}, {1: 0.5}, {"loss": 0.5}):
         with pytest.raises(ConstraintError, match="one number each"):
-            found_by(metrics_of(wrong(value)), logits, batch)
+            metric_values(metrics_of(wrong(value)), logits, batch)
     with pytest.raises(ConstraintError, match="one number each"):
-        found_by([wrong({"a": 1}), wrong({"a": 2})], logits, batch)
+        metric_values([wrong({"a": 1}), wrong({"a": 2})], logits, batch)
     means = Means()
     means.add({"a": 1.0}, 3)
     with pytest.raises(ConstraintError, match="same names"):
@@ -181,9 +184,9 @@ def told(_: int) -> tuple[dict[str, float], str]:
     def fails(logits: Tensor, batch: Any) -> dict[str, float]:
         raise ZeroDivisionError(f"rank {rank}")
 
-    found = found_by([lambda logits, batch: {"rank": rank}], logits, {})
+    found = metric_values([lambda logits, batch: {"rank": rank}], logits, {})
     try:
-        found_by([fails], logits, {})
+        metric_values([fails], logits, {})
     except (ZeroDivisionError, TrainingError) as error:
         return found, type(error).__name__
     return found, ""

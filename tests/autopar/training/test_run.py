@@ -374,7 +374,7 @@ def test_batches_of_other_shapes_in_fp16_skip_and_warm_up_as_on_one_process() ->
 def test_rows_that_ranks_cannot_share_are_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.launch.mp.get_context", lambda _: pytest.fail("a rank was started"))
     uneven = [*batches(1), *batches(1, rows=7)]
-    with pytest.raises(DataError, match="shared out among the data-parallel ranks"):
+    with pytest.raises(DataError, match="divided among the data-parallel ranks"):
         Trainer(Net(), PARALLEL, uneven).fit()
     loader: Any = torch.utils.data.DataLoader([{"x": b["x"][0], "y": b["y"][0]} for b in batches(11)], batch_size=8)
     with pytest.raises(DataError, match="3 rows on dp2"):

@@ -287,7 +287,7 @@ def test_batches_that_cannot_start_again_are_refused() -> None:
         Trainer(gpt2().model, CONFIG, iter([]))
     with pytest.raises(ConstraintError, match="there are no batches"):
         next(batches_from([], 0))
-    with pytest.raises(ConstraintError, match="number of the sample to begin at"):
+    with pytest.raises(ConstraintError, match="number of its first sample"):
         Trainer(gpt2().model, CONFIG, lambda: iter([]))
     with pytest.raises(ConstraintError, match="gives no batches"):
         next(batches_from(lambda start: None, 0))
