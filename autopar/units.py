@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Format numbers for people."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from cost_models.certainty import Certainty
 
 
 def fit_text(certainty: Certainty) -> str:
-    """Whether predicted bytes fit, and what like ones took: `within the error, nine of ten like it took 76 to 88 GiB`.
+    """Say whether predicted bytes fit, and the interval of like plans: `within the error, nine of ten like it took 76
+    to 88 GiB`.
 
-    What fits by the prediction alone stays legal, whatever this says.
+    A plan that fits by the prediction alone stays legal.
     """
     low, high = bytes_text(certainty.low_bytes).split(), bytes_text(certainty.high_bytes).split()
     low = low[:1] if low[1] == high[1] else low
@@ -18,7 +19,7 @@ def fit_text(certainty: Certainty) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds as text of three digits: 0.0123 -> `12.3 ms`."""
+    """Format seconds with three digits: 0.0123 -> `12.3 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale:
             return f"{_digits(seconds / scale)} {unit}"
@@ -26,7 +27,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(number: float) -> str:
-    """A count as text of three digits: 1234567 -> `1.23M`."""
+    """Format a count with three digits: 1234567 -> `1.23M`."""
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{_digits(number / scale)}{unit}"

@@ -16,7 +16,7 @@ import yaml
 
 from autopar import Callback, Trainer, TrainerConfig, TrainState
 from autopar.errors import ConstraintError, OutputError
-from autopar.training.callbacks import note, noted
+from autopar.training.callbacks import sendable_attributes, set_attributes
 from codegen.runtime.loss_scale import LossScale
 from tests.autopar.training.test_run import CONFIG, PARALLEL, Net, batches
 
@@ -75,7 +75,7 @@ def test_what_callbacks_note_comes_back_to_each_of_them() -> None:
         for _ in range(index + 1):
             each.on_step(TrainState(1, 2, 0, {"loss": 0.5}))
     lock = ours[0].lock
-    note(ours, pickle.loads(pickle.dumps(noted(theirs))))
+    set_attributes(ours, pickle.loads(pickle.dumps(sendable_attributes(theirs))))
     assert (ours[0].steps, ours[1].seen, ours[2].steps) == (1, [0.5, 0.5], 3)
     assert ours[0].lock is lock and not hasattr(ours[1], "steps")
 
