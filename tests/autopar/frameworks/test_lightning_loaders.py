@@ -104,7 +104,7 @@ def test_two_ranks_have_them_too() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: CombinedLoader(loaders(), "max_size"), "every step has a batch of each loader"),
+        (lambda: CombinedLoader(loaders(), "max_size"), "every step needs a batch of each loader"),
         (lambda: [loaders()["a"]], "a list of loaders has several"),
         (lambda: {"a": loaders()["a"], "b": one_time()}, "must be able to start again"),
     ],

@@ -212,12 +212,12 @@ def test_processes_that_the_arguments_do_not_know_of_are_refused(
 ) -> None:
     trainer = trainer_of(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(AutoparError, match="do not know of the processes"):
+    with pytest.raises(AutoparError, match="do not know of the launched processes"):
         parallelize(trainer, "4 cpu")
 
 
 def test_what_does_not_bear_on_the_plan_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AutoparError, match="bears on the plan"):
+    with pytest.raises(AutoparError, match="takes options of the plan"):
         parallelize(trainer_of(tmp_path), "1 cpu", steps=3)
 
 
