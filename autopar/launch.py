@@ -293,15 +293,15 @@ def _in_environment(name: str, value: str) -> Iterator[None]:
 def _failure(main: str, folder: Path, records: Sequence[Record | None], rank: int, code: int) -> str:
     """Return the error of the rank that failed first: its own one, even without a record (where the script starts no
     watch, or the rank failed early), in preference to those of ranks that waited or were ended with the others."""
-    said = {rank: _last_words(folder, rank) or _end_of(code)}
-    said |= {other: _last_words(folder, other) for other in range(len(records)) if other != rank}
+    messages = {rank: _last_words(folder, rank) or _end_of(code)}
+    messages |= {other: _last_words(folder, other) for other in range(len(records)) if other != rank}
     if not any(record is not None and record.raised and record.is_own for record in records):
-        for other, words in said.items():
-            is_error = other == rank or "Error" in words
-            if records[other] is None and is_error and not is_of_another(words):
-                return f"rank {other} of {main}: {words}"
+        for other, message in messages.items():
+            is_error = other == rank or "Error" in message
+            if records[other] is None and is_error and not is_of_another(message):
+                return f"rank {other} of {main}: {message}"
     cause = cause_of(records, time.time())
-    return f"{main}: {cause}" if cause else f"rank {rank} of {main}: {said[rank]}"
+    return f"{main}: {cause}" if cause else f"rank {rank} of {main}: {messages[rank]}"
 
 
 def _last_words(folder: Path, rank: int) -> str:

@@ -107,8 +107,8 @@ def first_program(model: nn.Module, cluster_spec: AnyCluster | str, options: Tri
 
 def compile_options(options: TrialOptions, **changed: Any) -> CompileOptions:
     """Return the options of `compile` among a trial's."""
-    more = {name: getattr(options, name) for name in ("example_inputs", "loss_fn", "optimizer")}
-    return CompileOptions(**{**options.common, **more, **changed})
+    inputs = {name: getattr(options, name) for name in ("example_inputs", "loss_fn", "optimizer")}
+    return CompileOptions(**{**options.common, **inputs, **changed})
 
 
 def _require_here(cluster: AnyCluster, torchrun_rank: TorchrunRank | None) -> None:
@@ -146,7 +146,7 @@ def shared_cores(cluster: AnyCluster) -> str:
     cores = available_cores()
     if not is_cpu(cluster.groups[0]) or num_here <= cores:
         return ""
-    return f"{num_here} ranks share {cores:g} cores: what is measured includes their waiting for one another's turns"
+    return f"{num_here} ranks share {cores:g} cores: times include their waiting for one another"
 
 
 def try_program(compiled: CompiledProgram, options: TrialOptions) -> TrialResult:

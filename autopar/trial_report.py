@@ -101,7 +101,7 @@ def digest_of(plan: Plan) -> str:
 
 
 def job_of(request: Request) -> str:
-    """Return a hash of what is planned for: the model's calls and shapes, the batch, precision, cluster and backend."""
+    """Return a hash of a planning job: the model's calls and shapes, the batch, precision, cluster and backend."""
     name, inputs, stored, calls = outline_of(request.trace(request.global_batch_size))
     parts = (name, inputs, stored, sorted(map(str, calls.items())), request.precision, request.fp8, request.backend)
     text = repr((parts, str(request.whole), request.kernels, request.training.compression))
@@ -109,7 +109,7 @@ def job_of(request: Request) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return what else a measurement depends on, as a record has it: machine, torch and autopar."""
+    """Return the machine and versions that a measurement depends on, as a record has them."""
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{cpu_model()}, {available_cores():g} cores"
     return {"machine": here, "torch": torch.__version__, "autopar": own_version()}
 

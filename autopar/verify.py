@@ -107,7 +107,7 @@ def verify_program(
 
 
 def roundings(compiled: GeneratedProgram) -> tuple[str, ...]:
-    """Return what a program rounds on purpose, in words."""
+    """Return the exchanges and products that a program rounds on purpose, in words."""
     plan, fp8 = compiled.plan, count_calls(compiled.program)
     return (*(("fp8",) if fp8 else ()), *((f"compression {plan.compression}",) if plan.compresses else ()))
 

@@ -51,7 +51,7 @@ CHANGING = (
     *(callbacks.GradientAccumulationScheduler, callbacks.BaseFinetuning, callbacks.ModelPruning),
     *(callbacks.LearningRateFinder, callbacks.BatchSizeFinder),
 )
-"""Lightning's callbacks that change what is trained, which a program, made once, does not follow."""
+"""Lightning's callbacks that change the training. A program is made once, and does not follow them."""
 
 STATE_ENDING = ".autopar"
 """Ending of the folder beside a checkpoint, after the checkpoint's name. It has the program's state in shards."""
@@ -308,7 +308,7 @@ class _Hidden:
 
 
 def check_fit(trainer: Any, module: LightningModule) -> None:
-    """Raise ConstraintError for settings by which Lightning would use gradients that a program has in shards."""
+    """Raise ConstraintError for settings under which Lightning would need whole gradients."""
     # The user's flag: a strategy with its own precision plugin overrules it silently.
     precision = trainer._accelerator_connector._precision_flag
     for is_asked, reason, values, instead in (
@@ -322,7 +322,7 @@ def check_fit(trainer: Any, module: LightningModule) -> None:
             trainer.accumulate_grad_batches != 1,
             "gradients are not accumulated over batches",
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
-            "a loader with so many times the rows: the plan splits them as memory requires",
+            "a loader with as many times the rows: the plan splits them as memory requires",
         ),
         (
             str(getattr(trainer.gradient_clip_algorithm, "value", "norm")) == "value" and trainer.gradient_clip_val,
@@ -343,7 +343,7 @@ def check_fit(trainer: Any, module: LightningModule) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, CHANGING):
             raise ConstraintError(
-                "a callback changes what is trained, or how, after the program is made",
+                "a callback changes the training after the program is made",
                 values=type(callback).__name__,
                 alternatives=[
                     "requires_grad=False before fit, or groups of the optimizer with schedules of their own",

@@ -76,11 +76,11 @@ def build_step(
     watch.start()
     compiled.require_runnable()
     package = load_package(compiled)
-    where = device or ("cuda" if torch.cuda.is_available() and not is_cpu(compiled.cluster.groups[0]) else "cpu")
+    target = device or ("cuda" if torch.cuda.is_available() and not is_cpu(compiled.cluster.groups[0]) else "cpu")
     program = importlib.import_module(f"{package.__name__}.program")
     parameters = importlib.import_module(f"{package.__name__}.runtime.optimizers").parameters_of(compiled.model)
     step = program.create_step(
-        program.create_mesh(where),
+        program.create_mesh(target),
         _optimizer_factory(compiled, package),
         parameters=parameters,
         trial=None if isinstance(compiled.optimizer, DefaultAdamW) else OptimizerTrial(compiled.needs),
@@ -197,7 +197,7 @@ def _require_one_precision(plan: Plan, other: Plan) -> None:
     if (other.precision, other.fp8) != (plan.precision, plan.fp8):
         raise PlanError(
             "the programs of one step compute in one precision",
-            values=f"{other.precision} beside {plan.precision}",
+            values=f"{other.precision} and {plan.precision}",
             alternatives="compile(..., plan=program.plan) for the other shapes",
         )
 

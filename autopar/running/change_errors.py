@@ -35,7 +35,7 @@ def refused(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelE
     """Return the error that names the changes. instead: what a user can do."""
     some = [str(change) for change in changes[:5]] + ([f"and {len(changes) - 5} more"] if len(changes) > 5 else [])
     return ModelError(
-        "the model was changed between steps in what the program cannot follow",
+        "the program cannot follow a change of the model between steps",
         values="\n".join([*some, *([reason] if reason else [])]),
         alternatives=instead,
     )

@@ -38,7 +38,7 @@ from autopar.frontend.one_process import as_one_process
 from autopar.frontend.skeleton import in_training
 from autopar.program import GeneratedProgram
 from autopar.running.process_state import kept_random_states, seed_all
-from autopar.running.whole_batch import own_share, put_together
+from autopar.running.whole_batch import assemble, share_of_rank
 from autopar.settings.fp8 import tolerance
 from autopar.units import bytes_text
 from autopar.verify_report import FLOORS
@@ -96,7 +96,7 @@ class FirstStepCheck:
         reasons, digests = zip(*_of_all((reason, None if whole is None else self._digest(whole))), strict=True)
         reason = next(filter(None, reasons), "")
         if not reason and None in digests:
-            whole, reason = self._put_together(part)
+            whole, reason = self._assemble(part)
         elif not reason and len(set(digests)) > 1:
             reason = "ranks were given parts of different batches"
         model = None
@@ -147,18 +147,18 @@ class FirstStepCheck:
             return ""
         return digest_of(value for value in whole.values() if isinstance(value, Tensor))
 
-    def _put_together(self, part: Mapping[str, Tensor]) -> tuple[NamedBatch | None, str]:
+    def _assemble(self, part: Mapping[str, Tensor]) -> tuple[NamedBatch | None, str]:
         """Assemble on rank 0 the whole batch from the ranks' parts; or return why that is impossible. Collective."""
         program, mesh, whole = self._compiled.program, self._step.mesh, None
         reason, share = "", dict[str, Tensor]()
         if program.any.unused_inputs:
             reason = f"step.local_batch did not cut it, and no part has all of {', '.join(program.any.unused_inputs)}"
         else:
-            share = own_share(program, part, mesh.everyone.rank)
+            share = share_of_rank(program, part, mesh.everyone.rank)
         shares = _on_rank_0(share)
         if shares and not reason:
             try:
-                whole, reason = self._named(put_together(program, shares))
+                whole, reason = self._named(assemble(program, shares))
             except ValueError as error:
                 reason = f"the ranks' parts make no batch: {next(iter(str(error).splitlines()), '')}"
         return whole, reason
@@ -189,11 +189,11 @@ def _sum(value: Tensor) -> complex:
     return complex(value.detach().sum(dtype=wide).item())
 
 
-def _is_close(one: Any, other: Any) -> bool:
+def _is_close(before: Any, now: Any) -> bool:
     """Compare two marks; sums on another device may add in another order."""
-    if isinstance(one, complex) and cmath.isfinite(one):
-        return cmath.isclose(one, other, rel_tol=1e-6, abs_tol=1e-6)
-    return bool(one == other) or repr(one) == repr(other)
+    if isinstance(before, complex) and cmath.isfinite(before):
+        return cmath.isclose(before, now, rel_tol=1e-6, abs_tol=1e-6)
+    return bool(before == now) or repr(before) == repr(now)
 
 
 def why_not(compiled: GeneratedProgram, is_wanted: bool = False) -> str:
@@ -259,9 +259,9 @@ class _Model:
         difference, allowed = abs(loss - self.loss), self._allowed()
         if difference <= max(allowed * max(abs(loss), abs(self.loss)), STILL):
             return None
-        for other in ({"is_wider": True}, {"is_redrawn": True}):
+        for variation in ({"is_wider": True}, {"is_redrawn": True}):
             with contextlib.suppress(Exception):  # a model that names dtypes has no wider form
-                if difference <= FLOORS * abs(self._loss(**other) - self.loss):
+                if difference <= FLOORS * abs(self._loss(**variation) - self.loss):
                     return None
         return TrainingError(
             "the program's loss of the first batch is not the model's own",

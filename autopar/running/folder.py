@@ -73,7 +73,7 @@ def _write_files(compiled: GeneratedProgram, fresh: Path, directory: Path, weigh
 
 
 def nodes_of(program: GeneratedProgram) -> Nodes:
-    """Return the nodes of the program's cluster, with what a launcher needs of them."""
+    """Return the nodes of the program's cluster, as a launcher needs them."""
     groups = tuple(
         NodeGroup(g.num_nodes, g.devices_per_node, device=g.device.name, is_gpu=not is_cpu(g))
         for g in program.cluster.groups

@@ -20,16 +20,16 @@ def let_grow(step: Any) -> None:
 def _grow(step: Any, part: Any, slots: Sequence[Any]) -> None:
     """Make buckets for parameters, and let the optimizer update them. Raises ValueError where that is impossible.
 
-    Until now the program held the parameters that forward does not read as buffers.
+    Until now they were buffers of the program, as all parameters that forward does not read.
     """
     parameters = _module(part, "parameters")
     slots = [_copied(parameters.Slot, slot, spec=_copied(parameters.Param, slot.spec)) for slot in slots]
     names = {slot.name for slot in slots}
     old = [bucket for bucket in part.zero.buckets if not names.isdisjoint(e.slot.name for e in bucket.entries)]
-    why = _why_not(step, part, slots, old)
-    if why:
+    reason = _why_not(step, part, slots, old)
+    if reason:
         shown = ", ".join(sorted(names)[:3])
-        raise ValueError(f"forward reads or trains parameters that it did not before: {shown}; {why}")
+        raise ValueError(f"forward reads or trains parameters that it did not before: {shown}; {reason}")
     values: dict[str, torch.Tensor] = {}
     for name, spec, value in part.model.buffer_slots():
         values |= dict.fromkeys((name, *spec.aliases), parameters.unshard(value, spec, part.mesh))

@@ -32,7 +32,7 @@ def has_gpus(num_processes: int) -> bool:
 
 
 def join_launched(on_cpu: bool = False) -> None:
-    """Start the process group where a launcher started this process as one rank of several and nobody did it yet.
+    """Start the process group where a launcher started this process as one rank of several, unless there is one.
 
     A rank gets the GPU of its local number and NCCL; or gloo with `on_cpu` or where the GPUs are too few. The group
     ends with the process.

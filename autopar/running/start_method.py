@@ -1,6 +1,6 @@
 """How ranks start: forked where a fork can compute, which takes half a second, else spawned.
 
-A spawned process imports the script anew, under another name than `__main__`, and receives its work by pickling.
+A spawned process imports the script again, under another name than `__main__`, and receives its work by pickling.
 """
 
 from __future__ import annotations

@@ -53,10 +53,10 @@ def save_checkpoint(
     check_path("directory", directory)
     model = compiled.model
     step.state_check(None)
-    said = {"plan": compiled.plan.to_yaml(), **notes_of(model), **(notes or {})}
+    texts = {"plan": compiled.plan.to_yaml(), **notes_of(model), **(notes or {})}
     runtime = _runtime_of(step)
     with readable(runtime):
-        runtime.save(step, directory, others=LazyState(model), notes=said)
+        runtime.save(step, directory, others=LazyState(model), notes=texts)
 
 
 def load_checkpoint(compiled: GeneratedProgram, step: Any, directory: str | Path) -> Mapping[str, str]:

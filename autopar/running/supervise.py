@@ -156,17 +156,17 @@ def _raise(
     """Raise a rank's own error in preference to the error of a rank that waited for it."""
     if isinstance(value, AutoparError):
         raise value
-    said = {rank: value}
+    reports = {rank: value}
     deadline = time.monotonic() + _CAUSE_SECONDS
-    while time.monotonic() < deadline and len(said) < len(processes):
+    while time.monotonic() < deadline and len(reports) < len(processes):
         for other in range(len(processes)):
-            answer = None if other in said else _answer(receivers[other])
+            answer = None if other in reports else _answer(receivers[other])
             if answer is not None:
-                said[other] = answer[1] if answer[0] == "error" else ""
-                if isinstance(said[other], AutoparError):
-                    raise said[other]
+                reports[other] = answer[1] if answer[0] == "error" else ""
+                if isinstance(reports[other], AutoparError):
+                    raise reports[other]
         time.sleep(0.02)
-    if board is not None and all(map(is_of_another, said.values())):
+    if board is not None and all(map(is_of_another, reports.values())):
         deadline = time.monotonic() + _LOST_SECONDS
         while time.monotonic() < deadline and not _is_clear(processes, board.records()):
             time.sleep(0.1)
@@ -175,16 +175,16 @@ def _raise(
     causes = [f"{p.name} {_end_of(p.exitcode)}" for p in processes if p.exitcode not in (None, 0)]
     records = [] if board is None else board.records()
     raised = [record for record in records if record is not None and record.raised and record.is_own]
-    early = [other for other, text in said.items() if text and other < len(records) and records[other] is None]
+    early = [other for other, text in reports.items() if text and other < len(records) and records[other] is None]
     if causes:  # a rank that died breaks the others' connections, so their errors say nothing new
-        more = f"; {processes[rank].name}: {value}" if raised or rank in early or not records else ""
-        raise RankError(f"{'; '.join(causes)}{more}")
+        suffix = f"; {processes[rank].name}: {value}" if raised or rank in early or not records else ""
+        raise RankError(f"{'; '.join(causes)}{suffix}")
     if raised:  # the first error: later ones may be its consequence
         first = min(raised, key=lambda record: record.raised_at)
-        raise RankError(f"rank {first.rank}: {said.get(first.rank) or first.raised}")
+        raise RankError(f"rank {first.rank}: {reports.get(first.rank) or first.raised}")
     if early:  # it raised before it joined the others, and so has no record
-        rank = min(early, key=lambda other: is_of_another(said[other]) or "timed out" in said[other].lower())
-        raise RankError(f"{processes[rank].name}: {said[rank]}")
+        rank = min(early, key=lambda other: is_of_another(reports[other]) or "timed out" in reports[other].lower())
+        raise RankError(f"{processes[rank].name}: {reports[rank]}")
     if cause := cause_of(records, time.time()) if records else "":
         raise RankError(cause)
     raise RankError(f"{processes[rank].name}: {value}")

@@ -24,7 +24,7 @@ class ValueSource:
     tables: further tensors, which no module has registered.
 
     Values on meta come from the files that they were left in (`stored`), or from `init(name, shape, dtype)`. Buffers
-    that a module computes in its constructor (rotary frequencies) come from building that module anew. A call raises
+    that a module computes in its constructor (rotary frequencies) come from building that module again. A call raises
     ModelError where none of this is possible.
     """
 

@@ -22,20 +22,20 @@ from codegen.runtime.parameters import Param, parse_placement, runs
 Parts = Mapping[str, Tensor]
 
 
-def own_share(program: Program | PipelineProgram, part: Parts, rank: int) -> dict[str, Tensor]:
+def share_of_rank(program: Program | PipelineProgram, part: Parts, rank: int) -> dict[str, Tensor]:
     """Return the inputs that a rank sends: those whose part no earlier rank of its mesh has."""
     mesh, place, inputs = inputs_of(program, rank)
-    where = mesh.coordinate(place)
+    coordinate = mesh.coordinate(place)
 
     def is_first(spec: Spec) -> bool:
         cut = {axis for axis, text in spec.placements if parse_placement(text)[0] == "S"}
-        return not any(where[axis] for axis in mesh.axes if axis not in cut)
+        return not any(coordinate[axis] for axis in mesh.axes if axis not in cut)
 
     return {name: part[name].detach().cpu() for name, spec in inputs.items() if is_first(spec)}
 
 
-def put_together(program: Program | PipelineProgram, shares: Sequence[Parts]) -> dict[str, Tensor]:
-    """Assemble the whole batch. shares: `own_share` of every rank.
+def assemble(program: Program | PipelineProgram, shares: Sequence[Parts]) -> dict[str, Tensor]:
+    """Assemble the whole batch. shares: `share_of_rank` of every rank.
 
     Raises ValueError where they are no parts of one batch.
     """
@@ -65,8 +65,8 @@ def put_together(program: Program | PipelineProgram, shares: Sequence[Parts]) ->
 def _runs(spec: Spec, mesh: Mesh, place: int) -> list[list[tuple[int, int, int]]]:
     """Return, by dim, the (local start, global start, length) of a rank's runs of one micro-batch."""
     placements: dict[str, Any] = dict(spec.placements)
-    param, here = Param(spec.shape, dtype=spec.dtype, **placements), mesh_of(mesh, place)
-    return [runs(dim, param, here) for dim in range(len(spec.shape))]
+    param, rank_mesh = Param(spec.shape, dtype=spec.dtype, **placements), mesh_of(mesh, place)
+    return [runs(dim, param, rank_mesh) for dim in range(len(spec.shape))]
 
 
 def _num_micro_batches(part: Tensor, local: tuple[int, ...], most: int) -> int:

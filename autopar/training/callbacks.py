@@ -68,9 +68,9 @@ class Callbacks:
     def agree(self) -> bool:
         """Return rank 0's decision whether to end. Collective where there are callbacks."""
         if self.callbacks and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            said: list[Any] = [self.wants_stop]
-            dist.broadcast_object_list(said, src=0, device=device())
-            self.wants_stop = said[0]
+            box: list[Any] = [self.wants_stop]
+            dist.broadcast_object_list(box, src=0, device=device())
+            self.wants_stop = box[0]
         return bool(self.wants_stop)
 
 

@@ -160,10 +160,10 @@ def _fit_and_send(
 
 def fit_ranks(program: CompiledProgram, setup: Setup) -> TrainResult:
     """Train as one rank of a launcher. Every rank gets the same result and the trained model."""
-    mine = fit_rank(program, setup)
+    result = fit_rank(program, setup)
     peaks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(peaks, mine.peak_bytes)
-    return replace(mine, peak_bytes=tuple(itertools.chain(*peaks)), program=program, model=program.model)
+    dist.all_gather_object(peaks, result.peak_bytes)
+    return replace(result, peak_bytes=tuple(itertools.chain(*peaks)), program=program, model=program.model)
 
 
 def fit_rank(program: CompiledProgram, setup: Setup, trained: Path | None = None) -> TrainResult:

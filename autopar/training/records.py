@@ -92,7 +92,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps({name: _said(value) for name, value in record.items()}) + "\n")
+        self._file.write(json.dumps({name: _json_value(value) for name, value in record.items()}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def _said(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Return a value as JSON has it: inf and nan are texts."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 

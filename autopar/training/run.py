@@ -130,10 +130,10 @@ class Run:
         self.memory.after_step(done - self.first)
         if self._progress is not None:
             self._progress.advance(done, self.losses[-1], self.seconds[-1], learner.num_skipped)
-        more = {"grad_norm": learner.grad_norm, "loss_scale": scale, "peak_bytes": self.memory.peak_bytes}
+        figures = {"grad_norm": learner.grad_norm, "loss_scale": scale, "peak_bytes": self.memory.peak_bytes}
         record = {
             **{"step": done, "loss": self.losses[-1], "learning_rate": rates[0]},
-            **{name: value for name, value in more.items() if value is not None},
+            **{name: value for name, value in figures.items() if value is not None},
             **self._figures.of(batch, self.seconds[-1]),
             "skipped": learner.num_skipped,
         }
@@ -159,7 +159,7 @@ class Run:
             self._save(done)
             self._is_told_to_end()  # during the write
         if self.is_ending and self.rank == 0:
-            print(f"told to end (SIGTERM): {self.checkpoint} is of step {done}", file=sys.stderr)
+            print(f"SIGTERM: stopped, and {self.checkpoint} is of step {done}", file=sys.stderr)
         return is_last or self.is_ending
 
     def _is_told_to_end(self) -> bool:

@@ -230,7 +230,7 @@ def test_what_cannot_be_followed_is_refused_before_the_step_by_name() -> None:
         before = own.outer, own.inner.bias
         step = compiled.build(first_step_check=False)
         handle = change(own)
-        with pytest.raises(ModelError, match="changed between steps") as caught:
+        with pytest.raises(ModelError, match="cannot follow a change of the model") as caught:
             step(step.local_batch(data))
         assert name in str(caught.value) and step.rng.step == 0
         own.outer, own.inner.bias = before
@@ -262,7 +262,7 @@ def test_hooks_that_are_added_between_steps_are_refused_until_they_are_removed()
     own: Any = compiled.model
     for number, (name, add) in enumerate(HOOKS.items()):
         handle = add(own)
-        with pytest.raises(ModelError, match="changed between steps") as caught:
+        with pytest.raises(ModelError, match="cannot follow a change of the model") as caught:
             step(step.local_batch(data))
         assert name in str(caught.value) and step.rng.step == number
         handle.remove()

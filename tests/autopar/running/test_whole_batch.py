@@ -10,7 +10,7 @@ import torch
 import autopar
 from autopar.compiled import CompiledProgram
 from autopar.frontend.inputs import name_inputs
-from autopar.running.whole_batch import own_share, put_together
+from autopar.running.whole_batch import assemble, share_of_rank
 from examples.models import EXAMPLES
 
 
@@ -33,15 +33,15 @@ def compiled(name: str, ranks: int, **limits: Any) -> tuple[CompiledProgram, dic
 def test_what_was_cut_is_put_together_again(name: str, ranks: int, limits: dict[str, Any]) -> None:
     program, batch = compiled(name, ranks, **limits)
     parts = [program.local_batch(batch, rank) for rank in range(ranks)]
-    shares = [own_share(program.program, part, rank) for rank, part in enumerate(parts)]
-    found = put_together(program.program, shares)
+    shares = [share_of_rank(program.program, part, rank) for rank, part in enumerate(parts)]
+    found = assemble(program.program, shares)
     assert found.keys() == program.program.inputs.keys()
     assert all(torch.equal(value, batch[each]) for each, value in found.items())
     if limits.get("tp"):  # of ranks that have the same rows one sends them
         assert [bool(share) for share in shares] == [True, False] * 4
     last = next(rank for rank in reversed(range(ranks)) if shares[rank])
     with pytest.raises(ValueError, match="do not make a whole batch"):
-        put_together(program.program, [share if rank != last else {} for rank, share in enumerate(shares)])
+        assemble(program.program, [share if rank != last else {} for rank, share in enumerate(shares)])
     wrong = {each: torch.cat([value, value, value]) for each, value in shares[last].items()}
     with pytest.raises(ValueError, match="a part has shape"):
-        put_together(program.program, [*shares[:last], wrong, *shares[last + 1 :]])
+        assemble(program.program, [*shares[:last], wrong, *shares[last + 1 :]])
