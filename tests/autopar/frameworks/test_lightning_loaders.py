@@ -46,10 +46,10 @@ class OfTwo(LightningModule):
 
 class Losses(Callback):
     def __init__(self) -> None:
-        self.found: list[float] = []
+        self.values: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
-        self.found.append(float(trainer.callback_metrics["loss"]))
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.values.append(float(trainer.callback_metrics["loss"]))
 
 
 def loaders() -> dict[str, Any]:
@@ -75,10 +75,10 @@ def shortest() -> Any:
 
 def losses(make: Callable[[], Any], strategy: Any) -> list[float]:
     torch.manual_seed(3)
-    found = Losses()
-    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=5, callbacks=[found], **QUIET)
+    recorder = Losses()
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=5, callbacks=[recorder], **QUIET)
     trainer.fit(OfTwo(), make())
-    return found.found
+    return recorder.values
 
 
 def rank(make: Callable[[], Any]) -> list[float]:

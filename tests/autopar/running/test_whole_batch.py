@@ -34,14 +34,14 @@ def test_what_was_cut_is_put_together_again(name: str, ranks: int, limits: dict[
     program, batch = compiled(name, ranks, **limits)
     parts = [program.local_batch(batch, rank) for rank in range(ranks)]
     shares = [share_of_rank(program.program, part, rank) for rank, part in enumerate(parts)]
-    found = assemble(program.program, shares)
-    assert found.keys() == program.program.inputs.keys()
-    assert all(torch.equal(value, batch[each]) for each, value in found.items())
+    whole = assemble(program.program, shares)
+    assert whole.keys() == program.program.inputs.keys()
+    assert all(torch.equal(value, batch[key]) for key, value in whole.items())
     if limits.get("tp"):  # of ranks that have the same rows one sends them
         assert [bool(share) for share in shares] == [True, False] * 4
     last = next(rank for rank in reversed(range(ranks)) if shares[rank])
     with pytest.raises(ValueError, match="do not make a whole batch"):
         assemble(program.program, [share if rank != last else {} for rank, share in enumerate(shares)])
-    wrong = {each: torch.cat([value, value, value]) for each, value in shares[last].items()}
+    wrong = {key: torch.cat([value, value, value]) for key, value in shares[last].items()}
     with pytest.raises(ValueError, match="a part has shape"):
         assemble(program.program, [*shares[:last], wrong, *shares[last + 1 :]])

@@ -256,11 +256,11 @@ def test_a_ranks_full_disk_is_named_and_left_as_it_was(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # python has its signal ignored
     try:
-        with pytest.raises(CheckpointError, match=r"file system refuses: .*safetensors: File too large") as found:
+        with pytest.raises(CheckpointError, match=r"file system refuses: .*safetensors: File too large") as caught:
             checkpoints.write(tmp_path, 2, save, True, nothing)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "another model" not in str(found.value)
+    assert "another model" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
