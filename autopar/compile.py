@@ -262,7 +262,7 @@ def request_of(
     check_micro_batches(traced, limits)
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
     limits = limited(limits, needs, traced(rows))
-    limits = undivided(limits, traced(rows))
+    limits = without_shared_buffers(limits, traced(rows))
     key = options.precision, not is_cpu(first)
     if key not in traced_once.trainings:
         traced_once.trainings[key] = training_of(optimizer, *key, parameters_of(model), needs)
@@ -299,7 +299,7 @@ def check_micro_batches(traced: AccumulatingTrace, limits: Constraints) -> None:
         )
 
 
-def undivided(limits: Constraints, graph: Graph) -> Constraints:
+def without_shared_buffers(limits: Constraints, graph: Graph) -> Constraints:
     """Return the constraints, without pipelines where one stage would read a buffer that another one updates.
 
     Raises ConstraintError for a pinned pipeline.

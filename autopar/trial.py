@@ -42,7 +42,7 @@ from autopar.trial_report import (
     TriedPlan,
     degrees_of,
     digest_of,
-    earlier,
+    earlier_seconds,
     job_of,
     pins_of,
     records_of,
@@ -164,7 +164,7 @@ def try_program(compiled: CompiledProgram, options: TrialOptions) -> TrialResult
     for _ in range(options.rounds):
         for candidate in candidates:
             _run_round(candidate, batch, options.steps, torchrun_rank)
-    report = report_of(candidates, earlier(path, job), str(path))
+    report = report_of(candidates, earlier_seconds(path, job), str(path))
     report = replace(report, note=shared_cores(compiled.cluster))
     if torchrun_rank is None or torchrun_rank.rank == 0:
         add_trials(path, records_of(report, job))

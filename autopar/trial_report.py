@@ -138,7 +138,7 @@ def records_of(report: TrialReport, job: str) -> list[TrialRecord]:
     ]
 
 
-def of_this_job(path: Path, job: str) -> list[TrialRecord]:
+def records_of_job(path: Path, job: str) -> list[TrialRecord]:
     """Return the records of a file for a job, on this machine and with these versions."""
     here = versions()
     return [
@@ -148,16 +148,16 @@ def of_this_job(path: Path, job: str) -> list[TrialRecord]:
     ]
 
 
-def earlier(path: Path, job: str) -> dict[str, float]:
+def earlier_seconds(path: Path, job: str) -> dict[str, float]:
     """Return measured seconds of earlier trials, by the plan's digest."""
-    return {record.plan: record.measured_seconds for record in of_this_job(path, job)}
+    return {record.plan: record.measured_seconds for record in records_of_job(path, job)}
 
 
 def trial_notes(compiled: CompiledProgram, profile: str | Path | None) -> tuple[str, ...]:
     """Return notes, in sentences, on an earlier trial on this machine of the program's job; none without one."""
     if compiled.request is None:
         return ()
-    records = of_this_job(trials_path(profile), job_of(compiled.request))
+    records = records_of_job(trials_path(profile), job_of(compiled.request))
     same = next((record for record in records if record.plan == digest_of(compiled.plan)), None)
     best = next((record for record in records if record.is_chosen), None)
     notes = []

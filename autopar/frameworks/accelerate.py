@@ -26,7 +26,7 @@ from autopar.frameworks.building import (
     check_rows,
     config_of,
     first_step,
-    moved_schedule,
+    move_schedule,
     named,
     rows_of_steps,
 )
@@ -110,7 +110,7 @@ class LoopAccelerator(ProgramAccelerator):
         replaced = {id(model): self.program_model, id(optimizer): loop_optimizer, id(loaders[0]): prepared}
         for item in objects:
             if getattr(item, "optimizer", None) is optimizer:
-                moved_schedule(item, optimizer, loop_optimizer)
+                move_schedule(item, optimizer, loop_optimizer)
         return tuple(replaced.get(id(item), item) for item in objects)
 
     def _prepared(self, item: Any) -> Any:

@@ -17,7 +17,7 @@ from autopar.frontend.inputs import name_inputs
 from autopar.running.process_state import kept_random_states
 from autopar.settings.compile_options import CompileOptions
 from autopar.training.config import TrainerConfig
-from autopar.training.feeding import joined
+from autopar.training.feeding import join_batches
 from autopar.training.learners import RankLearner
 from autopar.training.loaders import kept_generators, num_rows
 from autopar.training.loop import resolve_cluster
@@ -106,7 +106,7 @@ def first_step(loader: Any, num_joined: int) -> Any:
             loader.end()
     if not first:
         raise ConstraintError("there are no batches", values=type(loader).__name__)
-    return joined(first)
+    return join_batches(first)
 
 
 def parts_of(loader: Any) -> list[Any]:
@@ -173,11 +173,11 @@ class SameOptimizer:
         return optimizer
 
 
-def moved_schedule(scheduler: Any, before: torch.optim.Optimizer, after: torch.optim.Optimizer) -> Any:
+def move_schedule(scheduler: Any, before: torch.optim.Optimizer, after: torch.optim.Optimizer) -> Any:
     """Move a scheduler, in place, from one optimizer to another with the same groups; return it."""
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
         if part is not scheduler:
-            moved_schedule(part, before, after)
+            move_schedule(part, before, after)
         if getattr(part, "optimizer", None) is before:
             part.optimizer = after
 

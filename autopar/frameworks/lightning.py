@@ -29,12 +29,12 @@ from autopar.frameworks.building import (
     check_rows,
     config_of,
     first_step,
-    moved_schedule,
+    move_schedule,
     parts_of,
     plain,
     rows_of_steps,
 )
-from autopar.frameworks.lightning_callbacks import AtSigterm, Values
+from autopar.frameworks.lightning_callbacks import AtSigterm, ValueUpdates
 from autopar.frameworks.lightning_loaders import loader_of
 from autopar.frameworks.loops import LoopOptimizer, ModelValues, PendingLoss
 from autopar.running.process_group import has_gpus, join_launched
@@ -140,11 +140,11 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         kind: Any = type(type(self.learner.optimizer).__name__, (LoopOptimizer,), {})
         self.optimizers = [kind(self.learner, self.values, self._pending)]
         for scheduled in self.lr_scheduler_configs:
-            moved_schedule(scheduled.scheduler, before, self.optimizers[0])
+            move_schedule(scheduled.scheduler, before, self.optimizers[0])
         if isinstance(self.precision_plugin, _Clipping):
             self.precision_plugin.learner = self.learner
-        others = [callback for callback in trainer.callbacks if not isinstance(callback, (Values, AtSigterm))]
-        trainer.callbacks = [Values(self.values, others), AtSigterm(self.root_device), *others]
+        others = [callback for callback in trainer.callbacks if not isinstance(callback, (ValueUpdates, AtSigterm))]
+        trainer.callbacks = [ValueUpdates(self.values, others), AtSigterm(self.root_device), *others]
 
     def training_step(self, *args: Any, **options: Any) -> Tensor:
         """Return the loss of a whole batch, whose gradients wait for the update; log it as `training_step` does."""

@@ -15,7 +15,7 @@ LAST_FILE = "sigterm.ckpt"
 """The checkpoint of a run that ended on SIGTERM. `fit(..., ckpt_path=...)` resumes from it."""
 
 
-class Values(Callback):  # type: ignore[misc]
+class ValueUpdates(Callback):  # type: ignore[misc]
     """Updates the module's values at the end of an epoch and of training, before other callbacks and the module's
     hooks look at them. Where a callback averages them, it does so after every step."""
 

@@ -13,7 +13,7 @@ MODES = ("max_size_cycle", "min_size")
 """Modes in which every step has a batch of each loader."""
 
 
-class Together:
+class JointLoader:
     """Several loaders as one. A batch is a dict or list of one batch of each, in the form of the loaders."""
 
     def __init__(self, loaders: Any) -> None:
@@ -42,4 +42,4 @@ class Together:
 
 def loader_of(loaders: Any) -> Any:
     """Return a loader with training_step's batches. Raises ConstraintError for loaders that cannot be one."""
-    return Together(loaders) if isinstance(loaders, CombinedLoader | dict | list | tuple) else loaders
+    return JointLoader(loaders) if isinstance(loaders, CombinedLoader | dict | list | tuple) else loaders

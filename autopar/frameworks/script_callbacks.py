@@ -53,14 +53,14 @@ class LookingHandler(CallbackHandler):  # type: ignore[misc]
         if any(self._looks(callback, event) for callback in self.callbacks):
             self.take_values()
         control = super().call_event(event, args, state, control, **named)
-        if event in AGREED_AFTER and any(_is_own(callback, event) for callback in self.callbacks):
+        if event in AGREED_AFTER and any(_has_handler(callback, event) for callback in self.callbacks):
             _agree(control, args.device)
         if event == "on_step_end" and self.ending is not None and self.ending.is_told():
             self.is_ending = control.should_save = control.should_training_stop = True
         return control
 
     def _looks(self, callback: TrainerCallback, event: str) -> bool:
-        if not _is_own(callback, event):
+        if not _has_handler(callback, event):
             return False
         key = type(callback), event
         if key not in self.looked:
@@ -70,7 +70,7 @@ class LookingHandler(CallbackHandler):  # type: ignore[misc]
         return self.looked[key] or holds_more(callback)
 
 
-def _is_own(callback: TrainerCallback, event: str) -> bool:
+def _has_handler(callback: TrainerCallback, event: str) -> bool:
     """Return whether a script's class, and not one of transformers, handles an event."""
     is_empty = getattr(type(callback), event, None) is getattr(TrainerCallback, event, None)
     return not is_empty and not type(callback).__module__.startswith("transformers.")

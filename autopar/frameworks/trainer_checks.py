@@ -16,7 +16,7 @@ PRECISION = "precision= of parallelize: layers compute in it with fp32 masters, 
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedArgument:
     """One argument of TrainingArguments. is_set: whether a value is refused."""
 
     name: str
@@ -26,30 +26,30 @@ class Refused:
 
 
 REFUSED = (
-    Refused("bf16", "autocast rounds other calls than a program in bf16 does", PRECISION),
-    Refused("fp16", "autocast rounds other calls than a program in fp16 does", PRECISION),
-    Refused("bf16_full_eval", "a program evaluates in the precision that it trains in", "bf16_full_eval=False"),
-    Refused("fp16_full_eval", "a program evaluates in the precision that it trains in", "fp16_full_eval=False"),
-    Refused("torch_compile", "torch.compile would wrap the model", 'backend="inductor" of parallelize'),
-    Refused("activation_checkpointing", "the plan chooses what is recomputed", "constraints= with recompute"),
-    Refused("gradient_checkpointing", "the plan chooses what is recomputed", "constraints= with recompute"),
-    Refused("use_liger_kernel", "it changes the model while it trains", 'kernels="on" of parallelize'),
-    Refused(
+    RefusedArgument("bf16", "autocast rounds other calls than a program in bf16 does", PRECISION),
+    RefusedArgument("fp16", "autocast rounds other calls than a program in fp16 does", PRECISION),
+    RefusedArgument("bf16_full_eval", "a program evaluates in the precision that it trains in", "bf16_full_eval=False"),
+    RefusedArgument("fp16_full_eval", "a program evaluates in the precision that it trains in", "fp16_full_eval=False"),
+    RefusedArgument("torch_compile", "torch.compile would wrap the model", 'backend="inductor" of parallelize'),
+    RefusedArgument("activation_checkpointing", "the plan chooses what is recomputed", "constraints= with recompute"),
+    RefusedArgument("gradient_checkpointing", "the plan chooses what is recomputed", "constraints= with recompute"),
+    RefusedArgument("use_liger_kernel", "it changes the model while it trains", 'kernels="on" of parallelize'),
+    RefusedArgument(
         "neftune_noise_alpha", "its hook draws noise per process", "neftune_noise_alpha=None", lambda v: v is not None
     ),
-    Refused("label_smoothing_factor", "the loss is the model's own", "a model that smooths in its forward"),
-    Refused("auto_find_batch_size", "the plan splits a batch as memory asks", "auto_find_batch_size=False"),
-    Refused("fsdp", "the program shards the model itself", "no fsdp"),
-    Refused("deepspeed", "the program shards the model itself", "no deepspeed"),
-    Refused("parallelism_config", "the program has its own parallelism", "constraints= of parallelize"),
-    Refused("debug", "its hooks would see no forward of the model", 'debug=""'),
-    Refused(
+    RefusedArgument("label_smoothing_factor", "the loss is the model's own", "a model that smooths in its forward"),
+    RefusedArgument("auto_find_batch_size", "the plan splits a batch as memory asks", "auto_find_batch_size=False"),
+    RefusedArgument("fsdp", "the program shards the model itself", "no fsdp"),
+    RefusedArgument("deepspeed", "the program shards the model itself", "no deepspeed"),
+    RefusedArgument("parallelism_config", "the program has its own parallelism", "constraints= of parallelize"),
+    RefusedArgument("debug", "its hooks would see no forward of the model", 'debug=""'),
+    RefusedArgument(
         "train_sampling_strategy",
         "it gives each process other batches",
         ["random", "sequential", "group_by_length"],
         lambda value: value == "batch_rebalance",
     ),
-    Refused(
+    RefusedArgument(
         "optim",
         "the optimiser updates inside of the backward",
         "adamw_torch",

@@ -25,14 +25,14 @@ from autopar.frameworks.building import (
     check_rows,
     config_of,
     first_step,
-    moved_schedule,
+    move_schedule,
     plain,
     rows_of_steps,
 )
 from autopar.frameworks.loops import ModelValues
 from autopar.frameworks.script_callbacks import LookingHandler
 from autopar.frameworks.trainer_checks import check_trainer
-from autopar.training.feeding import check_accumulation, joined
+from autopar.training.feeding import check_accumulation, join_batches
 from autopar.training.learners import RankLearner
 from codegen.runtime.processes import Ending
 from cost_models.mixed import AnyCluster
@@ -114,14 +114,14 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
             self._check_evaluation()
         self.optimizer = ProgramOptimizer(self.learner)
         if self.lr_scheduler is not None:
-            moved_schedule(self.lr_scheduler, before, self.optimizer)
+            move_schedule(self.lr_scheduler, before, self.optimizer)
         self.values = ModelValues(self.learner, self.model)
         return cast(torch.optim.Optimizer, self.optimizer)
 
     def _made_of(self, named_parameters: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         """Call the Trainer's `create_optimizer`, or a subclass's, with these parameters in place of the model's."""
         model, optimizer = self.model, self.optimizer
-        self.model, self.optimizer = cast(Any, _Renamed(model, list(named_parameters))), None
+        self.model, self.optimizer = cast(Any, _WithParameters(model, list(named_parameters))), None
         try:
             return cast(torch.optim.Optimizer, super().create_optimizer())
         finally:
@@ -154,7 +154,7 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self.waiting = self.waiting, []
-        loss = self.learner.forward_backward(batches[0] if len(batches) == 1 else joined(batches))
+        loss = self.learner.forward_backward(batches[0] if len(batches) == 1 else join_batches(batches))
         return loss.detach().float().to(self.args.device)
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -249,7 +249,7 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
             )
 
 
-class _Renamed:
+class _WithParameters:
     """A model with other `named_parameters`; all other attributes are the model's."""
 
     def __init__(self, model: nn.Module, named_parameters: list[tuple[str, Tensor]]) -> None:

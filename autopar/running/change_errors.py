@@ -31,7 +31,7 @@ OLD = [
 ]
 
 
-def refused(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelError:
+def change_error(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelError:
     """Return the error that names the changes. instead: what a user can do."""
     some = [str(change) for change in changes[:5]] + ([f"and {len(changes) - 5} more"] if len(changes) > 5 else [])
     return ModelError(
@@ -44,4 +44,4 @@ def refused(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelE
 def require(is_met: bool, changes: Sequence[Change], instead: Any) -> None:
     """Raise ModelError unless a condition is met."""
     if not is_met:
-        raise refused(changes, instead)
+        raise change_error(changes, instead)

@@ -93,7 +93,7 @@ class FirstStepCheck:
         """
         whole, reason = self._whole(part)
         self._cut_batches = []
-        reasons, digests = zip(*_of_all((reason, None if whole is None else self._digest(whole))), strict=True)
+        reasons, digests = zip(*_all_gather((reason, None if whole is None else self._digest(whole))), strict=True)
         reason = next(filter(None, reasons), "")
         if not reason and None in digests:
             whole, reason = self._assemble(part)
@@ -103,7 +103,7 @@ class FirstStepCheck:
         if self._step.mesh.everyone.rank == 0 and whole is not None and not reason:
             model = _Model(self._compiled, whole, self._step.mesh.device, self._step.rng.seed, int(self._step.rng.step))
             reason = model.compute()
-        reason = _of_rank_0(reason)
+        reason = _broadcast(reason)
         if not reason:
             return partial(_compare, model)
         if self._is_wanted and reason != CHANGED:
@@ -127,7 +127,7 @@ class FirstStepCheck:
         cut = next((batch for batch in self._cut_batches if batch[0] is part), None)
         if cut is None:
             return (None, "") if self._step.mesh.everyone.size > 1 else self._named(part)
-        if not _makes(cut[2], part):
+        if not _still_gives(cut[2], part):
             return nothing, "the batch was changed after step.local_batch"
         return self._named(flat_batch(cut[1]))
 
@@ -155,7 +155,7 @@ class FirstStepCheck:
             reason = f"step.local_batch did not cut it, and no part has all of {', '.join(program.any.unused_inputs)}"
         else:
             share = share_of_rank(program, part, mesh.everyone.rank)
-        shares = _on_rank_0(share)
+        shares = _gather(share)
         if shares and not reason:
             try:
                 whole, reason = self._named(assemble(program, shares))
@@ -173,7 +173,7 @@ class FirstStepCheck:
         return [traits_of(model), *map(_sum, (*stored, *model.parameters(), *model.buffers()))]
 
 
-def _makes(again: Callable[[], Mapping[str, Tensor]], part: Mapping[str, Tensor]) -> bool:
+def _still_gives(again: Callable[[], Mapping[str, Tensor]], part: Mapping[str, Tensor]) -> bool:
     """Return whether a batch still gives this part."""
     try:
         now = again()
@@ -305,12 +305,12 @@ class _Model:
 
 def _compare(model: _Model | None, loss: float) -> None:
     """Check every rank's loss: parameters that all ranks hold may be wrong on one of them. model: on rank 0 alone."""
-    losses, error = _of_all(loss), None
+    losses, error = _all_gather(loss), None
     if model is not None:
         error = next(filter(None, map(model.error_of, losses, range(len(losses)))), None)
         if error is None:
             _log.info("first step: loss %.9g, of the model itself %.9g", loss, model.loss)
-    error = _of_rank_0(error)
+    error = _broadcast(error)
     if error is not None:
         raise error
 
@@ -319,7 +319,7 @@ def _are_several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _of_all(value: Any) -> list[Any]:
+def _all_gather(value: Any) -> list[Any]:
     """Return the values of all ranks, on every rank."""
     values = [value]
     if _are_several():
@@ -328,14 +328,14 @@ def _of_all(value: Any) -> list[Any]:
     return values
 
 
-def _on_rank_0(value: Any) -> list[Any]:
+def _gather(value: Any) -> list[Any]:
     """Return the values of all ranks on rank 0, and [] on others."""
     values: list[Any] = [None] * dist.get_world_size() if dist.get_rank() == 0 else []
     dist.gather_object(value, values or None, dst=0)
     return values
 
 
-def _of_rank_0(value: Any) -> Any:
+def _broadcast(value: Any) -> Any:
     """Return rank 0's value, on every rank."""
     message = [value]
     if _are_several():

@@ -26,7 +26,7 @@ from autopar.frontend.model_hooks import HOOKS
 from autopar.frontend.model_state import ModelState
 from autopar.frontend.state_values import Change
 from autopar.program import GeneratedProgram
-from autopar.running.change_errors import AGAIN, FULL, OLD, STALE, THAW, refused, require
+from autopar.running.change_errors import AGAIN, FULL, OLD, STALE, THAW, change_error, require
 from autopar.running.growth import let_grow
 from autopar.running.process_state import kept_random_states
 from autopar.running.program_code import exchange_code
@@ -164,7 +164,7 @@ class StateFollower:
         if not int(count):
             return
         fixed = [change for change in changes if not change.is_movable]
-        message: list[Any] = [refused(fixed, AGAIN) if fixed else [(change.key, change.new) for change in changes]]
+        message: list[Any] = [change_error(fixed, AGAIN) if fixed else [(change.key, change.new) for change in changes]]
         dist.broadcast_object_list(message, src=0, device=device)
         if isinstance(message[0], ModelError):
             raise message[0]
@@ -240,7 +240,7 @@ class StateFollower:
         try:
             self._step.freeze(names)
         except ValueError as error:
-            raise refused(changes, AGAIN, str(error)) from error
+            raise change_error(changes, AGAIN, str(error)) from error
 
     @contextlib.contextmanager
     def _trained(self, names: frozenset[str]) -> Iterator[None]:
@@ -321,7 +321,7 @@ class StateFollower:
         try:
             other = first.remake(first)
         except AutoparError as error:
-            raise refused(changes, AGAIN, f"the same plan gives no program: {error}") from error
+            raise change_error(changes, AGAIN, f"the same plan gives no program: {error}") from error
         if other.state is not None:
             self.state.read_also(other.state.reads)
         return other
@@ -334,11 +334,11 @@ class StateFollower:
         try:
             loaded = Loaded(other, self._make(self._step, other), old.index)
         except AutoparError as error:
-            raise refused(changes, [FULL, *AGAIN], str(error)) from error
+            raise change_error(changes, [FULL, *AGAIN], str(error)) from error
         new = sorted(written_buffers(loaded.step) - written_buffers(self._step))
         if new:
             reason = f"forward now updates buffers that it did not update before: {', '.join(new[:3])}"
-            raise refused(changes, [FULL, *AGAIN], reason)
+            raise change_error(changes, [FULL, *AGAIN], reason)
         self._kept = [loaded, *self._kept][:MOST_VARIANTS]
         return loaded
 

@@ -71,7 +71,7 @@ def passing_on_sigterm() -> Iterator[Sigterm]:
     sigterm = Sigterm()
     is_ours = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM) if is_ours else None
-    is_ours = is_ours and (before == signal.SIG_DFL or is_own(before))
+    is_ours = is_ours and (before == signal.SIG_DFL or is_autopar_handler(before))
     if is_ours:
         signal.signal(signal.SIGTERM, sigterm.note)
     try:
@@ -81,7 +81,7 @@ def passing_on_sigterm() -> Iterator[Sigterm]:
             signal.signal(signal.SIGTERM, before)
 
 
-def is_own(handler: Any) -> bool:
+def is_autopar_handler(handler: Any) -> bool:
     """Return whether a signal handler is autopar's, and not the caller's."""
     return handler is exit_at_once or isinstance(getattr(handler, "__self__", None), Sigterm)
 

@@ -26,7 +26,17 @@ from codegen.runtime.checkpoint_folder import latest
 from codegen.runtime.optimizer_probe import forgotten
 from codegen.runtime.optimizers import Factory, OptimizerError, parameters_of, settings_of, whole_optimizer
 
-__all__ = ["latest", "load_plain", "locked", "read_notes", "readable", "require_own", "resume", "save_plain", "write"]
+__all__ = [
+    "latest",
+    "load_plain",
+    "locked",
+    "read_notes",
+    "readable",
+    "require_same_run",
+    "resume",
+    "save_plain",
+    "write",
+]
 
 
 resume = readable()(checkpoint_folder.resume)
@@ -40,7 +50,7 @@ def locked(directory: str | Path | None) -> Iterator[None]:
         yield
 
 
-def require_own(directory: str | Path | None, model: nn.Module, factory: Factory) -> None:
+def require_same_run(directory: str | Path | None, model: nn.Module, factory: Factory) -> None:
     """Raise CheckpointError where a program's ranks would on resuming from the folder, before any rank starts.
 
     Reads only the manifest of the newest intact checkpoint, unless another model or optimizer wrote it.

@@ -11,7 +11,7 @@ import torch
 from autopar.errors import ConstraintError, DataError
 from autopar.program import GeneratedProgram
 from autopar.training.config import Batch, Batches, TrainerConfig
-from autopar.training.loaders import named_batch, num_rows, peeking, untouched
+from autopar.training.loaders import named_batch, num_rows, peeking, without_worker_iterator
 from autopar.training.metrics import LOSS, Metric
 from autopar.training.run_state import Stateful
 from autopar.training.sections import EvaluationSection
@@ -36,7 +36,7 @@ def steps_from(batches: Batches, start_sample: int, num_joined: int = 1) -> Iter
     if num_joined == 1:
         yield from source
     while True:
-        yield joined([next(source) for _ in range(num_joined)])
+        yield join_batches([next(source) for _ in range(num_joined)])
 
 
 def batches_from(batches: Batches, start_sample: int) -> Iterator[Batch]:
@@ -53,7 +53,7 @@ def batches_from(batches: Batches, start_sample: int) -> Iterator[Batch]:
         yield from source
         raise ConstraintError("batches(start) ended", alternatives="an iterator without end, or fewer steps")
     to_skip = 0 if isinstance(batches, Stateful) else start_sample
-    again = untouched(batches)
+    again = without_worker_iterator(batches)
     while True:
         count = 0
         for batch in again:
@@ -91,9 +91,9 @@ def check_evaluation(section: EvaluationSection, batches: Batches | None, metric
         raise ConstraintError("there are no eval_batches", values=f"an empty {type(batches).__name__}")
 
 
-def once(batches: Batches, num_batches: int | None) -> Iterator[Batch]:
+def evaluation_batches(batches: Batches, num_batches: int | None) -> Iterator[Batch]:
     """Yield the batches of one evaluation that `check_evaluation` accepted. Raises ConstraintError for none."""
-    source = batches(0) if callable(batches) else untouched(batches)
+    source = batches(0) if callable(batches) else without_worker_iterator(batches)
     count = 0
     for batch in itertools.islice(source, num_batches):
         count += 1
@@ -117,7 +117,7 @@ def check_accumulation(program: GeneratedProgram, steps: int) -> None:
             )
 
 
-def joined(batches: list[Any]) -> Batch:
+def join_batches(batches: list[Any]) -> Batch:
     """Join batches to one, row after row. Raises DataError where they do not fit together."""
     first = batches[0]
     if isinstance(first, Mapping):

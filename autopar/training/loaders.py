@@ -42,7 +42,7 @@ def rows_of_batches(batches: Batches) -> set[int]:
     return {num_rows(batch) for batch in batches} if isinstance(batches, Sequence) else set()
 
 
-def untouched(batches: Iterable[Any]) -> Iterable[Any]:
+def without_worker_iterator(batches: Iterable[Any]) -> Iterable[Any]:
     """Return the batches; of a DataLoader a copy without its persistent workers' iterator, which serves one process.
 
     A DataLoader that remembers its place is returned itself, since it is also asked for that place.

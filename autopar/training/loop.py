@@ -83,7 +83,7 @@ def compile_program(setup: Setup) -> CompiledProgram:
     """
     config = setup.config
     if not under_launcher():
-        checkpoints.require_own(config.checkpoint_directory, setup.model, setup.optimizer)
+        checkpoints.require_same_run(config.checkpoint_directory, setup.model, setup.optimizer)
     cluster = resolve_cluster(config.cluster, config.num_processes)
     if config.measure_memory and config.backend == "inductor" and is_cpu(cluster.groups[0]):
         raise ConstraintError(

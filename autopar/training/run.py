@@ -18,11 +18,11 @@ import yaml
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError, TrainingError
 from autopar.files.outputs import write_output
-from autopar.running.supervise import is_own
+from autopar.running.supervise import is_autopar_handler
 from autopar.training import checkpoints
 from autopar.training.callbacks import Callbacks, TrainState, device
 from autopar.training.config import Batch
-from autopar.training.feeding import once, steps_from
+from autopar.training.feeding import evaluation_batches, steps_from
 from autopar.training.learners import PlainLearner, RankLearner
 from autopar.training.loaders import num_rows
 from autopar.training.measuring import WARM_STEPS, Memory, profiled
@@ -30,7 +30,7 @@ from autopar.training.metrics import LOSS, Means, metric_values
 from autopar.training.progress import TrainingProgress
 from autopar.training.records import Log, Record, StepFigures, items_of, logs
 from autopar.training.result import BY_SIGTERM, TrainResult
-from autopar.training.run_state import Best, Stateful, read_into, written
+from autopar.training.run_state import Best, Stateful, restore_state, state_text
 from autopar.training.setup import Setup
 from codegen.runtime.processes import Ending
 
@@ -73,7 +73,7 @@ class Run:
         config, learner, is_first = self.config, self.learner, self.rank == 0
         with contextlib.ExitStack() as stack:
             if config.checkpoint_directory is not None:
-                self._ending = Ending(device(), is_alone=is_own(signal.getsignal(signal.SIGTERM)))
+                self._ending = Ending(device(), is_alone=is_autopar_handler(signal.getsignal(signal.SIGTERM)))
                 stack.callback(self._ending.close)
             if is_first:
                 stack.enter_context(checkpoints.locked(config.checkpoint_directory))
@@ -189,7 +189,7 @@ class Run:
         assert self.setup.eval_batches is not None
         self._share_changes()
         means, started = Means(), time.perf_counter()
-        for batch in once(self.setup.eval_batches, self.config.evaluation.num_batches):
+        for batch in evaluation_batches(self.setup.eval_batches, self.config.evaluation.num_batches):
             means.add(self._evaluated(batch), num_rows(batch))
             if self._is_told_to_end():
                 return False
@@ -211,7 +211,7 @@ class Run:
         if not self.setup.metrics or self.setup.eval_batches is None:
             return
         self._share_changes()
-        values = self._evaluated(next(once(self.setup.eval_batches, 1)))
+        values = self._evaluated(next(evaluation_batches(self.setup.eval_batches, 1)))
         if self.best.metric not in values:
             raise ConstraintError(
                 "evaluation.metric is none of the metrics", values=self.best.metric, alternatives=", ".join(values)
@@ -247,13 +247,13 @@ class Run:
 
     def _notes(self) -> dict[str, str]:
         """Return a checkpoint's notes. Raises CheckpointError for state that cannot be saved."""
-        notes = {"config": self._configuration(), "evaluation": written("evaluation", self.best)}
+        notes = {"config": self._configuration(), "evaluation": state_text("evaluation", self.best)}
         if self._owes_evaluation:
             notes[OWED] = "evaluation"
         if self.schedule is not None:
-            notes["schedule"] = written("schedule", self.schedule)
+            notes["schedule"] = state_text("schedule", self.schedule)
         if isinstance(self.setup.batches, Stateful):
-            notes["batches"] = written("batches", self.setup.batches)
+            notes["batches"] = state_text("batches", self.setup.batches)
         return notes
 
     def _load(self, path: Path) -> None:
@@ -264,7 +264,7 @@ class Run:
             places["batches"] = self.setup.batches
         for name, value in places.items():
             if value is not None and name in notes:
-                read_into(value, notes[name])
+                restore_state(value, notes[name])
 
     def _write_config(self) -> None:
         if self.config.checkpoint_directory is not None:

@@ -28,7 +28,7 @@ class Stateful(Protocol):
         ...
 
 
-def written(name: str, value: Stateful) -> str:
+def state_text(name: str, value: Stateful) -> str:
     """Return the state as a text. Raises CheckpointError for a state that cannot be read back safely."""
     state = value.state_dict()
     file = io.BytesIO()
@@ -44,8 +44,8 @@ def written(name: str, value: Stateful) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def read_into(value: Stateful, text: str) -> None:
-    """Continue from the text of `written`."""
+def restore_state(value: Stateful, text: str) -> None:
+    """Continue from the text of `state_text`."""
     value.load_state_dict(torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True))
 
 

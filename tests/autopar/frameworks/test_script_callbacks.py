@@ -67,11 +67,11 @@ def test_an_object_holds_more_than_plain_values() -> None:
 class Late(TrainerCallback):
     """Holds what it is given, which may be in the midst of training."""
 
-    def __init__(self, layer: Any = None) -> None:
-        self.layer = layer
+    def __init__(self, average: Any = None) -> None:
+        self.average = average
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        print(self.layer)
+        print(self.average)
 
 
 class ByHelper(TrainerCallback):
@@ -87,7 +87,7 @@ def test_objects_of_one_class_are_asked_one_by_one_and_each_time() -> None:
     handler.looked = {}
     first, second = Late(), Late(layer)
     assert [handler._looks(callback, "on_step_end") for callback in (first, second)] == [False, True]
-    first.layer = layer
+    first.average = layer
     assert handler._looks(first, "on_step_end") and not handler._looks(first, "on_epoch_end")
 
 
