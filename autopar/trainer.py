@@ -70,10 +70,15 @@ class Trainer:
             raise ConstraintError(
                 "the batches that are joined to a step make its rows",
                 values={"global_batch_size": rows, "gradient_accumulation_steps": joined},
+                alternatives=f"a global_batch_size that {joined} divides",
             )
         check_batches(batches, None if rows is None else rows // joined)
         if schedule is not None and not callable(schedule):
-            raise ConstraintError("schedule is a function optimizer -> scheduler", values=type(schedule).__name__)
+            raise ConstraintError(
+                "schedule is a function optimizer -> scheduler",
+                values=type(schedule).__name__,
+                alternatives="schedule=lambda optimizer: scheduler of the optimizer, or the configuration's section",
+            )
         check_evaluation(config.evaluation, eval_batches, functions := metrics_of(metrics))
         self.setup = Setup(
             model=model,

@@ -107,7 +107,11 @@ def take_also(step: Any, other: GeneratedProgram, init: Init | None = None) -> N
     """
     if other.program.any.offload_optimizer or other.backend == "async-tp":
         option = "async-tp" if other.backend == "async-tp" else f"offload={other.plan.pipeline.offload}"
-        raise ConstraintError("a step takes batches of other shapes without it", values=option)
+        raise ConstraintError(
+            "a step takes batches of other shapes only without async-tp and an offloaded optimizer",
+            values=option,
+            alternatives="compile all programs of the step without it",
+        )
     if other.remake is not None and other.state is not None and list(other.state.plain_changes()):
         other = other.remake(other)  # the model was changed since
     shared = _shared_step(step, other)

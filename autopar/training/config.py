@@ -111,7 +111,9 @@ class TrainerConfig(PlanOptions):
         whole("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
         for name in ("auto_parallel", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
-                raise ConstraintError(f"{name} is true or false", values=repr(getattr(self, name)))
+                raise ConstraintError(
+                    f"{name} is a bool", values=repr(getattr(self, name)), alternatives="True or False"
+                )
         yes_no_or_none("first_step_check", self.first_step_check)
         word("non_finite", self.non_finite, get_args(NonFinite))
         loss_scale_of(self.loss_scale, self.precision)
@@ -122,7 +124,11 @@ class TrainerConfig(PlanOptions):
         if not self.cluster:
             raise ConstraintError("cluster names no cluster", values=repr(self.cluster), alternatives="detect, 2 cpu")
         if self.checkpoint_every and not self.checkpoint_directory:
-            raise ConstraintError("checkpoint_every needs checkpoint_directory", values=str(self.checkpoint_every))
+            raise ConstraintError(
+                "checkpoint_every needs checkpoint_directory",
+                values=f"checkpoint_every={self.checkpoint_every}",
+                alternatives="set checkpoint_directory, or checkpoint_every=0",
+            )
         PlanOptions.__post_init__(self)  # slots make a new class, which super() without arguments does not find
 
     def _as_files_have_them(self) -> dict[str, Any]:
@@ -222,7 +228,9 @@ def _move_rates(fields: dict[str, Any]) -> None:
             value = rest.pop(name)
             if target in fields and fields[target] != value:
                 raise ConstraintError(
-                    f"{target} is set twice", values={f"optimizer.{name}": value, target: fields[target]}
+                    f"{target} is set twice",
+                    values={f"optimizer.{name}": value, target: fields[target]},
+                    alternatives="set one of them",
                 )
             fields[target] = value
     fields["optimizer"] = rest

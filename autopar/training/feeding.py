@@ -26,6 +26,7 @@ def first_batch(batches: Batches, config: TrainerConfig) -> Any:
         raise ConstraintError(
             "a batch has the rows of the whole step, over all ranks",
             values=f"{rows} rows, global_batch_size={config.global_batch_size}",
+            alternatives=f"global_batch_size={rows}, or batches of {config.global_batch_size} rows in all",
         )
     return first
 
@@ -64,17 +65,27 @@ def batches_from(batches: Batches, start_sample: int) -> Iterator[Batch]:
                 to_skip = 0
                 yield batch
         if not count:
-            raise ConstraintError("there are no batches", values=type(batches).__name__)
+            raise ConstraintError(
+                "there are no batches", values=type(batches).__name__, alternatives="a source with at least one batch"
+            )
 
 
 def check_evaluation(section: EvaluationSection, batches: Batches | None, metrics: Sequence[Metric]) -> None:
     """Raise ConstraintError, before anything starts, for evaluations that are impossible."""
     if batches is None:
         if metrics:
-            raise ConstraintError("metrics need eval_batches", values=f"{len(metrics)} metrics without them")
+            raise ConstraintError(
+                "metrics need eval_batches",
+                values=f"{len(metrics)} metrics",
+                alternatives="pass eval_batches, or no metrics",
+            )
         for name in ("every", "patience"):
             if value := getattr(section, name):
-                raise ConstraintError(f"evaluation.{name} needs eval_batches", values=str(value))
+                raise ConstraintError(
+                    f"evaluation.{name} needs eval_batches",
+                    values=str(value),
+                    alternatives=f"pass eval_batches, or leave out evaluation.{name}",
+                )
         return
     if section.metric != LOSS and not metrics:  # names that metric functions return show when these are called
         raise ConstraintError(
@@ -88,7 +99,11 @@ def check_evaluation(section: EvaluationSection, batches: Batches | None, metric
             alternatives="evaluation.num_batches, a list, or a DataLoader",
         )
     if isinstance(batches, Sequence) and not batches:
-        raise ConstraintError("there are no eval_batches", values=f"an empty {type(batches).__name__}")
+        raise ConstraintError(
+            "there are no eval_batches",
+            values=f"an empty {type(batches).__name__}",
+            alternatives="at least one batch, or eval_batches=None",
+        )
 
 
 def evaluation_batches(batches: Batches, num_batches: int | None) -> Iterator[Batch]:
@@ -122,10 +137,18 @@ def join_batches(batches: list[Any]) -> Batch:
     first = batches[0]
     if isinstance(first, Mapping):
         if any(not isinstance(batch, Mapping) or batch.keys() != first.keys() for batch in batches):
-            raise DataError("the batches of one step have other names", values=", ".join(map(str, first)))
+            raise DataError(
+                "the batches of one step have different names",
+                values=", ".join(map(str, first)),
+                alternatives="the same names in all batches, or gradient_accumulation_steps=1",
+            )
         return {name: _joined(str(name), [batch[name] for batch in batches]) for name in first}
     if any(len(batch) != len(first) for batch in batches):
-        raise DataError("the batches of one step have other numbers of values", values=str(list(map(len, batches))))
+        raise DataError(
+            "the batches of one step have different numbers of values",
+            values=str(list(map(len, batches))),
+            alternatives="as many values in all batches, or gradient_accumulation_steps=1",
+        )
     return tuple(_joined(f"value {index}", list(parts)) for index, parts in enumerate(zip(*batches, strict=True)))
 
 
@@ -146,7 +169,11 @@ def _joined(name: str, parts: list[Any]) -> Any:
             )
         return torch.cat(parts)
     if any(not _is_same(first, part) for part in parts[1:]):
-        raise DataError(f"{name} must be the same in all batches of a step", values=f"{parts[0]!r}, {parts[1]!r}")
+        raise DataError(
+            f"{name} must be the same in all batches of a step",
+            values=f"{parts[0]!r}, {parts[1]!r}",
+            alternatives="a tensor with rows, or gradient_accumulation_steps=1",
+        )
     return first
 
 

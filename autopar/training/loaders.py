@@ -27,7 +27,8 @@ def check_batches(batches: Batches, global_batch_size: int | None) -> None:
     elif isinstance(batches, Sequence) and batches and global_batch_size not in (None, num_rows(batches[0])):
         raise ConstraintError(
             f"the first batch has {global_batch_size} rows, those of the whole step",
-            values=f"{num_rows(batches[0])}",
+            values=f"{num_rows(batches[0])} rows",
+            alternatives=f"batches of {global_batch_size} rows",
         )
 
 
@@ -115,10 +116,13 @@ def _check_loader(loader: DataLoader[Any], global_batch_size: int | None) -> Non
         raise ConstraintError(
             "the DataLoader's batch_size is that of the whole step, over all ranks",
             values=f"batch_size={size}, global_batch_size={global_batch_size}",
+            alternatives=f"DataLoader(batch_size={global_batch_size})",
         )
     if size is not None and _num_samples(loader) is not None and not len(loader):
         raise ConstraintError(
-            "there are no batches", values=f"{_num_samples(loader)} samples for a batch_size of {size}"
+            "there are no batches",
+            values=f"{_num_samples(loader)} samples for a batch_size of {size}",
+            alternatives="a smaller batch_size, or drop_last=False",
         )
 
 
@@ -159,4 +163,8 @@ def num_rows(batch: Any) -> int:
             if not value.shape[0]:
                 raise DataError("a batch has no rows", values=f"a tensor of shape {tuple(value.shape)}")
             return int(value.shape[0])
-    raise DataError("a batch has no tensor with rows", values=f"{len(named)} values")
+    raise DataError(
+        "a batch has no tensor with rows",
+        values=f"{len(named)} values",
+        alternatives="a collate_fn that returns at least one tensor with rows",
+    )

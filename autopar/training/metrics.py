@@ -46,6 +46,7 @@ class Means:
             raise ConstraintError(
                 "metrics have the same names for all batches of an evaluation",
                 values=f"{', '.join(values)} after {', '.join(self._sums)}",
+                alternatives="return the same names for every batch",
             )
         for name, value in values.items():
             self._sums[name] = self._sums.get(name, 0.0) + rows * value
@@ -72,7 +73,7 @@ def metric_values(metrics: Sequence[Metric], logits: torch.Tensor, batch: Any) -
     finally:  # rank 0 raises after the others know that no values come
         dist.broadcast_object_list(box, src=0, device=device)
     if box[0] is None:
-        raise TrainingError("a metric failed", values="rank 0 says how")
+        raise TrainingError("a metric failed", values="the error of rank 0")
     values: dict[str, float] = box[0]
     return values
 

@@ -44,7 +44,11 @@ def optimizer_factory(config: TrainerConfig) -> OptimizerFactory:
     if not section.no_decay:
         return bound
     if "weight_decay" not in settings:
-        raise ConstraintError("no_decay is for an optimizer that takes weight_decay", values=section.name)
+        raise ConstraintError(
+            "no_decay is for an optimizer that takes weight_decay",
+            values=section.name,
+            alternatives="leave out no_decay, or choose an optimizer such as adamw",
+        )
     return PartlyDecayed(bound, section.no_decay)
 
 
@@ -86,7 +90,11 @@ def _factory_named(name: str) -> Callable[..., torch.optim.Optimizer]:
         for attribute in path.split("."):
             value = getattr(value, attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConstraintError(f"the optimizer {name} cannot be imported", values=str(error)) from None
+        raise ConstraintError(
+            f"the optimizer {name} cannot be imported",
+            values=str(error),
+            alternatives="module:name of a factory on the import path",
+        ) from None
     factory: Callable[..., torch.optim.Optimizer] = value
     return factory
 

@@ -154,7 +154,11 @@ def check_logging(config: TrainerConfig) -> None:
     if (directory := directory_of(config)) is not None:
         require_folder(directory)
         if (directory / METRICS_FILE).is_dir():
-            raise OutputError("the log must be a file", values=f"{directory / METRICS_FILE} is a folder")
+            raise OutputError(
+                "the log must be a file",
+                values=f"{directory / METRICS_FILE} is a folder",
+                alternatives="another logging.directory",
+            )
     if config.profiler.directory is not None:
         require_folder(Path(config.profiler.directory))
 

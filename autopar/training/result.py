@@ -79,7 +79,11 @@ class TrainResult:
 
     def _model(self) -> nn.Module:
         if self.model is None:
-            raise ModelError("the result has no model", values="it came from another process")
+            raise ModelError(
+                "the result has no model",
+                values="it came from another process",
+                alternatives="the result that fit() returns, or its checkpoint",
+            )
         return self.model
 
     def _values(self) -> Values:
