@@ -51,7 +51,7 @@ REFUSED = (
     ),
     RefusedArgument(
         "optim",
-        "the optimiser updates inside of the backward",
+        "the optimizer updates inside of the backward",
         "adamw_torch",
         lambda value: any(word in str(getattr(value, "value", value)) for word in ("lomo", "layerwise")),
     ),
