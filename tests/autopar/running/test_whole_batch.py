@@ -1,4 +1,4 @@
-"""Whole batches put together from the parts of all ranks are those that were cut."""
+"""Whole batches assembled from the parts of all ranks are those that were cut."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compiled(name: str, ranks: int, **limits: Any) -> tuple[CompiledProgram, dic
         pytest.param("gpt2", 4, {"pp": 2, "dp": 2, "micro_batches": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_what_was_cut_is_put_together_again(name: str, ranks: int, limits: dict[str, Any]) -> None:
+def test_what_was_cut_is_assembled_again(name: str, ranks: int, limits: dict[str, Any]) -> None:
     program, batch = compiled(name, ranks, **limits)
     parts = [program.local_batch(batch, rank) for rank in range(ranks)]
     shares = [share_of_rank(program.program, part, rank) for rank, part in enumerate(parts)]
