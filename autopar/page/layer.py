@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.costs.evaluate import StatementCost, statement_costs
-from autopar.ir.graph import VIEWS, base_name
+from autopar.ir.graph import base_name
 from autopar.ir.placement import Placement
+from autopar.operators.traits import VIEWS
 from autopar.options.scopes import Scope, scopes_of
 from autopar.page.markup import Markup, element, section
 from autopar.planning.predict import priced_decisions

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import ATTENTION, Graph, Ref, ancestors, base_name, layer_borders
+from autopar.ir.graph import Graph, Ref, ancestors, base_name, layer_borders
 from autopar.ir.placement import Placement, S
+from autopar.operators.traits import ATTENTION, CONVOLUTIONS, LINEAR_PRODUCTS
 from autopar.options.followed import factor_of
 from autopar.options.strategies import Operator
 from autopar.rules.rule import find_factor
 
 Key = tuple[str, Ref, Placement]
-
-CONTRACTIONS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "conv1d", "conv2d", "convolution"})
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def _through(operator: Operator, ref: Ref, shard: Placement) -> Iterator[Key]:
 def _features(operators: Mapping[tuple[str, str], Operator]) -> Iterator[tuple[Key, str]]:
     """A weight's dims as its linear sees them: summed over, or kept."""
     for (scope, _), operator in operators.items():
-        if base_name(operator.node.op) in CONTRACTIONS:
+        if base_name(operator.node.op) in LINEAR_PRODUCTS | CONVOLUTIONS:
             for ref, dims, meta in zip(operator.node.inputs, operator.rule.inputs, operator.inputs, strict=True):
                 for dim in range(len(meta.shape) if len(meta.shape) <= 2 else 0):
                     for factor in dims[dim][:1]:

@@ -103,8 +103,7 @@ def test_bounds_hold_and_free_is_best(seed: int) -> None:
 @pytest.mark.parametrize("first", range(0, 240, 24))
 def test_bounds_hold_and_free_is_best_of_many_requests(first: int) -> None:
     """Each case has every model of the generator once, on other devices. A request has one more search beside the free
-    one: by turns with a common pin, with a rare pin, or in less memory. `violations(seed, draw(seed, num_pins=4))` tries
-    more of them."""
+    one: by turns with a common pin, with a rare pin, or in less memory. `draw(seed, num_pins=4)` gives more pins."""
     lines = []
     for seed in range(first, first + 24):
         drawn = draw(seed, num_pins=1)
