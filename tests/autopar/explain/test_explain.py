@@ -138,7 +138,7 @@ def test_alternatives_are_what_the_search_finds_with_the_pin() -> None:
     assert {words.rsplit(" (", 1)[0] for words in found.tied} == tied - {full_words(plan)}
     low, high = found.certainty.low_bytes, found.certainty.high_bytes
     assert low < plan.prediction.peak_bytes < high <= found.capacity_bytes and found.certainty.fit == "yes"
-    assert found.verdict[-1].startswith("fits the memory: yes, nine of ten like it took")
+    assert found.verdict[-1].startswith("fits the memory: yes (90% interval")
     assert ("recompute", "full") in by_name and ("offload", "optimizer") in by_name
     assert "recomputation" in by_name["recompute", "full"].why
 
