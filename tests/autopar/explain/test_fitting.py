@@ -65,8 +65,8 @@ def test_what_does_not_fit_has_a_shorter_sequence(room: int) -> None:
 
 def test_time_that_is_up_leaves_the_best_known_answer() -> None:
     on = fits(MadeUp(10_000), [FOUR], seq_len=64, seconds=0.0).clusters[0]
-    assert on.longest.found == on.asked.found and "time was up" in on.longest.words
-    assert "time was up" in on.fewest.words
+    assert on.longest.found == on.asked.found and "time limit" in on.longest.words
+    assert "time limit" in on.fewest.words
 
 
 def test_prices() -> None:

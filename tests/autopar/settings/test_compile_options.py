@@ -105,7 +105,7 @@ def coupled(parameters: Any) -> torch.optim.Optimizer:
     ("options", "text"),
     [
         ({"compression": {"gather": "int8"}, "constraints": {"dp": 2, "zero": 0}}, "compression changes nothing"),
-        ({"optimizer": coupled}, "only plans that do so are considered"),
+        ({"optimizer": coupled}, "the search considers only such plans"),
         ({"fp8": True}, "fp8 changes nothing"),
         ({}, "1 parameters hold gradients"),
     ],

@@ -40,7 +40,7 @@ def test_no_bytes(text: Any) -> None:
         ({"zero": 4}, ["ZeRO stage", "0, 1, 2 or 3"]),
         ({"micro_batches": 1.5}, ["micro_batches", "1.5"]),
         ({"parameters": {"*": {"tp": "S"}}}, ["parameters['*']", "S(dim)"]),
-        ({"parameters": {"*": "S(0)"}}, ["parameters['*']", "axis -> placement"]),
+        ({"parameters": {"*": "S(0)"}}, ["parameters['*']", "must map axes to placements"]),
         ({"activations": {"*": {"xp": "R"}}}, ["unknown axis", "xp", "cp or ep or ttp or tp"]),
     ],
 )
