@@ -1,4 +1,4 @@
-"""HTML as values: text is escaped wherever it is put, unless it is `Markup` already."""
+"""HTML as values: text is escaped unless it is `Markup`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ class Markup(str):
 Child: TypeAlias = "str | int | None | Iterable[Child]"
 
 VOID = frozenset({"br", "col", "hr", "input", "meta", "rect", "path", "polyline", "line", "circle"})
-"""Elements without content, and shapes, which have none here."""
+"""Elements without content, and shapes, which have no content here."""
 
 
 def element(name: str, /, *children: Child, **attributes: str | float | bool | None) -> Markup:
-    """`element("p", "a < b", class_="note")` -> `<p class="note">a &lt; b</p>`.
+    """Build an element: `element("p", "a < b", class_="note")` -> `<p class="note">a &lt; b</p>`.
 
-    Attributes lose a trailing `_`, and other `_` become `-`; None and False leave one out, True has no value.
+    Attribute names lose a trailing `_`, and other `_` become `-`. None and False omit an attribute, True omits its
+    value.
     """
     opening = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in VOID and not children:
@@ -29,7 +30,7 @@ def element(name: str, /, *children: Child, **attributes: str | float | bool | N
 
 
 def joined(children: Child) -> Markup:
-    """Children one after the other, escaped where they are plain text."""
+    """Join children, with plain text escaped."""
     if children is None:
         return Markup("")
     if isinstance(children, Markup):
@@ -50,14 +51,14 @@ def _attribute(key: str, value: str | float | bool | None) -> str:
 
 
 def section(title: str, *children: Child, intro: str = "", name: str = "") -> Markup:
-    """A section of the page under its heading."""
+    """Return a section of the page under its heading."""
     heading = element("h2", title, id=name or None)
     words = element("p", intro, class_="intro") if intro else None
     return element("section", heading, words, *children)
 
 
 def table(headers: Iterable[Child], rows: Iterable[Iterable[Child]], caption: str, numbers: int = 0) -> Markup:
-    """A table; the last `numbers` columns are flush right. It scrolls sideways where it is too wide."""
+    """Return a table. The last `numbers` columns are flush right. A wide table scrolls sideways."""
     heads = list(headers)
     first_number = len(heads) - numbers
 
@@ -71,16 +72,16 @@ def table(headers: Iterable[Child], rows: Iterable[Iterable[Child]], caption: st
 
 
 def legend(items: Iterable[tuple[str, str]]) -> Markup:
-    """(class of a colour, what it stands for) of each."""
-    names = [element("span", swatch(colour), name, class_="name") for colour, name in items]
+    """Return a legend of (color class, meaning) pairs."""
+    names = [element("span", swatch(color), name, class_="name") for color, name in items]
     return element("p", names, class_="legend")
 
 
-def swatch(colour: str) -> Markup:
-    """A small square of a colour class, for legends."""
-    return element("span", class_=f"swatch {colour}", aria_hidden="true")
+def swatch(color: str) -> Markup:
+    """Return a small square of a color class, for legends."""
+    return element("span", class_=f"swatch {color}", aria_hidden="true")
 
 
 def details(summary: str, *children: Child) -> Markup:
-    """Something folded away under its summary."""
+    """Return children that are folded under their summary."""
     return element("details", element("summary", summary), *children)

@@ -1,4 +1,4 @@
-"""Runs collectives on the process groups of a topology."""
+"""Calls of collectives on the process groups of a topology."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ Groups = Mapping[tuple[int, int], Any]
 
 
 def make_groups(shapes: tuple[tuple[int, int], ...]) -> Groups:
-    """This rank's process group of each (size, stride); every rank makes all of them in the same order."""
+    """Return this rank's process group of each (size, stride). Every rank creates all groups in the same order."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    found: dict[tuple[int, int], Any] = {}
+    groups: dict[tuple[int, int], Any] = {}
     for size, stride in shapes:
         for members in group_members(size, stride, world):
             group = dist.group.WORLD if size == world else dist.new_group(members)
             if rank in members:
-                found[size, stride] = group
-    return found
+                groups[size, stride] = group
+    return groups
 
 
 def group_members(size: int, stride: int, world: int) -> list[list[int]]:
-    """The ranks of every group: base + i * stride, i < size."""
+    """Return the ranks of every group: base + i * stride, i < size."""
     bases = [rank for rank in range(world) if rank % (size * stride) < stride]
     return [[base + i * stride for i in range(size)] for base in bases]
 
 
 def collective(sizes: Mapping[str, Any], groups: Groups, device: torch.device, is_started: bool = False) -> Call:
-    """num_bytes of fp32 as cost_models.collective counts them. is_started: of a gather or a reduce_scatter, the call
-    only starts it and returns what is waited for."""
+    """Return a call that moves num_bytes of fp32, as cost_models.collective counts them.
+
+    is_started: an all_gather or reduce_scatter returns a handle right after its start.
+    """
     group, size, kind = groups[sizes["group_size"], sizes["stride"]], sizes["group_size"], sizes["kind"]
     # torch 2.13 deprecates the *_tensor names for *_single, which 2.11 lacks.
     library: Any = dist
@@ -53,7 +55,7 @@ def collective(sizes: Mapping[str, Any], groups: Groups, device: torch.device, i
     after, before = (dist.get_global_rank(group, (place + hop) % size) for hop in (1, -1))
 
     def send_on() -> None:
-        # One batch, which NCCL needs for sends and receives that wait for one another.
+        # NCCL needs one batch for sends and receives that wait for one another.
         sent = dist.P2POp(dist.isend, whole, after, group=group)
         received = dist.P2POp(dist.irecv, other, before, group=group)
         for work in dist.batch_isend_irecv([sent, received]):

@@ -76,7 +76,7 @@ def test_prices() -> None:
     assert first.dollars == pytest.approx(4 * 1.0 * 36 / 3600) and second.dollars == pytest.approx(2 * 3.0 * 36 / 3600)
     assert first.dollars_per_million_tokens == pytest.approx(0.04 / 512 * 1e6)
     assert found.cheapest == str(FOUR) and first.longest.words == "not asked"
-    with pytest.raises(ClusterError, match="no price"):
+    with pytest.raises(ClusterError, match="has no entry for a device"):
         fits(MadeUp(10_000), [FOUR, other], prices={"l4": 1.0})
 
 

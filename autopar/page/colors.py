@@ -1,4 +1,4 @@
-"""Colours of the page by what they stand for: names of classes in page.css."""
+"""The page's colors by meaning: names of classes in page.css."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ BYTES: Mapping[str, str] = {
 }
 FURTHER = ("c5", "c7", "c8", "c3", "c9", "c6")
 AXES = ("c0", "c1", "c2", "c4", "c3", "c6", "c7", "c5")
-"""Of neighbouring groups of an axis; there may be more groups than colours."""
+"""Colors of neighboring groups of an axis. Further groups repeat them."""
 
 
-def colours_of(kinds: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
-    """A colour for every kind; what has none of its own takes further ones in turn."""
-    others = [kind for kind in kinds if kind not in known]
-    return {kind: known[kind] for kind in kinds if kind in known} | {
+def colors_of(kinds: Iterable[str], assigned: Mapping[str, str]) -> dict[str, str]:
+    """Map every kind to a color; kinds without an assigned color take the colors of FURTHER in turn."""
+    others = [kind for kind in kinds if kind not in assigned]
+    return {kind: assigned[kind] for kind in kinds if kind in assigned} | {
         kind: FURTHER[index % len(FURTHER)] for index, kind in enumerate(others)
     }
