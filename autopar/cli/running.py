@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from autopar.cli.options import (
     Backend,
@@ -31,9 +29,8 @@ from autopar.integrations.job import Job, batches_of
 from autopar.launch import RankError, launch_main
 from autopar.plan import Plan
 from autopar.profiling.cases import Level
-from autopar.profiling.profile import Profile
 from autopar.profiling.profile import profile as measure
-from autopar.report.tables import short_table
+from autopar.report.tables import error_table
 from autopar.running.launched import under_launcher
 from autopar.running.surroundings import check_starting
 from autopar.settings.compile_options import check_verify
@@ -103,7 +100,7 @@ def profile(
     level: Level = "quick" if quick else "full"
     measured = measure(processes, out=out, level=level, fresh=fresh, like=similar, console=console(), force=force)
     if measured is not None:
-        show(_fit_table(measured))
+        show(error_table(measured.errors()))
         say(f"profile written to {out}")
 
 
@@ -201,15 +198,6 @@ def launch(
         )
     check_starting("launch")
     launch_main(Path(script), arguments, Plan.from_file(plan).num_ranks)
-
-
-def _fit_table(measured: Profile) -> Table:
-    """Return the errors of a fitted cluster against its measurements, by kind."""
-    table = short_table("Error of the fit", "measured", "cases", "median error", "largest")
-    for kind, errors in measured.errors().items():
-        sizes = [abs(error) for error in errors]
-        table.add_row(kind, str(len(sizes)), f"{statistics.median(sizes):.1%}", f"{max(sizes):.0%}")
-    return table
 
 
 def _train(trainer: Any, config: TrainerConfig) -> None:

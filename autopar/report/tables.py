@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -59,6 +60,15 @@ def short_table(title: str, *headers: str) -> Table:
     for index, header in enumerate(headers):
         is_left = index == 0 or (len(headers) == 2 and not header)
         table.add_column(header, justify="left" if is_left else "right", overflow="fold")
+    return table
+
+
+def error_table(errors: Mapping[str, Sequence[float]]) -> Table:
+    """Return the relative errors of a fit by kind: their number, the median and the largest."""
+    table = short_table("Error of the fit", "measured", "cases", "median error", "largest")
+    for kind, values in errors.items():
+        sizes = [abs(value) for value in values]
+        table.add_row(kind, str(len(sizes)), f"{statistics.median(sizes):.1%}", f"{max(sizes):.0%}")
     return table
 
 
