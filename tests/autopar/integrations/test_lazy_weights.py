@@ -85,7 +85,7 @@ def test_names_without_the_base_models_prefix_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda state: state.pop("model.norm.weight"), "are missing or of another shape, such as model.norm.weight"),
+    (lambda state: state.pop("model.norm.weight"), "missing or of another shape, such as model.norm.weight"),
     (lambda state: state.update({"model.norm.weight": torch.ones(16)}), r"model.norm.weight \[16\] for \[32\]"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(change: Any, message: str, tmp_path: Path) -> None:
