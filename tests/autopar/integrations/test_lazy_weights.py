@@ -114,7 +114,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 def test_what_transformers_converts_is_loaded_by_it_with_a_word(kind: str, tmp_path: Path) -> None:
     """Stacked experts, tied names with two values, other files: whole, and never wrong."""
     if kind == "experts":
-        model, reason = model_of("MixtralForCausalLM", num_local_experts=4, num_key_value_heads=2), "transformers converts"
+        model, reason = model_of("MixtralForCausalLM", num_local_experts=4, num_key_value_heads=2), "converts model"
         model.save_pretrained(tmp_path)
     else:
         model, reason = model_of("LlamaForCausalLM", tie_word_embeddings=True), "differ in the files"

@@ -79,7 +79,7 @@ def test_every_door_refuses_alike(wrong: dict[str, Any], error: type[Exception])
 
 def test_what_is_no_option_or_no_batch() -> None:
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(TypeError, match=r"autopar.compile: .*'colour'; pass options by keyword .*global_batch_size, precision"):
+    with pytest.raises(TypeError, match=r"autopar.compile: .*'colour'; pass options by keyword .*global_batch_size"):
         autopar.compile(model, "2 cpu", example_inputs=(torch.ones(2, 2),), colour="red")
     with pytest.raises(TypeError, match=r"autopar.compile: missing a required argument: 'example_inputs'"):
         autopar.compile(model, "2 cpu")

@@ -128,7 +128,7 @@ def test_overrides_go_over_a_file(tmp_path: Path) -> None:
     for wrong in ("steps", "=3", "steps.x=3", "optimizer.betas=1"):
         with pytest.raises(ConstraintError):
             TrainerConfig.from_file(file, [wrong])
-    with pytest.raises(ConstraintError, match="learning_rate occurs twice"):
+    with pytest.raises(ConstraintError, match="learning_rate is there twice"):
         TrainerConfig.from_mapping({"learning_rate": 0.1, "optimizer": {"lr": 0.2}})
 
 
