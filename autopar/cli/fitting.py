@@ -68,7 +68,7 @@ def fit(
     else:
         for part in _panels(answers):
             show(part)
-    if all(on.asked.found is None for on in answers.clusters):
+    if all(cluster_answers.asked.found is None for cluster_answers in answers.clusters):
         raise typer.Exit(1)
 
 
@@ -105,7 +105,7 @@ class _Planner(Planner):
         return limit if isinstance(limit, int) else None
 
     def __call__(self, question: Question) -> Fitted:
-        job, asked = self._asked(question)
+        job, options = self._asked(question)
         traced, is_job = self.traced_at(question.seq_len), question == Question(question.cluster)
 
         def search(request: Request) -> SearchResult:
@@ -115,13 +115,13 @@ class _Planner(Planner):
                     return padded_search(request, self.pool, POLISH_ONLY)
             return padded_search(request, self.pool)
 
-        planned = planned_alone(job.model, question.cluster, asked, search, traced)
+        planned = planned_alone(job.model, question.cluster, options, search, traced)
         return fitted_of(planned.request, planned.best, _seq_len(job))
 
     def fits_soon(self, question: Question) -> bool:
         """See `Planner`."""
-        job, asked = self._asked(question)
-        request = request_of(job.model, question.cluster, asked, self.traced_at(question.seq_len))
+        job, options = self._asked(question)
+        request = request_of(job.model, question.cluster, options, self.traced_at(question.seq_len))
         return fits_soon(request, self.pool)
 
     def _asked(self, question: Question) -> tuple[Job, CompileOptions]:
@@ -137,8 +137,8 @@ class _Planner(Planner):
         return job, CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, **options)
 
     def _traced_at(self, seq_len: int | None) -> Traced:
-        job, asked = self._asked(Question(ClusterSpec.parse("1 cpu"), seq_len=seq_len))
-        return traced_of(job.model, asked)
+        job, options = self._asked(Question(ClusterSpec.parse("1 cpu"), seq_len=seq_len))
+        return traced_of(job.model, options)
 
 
 def _seq_len(job: Job) -> int | None:
@@ -149,25 +149,29 @@ def _seq_len(job: Job) -> int | None:
 
 
 def _panels(answers: Fits) -> Iterator[RenderableType]:
-    for on in answers.clusters:
-        yield from _of_cluster(on)
+    for cluster_answers in answers.clusters:
+        yield from _of_cluster(cluster_answers)
     if answers.cheapest is not None and len(answers.clusters) > 1:
         yield Text(f"Cheapest: {answers.cheapest}", style="bold")
 
 
-def _of_cluster(on: OnCluster) -> Iterator[RenderableType]:
-    best = on.asked.found
+def _of_cluster(cluster_answers: OnCluster) -> Iterator[RenderableType]:
+    best = cluster_answers.asked.found
     if best is None:
-        needed = "" if on.needed_bytes is None else f"; {bytes_text(on.needed_bytes)} per rank would be enough"
-        yield Text(
-            f"{on.cluster}: {FITS[on.needed.fit if on.needed else 'no']} ({on.asked.words}{needed})", style="bold"
+        needed = (
+            ""
+            if cluster_answers.needed_bytes is None
+            else f"; {bytes_text(cluster_answers.needed_bytes)} per rank would be enough"
         )
-        if on.needed is not None and on.needed.fit != "no":
-            yield Text(f"  the plan with least memory fits: {fit_text(on.needed)}")
+        verdict = FITS[cluster_answers.needed.fit if cluster_answers.needed else "no"]
+        reason = f"{cluster_answers.asked.words}{needed}"
+        yield Text(f"{cluster_answers.cluster}: {verdict} ({reason})", style="bold")
+        if cluster_answers.needed is not None and cluster_answers.needed.fit != "no":
+            yield Text(f"  the plan with least memory fits: {fit_text(cluster_answers.needed)}")
     else:
         free = max(best.capacity_bytes - best.peak_bytes, 0)
         verdict, capacity = FITS[best.certainty.fit], bytes_text(best.capacity_bytes)
-        yield Text(f"{on.cluster}: {verdict}, {bytes_text(free)} of {capacity} free", style="bold")
+        yield Text(f"{cluster_answers.cluster}: {verdict}, {bytes_text(free)} of {capacity} free", style="bold")
         yield Text(f"  the job fits: {fit_text(best.certainty)}")
     table = table_of(
         "",
@@ -178,7 +182,7 @@ def _of_cluster(on: OnCluster) -> Iterator[RenderableType]:
         ("peak", 9, "right"),
     )
     notes = []
-    for name, answer, value in _answers(on):
+    for name, answer, value in _answers(cluster_answers):
         if answer.found is not None:
             fitted = answer.found
             rate = count_text(fitted.tokens_per_second) if fitted.tokens else "-"
@@ -192,20 +196,22 @@ def _of_cluster(on: OnCluster) -> Iterator[RenderableType]:
         yield table
     for note in notes:
         yield bullet(note)
-    if on.dollars is not None:
-        per = on.dollars_per_million_tokens
-        yield Text(f"  ${on.dollars:.4g} a step" + ("" if per is None else f", ${per:.4g} per million tokens"))
+    if cluster_answers.dollars is not None:
+        per = cluster_answers.dollars_per_million_tokens
+        yield Text(
+            f"  ${cluster_answers.dollars:.4g} a step" + ("" if per is None else f", ${per:.4g} per million tokens")
+        )
     yield Text("")
 
 
-def _answers(on: OnCluster) -> Iterator[tuple[str, Answer, str]]:
+def _answers(cluster_answers: OnCluster) -> Iterator[tuple[str, Answer, str]]:
     """Yield the name of each question, its answer, and the answer's number in words."""
 
     def words(answer: Answer, noun: str, field: str) -> str:
         return "" if answer.found is None else counted(getattr(answer.found, field), noun)
 
-    yield "the job", on.asked, words(on.asked, "row", "rows")
-    yield "longest sequence", on.longest, words(on.longest, "token", "seq_len")
-    yield "largest batch", on.largest, words(on.largest, "row", "rows")
-    yield "in 1 micro-batch", on.in_one, words(on.in_one, "row", "rows")
-    yield "fewest devices", on.fewest, words(on.fewest, "device", "num_devices")
+    yield "the job", cluster_answers.asked, words(cluster_answers.asked, "row", "rows")
+    yield "longest sequence", cluster_answers.longest, words(cluster_answers.longest, "token", "seq_len")
+    yield "largest batch", cluster_answers.largest, words(cluster_answers.largest, "row", "rows")
+    yield "in 1 micro-batch", cluster_answers.in_one, words(cluster_answers.in_one, "row", "rows")
+    yield "fewest devices", cluster_answers.fewest, words(cluster_answers.fewest, "device", "num_devices")

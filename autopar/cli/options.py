@@ -268,9 +268,9 @@ def compile_job(
     job: Job, cluster: AnyCluster, options: dict[str, Any], optimizer: OptimizerFactory | None = None
 ) -> CompiledProgram:
     """Compile a job. options: fields of PlanOptions by name."""
-    asked = CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, optimizer=optimizer, **options)
+    compile_options = CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, optimizer=optimizer, **options)
     with working(f"planning for {cluster}"):
-        return compile_with(job.model, cluster, asked)
+        return compile_with(job.model, cluster, compile_options)
 
 
 def plan_of_model(source: str, cluster: str | None, flags: Flags) -> Planned:
@@ -278,9 +278,9 @@ def plan_of_model(source: str, cluster: str | None, flags: Flags) -> Planned:
     options = flags.plan_options()
     spec = read_cluster(cluster or "detect", flags.processes, source)
     job = read_job(source, spec.num_devices, flags, meta=True)
-    asked = CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, **options)
+    compile_options = CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, **options)
     with working(f"planning for {spec}"):
-        return planned_alone(job.model, spec, asked)
+        return planned_alone(job.model, spec, compile_options)
 
 
 def program_of_source(source: str, model: str | None, cluster: str | None, flags: Flags) -> CompiledProgram:
@@ -310,8 +310,8 @@ def program_of_source(source: str, model: str | None, cluster: str | None, flags
 
 def _job_of_plan(model: str, num_devices: int, flags: Flags, rows: int, seq_len: int | None) -> Job:
     """Load the plan's model with the plan's rows and sequence length, as far as the factory takes them."""
-    asked = replace(flags, batch=flags.batch or rows)
-    for attempt in (replace(asked, seq=flags.seq or seq_len), asked):
+    with_rows = replace(flags, batch=flags.batch or rows)
+    for attempt in (replace(with_rows, seq=flags.seq or seq_len), with_rows):
         with contextlib.suppress(ModelError):
             return read_job(model, num_devices, attempt, meta=True)
     return read_job(model, num_devices, flags, meta=True)

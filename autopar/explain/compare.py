@@ -79,7 +79,7 @@ def _decisions(first: Plan, second: Plan) -> Iterator[Difference]:
         "layers recomputed": lambda p: ", ".join(f"{n} {mode}" for mode, n in recompute_modes(p).items()) or "none",
         "on the host": lambda p: p.pipeline.offload or "nothing",
     }
-    return (Difference(what, text(first), text(second)) for what, text in rows.items())
+    return (Difference(name, text(first), text(second)) for name, text in rows.items())
 
 
 def _stages(first: Plan, second: Plan) -> Iterator[Difference]:

@@ -31,11 +31,11 @@ def conditions(request: Request) -> Iterator[Condition]:
     yield _on(request, "compute", "twice the arithmetic rate", _device(faster_compute))
     yield _on(request, "memory bandwidth", "twice the device's memory bandwidth", _device(faster_memory))
     if any(group.devices_per_node > 1 for group in groups):
-        where = "between processes" if is_cpu(groups[0]) else "inside a node"
+        place = "between processes" if is_cpu(groups[0]) else "inside a node"
         yield _on(
             request,
-            f"bandwidth {where}",
-            f"twice the bandwidth {where}",
+            f"bandwidth {place}",
+            f"twice the bandwidth {place}",
             lambda group: replace(group, intra_node=faster_link(group.intra_node)),
         )
     if any(group.num_nodes > 1 for group in groups):

@@ -238,11 +238,11 @@ class _Asker:
     def longest(self, base: Question, first: Answer, most: int | None) -> Answer:
         """Find the longest row among powers of two, the halves between them, and the model's limit."""
         assert base.seq_len is not None
-        tried = lengths(base.seq_len, most or LONGEST_TRIED)
+        candidates = lengths(base.seq_len, most or LONGEST_TRIED)
         return self._last(
-            [replace(base, seq_len=length) for length in tried],
-            tried,
-            tried.index(base.seq_len),
+            [replace(base, seq_len=length) for length in candidates],
+            candidates,
+            candidates.index(base.seq_len),
             first,
             f"{most} is the model's limit" if most else f"rows of more than {LONGEST_TRIED} tokens are not tried",
         )
@@ -253,62 +253,64 @@ class _Asker:
             return Answer(words="the job itself does not fit")
         rows = first.found.rows
         step = math.gcd(rows, base.cluster.num_devices)
-        tried = list(range(step, MOST_TIMES * rows + 1, step))
+        candidates = list(range(step, MOST_TIMES * rows + 1, step))
         first_answer = Answer() if base.in_one else first
         return self._last(
-            [replace(base, rows=count) for count in tried],
-            tried,
-            tried.index(rows),
+            [replace(base, rows=count) for count in candidates],
+            candidates,
+            candidates.index(rows),
             first_answer,
             f"more than {MOST_TIMES} times the job's rows are not tried: micro-batches need little more memory",
         )
 
-    def _last(self, asked: Sequence[Question], numbers: Sequence[int], start: int, first: Answer, end: str) -> Answer:
+    def _last(
+        self, questions: Sequence[Question], numbers: Sequence[int], start: int, first: Answer, end: str
+    ) -> Answer:
         """Find the last question that fits in a list of growing difficulty. start: the first index to try.
 
         Only the answer is planned exactly; a quick check settles the other questions where it can."""
         low, best = -1, first.found
-        high, width = len(asked), 1
+        high, width = len(questions), 1
         index, error = start, None
         if best is not None:
             low, index = start, start + 1
         while low + 1 < high and not self.is_over:
-            soon_index = self._last_soon(asked, low, high) if low >= 0 else low
+            soon_index = self._last_soon(questions, low, high) if low >= 0 else low
             if soon_index > low:
                 low, best, index = soon_index, None, soon_index + 1
             if index < high:
-                refused = self.refusal(asked[index])
+                refused = self.refusal(questions[index])
                 if refused is None:
                     low, best = index, None
                 else:
                     high, error = index, refused
             width *= 2
-            if high == len(asked):
+            if high == len(questions):
                 index = min(low + width, high - 1)
             elif low == -1:
                 index = max(high - width, 0)
             else:
                 index = (low + high) // 2
-        words = end if high == len(asked) else _refusal(error)
+        words = end if high == len(questions) else _refusal(error)
         if low + 1 < high:
             words = "the time limit ended the search: more may fit"
         if low >= 0 and best is None:
-            outcome = self.ask(asked[low])
+            outcome = self.ask(questions[low])
             best = outcome if isinstance(outcome, Fitted) else None
-        return Answer(best, numbers[high] if high < len(asked) else None, words)
+        return Answer(best, numbers[high] if high < len(questions) else None, words)
 
-    def _last_soon(self, asked: Sequence[Question], low: int, high: int) -> int:
+    def _last_soon(self, questions: Sequence[Question], low: int, high: int) -> int:
         """Return the last question before `high` that a quick check finds to fit, or `low`. It tries the very last one,
         then steps that double while they fit, then bisects the last step."""
-        if high == len(asked) and self.fits_soon(asked[-1]):
+        if high == len(questions) and self.fits_soon(questions[-1]):
             return high - 1
         width = 1
-        while low + width < high and self.fits_soon(asked[low + width]):
+        while low + width < high and self.fits_soon(questions[low + width]):
             low, width = low + width, 2 * width
         high = min(low + width, high)
         while low + 1 < high:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.fits_soon(asked[middle]) else (low, middle)
+            low, high = (middle, high) if self.fits_soon(questions[middle]) else (low, middle)
         return low
 
     def fewest(self, base: Question, first: Answer) -> Answer:
@@ -377,13 +379,13 @@ def _refusal(error: AutoparError | None) -> str:
     return "more does not fit the memory" if isinstance(error, InfeasibleError) else error.constraint
 
 
-def _priced(on: OnCluster, hourly: float | None) -> OnCluster:
-    fitted = on.asked.found
+def _priced(answers_of: OnCluster, hourly: float | None) -> OnCluster:
+    fitted = answers_of.asked.found
     if hourly is None or fitted is None:
-        return on
+        return answers_of
     dollars = hourly * fitted.step_seconds / 3600
     return replace(
-        on, dollars=dollars, dollars_per_million_tokens=dollars / fitted.tokens * 1e6 if fitted.tokens else None
+        answers_of, dollars=dollars, dollars_per_million_tokens=dollars / fitted.tokens * 1e6 if fitted.tokens else None
     )
 
 
@@ -391,6 +393,8 @@ def _cheapest(answered: Sequence[OnCluster]) -> str | None:
     """Return the cluster with the lowest price per row, and so per token: clusters may take different numbers of
     rows."""
     priced = [
-        (on.dollars / on.asked.found.rows, on.cluster) for on in answered if on.dollars is not None and on.asked.found
+        (answers_of.dollars / answers_of.asked.found.rows, answers_of.cluster)
+        for answers_of in answered
+        if answers_of.dollars is not None and answers_of.asked.found
     ]
     return min(priced)[1] if priced else None

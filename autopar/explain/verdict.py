@@ -72,16 +72,18 @@ def _fullest(plan: Plan) -> str:
 
 def _memory_words(plan: Plan, capacity: float, what_ifs: Sequence[WhatIf], before: float) -> str:
     peak = plan.prediction.peak_bytes
-    used = f"{bytes_text(peak)} of {bytes_text(capacity)} in use ({peak / capacity:.0%})"
-    asked = [w for w in what_ifs if w.resource == "memory" and w.seconds is not None]
-    useful = sorted((w.seconds, w.words) for w in asked if w.seconds is not None and _gain(w, before) >= LEAST_GAIN)
+    usage = f"{bytes_text(peak)} of {bytes_text(capacity)} in use ({peak / capacity:.0%})"
+    memory_changes = [w for w in what_ifs if w.resource == "memory" and w.seconds is not None]
+    useful = sorted(
+        (w.seconds, w.words) for w in memory_changes if w.seconds is not None and _gain(w, before) >= LEAST_GAIN
+    )
     if useful:
         (least, words), (most, most_words) = useful[-1], useful[0]
         more = f", with {most_words} {seconds_text(most)}" if most < least else ""
-        return f"{used}; with {words} {_moved(before, least)}{more}"
-    if not asked:
-        return f"memory of {_fullest(plan)}: {used}"
-    return f"memory does not bind: {used} on {_fullest(plan)}, and {asked[0].words} gains nothing"
+        return f"{usage}; with {words} {_moved(before, least)}{more}"
+    if not memory_changes:
+        return f"memory of {_fullest(plan)}: {usage}"
+    return f"memory does not bind: {usage} on {_fullest(plan)}, and {memory_changes[0].words} gains nothing"
 
 
 def _amortised(plan: Plan, what_ifs: Sequence[WhatIf], step_seconds: float) -> str:
@@ -111,16 +113,16 @@ def time_words(plan: Plan) -> Iterator[str]:
         yield f"the device waits {part(seconds[HOST])} for its host to issue calls"
     waits = (HIDDEN, HOST, BUBBLE, SYNCHRONISATION)
     others = (*COMPUTE, RECOMPUTATION, FIRST_PASS, *waits, "optimizer", "local resharding")
-    sent = {kind: value for kind, value in seconds.items() if kind not in others and value > 0}
-    if sent:
-        kinds = sorted(sent.items(), key=lambda pair: -pair[1])
+    exposed = {kind: value for kind, value in seconds.items() if kind not in others and value > 0}
+    if exposed:
+        kinds = sorted(exposed.items(), key=lambda pair: -pair[1])
         names = ", ".join(f"{kind_words(kind)} {seconds_text(value)}" for kind, value in kinds)
-        yield f"exposed communication takes {part(sum(sent.values()))}: {names}"
-    synchronised, hidden = seconds.get(SYNCHRONISATION, 0.0), seconds.get(HIDDEN, 0.0)
-    if synchronised or hidden:
-        overlapped = f"{seconds_text(hidden)} of {seconds_text(synchronised + hidden)} overlap with the backward pass"
+        yield f"exposed communication takes {part(sum(exposed.values()))}: {names}"
+    synchronized, hidden = seconds.get(SYNCHRONISATION, 0.0), seconds.get(HIDDEN, 0.0)
+    if synchronized or hidden:
+        overlapped = f"{seconds_text(hidden)} of {seconds_text(synchronized + hidden)} overlap with the backward pass"
         overlapped = overlapped if hidden else "nothing overlaps with the backward pass"
-        yield f"synchronizing gradients and parameters takes {part(synchronised)}; {overlapped}"
+        yield f"synchronizing gradients and parameters takes {part(synchronized)}; {overlapped}"
     if seconds.get(BUBBLE):
         yield f"the busiest pipeline rank waits {part(seconds[BUBBLE])} for others (fill, drain, messages)"
     if seconds.get("optimizer"):

@@ -80,10 +80,10 @@ class TensorFiles:
             raise OutputError(f"a tensor cannot be written: {name}", values=f"shape {list(value.shape)}, {wanted}")
         stream, position = self._places[name]
         stream.seek(position)
-        whole = value.detach().to("cpu", spec.dtype).contiguous()
+        on_cpu = value.detach().to("cpu", spec.dtype).contiguous()
         # Views, which do not copy the tensor's memory.
-        if whole.numel():
-            whole.view(-1).view(torch.uint8).numpy().tofile(stream)
+        if on_cpu.numel():
+            on_cpu.view(-1).view(torch.uint8).numpy().tofile(stream)
         self._missing.discard(name)
 
     def __exit__(

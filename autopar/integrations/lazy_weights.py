@@ -71,15 +71,15 @@ def lazy_model(folder: Path, build: Callable[[], nn.Module]) -> nn.Module:
 def parameters_on_meta() -> Iterator[None]:
     """Put the parameters of modules that are built meanwhile on meta; their buffers have values on the CPU."""
     register = nn.Module.register_parameter
-    moved: Any = WeakIdKeyDictionary()
+    meta_of: Any = WeakIdKeyDictionary()
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and parameter.device.type != "meta":
-            if parameter not in moved:
+            if parameter not in meta_of:
                 on_meta = type(parameter)(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
                 on_meta.__dict__.update(parameter.__dict__)
-                moved[parameter] = on_meta
-            parameter = moved[parameter]
+                meta_of[parameter] = on_meta
+            parameter = meta_of[parameter]
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]

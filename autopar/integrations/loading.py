@@ -55,7 +55,7 @@ def load_model(spec: str, *, meta: bool = False, lazy: bool = False, **options: 
     The seed of random weights is 0 unless the factory sets one, so every process builds the same model. The caller's
     random state does not change. Raises ModelError.
     """
-    scheme, rest = _parts(spec)
+    scheme, name = _parts(spec)
     with torch.device("meta"):
         # torch caches the constructors that it sees at the first use of a device. That would otherwise happen while
         # transformers, which loads weights, replaces torch.linspace, and torch.linspace would ignore devices from
@@ -67,19 +67,19 @@ def load_model(spec: str, *, meta: bool = False, lazy: bool = False, **options: 
         if meta:
             stack.enter_context(torch.device("meta"))
         is_config = scheme == "hf"
-        loaded = _from_config(Path(rest), options, meta, lazy) if is_config else _from_factory(scheme, rest, options)
+        loaded = _from_config(Path(name), options, meta, lazy) if is_config else _from_factory(scheme, name, options)
     loaded.model.train()
     return loaded
 
 
 def require_model(spec: str) -> None:
     """Raise ModelError if the module, factory or configuration file that `spec` names is missing."""
-    scheme, rest = _parts(spec)
+    scheme, name = _parts(spec)
     if scheme == "hf":
-        path = Path(rest)
+        path = Path(name)
         _read_architectures(path / "config.json" if path.is_dir() else path)
     else:
-        _factory(scheme, rest)
+        _factory(scheme, name)
 
 
 def _parts(spec: str) -> tuple[str, str]:

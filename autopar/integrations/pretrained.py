@@ -133,14 +133,14 @@ class SavedNames:
 
 def _with_rest(values: Values, model: nn.Module, saved: SavedNames) -> Iterator[tuple[str, Tensor]]:
     """Yield (the model's name, value) of all saved tensors: trained values first, then the model's for the rest."""
-    left = dict.fromkeys(saved.keys)
+    remaining = dict.fromkeys(saved.keys)
     for names, value in values:
         keys = dict.fromkeys(saved.key_of[name] for name in names if name in saved.key_of)
         for key in keys:
-            if key in left:
-                del left[key]
+            if key in remaining:
+                del remaining[key]
                 yield key, value
-    for key in left:
+    for key in remaining:
         yield key, saved.model_value(key)
 
 
@@ -227,9 +227,9 @@ def require_same_model(model: nn.Module, manifest: Manifest, directory: Path) ->
         if name in state and tuple(state[name].shape) != stored_tensor.shape
     ]
     if wrong:
-        some = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        examples = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         raise CheckpointError(
-            f"{directory} is of another model", values=some, alternatives="--model with the model that was trained"
+            f"{directory} is of another model", values=examples, alternatives="--model with the model that was trained"
         )
 
 

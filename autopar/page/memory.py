@@ -105,7 +105,7 @@ def _over_time(names: list[str], simulated: Simulated, scale: float) -> Markup:
 
 
 def _panel(name: str, rank: RankMemory, scale: float) -> Markup:
-    kept, peak = _columns(rank)
+    in_flight, peak = _columns(rank)
     height = 100.0
 
     def area(values: list[float]) -> str:
@@ -115,7 +115,7 @@ def _panel(name: str, rank: RankMemory, scale: float) -> Markup:
 
     shapes = [
         element("path", d=area([rank.fixed + value for value in peak]), class_="area running"),
-        element("path", d=area([rank.fixed + value for value in kept]), class_="area kept"),
+        element("path", d=area([rank.fixed + value for value in in_flight]), class_="area kept"),
         element("path", d=area([rank.fixed] * COLUMNS), class_="area fixed"),
     ]
     words = f"{name}: at most {bytes_text(rank.peak_bytes)}, of which {bytes_text(rank.fixed)} are persistent"
@@ -133,12 +133,12 @@ def _panel(name: str, rank: RankMemory, scale: float) -> Markup:
 
 def _columns(rank: RankMemory) -> tuple[list[float], list[float]]:
     """Return two maxima per slice of the step, both without persistent memory: kept bytes, and all bytes."""
-    kept, peak = [0.0] * COLUMNS, [0.0] * COLUMNS
+    in_flight, peak = [0.0] * COLUMNS, [0.0] * COLUMNS
     end = rank.moments[-1].end if rank.moments else 0.0
     for moment in rank.moments if end else ():
         first = int(moment.start / end * COLUMNS)
         last = max(first + 1, round(moment.end / end * COLUMNS))
         for column in range(min(first, COLUMNS - 1), min(last, COLUMNS)):
-            kept[column] = max(kept[column], moment.kept)
+            in_flight[column] = max(in_flight[column], moment.kept)
             peak[column] = max(peak[column], moment.kept + moment.running)
-    return kept, peak
+    return in_flight, peak

@@ -124,7 +124,7 @@ def _node(node: int, places: list[Place], group: Cluster, axis: str) -> Markup:
 
 
 def _cell(place: Place, axis: str) -> Markup:
-    where = ", ".join(f"{name} {index}" for name, index in place.coordinate.items())
+    coordinate = ", ".join(f"{name} {index}" for name, index in place.coordinate.items())
     place_on_axis = place.coordinate.get(axis, 0)
     data = {f"data_{name}": str(index) for name, index in place.coordinate.items()}
     replica = " replica" if place.is_first_replica else ""
@@ -133,7 +133,7 @@ def _cell(place: Place, axis: str) -> Markup:
         element("b", place.rank),
         element("span", f"{axis} {place_on_axis}" if axis else "", class_="place"),
         class_=f"cell {AXES[place_on_axis % len(AXES)]}{replica}",
-        title=f"rank {place.rank}: node {place.node}; {where}",
+        title=f"rank {place.rank}: node {place.node}; {coordinate}",
         **data,
     )
 
@@ -142,11 +142,11 @@ def _links(compiled: GeneratedProgram) -> str:
     """Return the links between devices and nodes, in words."""
     cluster, parts = compiled.cluster, []
     for group in cluster.groups:
-        of = f" of {group}" if isinstance(cluster, MixedCluster) else ""
+        group_words = f" of {group}" if isinstance(cluster, MixedCluster) else ""
         if group.devices_per_node > 1:
-            parts.append(f"inside a node{of}: {_link(group.intra_node)}")
+            parts.append(f"inside a node{group_words}: {_link(group.intra_node)}")
         if group.num_nodes > 1:
-            parts.append(f"between nodes{of}: {_link(group.inter_node)}")
+            parts.append(f"between nodes{group_words}: {_link(group.inter_node)}")
     if isinstance(cluster, MixedCluster):
         parts.append(f"between groups: {_link(cluster.between)}")
     text = "; ".join(parts)

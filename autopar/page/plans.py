@@ -80,8 +80,8 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
     return [p for p in points if not any(_beats(other, p) for other in points)]
 
 
-def _beats(one: Point, other: Point) -> bool:
-    first, second = (one.seconds, one.num_bytes), (other.seconds, other.num_bytes)
+def _beats(point: Point, other: Point) -> bool:
+    first, second = (point.seconds, point.num_bytes), (other.seconds, other.num_bytes)
     return first[0] <= second[0] and first[1] <= second[1] and first != second
 
 

@@ -73,9 +73,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
-def _no_log(where: str, problem: str) -> OutputError:
+def _no_log(place: str, problem: str) -> OutputError:
     form = 'a file of lines such as {"step": 1, "loss": 4.2, "step_seconds": 0.5}, as training writes it'
-    return OutputError("the run's log cannot be read", values=f"{where}: {problem}", alternatives=form)
+    return OutputError("the run's log cannot be read", values=f"{place}: {problem}", alternatives=form)
 
 
 def run_section(facts: Facts, steps: Sequence[LoggedStep]) -> Markup:

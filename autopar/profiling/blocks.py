@@ -68,12 +68,14 @@ def _linear(m: int, n: int, k: int) -> Iterator[Work]:
 
 
 def _attention(heads: int, length: int, width: int) -> Iterator[Work]:
-    moved, flops = 4.0 * FP32 * heads * length * width, 2.0 * heads * length**2 * width
-    yield Work(kind="attention", flops=flops, num_bytes=moved, dtype="fp32", shape=(heads, length, length), causal=True)
+    num_bytes, flops = 4.0 * FP32 * heads * length * width, 2.0 * heads * length**2 * width
+    yield Work(
+        kind="attention", flops=flops, num_bytes=num_bytes, dtype="fp32", shape=(heads, length, length), causal=True
+    )
     yield Work(
         kind="attention",
         flops=2.5 * flops,
-        num_bytes=2 * moved,
+        num_bytes=2 * num_bytes,
         dtype="fp32",
         shape=(heads, length, length),
         backward=True,

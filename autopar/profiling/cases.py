@@ -90,9 +90,13 @@ def cases(topology: Topology, level: Level) -> list[Case]:
 def linear(rows: int, columns: int, depth: int, dtype: str) -> Case:
     """Return the case of [rows, depth] times the transpose of [columns, depth]."""
     size = ITEM_BYTES[dtype]
-    moved = float(size * (rows * depth + columns * depth + rows * columns))
+    num_bytes = float(size * (rows * depth + columns * depth + rows * columns))
     work = Work(
-        kind="matmul", flops=2.0 * rows * columns * depth, num_bytes=moved, dtype=dtype, shape=(rows, columns, depth)
+        kind="matmul",
+        flops=2.0 * rows * columns * depth,
+        num_bytes=num_bytes,
+        dtype=dtype,
+        shape=(rows, columns, depth),
     )
     name = f"linear {dtype} {rows}x{columns}x{depth}"
     return Case("matmul", name, {"rows": rows, "columns": columns, "depth": depth, "dtype": dtype}, work)
@@ -128,12 +132,12 @@ def _matmuls(on_gpu: bool, level: Level) -> Iterator[Case]:
 def _memory(on_gpu: bool, level: Level) -> Iterator[Case]:
     width = 4096 if on_gpu else 512
     rows = (128, 2048, 16384) if on_gpu else (16, 128, 1024, 8192)
-    moved = {"add": 3, "gelu": 2, "layer_norm": 2, "gelu backward": 3, "layer_norm backward": 3}
+    tensors = {"add": 3, "gelu": 2, "layer_norm": 2, "gelu backward": 3, "layer_norm backward": 3}
     specials = {"add": 0.0, "gelu": 1.0, "layer_norm": 1.0, "gelu backward": 2.0, "layer_norm backward": 1.0}
-    names = ("add", "gelu", "layer_norm") if level == "brief" else tuple(moved)
+    names = ("add", "gelu", "layer_norm") if level == "brief" else tuple(tensors)
     for operation in names:
         for n in rows if operation == "add" else rows[-3:]:
-            work = Work("memory", 0.0, 4.0 * n * width * moved[operation], specials=n * width * specials[operation])
+            work = Work("memory", 0.0, 4.0 * n * width * tensors[operation], specials=n * width * specials[operation])
             yield Case("memory", f"{operation} {n}x{width}", {"operation": operation, "rows": n, "width": width}, work)
 
 
@@ -145,7 +149,7 @@ def _attention(on_gpu: bool, level: Level) -> Iterator[Case]:
             for is_backward in (False, True) if level != "brief" else (False,):
                 elements = batch * heads * length * width
                 flops = 4.0 * elements * length * (0.5 if causal else 1.0) * (2.5 if is_backward else 1.0)
-                moved = 4.0 * ITEM_BYTES[dtype] * elements * (2 if is_backward else 1)
+                num_bytes = 4.0 * ITEM_BYTES[dtype] * elements * (2 if is_backward else 1)
                 words = ["attention", f"{batch}x{heads}x{length}x{width}"]
                 words += ["causal"] * causal + ["backward"] * is_backward
                 parameters = {
@@ -157,7 +161,7 @@ def _attention(on_gpu: bool, level: Level) -> Iterator[Case]:
                 work = Work(
                     kind="attention",
                     flops=flops,
-                    num_bytes=moved,
+                    num_bytes=num_bytes,
                     dtype=dtype,
                     shape=(batch * heads, length, length),
                     backward=is_backward,

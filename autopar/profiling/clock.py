@@ -78,8 +78,8 @@ class CpuClock:
                 results.clear()
             results.append(call())
             count += 1
-        used = time.process_time() - cpu_start
-        return Timing(used / count / self.part, count, min(1.0, used / (now - start) / self.part))
+        cpu_seconds = time.process_time() - cpu_start
+        return Timing(cpu_seconds / count / self.part, count, min(1.0, cpu_seconds / (now - start) / self.part))
 
     def stretch(self, call: Call, seconds: float) -> Timing:
         count = repetitions(call, seconds, self.wait)
@@ -87,9 +87,9 @@ class CpuClock:
         before = Usage.now()
         for _ in range(count):
             call()
-        used = before.until(Usage.now())
-        undisturbed = quiet_seconds(gathered((hostname(), used)), self.num_cores)
-        return Timing(undisturbed / count, count, min(1.0, undisturbed / used.wall_seconds))
+        usage = before.until(Usage.now())
+        undisturbed = quiet_seconds(gathered((hostname(), usage)), self.num_cores)
+        return Timing(undisturbed / count, count, min(1.0, undisturbed / usage.wall_seconds))
 
     def collective(self, call: Call, seconds: float, is_started: bool = False) -> Timing:
         """Time a collective as a step runs it. is_started: the call only starts it, and compute goes on."""
@@ -116,12 +116,12 @@ class CpuClock:
         _barrier()
         before = Usage.now()
         computed = sum(step() for _ in range(count))
-        used = before.until(Usage.now())
-        undisturbed = quiet_seconds(gathered((hostname(), used)), self.num_cores)
+        usage = before.until(Usage.now())
+        undisturbed = quiet_seconds(gathered((hostname(), usage)), self.num_cores)
         charged = statistics.fmean(gathered(computed)) / self.part
         # Other programs take the cores while processes wait, so the difference can be almost nothing.
         lost = max((undisturbed - charged) / count, CPU_LEAST_SECONDS)
-        return Timing(lost, count, min(1.0, undisturbed / used.wall_seconds))
+        return Timing(lost, count, min(1.0, undisturbed / usage.wall_seconds))
 
     def wait(self) -> None:
         """Return at once, as nothing on a CPU is asynchronous."""
@@ -219,10 +219,10 @@ def quiet_seconds(usages: Sequence[tuple[str, Usage]], num_cores: float) -> floa
     for host in {host for host, _ in usages}:
         host_usages = [usage for other, usage in usages if other == host]
         wall = statistics.fmean(usage.wall_seconds for usage in host_usages)
-        used = sum(usage.cpu_seconds for usage in host_usages)
+        cpu_seconds = sum(usage.cpu_seconds for usage in host_usages)
         busy = statistics.fmean(usage.busy_seconds for usage in host_usages)
-        other_programs = max(busy - used, 0.0) if busy else 0.0
-        least = max(used / num_cores, max(usage.cpu_seconds for usage in host_usages))
+        other_programs = max(busy - cpu_seconds, 0.0) if busy else 0.0
+        least = max(cpu_seconds / num_cores, max(usage.cpu_seconds for usage in host_usages))
         slowest = max(slowest, min(wall, max(wall - other_programs / num_cores, least)))
     return slowest
 

@@ -42,23 +42,23 @@ def collective(sizes: Mapping[str, Any], groups: Groups, device: torch.device, i
     all_gather = getattr(library, "all_gather_single", None) or library.all_gather_into_tensor
     reduce_scatter = getattr(library, "reduce_scatter_single", None) or library.reduce_scatter_tensor
     part = torch.ones(max(sizes["num_bytes"] // 4 // size, 1), device=device)
-    whole, other = (torch.zeros(part.numel() * size, device=device) for _ in range(2))
+    full, other = (torch.zeros(part.numel() * size, device=device) for _ in range(2))
     if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
+        return lambda: dist.all_reduce(full, group=group)
     if kind == "all_gather":
-        return lambda: all_gather(whole, part, group=group, async_op=is_started)
+        return lambda: all_gather(full, part, group=group, async_op=is_started)
     if kind == "reduce_scatter":
-        return lambda: reduce_scatter(part, whole, group=group, async_op=is_started)
+        return lambda: reduce_scatter(part, full, group=group, async_op=is_started)
     if kind == "all_to_all":
-        return lambda: dist.all_to_all_single(other, whole, group=group)
+        return lambda: dist.all_to_all_single(other, full, group=group)
     place = dist.get_rank(group)
     after, before = (dist.get_global_rank(group, (place + hop) % size) for hop in (1, -1))
 
     def send_on() -> None:
         # NCCL needs one batch for sends and receives that wait for one another.
-        sent = dist.P2POp(dist.isend, whole, after, group=group)
-        received = dist.P2POp(dist.irecv, other, before, group=group)
-        for work in dist.batch_isend_irecv([sent, received]):
+        send = dist.P2POp(dist.isend, full, after, group=group)
+        receive = dist.P2POp(dist.irecv, other, before, group=group)
+        for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
     return send_on

@@ -132,9 +132,9 @@ def _large(kernels: Sequence[KernelTime], kind: str, launch: float) -> list[Kern
 def _rates(measured: Measurements) -> dict[str, Any]:
     """Return copy rates of the slower direction, and file rates likewise."""
     rates = dict(measured.rates)
-    for one, other in (("copy to device", "copy to host"), ("disk read", "disk write")):
-        if one in rates and other in rates:
-            rates[one] = min(rates[one], rates[other])
+    for transfer, reverse in (("copy to device", "copy to host"), ("disk read", "disk write")):
+        if transfer in rates and reverse in rates:
+            rates[transfer] = min(rates[transfer], rates[reverse])
     return {field: float(f"{rates[name]:.3g}") for name, field in RATES.items() if name in rates}
 
 

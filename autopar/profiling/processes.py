@@ -50,8 +50,8 @@ def run_processes(
             "measuring needs at least one process", values={"num_processes": num_processes}, alternatives="1 or more"
         )
     with temporary_folder() as folder:
-        where = {"folder": str(folder), "out": str(out.absolute()), "parent": os.getpid()}
-        task = {"size": num_processes, **where, "level": level, "on_gpu": on_gpu}
+        places = {"folder": str(folder), "out": str(out.absolute()), "parent": os.getpid()}
+        task = {"size": num_processes, **places, "level": level, "on_gpu": on_gpu}
         commands = [_command({**task, "rank": rank}) for rank in range(num_processes)]
         _run_all(commands, folder, timeout_seconds, watch)
 
@@ -64,13 +64,13 @@ def _environment() -> dict[str, str]:
     """Return this process's environment with one thread per process, without a launcher's variables, with autopar on
     the import path."""
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith("TORCHELASTIC_")}
+    variables = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith("TORCHELASTIC_")}
     root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH", "")]))
     names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
     if loopback := names & {"lo", "lo0"}:
-        kept["GLOO_SOCKET_IFNAME"] = loopback.pop()
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        variables["GLOO_SOCKET_IFNAME"] = loopback.pop()
+    return {**variables, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def _run_all(

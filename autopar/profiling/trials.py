@@ -99,14 +99,19 @@ def add_trials(path: Path, fresh: Sequence[TrialRecord]) -> None:
 
     Raises OutputError if the file is not autopar's, or cannot be written.
     """
-    kept = [record for record in read_trials(path) if not any(_is_same_job(record, other) for other in fresh)]
+    others = [record for record in read_trials(path) if not any(_is_same_job(record, other) for other in fresh)]
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     cluster = text.partition(_HEAD)[0] if _HEAD in text else text.rpartition("# written by autopar")[0]
-    write_output(path, cluster.rstrip("\n") + "\n" + trials_text([*kept, *fresh]))
+    write_output(path, cluster.rstrip("\n") + "\n" + trials_text([*others, *fresh]))
 
 
-def _is_same_job(one: TrialRecord, other: TrialRecord) -> bool:
-    return (one.job, one.machine, one.torch, one.autopar) == (other.job, other.machine, other.torch, other.autopar)
+def _is_same_job(first: TrialRecord, second: TrialRecord) -> bool:
+    return (first.job, first.machine, first.torch, first.autopar) == (
+        second.job,
+        second.machine,
+        second.torch,
+        second.autopar,
+    )
 
 
 def trials_text(records: Sequence[TrialRecord]) -> str:

@@ -93,9 +93,9 @@ def runner_ups(result: SearchResult) -> list[RunnerUp]:
     return rows + [RunnerUp(plan=text, seconds=None, why=lost) for text in result.infeasible]
 
 
-def is_tied(one: float, other: float) -> bool:
+def is_tied(first: float, second: float) -> bool:
     """Return whether predictions cannot tell two step times apart."""
-    return max(one, other) <= min(one, other) * (1 + TIED)
+    return max(first, second) <= min(first, second) * (1 + TIED)
 
 
 def tie_words(chosen: str, seconds: float, others: Sequence[RunnerUp]) -> str:

@@ -181,8 +181,8 @@ def _scope_title(scope: Scope) -> str:
     if not scope.layer:
         return "Outside the layers"
     first, last = scope.instances[0], scope.instances[-1]
-    where = first if first == last else f"{first} ... {last}"
-    return f"{scope.name} x {scope.count} ({where})"
+    paths = first if first == last else f"{first} ... {last}"
+    return f"{scope.name} x {scope.count} ({paths})"
 
 
 def _transfers(compiled: GeneratedProgram, scope: Scope, names: DimNames) -> list[Transfer]:
@@ -197,5 +197,7 @@ def _transfers(compiled: GeneratedProgram, scope: Scope, names: DimNames) -> lis
         compression=plan.compression,
     )
     is_shared = not (compiled.needs.is_coupled or plan.pipeline.offload)
-    whole = compiled.needs.whole if is_shared else frozenset[str]()
-    return rows + parameter_traffic(scope, best.assignment, plan.mesh, training, plan.num_micro_batches, whole)
+    unsharded_updates = compiled.needs.whole if is_shared else frozenset[str]()
+    return rows + parameter_traffic(
+        scope, best.assignment, plan.mesh, training, plan.num_micro_batches, unsharded_updates
+    )

@@ -99,13 +99,13 @@ def _mixture(operator: Operator, option: Option, mesh: Mesh) -> Mixture | None:
         return None
     rows, num_experts = operator.inputs[0], operator.inputs[1].shape[0]
     group = collective.Group(math.prod(mesh.sizes[axis] for axis in axes), mesh.stride(mesh.axes[axes[-1]]))
-    sent = num_local(operator.inputs[2], option.inputs[2], mesh)
+    num_sent = num_local(operator.inputs[2], option.inputs[2], mesh)
     return Mixture(
         group,
         num_experts=num_experts,
         choices=operator.route.choices,
-        tokens=sent / operator.route.choices,
+        tokens=num_sent / operator.route.choices,
         row_bytes=num_local_dim(rows, option.inputs[0], mesh) * rows.dtype.itemsize,
-        load=routing.fullest_load(group.size, num_experts, 1, sent * group.size, routing.EXPERT_SKEW),
+        load=routing.fullest_load(group.size, num_experts, 1, num_sent * group.size, routing.EXPERT_SKEW),
         skew=routing.EXPERT_SKEW,
     )

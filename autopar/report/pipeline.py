@@ -69,8 +69,8 @@ def _stages(facts: Facts, most: int) -> RenderableType:
             table.add_row("...", "", f"{len(facts.stages) - most + 1} more", *("" for _ in range(5)))
             continue
         seconds = seconds_text(row.forward), seconds_text(row.backward)
-        where, peak = str(row.pipeline_rank), bytes_text(peaks[row.pipeline_rank])
-        table.add_row(str(row.stage), where, row.units, row.recompute, *seconds, str(row.in_flight), peak)
+        rank, peak = str(row.pipeline_rank), bytes_text(peaks[row.pipeline_rank])
+        table.add_row(str(row.stage), rank, row.units, row.recompute, *seconds, str(row.in_flight), peak)
     return table
 
 

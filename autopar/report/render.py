@@ -103,8 +103,8 @@ def figures_words(figures: Figures, device: str) -> str:
     if figures.tokens:
         per_device = f"{count_text(figures.tokens_per_second_per_device)} tokens/s/{device}"
         parts = [f"{count_text(figures.tokens_per_second)} tokens/s", per_device, *parts]
-    utilisation = f"MFU {percent(figures.mfu, 1.0)}"
-    return f"{seconds_text(figures.step_seconds)} a step: {', '.join(parts)}; {utilisation}"
+    utilization = f"MFU {percent(figures.mfu, 1.0)}"
+    return f"{seconds_text(figures.step_seconds)} a step: {', '.join(parts)}; {utilization}"
 
 
 def memory_words(figures: Figures) -> str:
@@ -136,8 +136,8 @@ def _header(facts: Facts) -> RenderableType:
 def _shown_scopes(facts: Facts) -> list[ScopeFacts]:
     """Return the operators outside layers and the classes with most layers, in the model's order."""
     by_count = sorted((scope for scope in facts.scopes if scope.name), key=lambda scope: -scope.count)
-    kept = by_count[:MOST_SCOPES]
-    return [scope for scope in facts.scopes if not scope.name or scope in kept]
+    largest = by_count[:MOST_SCOPES]
+    return [scope for scope in facts.scopes if not scope.name or scope in largest]
 
 
 def _scope(scope: ScopeFacts, rows: int) -> Iterator[RenderableType]:
@@ -154,14 +154,14 @@ def _scope(scope: ScopeFacts, rows: int) -> Iterator[RenderableType]:
     if not scope.transfers:
         yield Text("no communication\n")
         return
-    sent = table_of("", ("communication", 0), ("size", 30), ("a step", 6, "right"))
+    transfers = table_of("", ("communication", 0), ("size", 30), ("a step", 6, "right"))
     # The largest traffic comes first.
     ordered = sorted(scope.transfers, key=lambda transfer: -transfer.num_bytes * transfer.count)
     for transfer in _cut(ordered, rows):
-        sent.add_row(transfer.words, transfer.traffic, f"x {transfer.count}")
+        transfers.add_row(transfer.words, transfer.traffic, f"x {transfer.count}")
     if len(ordered) > rows:
-        sent.add_row(f"... and {len(ordered) - rows + 1} more", "", "")
-    yield sent
+        transfers.add_row(f"... and {len(ordered) - rows + 1} more", "", "")
+    yield transfers
     yield Text("")
 
 
@@ -178,10 +178,10 @@ def _apart(rows: Sequence[Row]) -> tuple[str, list[Row]]:
     common = [part for part in rows[0].parts if all(part in row.parts for row in rows)] if len(rows) > 1 else []
     if not common:
         return "", list(rows)
-    left = [(row, tuple(part for part in row.parts if part not in common)) for row in rows]
-    if not any(parts for _, parts in left):
+    differing = [(row, tuple(part for part in row.parts if part not in common)) for row in rows]
+    if not any(parts for _, parts in differing):
         return "", [Row("all", ", ".join(common))]
-    return ", ".join(common), [Row(row.what, ", ".join(parts)) for row, parts in left]
+    return ", ".join(common), [Row(row.what, ", ".join(parts)) for row, parts in differing]
 
 
 def _cut(rows: Sequence[Item], most: int) -> Sequence[Item]:
@@ -206,8 +206,8 @@ def _memory(facts: Facts) -> RenderableType:
     for row in facts.memory:
         size = row.num_bytes
         table.add_row(row.kind, bytes_text(size), percent(size, capacity), bar(size, capacity))
-    whole = f"peak, of {bytes_text(capacity)}"
-    table.add_row(whole, bytes_text(peak), percent(peak, capacity), bar(peak, capacity), style="bold")
+    total = f"peak, of {bytes_text(capacity)}"
+    table.add_row(total, bytes_text(peak), percent(peak, capacity), bar(peak, capacity), style="bold")
     return table
 
 

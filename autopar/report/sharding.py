@@ -45,8 +45,8 @@ def _joined(members: list[str], words: Mapping[str, object]) -> str:
     for name in members:
         module, _, leaf = name.rpartition(".")
         siblings = [n for n in words if n.rpartition(".")[0] == module]
-        whole = bool(module) and all(n in members for n in siblings)
-        item = module if whole else name
+        is_whole = bool(module) and all(n in members for n in siblings)
+        item = module if is_whole else name
         if item not in items:
             items.append(item)
     parent = items[0].rpartition(".")[0]

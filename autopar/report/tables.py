@@ -81,15 +81,15 @@ def bullet(text: str) -> Table:
     return item
 
 
-def bar(part: float, whole: float) -> str:
+def bar(part: float, total: float) -> str:
     """Draw a share as a bar of BAR_WIDTH characters."""
-    filled = round(BAR_WIDTH * min(part / whole, 1.0)) if whole else 0
+    filled = round(BAR_WIDTH * min(part / total, 1.0)) if total else 0
     return "█" * filled + "·" * (BAR_WIDTH - filled)
 
 
-def percent(part: float, whole: float) -> str:
+def percent(part: float, total: float) -> str:
     """Return a share in percent: `0.4%`, `12%`."""
-    share = 100 * part / whole if whole else 0.0
+    share = 100 * part / total if total else 0.0
     return f"{share:.1f}%" if share < 9.95 else f"{share:.0f}%"
 
 

@@ -139,17 +139,17 @@ def traffic_bytes(
         if stored.zero:
             reduces = 1 if stored.zero == 1 else num_micro_batches
             widths = (training.compute_bytes, training.gradient_bytes)
-            sent = sent_bytes_of(training.compression, meta, size, *widths)
-            how = f"all_to_all{packed['reduce']}" if sent.reduce_code else "reduce_scatter"
-            _add(totals, f"gradients: {how} over {_names(mesh, over)}", reduces, local * sent.reduce)
-            how, weight = (
-                f"all_gather{packed['gather'] if sent.gather_code else ''} over {_names(mesh, over)}",
-                local * sent.gather,
+            wire = sent_bytes_of(training.compression, meta, size, *widths)
+            words = f"all_to_all{packed['reduce']}" if wire.reduce_code else "reduce_scatter"
+            _add(totals, f"gradients: {words} over {_names(mesh, over)}", reduces, local * wire.reduce)
+            words, weight = (
+                f"all_gather{packed['gather'] if wire.gather_code else ''} over {_names(mesh, over)}",
+                local * wire.gather,
             )
             if stored.zero == 3:
-                _add(totals, f"parameters: {how}, in forward and in backward", 2 * num_micro_batches, weight)
+                _add(totals, f"parameters: {words}, in forward and in backward", 2 * num_micro_batches, weight)
             else:
-                _add(totals, f"parameters: {how} after the update", 1, weight)
+                _add(totals, f"parameters: {words} after the update", 1, weight)
         for axes in summed_axes(mesh.axes, stored):
             _add(totals, f"gradients: all_reduce over {_names(mesh, axes)}", 1, local * training.gradient_bytes / size)
     return totals

@@ -304,8 +304,8 @@ class Constraints:
         names = list(names)
         for glob, wanted in pins:
             if any(fnmatchcase(name, glob) for name in names):
-                kept = tuple(o for o in options if all(_agrees(p, wanted, mesh) for p in placements_of(o)))
-                if not kept:
+                agreeing = tuple(o for o in options if all(_agrees(p, wanted, mesh) for p in placements_of(o)))
+                if not agreeing:
                     legal = sorted(
                         {
                             str(p[mesh.axes.index(a)])
@@ -320,17 +320,17 @@ class Constraints:
                         values=f"{glob}: " + ", ".join(f"{a}={p}" for a, p in wanted) + f" on {mesh}",
                         alternatives=[", ".join(legal) or "no pin"],
                     )
-                options = kept
+                options = agreeing
         for glob, wanted in forbidden:
             if any(fnmatchcase(name, glob) for name in names):
-                kept = tuple(o for o in options if not all(_agrees(p, wanted, mesh) for p in placements_of(o)))
-                if not kept:
+                agreeing = tuple(o for o in options if not all(_agrees(p, wanted, mesh) for p in placements_of(o)))
+                if not agreeing:
                     raise ConstraintError(
                         f"the forbidden placements leave nothing for {subject} on {mesh}",
                         values=shown(glob),
                         alternatives="a narrower pattern, or fewer forbidden placements",
                     )
-                options = kept
+                options = agreeing
         return options
 
 

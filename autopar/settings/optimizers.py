@@ -109,10 +109,10 @@ def _check_groups(factory: Factory, model: nn.Module, stand_in: WholeOptimizer) 
         # Fused optimizers refuse parameters without values.
         real = of_values(factory, parameters_of(model), -1.0)
     if real.groups != stand_in.groups or _settings(real) != _settings(stand_in):
-        moved = next((n for n in parameters if _group_of(real, n) != _group_of(stand_in, n)), "")
+        regrouped = next((n for n in parameters if _group_of(real, n) != _group_of(stand_in, n)), "")
         raise OptimizerError(
             "the optimizer factory must choose groups by what parameters have in every process",
-            f"{moved or 'a group'} gets other settings with the model's own parameters",
+            f"{regrouped or 'a group'} gets other settings with the model's own parameters",
             "groups by name (a factory whose argument is called named_parameters), shape or order, not by identity or "
             "value",
         )
@@ -153,13 +153,13 @@ def _names(needs: Needs, graph: Graph) -> list[str]:
 
 def _one_of_each_class(names: list[str], graph: Graph) -> Iterator[str]:
     """Yield one name per layer class, as the layers of a class share their decisions."""
-    rest = set(names)
+    remaining = set(names)
     for scope in scopes_of(graph):
         for parameter in scope.layer.parameters if scope.layer is not None else ():
-            alike = rest.intersection(scope.full_names(parameter.name))
+            alike = remaining.intersection(scope.full_names(parameter.name))
             yield from sorted(alike)[:1]
-            rest -= alike
-    yield from sorted(rest)
+            remaining -= alike
+    yield from sorted(remaining)
 
 
 def check_plan(plan: Plan, needs: Needs, graph: Graph) -> None:
