@@ -117,7 +117,7 @@ def time_words(plan: Plan) -> Iterator[str]:
     if exposed:
         kinds = sorted(exposed.items(), key=lambda pair: -pair[1])
         names = ", ".join(f"{kind_words(kind)} {seconds_text(value)}" for kind, value in kinds)
-        yield f"exposed communication takes {part(sum(exposed.values()))}: {names}"
+        yield f"exposed communication and gradient accumulation take {part(sum(exposed.values()))}: {names}"
     synchronized, hidden = seconds.get(SYNCHRONISATION, 0.0), seconds.get(HIDDEN, 0.0)
     if synchronized or hidden:
         overlapped = f"{seconds_text(hidden)} of {seconds_text(synchronized + hidden)} overlap with the backward pass"
