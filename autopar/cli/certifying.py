@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from autopar.certify import certify_program
 from autopar.certify.certificate import FILE
@@ -56,7 +57,8 @@ def certify(
     small_model = _miniature(miniature)  # fails before the work of planning
     compiled = program_of_source(source, model, cluster, flags)
     certificate = certify_program(compiled, train=train, miniature=small_model, planning_seconds=cpu_seconds())
-    show(*certificate.panels())
+    for panel in certificate.panels():
+        show(panel, Text(""))
     if plan_file is not None:
         say(f"plan written to {write_output(plan_file, compiled.plan.to_yaml(), force)}")
     if file is not None:
