@@ -225,7 +225,7 @@ def test_what_is_read_between_two_layers_returns() -> None:
         ({"ep": 4, "dp": 2, "tp": 2}, "do not make"),
         ({"tp": 4, "etp": 2}, "etp must be 1, or all ranks of ttp x tp"),
         ({"etp": 2}, "etp must be 1, or all ranks of ttp x tp"),
-        ({"tp": 3, "etp": 1}, "share out positions"),
+        ({"tp": 3, "etp": 1}, "must divide the positions"),
     ],
     ids=str,
 )

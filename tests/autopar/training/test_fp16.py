@@ -318,7 +318,7 @@ def test_verification_sees_an_error_beyond_half_precision(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"precision": "bf16", "loss_scale": {"init_scale": 2.0}}, "for precision 'fp16'"),
+        ({"precision": "bf16", "loss_scale": {"init_scale": 2.0}}, "needs precision 'fp16'"),
         ({"precision": "fp16", "loss_scale": {"init_scal": 2.0}}, "init_scale"),
         ({"precision": "fp16", "loss_scale": {"growth_interval": 0}}, "growth_interval"),
         ({"precision": "fp16", "loss_scale": 1024}, "loss_scale must be a mapping"),
