@@ -1,8 +1,8 @@
-"""HTML as values: text is escaped unless it is `Markup`."""
+"""HTML as values, with the page's colors: text is escaped unless it is `Markup`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
 from typing import TypeAlias
 
@@ -10,6 +10,30 @@ from typing import TypeAlias
 class Markup(str):
     """Text that is HTML already."""
 
+
+# Colors by meaning: names of classes in page.css.
+TIME_COLORS: Mapping[str, str] = {
+    "forward compute": "c0",
+    "backward compute": "c4",
+    "recomputation": "c3",
+    "gradient accumulation": "c6",
+    "local resharding": "c9",
+    "optimizer": "c2",
+    "pipeline bubble": "idle",
+    "waiting for the host": "idle",
+    "gradient and parameter synchronisation": "c1",
+}
+MEMORY_COLORS: Mapping[str, str] = {
+    "parameters": "c0",
+    "gradients": "c1",
+    "optimizer state": "c2",
+    "activations": "c4",
+    "transient": "c6",
+    "workspace": "idle",
+}
+OTHER_COLORS = ("c5", "c7", "c8", "c3", "c9", "c6")
+AXIS_COLORS = ("c0", "c1", "c2", "c4", "c3", "c6", "c7", "c5")
+"""Colors of neighboring groups of an axis. Further groups repeat them."""
 
 Child: TypeAlias = "str | int | None | Iterable[Child]"
 
@@ -85,3 +109,11 @@ def swatch(color: str) -> Markup:
 def details(summary: str, *children: Child) -> Markup:
     """Return children that are folded under their summary."""
     return element("details", element("summary", summary), *children)
+
+
+def colors_of(kinds: Iterable[str], assigned: Mapping[str, str]) -> dict[str, str]:
+    """Map every kind to a color; kinds without an assigned color take the colors of OTHER_COLORS in turn."""
+    others = [kind for kind in kinds if kind not in assigned]
+    return {kind: assigned[kind] for kind in kinds if kind in assigned} | {
+        kind: OTHER_COLORS[index % len(OTHER_COLORS)] for index, kind in enumerate(others)
+    }

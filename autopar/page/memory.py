@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from autopar.costs.memory_timeline import RankMemory, memory_over_time
 from autopar.costs.stage_costs import Simulated
-from autopar.page.colors import BYTES, colors_of
-from autopar.page.markup import Child, Markup, element, legend, section, swatch, table
+from autopar.page.markup import MEMORY_COLORS, Child, Markup, colors_of, element, legend, section, swatch, table
 from autopar.report.facts import Facts, MemoryRow, memory_order
 from autopar.report.tables import percent
 from autopar.units import bytes_text, seconds_text
@@ -22,7 +21,7 @@ def memory_section(facts: Facts, simulated: Simulated) -> Markup:
     ranks = facts.pipeline_ranks or (facts.memory,)
     capacity = max(facts.figures.capacity_bytes, facts.figures.peak_bytes)
     kinds = sorted({row.kind for rank_rows in ranks for row in rank_rows}, key=memory_order)
-    colors = colors_of(kinds, BYTES)
+    colors = colors_of(kinds, MEMORY_COLORS)
     names = [f"pipeline rank {index}" for index in range(len(ranks))] if len(ranks) > 1 else ["every rank"]
     scale = _scale(capacity, max(sum(row.num_bytes for row in rank_rows) for rank_rows in ranks))
     ends = " capacity" if scale == capacity else ""

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.ir.mesh import DATA_AXES
-from autopar.page.colors import AXES
-from autopar.page.markup import Markup, element, section
+from autopar.page.markup import AXIS_COLORS, Markup, element, section
 from autopar.program import GeneratedProgram
 from autopar.units import counted
 from codegen.program import PipelineProgram
@@ -132,7 +131,7 @@ def _cell(place: Place, axis: str) -> Markup:
         "div",
         element("b", place.rank),
         element("span", f"{axis} {place_on_axis}" if axis else "", class_="place"),
-        class_=f"cell {AXES[place_on_axis % len(AXES)]}{replica}",
+        class_=f"cell {AXIS_COLORS[place_on_axis % len(AXIS_COLORS)]}{replica}",
         title=f"rank {place.rank}: node {place.node}; {coordinate}",
         **data,
     )

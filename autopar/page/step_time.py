@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.page.colors import SECONDS, colors_of
-from autopar.page.markup import Child, Markup, element, section, swatch, table
+from autopar.page.markup import TIME_COLORS, Child, Markup, colors_of, element, section, swatch, table
 from autopar.report.facts import Facts
 from autopar.report.tables import percent
 from autopar.units import seconds_text
@@ -12,7 +11,7 @@ from autopar.units import seconds_text
 def time_section(facts: Facts) -> Markup:
     """Return a bar of exposed seconds, a bar of hidden seconds on the same scale, and their table."""
     total = facts.figures.step_seconds
-    colors = colors_of([row.kind for row in facts.seconds], SECONDS)
+    colors = colors_of([row.kind for row in facts.seconds], TIME_COLORS)
     exposed = [(row.kind, row.exposed) for row in facts.seconds]
     hidden = [(row.kind, row.hidden) for row in facts.seconds if row.hidden]
     bars = [_bar("exposed", exposed, total, colors, "")]
