@@ -7,15 +7,15 @@ from cost_models.certainty import Certainty
 
 
 def fit_text(certainty: Certainty) -> str:
-    """Say whether predicted bytes fit, and the interval of like plans: `within the error, nine of ten like it took 76
-    to 88 GiB`.
+    """Return whether predicted bytes fit, with their interval: `within the error (90% interval 76-88 GiB)`.
 
-    A plan that fits by the prediction alone stays legal.
+    A plan that fits by its prediction alone stays legal in all cases.
     """
     low, high = bytes_text(certainty.low_bytes).split(), bytes_text(certainty.high_bytes).split()
     low = low[:1] if low[1] == high[1] else low
-    interval = high if low[0] == high[0] else (*low, "to", *high)
-    return f"{certainty.fit}, nine of ten like it took {' '.join(interval)}"
+    separator = "-" if len(low) == 1 else " to "
+    interval = " ".join(high) if low[0] == high[0] else f"{' '.join(low)}{separator}{' '.join(high)}"
+    return f"{certainty.fit} (90% interval {interval})"
 
 
 def seconds_text(seconds: float) -> str:
@@ -32,6 +32,12 @@ def count_text(number: float) -> str:
         if number >= scale:
             return f"{_digits(number / scale)}{unit}"
     return f"{number:.0f}" if number >= 100 or number == int(number) else _digits(number)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 rank`, `2 ranks`, `4 micro-batches`."""
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{number} {noun}{ending}"
 
 
 def _digits(value: float) -> str:

@@ -8,8 +8,7 @@ from types import TracebackType
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from autopar.report.summary import short_table
-from autopar.report.tables import VisibleConsole
+from autopar.report.tables import VisibleConsole, short_table
 from autopar.training.result import TrainResult
 from autopar.units import bytes_text, count_text, seconds_text
 

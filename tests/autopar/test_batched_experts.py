@@ -244,11 +244,11 @@ class Heads(nn.Module):
 
 
 def test_heads_are_no_experts() -> None:
-    with pytest.raises(ConstraintError, match="no experts that autopar recognises"):
+    with pytest.raises(ConstraintError, match="no experts that autopar recognizes"):
         autopar.compile(Heads(), IDEAL, example_inputs={"x": torch.zeros(8, WIDTH)}, constraints={"ep": 2})
 
 
 def test_a_degree_that_does_not_divide_the_experts_is_refused() -> None:
     model = model_of(AllForAll, num_experts=6)
-    with pytest.raises(ConstraintError, match=r"(?s)does not divide their number.*ep=4, 6 experts.*ep of 2, 3, 6"):
+    with pytest.raises(ConstraintError, match=r"(?s)does not divide the experts.*ep=4, 6 experts.*ep of 2, 3, 6"):
         autopar.compile(model, IDEAL, example_inputs=batch(), constraints={"ep": 4})

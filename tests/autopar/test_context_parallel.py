@@ -282,7 +282,7 @@ def test_refusals() -> None:
     example = EXAMPLES["llama_gqa"](seq_len=14)
     with pytest.raises(ConstraintError, match=r"14 positions(.|\n)*cp of 2, 7, 14"):
         autopar.compile(example.model, IDEAL, example_inputs=example.inputs, constraints={"cp": 4, "context": "ring"})
-    with pytest.raises(ConstraintError, match=r"cannot be cut so(.|\n)*all_gather(.|\n)*ring"):
+    with pytest.raises(ConstraintError, match=r"cannot be sharded like this(.|\n)*all_gather(.|\n)*ring"):
         autopar.compile(
             EXAMPLES["bert"](num_heads=1).model,
             IDEAL,

@@ -221,11 +221,11 @@ def test_what_is_read_between_two_layers_returns() -> None:
 @pytest.mark.parametrize(
     ("pins", "says"),
     [
-        ({"ep": 5}, "does not divide their number"),
+        ({"ep": 5}, "does not divide the experts"),
         ({"ep": 4, "dp": 2, "tp": 2}, "do not make"),
-        ({"tp": 4, "etp": 2}, "on one rank of ttp x tp, or on all"),
-        ({"etp": 2}, "on one rank of ttp x tp, or on all"),
-        ({"tp": 3, "etp": 1}, "share out positions"),
+        ({"tp": 4, "etp": 2}, "etp must be 1, or all ranks of ttp x tp"),
+        ({"etp": 2}, "etp must be 1, or all ranks of ttp x tp"),
+        ({"tp": 3, "etp": 1}, "must divide the positions"),
     ],
     ids=str,
 )
@@ -235,7 +235,7 @@ def test_refused_degrees(pins: dict[str, Any], says: str) -> None:
 
 
 def test_a_model_without_experts_has_no_ranks_for_them() -> None:
-    with pytest.raises(ConstraintError, match="no experts that autopar recognises"):
+    with pytest.raises(ConstraintError, match="no experts that autopar recognizes"):
         autopar.compile(
             nn.Linear(4, 4),
             IDEAL,

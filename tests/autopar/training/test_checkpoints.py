@@ -309,7 +309,7 @@ def test_what_cannot_be_saved_is_said_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     batches = [{"x": torch.ones(8, 4)}]
     config = replace(CONFIG, steps=50, checkpoint_directory=str(tmp_path / "file" / "run"))
-    with pytest.raises(OutputError, match="is no folder"):
+    with pytest.raises(OutputError, match="is not a folder"):
         Trainer(Net(), config, batches).fit()
     seen = []
 

@@ -320,10 +320,10 @@ def test_verification_sees_an_error_beyond_half_precision(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"precision": "bf16", "loss_scale": {"init_scale": 2.0}}, "for precision 'fp16'"),
+        ({"precision": "bf16", "loss_scale": {"init_scale": 2.0}}, "needs precision 'fp16'"),
         ({"precision": "fp16", "loss_scale": {"init_scal": 2.0}}, "init_scale"),
         ({"precision": "fp16", "loss_scale": {"growth_interval": 0}}, "growth_interval"),
-        ({"precision": "fp16", "loss_scale": 1024}, "loss_scale is a mapping"),
+        ({"precision": "fp16", "loss_scale": 1024}, "loss_scale must be a mapping"),
         ({"precision": "half"}, "fp32, bf16, fp16"),
     ],
 )
@@ -333,7 +333,7 @@ def test_a_wrong_scale_is_refused_by_name(fields: dict[str, Any], text: str) -> 
 
 
 def test_fp8_is_refused_in_fp16() -> None:
-    with pytest.raises(ConstraintError, match="fp8 is combined with bf16"):
+    with pytest.raises(ConstraintError, match="fp8 does not work with fp16"):
         compiled({}, 1, fp8=True)
 
 
