@@ -19,6 +19,7 @@ from codegen.idioms import with_idioms
 from codegen.logits import with_logits
 from codegen.program import Call, Layout, ModuleClass, Program, Reshard, Spec, Statement, Var, reads
 from codegen.reshard_words import Dims
+from codegen.rotary_names import with_rotary_names
 from codegen.runtime.names import argument
 from codegen.sizes import needed, with_sizes
 from codegen.statements import Aside, axes, indented, joint_axes, returning, source_lines
@@ -82,7 +83,7 @@ def emit_model(program: Program) -> str:
 
 def emit_classes(program: Program, words: Words) -> str:
     """One file: imports, sizes, layouts, the layer classes and the root class."""
-    program, sizes = with_sizes(with_logits(program))
+    program, sizes = with_sizes(with_rotary_names(with_logits(program)))
     own = tuple(layer for layer in program.layers if layer.name not in words.elsewhere)
     classes = [layer_class(program, layer, words) for layer in own] + [_root_class(program, words)]
     statements = [s for cls in (*own, program.root) for s in cls.body] + [*program.count_targets, *program.whole_sums]
@@ -93,7 +94,7 @@ def emit_classes(program: Program, words: Words) -> str:
 
 def emit_layers(layers: Mapping[str, tuple[Program, ModuleClass]], words: Words) -> str:
     """layers.py: classes that several stages have, with a program that each is of."""
-    named = {name: with_sizes(program) for name, (program, _) in layers.items()}
+    named = {name: with_sizes(with_rotary_names(program)) for name, (program, _) in layers.items()}
     sizes = {key: line for _, lines in named.values() for key, line in lines.items()}
     if any(lines[key] != sizes[key] for _, lines in named.values() for key in lines):
         named, sizes = {name: (program, {}) for name, (program, _) in layers.items()}, {}  # of unequal meshes

@@ -6,6 +6,7 @@ are strings already; `Call.args` follow the operator's schema.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -270,8 +271,18 @@ def _embedding(call: Call, given: Arguments) -> str | None:
 
 
 def _attention(call: Call, given: Arguments) -> str | None:
+    if _is_default_scale(given):
+        del given["scale"]
     lead = [literal(given.pop(name)) for name in ("query", "key", "value")]
     return _function("F.scaled_dot_product_attention", lead, given)
+
+
+def _is_default_scale(given: Arguments) -> bool:
+    """Whether attention's scale is torch's own, 1 / sqrt(head dim), to the last digit but one."""
+    query, scale = given["query"], given.get("scale")
+    if not isinstance(scale, float) or not isinstance(query, Var) or not query.type.shape:
+        return False
+    return math.isclose(scale, query.type.shape[-1] ** -0.5, rel_tol=4e-16)
 
 
 def _dropout_attention(call: Call) -> str:
@@ -283,6 +294,8 @@ def _dropout_attention(call: Call) -> str:
         kwargs=tuple((name, value) for name, value in call.kwargs if name not in own),
     )
     arguments = given(plain)
+    if _is_default_scale(arguments):
+        del arguments["scale"]
     lead = [literal(arguments.pop(name)) for name in ("query", "key", "value")]
     return _function(call.target, lead, arguments | {n: v for n, v in call.kwargs if n in own})
 

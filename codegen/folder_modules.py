@@ -7,11 +7,10 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 
+from codegen.reached import HOME
+
 PACKAGES = ("runtime", "kernels")
 """Of ours, copied beside generated files under the same names."""
-
-HOME = "autopar_program"
-"""What main.py, which is no module of the folder's package, calls that package."""
 
 
 def imported_modules(sources: Mapping[str, str]) -> dict[str, str]:

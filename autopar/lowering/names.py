@@ -60,13 +60,20 @@ _SHORT = {
     "sum": "total",
     "max": "largest",
     "abs": "magnitude",
+    "add": "summed",
+    "sub": "difference",
+    "mul": "product",
+    "div": "quotient",
+    "cat": "joined",
 }
 """Names for what an operator makes, where its own name is taken or long."""
 
 _ARGUMENT_ROLES = {
-    "scaled_dot_product_attention": ("q", "k", "v"),
-    "window_attention": ("q", "k", "v"),
-    "sink_attention": ("q", "k", "v", "sinks"),
+    "scaled_dot_product_attention": ("query", "key", "value"),
+    "window_attention": ("query", "key", "value"),
+    "sink_attention": ("query", "key", "value", "sinks"),
+    "cos": ("angles",),
+    "sin": ("angles",),
     "cross_entropy_loss": ("logits", "targets"),
 }
 """Operator -> what its arguments are, whatever made them."""
@@ -153,13 +160,16 @@ def _roles(
     stream = {Ref(name) for name in entering[:1]}
     made = {node.name: base_name(node.op) for node in nodes}
     for node in nodes:
-        op, result = base_name(node.op), Ref(node.name)
-        for ref, role in zip(node.inputs, _ARGUMENT_ROLES.get(op, ()), strict=False):
+        for ref, role in zip(node.inputs, _ARGUMENT_ROLES.get(base_name(node.op), ()), strict=False):
             while ref.node in followed:
                 ref = followed[ref.node]
             found.setdefault(ref, role)
+    for node in nodes:
+        op, result = base_name(node.op), Ref(node.name)
         if op in ("cos", "sin"):
             found[result] = op
+        elif op == "cat" and found.get(result) == "angles" and len(set(node.inputs)) == 1:
+            found.setdefault(node.inputs[0], "half_angles")
         elif op == "mul" and any(made.get(ref.node) in _GATES for ref in node.inputs):
             found.setdefault(result, "gated")
         elif op == "add" and stream.intersection(node.inputs) and uses.get(result, 0) > 1:
@@ -179,7 +189,8 @@ def _plain(node: Node) -> str:
 def _module_wishes(nodes: tuple[Node, ...], followed: Mapping[str, Ref]) -> dict[str, str]:
     """Node name -> module name, for the last node of a module that calls in one stretch only.
 
-    Where that only reshapes what the module has computed, it is the call that has.
+    Where that only reshapes what the module has computed, it is the call that has. Modules of one name have that of
+    the module around them before it (`attn_c_proj`, `mlp_c_proj`), and those of a list their number (`linears_1`).
     """
     stretches: dict[str, list[Node]] = {}
     repeated: set[str] = set()
@@ -188,14 +199,16 @@ def _module_wishes(nodes: tuple[Node, ...], followed: Mapping[str, Ref]) -> dict
             repeated.add(module)
         stretches[module] = list(group)
     parents = {module.rpartition(".")[0] for module in stretches}
+    leaves = [m for m in stretches if m and not m.isdigit() and m not in repeated and m not in parents]
+    counts = Counter(module.rpartition(".")[2] for module in leaves)
     wishes = {}
-    for module, stretch in stretches.items():
-        leaf = module.rpartition(".")[2]
-        if leaf and not leaf.isdigit() and module not in repeated and module not in parents:
-            last, own = stretch[-1].name, {node.name for node in stretch}
-            while last in followed and followed[last].node in own:
-                last = followed[last].node
-            wishes[last] = leaf
+    for module in leaves:
+        path, stretch = module.split("."), stretches[module]
+        is_alone = counts[path[-1]] == 1 and not path[-1].isdigit()
+        last, own = stretch[-1].name, {node.name for node in stretch}
+        while last in followed and followed[last].node in own:
+            last = followed[last].node
+        wishes[last] = "_".join(path[-1:] if is_alone else path[-2:])
     return wishes
 
 

@@ -219,7 +219,7 @@ class Lowering:
         variable = self.at_hand[ref, current]
         is_given = variable.is_stored or ref in self.known
         keeps_name = not is_given and (not rename or self.uses.get(ref, 0) == 1)
-        target = variable.name if keeps_name else self._fresh("_".join(_words_of(variable)[-2:]), wanted)
+        target = variable.name if keeps_name else self._fresh(_words_of(variable), wanted)
         for step in path:
             statement = self._reshard(step, variable, target, meta)
             self.pending.append(statement)
@@ -229,11 +229,15 @@ class Lowering:
             self.at_hand = {key: v for key, v in self.at_hand.items() if key[0] != ref or key[1] == wanted}
         return variable
 
-    def _fresh(self, name: str, wanted: Placements) -> str:
-        """A name that says how the copy lies."""
+    def _fresh(self, words: list[str], wanted: Placements) -> str:
+        """A name that says how the copy lies, of the last two words, or three where others have these."""
+        ending = "part"
         if all(p.is_replicated for p in wanted):
-            return self.fresh_name(f"{name}_whole")
-        return self.fresh_name(f"{name}_partial" if any(p.kind == "P" for p in wanted) else f"{name}_part")
+            ending = "whole"
+        elif any(p.kind == "P" for p in wanted):
+            ending = "partial"
+        short, long = (f"{'_'.join(words[-count:])}_{ending}" for count in (2, 3))
+        return self.fresh_name(long if short in self.taken else short)
 
     def fresh_name(self, wish: str) -> str:
         """A name that nothing has yet."""
