@@ -115,7 +115,10 @@ def expression(call: Call) -> str:
         name = kernel_name(call.target.removeprefix("kernels."))
         text = _function(name, [literal(a) for a in call.args], dict(call.kwargs))
     elif call.target.startswith(("runtime.", "idioms.")):
-        text = _function(call.target.partition(".")[2], [literal(a) for a in call.args], dict(call.kwargs))
+        arguments = dict(call.kwargs)
+        if call.target.endswith("attention") and _is_default_scale(call.args[0], arguments.get("scale")):
+            del arguments["scale"]
+        text = _function(call.target.partition(".")[2], [literal(a) for a in call.args], arguments)
     else:
         text = _operator(call)
     return f"{_atom(text)} / {call.divisor}" if call.divisor != 1 else text
@@ -271,15 +274,14 @@ def _embedding(call: Call, given: Arguments) -> str | None:
 
 
 def _attention(call: Call, given: Arguments) -> str | None:
-    if _is_default_scale(given):
+    if _is_default_scale(given["query"], given.get("scale")):
         del given["scale"]
     lead = [literal(given.pop(name)) for name in ("query", "key", "value")]
     return _function("F.scaled_dot_product_attention", lead, given)
 
 
-def _is_default_scale(given: Arguments) -> bool:
+def _is_default_scale(query: Any, scale: Any) -> bool:
     """Whether attention's scale is torch's own, 1 / sqrt(head dim), to the last digit but one."""
-    query, scale = given["query"], given.get("scale")
     if not isinstance(scale, float) or not isinstance(query, Var) or not query.type.shape:
         return False
     return math.isclose(scale, query.type.shape[-1] ** -0.5, rel_tol=4e-16)
@@ -294,7 +296,7 @@ def _dropout_attention(call: Call) -> str:
         kwargs=tuple((name, value) for name, value in call.kwargs if name not in own),
     )
     arguments = given(plain)
-    if _is_default_scale(arguments):
+    if _is_default_scale(arguments["query"], arguments.get("scale")):
         del arguments["scale"]
     lead = [literal(arguments.pop(name)) for name in ("query", "key", "value")]
     return _function(call.target, lead, arguments | {n: v for n, v in call.kwargs if n in own})

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 
-from codegen.reached import HOME
+from codegen.reached import HOME, parsed
 
 PACKAGES = ("runtime", "kernels")
 """Of ours, copied beside generated files under the same names."""
@@ -41,7 +41,7 @@ def imported_modules(sources: Mapping[str, str]) -> dict[str, str]:
 @functools.cache
 def _imports(text: str, package: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """(package, module) of what a file may import of ours; a file of the folder itself has the package ()."""
-    return tuple(_targets(_executed(ast.parse(text).body), package))
+    return tuple(_targets(_executed(parsed(text).body), package))
 
 
 def _targets(nodes: Iterable[ast.AST], package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

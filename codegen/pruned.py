@@ -52,7 +52,7 @@ def _without(path: Path, module: Module, kept: Reached) -> str:
     edits = [(*_lines_of(node, lines), "") for node in nodes] + list(_imports(module, used, lines))
     for first, last, text in sorted(edits, reverse=True):
         _replace(lines, first, last, text)
-    return "\n".join(_without_empty_headings(lines)).rstrip() + "\n"
+    return "\n".join(_without_empty_headings(lines)).strip("\n") + "\n"
 
 
 def _names(definition: Definition) -> set[str]:
@@ -70,7 +70,7 @@ def _lines_of(node: ast.stmt, lines: list[str]) -> tuple[int, int]:
 
 def _imports(module: Module, used: set[str], lines: list[str]) -> Iterator[tuple[int, int, str]]:
     """The lines of imports that name what is not used, and what they become."""
-    for node in ast.parse(module.text).body:
+    for node in module.import_nodes:
         if isinstance(node, ast.If) and is_for_types(node):
             texts = [_import(each, used, 4) for each in node.body]
             if any(text is not None for text in texts):

@@ -22,9 +22,9 @@ HOME = "autopar_program"
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """What code refers to. pairs: `module.name`, as far as it can be one. imports: (module, name) inside of functions.
+    """What code refers to. pairs: `name.attribute`. imports: (module, name) inside of functions.
 
-    attributes: names after a dot, and strings that could be such names.
+    attributes: those of other expressions, and strings that could be such names.
     """
 
     names: frozenset[str]
@@ -49,7 +49,8 @@ class Definition:
 @dataclass(frozen=True, slots=True, eq=False)
 class Module:
     """A file. imports: name -> (module of the folder, name in it; "" for the module). outside: name -> import path of
-    what is not in the folder. always: statements that are kept wherever the module is."""
+    what is not in the folder. type_names: what is imported for type checkers alone. always: statements that are kept
+    wherever the module is. import_nodes: its imports, those for type checkers included."""
 
     text: str
     definitions: Mapping[str, Definition]
@@ -57,6 +58,7 @@ class Module:
     outside: Mapping[str, str]
     type_names: frozenset[str]
     always: tuple[Definition, ...]
+    import_nodes: tuple[ast.stmt, ...]
 
 
 @dataclass(slots=True)
@@ -72,6 +74,12 @@ class Reached:
 
 
 @functools.cache
+def parsed(text: str) -> ast.Module:
+    """Return a file's syntax. It is not changed."""
+    return ast.parse(text)
+
+
+@functools.cache
 def module_of(text: str, package: Path) -> Module:
     """Return a file's definitions and imports. package: the folder that it lies in, () for the program's own."""
     definitions: dict[str, Definition] = {}
@@ -79,7 +87,7 @@ def module_of(text: str, package: Path) -> Module:
     outside: dict[str, str] = {}
     type_names: set[str] = set()
     always: list[Definition] = []
-    body = ast.parse(text).body
+    body = parsed(text).body
     for position, node in enumerate(body):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             inside, others = _bindings(node, package)
@@ -96,7 +104,8 @@ def module_of(text: str, package: Path) -> Module:
             definitions[name] = Definition((*before, *nodes), _uses((*before, *nodes), package))
         elif not _is_text(node):
             always.append(Definition((node,), _uses((node,), package)))
-    return Module(text, definitions, imports, outside, frozenset(type_names), tuple(always))
+    import_nodes = tuple(node for node in body if isinstance(node, (ast.Import, ast.ImportFrom)) or is_for_types(node))
+    return Module(text, definitions, imports, outside, frozenset(type_names), tuple(always), import_nodes)
 
 
 def is_for_types(node: ast.AST) -> bool:
@@ -136,11 +145,11 @@ def _uses(nodes: Iterable[ast.AST], package: Path) -> Uses:
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            pairs.add((node.value.id, node.attr))
+            continue
         if isinstance(node, ast.Attribute):
             attributes.add(node.attr)
-            if isinstance(node.value, ast.Name):
-                pairs.add((node.value.id, node.attr))
-                continue
         elif isinstance(node, ast.Name):
             names.add(node.id)
         elif isinstance(node, ast.Constant):
@@ -148,7 +157,12 @@ def _uses(nodes: Iterable[ast.AST], package: Path) -> Uses:
                 attributes.add(node.value)
         elif isinstance(node, ast.ImportFrom):
             imports |= set(_bindings(node, package)[0].values())
-        waiting += ast.iter_child_nodes(node)
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                waiting += [item for item in value if isinstance(item, ast.AST)]
+            elif isinstance(value, ast.AST) and not isinstance(value, ast.expr_context):
+                waiting.append(value)
     return Uses(frozenset(names), frozenset(pairs), frozenset(attributes), frozenset(imports))
 
 
@@ -195,6 +209,7 @@ class _Walk:
     def __init__(self, modules: Mapping[Path, Module]) -> None:
         self.modules = modules
         self.found = Reached()
+        self._whole: set[Path] = set()
         self._attributes: set[str] = set()
         self._waiting: list[tuple[Path, Definition]] = []
         self._methods: dict[str, list[tuple[Path, str, Definition]]] = defaultdict(list)
@@ -206,12 +221,19 @@ class _Walk:
             self._follow(path, definition.uses)
 
     def need_module(self, path: Path) -> None:
-        """Reach all of a module."""
-        for name in self.modules[path].definitions if path in self.modules else ():
-            self._need(path, name)
-            for method in self.modules[path].definitions[name].methods:
-                self.need_methods(method)
+        """Reach all of a module, and what it imports."""
+        if path not in self.modules or path in self._whole:
+            return
+        self._whole.add(path)
         self._enter(path)
+        module = self.modules[path]
+        for name, definition in module.definitions.items():
+            self._need(path, name)
+            for method in definition.methods:
+                self.need_methods(method)
+        for target, name in module.imports.values():
+            self._enter(target)
+            self._need(target, name)
 
     def _enter(self, path: Path) -> None:
         if path in self.modules and path not in self.found.modules:
@@ -265,7 +287,8 @@ class _Walk:
             if inner == "":
                 self._enter(target)
                 self._need(target, attribute)
-            else:
+            elif name not in module.outside:
+                self.need_methods(attribute)
                 self._need(path, name)
         for target, inner in uses.imports:
             self._need_import(target, inner)
