@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from codegen.columns import COLUMNS, documented, fitted
-from codegen.expressions import is_custom, kernel_name, literal
-from codegen.functions import function_of
+from codegen.expressions import kernel_name, literal
+from codegen.functions import function_of, is_custom
 from codegen.idioms import with_idioms
 from codegen.logits import with_logits
 from codegen.program import Call, Layout, ModuleClass, Program, Reshard, Spec, Statement, Var, reads

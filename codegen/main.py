@@ -167,7 +167,7 @@ _ALONE = 'dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashS
 
 @dataclass(frozen=True, slots=True)
 class MainOptimizer:
-    """The optimiser that a saved program trains with.
+    """The optimizer that a saved program trains with.
 
     lr, weight_decay: of AdamW, where nothing else is given. path: of another's factory, `module:name`. arguments:
     keyword arguments of it, of types that `repr` writes. unnamed: what a factory is that has no path.
@@ -181,7 +181,7 @@ class MainOptimizer:
 
     @property
     def is_default(self) -> bool:
-        """Whether the optimiser is AdamW with a rate and a decay."""
+        """Whether the optimizer is AdamW with a rate and a decay."""
         return not (self.path or self.unnamed)
 
 
@@ -213,7 +213,7 @@ def _imports(*modules: str) -> str:
 
 
 def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]:
-    """What the template takes for the optimiser."""
+    """What the template takes for the optimizer."""
     if optimizer.is_default:
         decay = "" if optimizer.weight_decay == 1e-2 else f", weight_decay={optimizer.weight_decay!r}"
         rate = "1e-3" if optimizer.lr == 1e-3 else repr(optimizer.lr)
@@ -234,7 +234,7 @@ def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]
         arguments = "".join(f", {name}={value!r}" for name, value in optimizer.arguments.items())
         line = f"return optimizers.imported({optimizer.path!r}{arguments})"
     else:
-        why = f"the optimiser that was compiled in ({optimizer.unnamed}) has no import path"
+        why = f"the optimizer that was compiled in ({optimizer.unnamed}) has no import path"
         line = f"raise SystemExit({why + ': give --optimizer module:factory'!r})"
     asked = "checkpoint checkpoint_folder optimizer_trial optimizers options processes weight_files"
     return {

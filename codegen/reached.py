@@ -46,7 +46,7 @@ class Definition:
     bases: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Module:
     """A file. imports: name -> (module of the folder, name in it; "" for the module). outside: name -> import path of
     what is not in the folder. type_names: what is imported for type checkers alone. always: statements that are kept
@@ -105,7 +105,15 @@ def module_of(text: str, package: Path) -> Module:
         elif not _is_text(node):
             always.append(Definition((node,), _uses((node,), package)))
     import_nodes = tuple(node for node in body if isinstance(node, (ast.Import, ast.ImportFrom)) or is_for_types(node))
-    return Module(text, definitions, imports, outside, frozenset(type_names), tuple(always), import_nodes)
+    return Module(
+        text=text,
+        definitions=definitions,
+        imports=imports,
+        outside=outside,
+        type_names=frozenset(type_names),
+        always=tuple(always),
+        import_nodes=import_nodes,
+    )
 
 
 def is_for_types(node: ast.AST) -> bool:

@@ -193,7 +193,7 @@ def test_another_models_checkpoint_is_refused(net: nn.Module, text: str, saved: 
 
 def test_another_optimisers_checkpoint_is_refused(saved: Path) -> None:
     net = Net()
-    with pytest.raises(CheckpointError, match="the checkpoint is AdamW's, and the optimiser is SGD"):
+    with pytest.raises(CheckpointError, match="the checkpoint is AdamW's, and the optimizer is SGD"):
         checkpoints.load_plain(net, torch.optim.SGD(net.parameters(), 0.1), saved / "step-00000002")
 
 
@@ -319,7 +319,7 @@ def test_what_cannot_be_saved_is_said_at_the_start(tmp_path: Path) -> None:
             yield batches[0]
 
     config = replace(config, checkpoint_directory=str(tmp_path / "run"))
-    with pytest.raises(CheckpointError, match="the optimiser's state cannot be saved") as caught:
+    with pytest.raises(CheckpointError, match="the optimizer's state cannot be saved") as caught:
         Trainer(Net(), config, counted, optimizer=lambda params: Odd(params, 0.1)).fit()
     assert caught.value.alternatives == ["another optimiser", "no checkpoint_directory"]
     assert len(seen) <= 3
