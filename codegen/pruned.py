@@ -69,40 +69,32 @@ def _lines_of(node: ast.stmt, lines: list[str]) -> tuple[int, int]:
 
 
 def _imports(module: Module, used: set[str], lines: list[str]) -> Iterator[tuple[int, int, str]]:
-    """The lines of imports that name what is not used, and what they become."""
+    """Yield where the imports of a module are, and their text with only the names that are used."""
+    used = used | {"TYPE_CHECKING"} if module.type_names & used else used
     for node in module.import_nodes:
-        if isinstance(node, ast.If) and is_for_types(node):
-            texts = [_import(each, used, 4) for each in node.body]
-            if any(text is not None for text in texts):
-                inner = [
-                    lines[n.lineno - 1 : n.end_lineno] if t is None else t.splitlines()
-                    for n, t in zip(node.body, texts, strict=True)
-                ]
-                comments = [lines[i] for i in range(node.lineno, node.body[0].lineno - 1)]
-                body = [line for each in inner for line in each]
-                text = "\n".join([lines[node.lineno - 1], *comments, *body]) if body else ""
-                yield node.lineno - 1, node.end_lineno or node.lineno, text
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            text = _import(node, used | ({"TYPE_CHECKING"} if module.type_names & used else set()), 0)
-            if text is not None:
-                yield node.lineno - 1, node.end_lineno or node.lineno, text
+        first, last = node.lineno - 1, node.end_lineno or node.lineno
+        if is_for_types(node):
+            inner = [line for each in node.body for line in _import(each, used, lines)]
+            kept = [*lines[first : node.body[0].lineno - 1], *inner] if inner else []
+        else:
+            kept = _import(node, used, lines)
+        yield first, last, "\n".join(kept)
 
 
-def _import(node: ast.stmt, used: set[str], indent: int) -> str | None:
-    """What an import becomes; None where it stays as it is, "" where it goes."""
+def _import(node: ast.stmt, used: set[str], lines: list[str]) -> list[str]:
+    """Return the lines of an import with only the names that are used."""
+    written = lines[node.lineno - 1 : node.end_lineno]
     if not isinstance(node, (ast.Import, ast.ImportFrom)) or getattr(node, "module", "") == "__future__":
-        return None
-    aliases = [a for a in node.names if (a.asname or a.name.partition(".")[0]) in used]
-    if len(aliases) == len(node.names):
-        return None
-    if not aliases:
-        return ""
-    text = " " * indent + ast.unparse(_with_names(node, aliases))
+        return written
+    aliases = [alias for alias in node.names if (alias.asname or alias.name.partition(".")[0]) in used]
+    if not aliases or len(aliases) == len(node.names):
+        return written if aliases else []
+    indent = " " * node.col_offset
+    text = indent + ast.unparse(_with_names(node, aliases))
     if len(text) <= COLUMNS:
-        return text
+        return [text]
     head, _, names = text.partition(" import ")
-    inner = ",\n".join(" " * (indent + 4) + name for name in names.split(", "))
-    return f"{head} import (\n{inner},\n{' ' * indent})"
+    return [f"{head} import (", *(f"{indent}    {name}," for name in names.split(", ")), f"{indent})"]
 
 
 def _with_names(node: ast.Import | ast.ImportFrom, aliases: list[ast.alias]) -> ast.stmt:

@@ -12,6 +12,7 @@ import importlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 Path = tuple[str, ...]
 """A module of a program's folder: ("runtime", "step"), ("model",)."""
@@ -116,7 +117,7 @@ def module_of(text: str, package: Path) -> Module:
     )
 
 
-def is_for_types(node: ast.AST) -> bool:
+def is_for_types(node: ast.AST) -> TypeGuard[ast.If]:
     """Whether a statement is `if TYPE_CHECKING:`, which nothing runs."""
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
