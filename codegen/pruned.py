@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import gc
 import re
 from collections.abc import Iterator, Mapping
 
@@ -10,7 +12,6 @@ from codegen.columns import COLUMNS
 from codegen.reached import Definition, Module, Path, Reached, is_for_types, module_of, reached
 
 _HEADING = re.compile(r"\s*# ?.*-{8,}$")
-
 
 KEPT = ("evaluate", "full_state_dict", "clip")
 """Methods of a step that main.py does not call, and a loop that takes its place may."""
@@ -21,12 +22,25 @@ def pruned(sources: Mapping[str, str], modules: Mapping[str, str]) -> dict[str, 
 
     sources: generated Python files by name, which stay whole. modules: text by file name ("runtime/step.py").
     """
-    program = {_path(name): module_of(text, _path(name)[:-1]) for name, text in sources.items()}
-    found = {_path(name): module_of(text, _path(name)[:-1]) for name, text in modules.items()}
-    kept = reached(program, found, KEPT)
-    texts = {name: _without(path, found[path], kept) for name in modules if (path := _path(name)) in kept.modules}
+    with _paused_collector():
+        program = {_path(name): module_of(text, _path(name)[:-1]) for name, text in sources.items()}
+        runtime = {_path(name): module_of(text, _path(name)[:-1]) for name, text in modules.items()}
+        kept = reached(program, runtime, KEPT)
+        texts = {name: _without(path, runtime[path], kept) for name in modules if (path := _path(name)) in kept.modules}
     packages = {f"{name.partition('/')[0]}/__init__.py" for name in texts}
     return dict(sorted((texts | {name: modules[name] for name in packages}).items()))
+
+
+@contextlib.contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Pause Python's collector of cycles: syntax trees are many objects, and it would walk a whole model for them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _path(name: str) -> Path:
