@@ -6,6 +6,7 @@ are strings already; `Call.args` follow the operator's schema.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from codegen.functions import NAMESPACE, function_of
+from codegen.functions import function_of
 from codegen.program import Call, Raw, Var
 from codegen.schemas import EmissionError, devices_of, makes, schema_of, signature_of
 from codegen.text import quoted
@@ -103,18 +104,24 @@ FUNCTIONS: Mapping[str, str] = {
 
 REDUCTIONS = ("none", "mean", "sum")
 
+_SPACES: Mapping[str, Callable[[str], str]] = {
+    **dict.fromkeys(("self", "async_tp", "deferred", "fp8", "grouped", "overlapped"), str),
+    **dict.fromkeys(("runtime", "idioms"), lambda target: target.partition(".")[2]),
+    "kernels": lambda target: kernel_name(target.removeprefix("kernels.")),
+}
+"""Of functions that are no operators: what they are called in the source."""
+
 
 def expression(call: Call) -> str:
     """The right-hand side of a call."""
+    space, _, name = call.target.partition(".")
     if call.target == "self.dropout_attention":
         text = _dropout_attention(call)
-    elif call.target.startswith(("self.", "async_tp.", "deferred.", "fp8.", "grouped.", "overlapped.")):
-        text = _function(call.target, [literal(a) for a in call.args], dict(call.kwargs))
-    elif call.target.startswith("kernels."):
-        name = kernel_name(call.target.removeprefix("kernels."))
-        text = _function(name, [literal(a) for a in call.args], dict(call.kwargs))
-    elif call.target.startswith(("runtime.", "idioms.")):
-        text = _function(call.target.partition(".")[2], [literal(a) for a in call.args], dict(call.kwargs))
+    elif space in _SPACES:
+        arguments = dict(call.kwargs)
+        if name.endswith("attention") and _is_default_scale(call.args[0], arguments.get("scale")):
+            del arguments["scale"]
+        text = _function(_SPACES[space](call.target), [literal(a) for a in call.args], arguments)
     else:
         text = _operator(call)
     return f"{_atom(text)} / {call.divisor}" if call.divisor != 1 else text
@@ -130,11 +137,6 @@ def is_method(call: Call) -> bool:
     namespace, name, overload = (*call.target.split("."), "", "")[:3]
     chains = namespace == "aten" and (name in METHODS or f"{name}.{overload}" in METHODS or name == "to")
     return chains and call.divisor == 1 and name not in ("neg",)
-
-
-def is_custom(target: str) -> bool:
-    """Whether a target is an operator of another library than torch's own (`torch.library`)."""
-    return target.count(".") == 2 and not target.startswith(("aten.", "prims.", "self.", f"{NAMESPACE}."))
 
 
 Arguments = dict[str, Any]
@@ -270,8 +272,17 @@ def _embedding(call: Call, given: Arguments) -> str | None:
 
 
 def _attention(call: Call, given: Arguments) -> str | None:
+    if _is_default_scale(given["query"], given.get("scale")):
+        del given["scale"]
     lead = [literal(given.pop(name)) for name in ("query", "key", "value")]
     return _function("F.scaled_dot_product_attention", lead, given)
+
+
+def _is_default_scale(query: Any, scale: Any) -> bool:
+    """Whether attention's scale is torch's own, 1 / sqrt(head dim), to the last digit but one."""
+    if not isinstance(scale, float) or not isinstance(query, Var) or not query.type.shape:
+        return False
+    return math.isclose(scale, query.type.shape[-1] ** -0.5, rel_tol=4e-16)
 
 
 def _dropout_attention(call: Call) -> str:
@@ -283,6 +294,8 @@ def _dropout_attention(call: Call) -> str:
         kwargs=tuple((name, value) for name, value in call.kwargs if name not in own),
     )
     arguments = given(plain)
+    if _is_default_scale(arguments["query"], arguments.get("scale")):
+        del arguments["scale"]
     lead = [literal(arguments.pop(name)) for name in ("query", "key", "value")]
     return _function(call.target, lead, arguments | {n: v for n, v in call.kwargs if n in own})
 
@@ -346,19 +359,9 @@ SPECIAL: Mapping[str, Special] = {
 FUNCTION_OF_LOSS: Mapping[str, str] = {"cross_entropy_loss": "cross_entropy"}
 """Losses that torch.nn.functional calls otherwise."""
 
-WITHOUT_EFFECT = frozenset(
-    {
-        "cudnn_enabled",
-        "cudnn_enable",
-        "implicit",
-        "non_blocking",
-        "copy",
-        "pin_memory",
-        "device",
-        "sparse",
-        "sparse_grad",
-    }
-)
+WITHOUT_EFFECT = frozenset({
+    "cudnn_enabled", "cudnn_enable", "implicit", "non_blocking", "copy", "pin_memory", "device", "sparse", "sparse_grad"
+})  # fmt: skip
 """Arguments that change no value: which library may be asked, and where a trace wanted things to lie."""
 
 

@@ -7,11 +7,10 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 
+from codegen.reached import HOME, parsed
+
 PACKAGES = ("runtime", "kernels")
 """Of ours, copied beside generated files under the same names."""
-
-HOME = "autopar_program"
-"""What main.py, which is no module of the folder's package, calls that package."""
 
 
 def imported_modules(sources: Mapping[str, str]) -> dict[str, str]:
@@ -42,7 +41,7 @@ def imported_modules(sources: Mapping[str, str]) -> dict[str, str]:
 @functools.cache
 def _imports(text: str, package: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """(package, module) of what a file may import of ours; a file of the folder itself has the package ()."""
-    return tuple(_targets(_executed(ast.parse(text).body), package))
+    return tuple(_targets(_executed(parsed(text).body), package))
 
 
 def _targets(nodes: Iterable[ast.AST], package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

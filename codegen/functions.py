@@ -117,3 +117,8 @@ def _operator(function: type, packet: str, schema: str, written: frozenset[int])
     made = torch.library.custom_op(f"{NAMESPACE}::{packet}", run, mutates_args=(), schema=schema)
     made.register_fake(run)
     return made
+
+
+def is_custom(target: str) -> bool:
+    """Whether a target is an operator of another library than torch's own (`torch.library`)."""
+    return target.count(".") == 2 and not target.startswith(("aten.", "prims.", "self.", f"{NAMESPACE}."))

@@ -51,7 +51,10 @@ def _moves_last_dim(bound: Bindings) -> bool:
 
 
 def _next_tokens(bound: Bindings, last: Call) -> tuple[Call, ...]:
-    return (fused("idioms.next_tokens", bound, ("labels",), last, (("ignored", bound["ignored"].value),)),)
+    ignored = bound["ignored"].value
+    if "int" in bound["labels"].type.dtype and ignored == int(ignored):
+        ignored = int(ignored)
+    return (fused("idioms.next_tokens", bound, ("labels",), last, (("ignored", ignored),)),)
 
 
 _PADDED: Final = Op("aten.pad.default", (Leaf("labels"), (Is(0), Is(1)), Is("constant"), Value("ignored")))

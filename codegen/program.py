@@ -229,7 +229,7 @@ class Program:
     micro-batches. inputs: the batch's specs at the global micro-batch size. vocabulary: integer inputs stay below it.
     receives, sends: of a stage, tensors of earlier stages and for later ones; `root.inputs` are what it receives, then
     `inputs`, and the last stage sends nothing. recompute, offload: layer class -> (mode, how many layers in a row);
-    offload_optimizer: where the optimiser's state lives ("": on the device); offload_parameters: ZeRO-3's shards too.
+    offload_optimizer: where the optimizer's state lives ("": on the device); offload_parameters: ZeRO-3's shards too.
     compression (of ZeRO's collectives), backend: as `Step` takes them. kernels: runs of calls, the update and the
     gradient's norm are fused kernels. fp8: linear layers of layer classes multiply in e4m3 (fp8.py). unused_inputs:
     tensors of the batch without effect. fixed_inputs: what of it is no tensor. guards: values of it that decide.
@@ -287,7 +287,7 @@ class Program:
 
     @property
     def has_fused_update(self) -> bool:
-        """Whether the default optimiser is the run time's FusedAdamW."""
+        """Whether the default optimizer is the run time's FusedAdamW."""
         return self.kernels and not self.offload_optimizer
 
     @property

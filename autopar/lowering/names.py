@@ -115,13 +115,16 @@ def _roles(
     stream = {Ref(name) for name in entering[:1]}
     ops = {node.name: base_name(node.op) for node in nodes}
     for node in nodes:
-        op, result = base_name(node.op), Ref(node.name)
-        for ref, role in zip(node.inputs, ROLES.get(op, ()), strict=False):
+        for ref, role in zip(node.inputs, ROLES.get(base_name(node.op), ()), strict=False):
             while ref.node in followed:
                 ref = followed[ref.node]
             roles.setdefault(ref, role)
+    for node in nodes:
+        op, result = base_name(node.op), Ref(node.name)
         if op in ("cos", "sin"):
             roles[result] = op
+        elif op == "cat" and roles.get(result) == "angles" and len(set(node.inputs)) == 1:
+            roles.setdefault(node.inputs[0], "half_angles")
         elif op == "mul" and any(ops.get(ref.node) in _GATES for ref in node.inputs):
             roles.setdefault(result, "gated")
         elif op == "add" and stream.intersection(node.inputs) and uses.get(result, 0) > 1:
@@ -141,7 +144,9 @@ def _plain(node: Node) -> str:
 def _module_wishes(nodes: tuple[Node, ...], followed: Mapping[str, Ref]) -> dict[str, str]:
     """Map the last node of each module that calls in one stretch only to the module's name.
 
-    If that node only reshapes the module's result, the call that computes the result gets the name.
+    If that node only reshapes the module's result, the call that computes the result gets the name. Modules of one name
+    get that of the module around them in front (`attn_c_proj`, `mlp_c_proj`), and those of a list their number
+    (`linears_1`).
     """
     stretches: dict[str, list[Node]] = {}
     repeated: set[str] = set()
@@ -150,14 +155,16 @@ def _module_wishes(nodes: tuple[Node, ...], followed: Mapping[str, Ref]) -> dict
             repeated.add(module)
         stretches[module] = list(group)
     parents = {module.rpartition(".")[0] for module in stretches}
+    leaves = [m for m in stretches if m and not m.isdigit() and m not in repeated and m not in parents]
+    counts = Counter(module.rpartition(".")[2] for module in leaves)
     wishes = {}
-    for module, stretch in stretches.items():
-        leaf = module.rpartition(".")[2]
-        if leaf and not leaf.isdigit() and module not in repeated and module not in parents:
-            last, members = stretch[-1].name, {node.name for node in stretch}
-            while last in followed and followed[last].node in members:
-                last = followed[last].node
-            wishes[last] = leaf
+    for module in leaves:
+        path, stretch = module.split("."), stretches[module]
+        is_alone = counts[path[-1]] == 1 and not path[-1].isdigit()
+        last, members = stretch[-1].name, {node.name for node in stretch}
+        while last in followed and followed[last].node in members:
+            last = followed[last].node
+        wishes[last] = "_".join(path[-1:] if is_alone else path[-2:])
     return wishes
 
 

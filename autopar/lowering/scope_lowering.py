@@ -224,7 +224,7 @@ class Lowering:
         variable = self.available[ref, current]
         is_external = variable.is_stored or ref in self.given_sums
         keeps_name = not is_external and (not rename or self.uses.get(ref, 0) == 1)
-        target = variable.name if keeps_name else self._fresh("_".join(_words_of(variable)[-2:]), wanted)
+        target = variable.name if keeps_name else self._fresh(_words_of(variable), wanted)
         for step in path:
             statement = self._reshard(step, variable, target, meta)
             self.pending.append(statement)
@@ -234,11 +234,15 @@ class Lowering:
             self.available = {key: v for key, v in self.available.items() if key[0] != ref or key[1] == wanted}
         return variable
 
-    def _fresh(self, name: str, wanted: Placements) -> str:
-        """Return a name that tells the placements of a copy."""
+    def _fresh(self, words: list[str], wanted: Placements) -> str:
+        """Return a name that tells the placements of a copy: its last two words, or three if others have these."""
+        ending = "part"
         if all(p.is_replicated for p in wanted):
-            return self.fresh_name(f"{name}_whole")
-        return self.fresh_name(f"{name}_partial" if any(p.kind == "P" for p in wanted) else f"{name}_part")
+            ending = "whole"
+        elif any(p.kind == "P" for p in wanted):
+            ending = "partial"
+        short, long = (f"{'_'.join(words[-count:])}_{ending}" for count in (2, 3))
+        return self.fresh_name(long if short in self.taken else short)
 
     def fresh_name(self, wish: str) -> str:
         """Return an unused name."""

@@ -175,7 +175,7 @@ def share_packages(programs: Sequence[GeneratedProgram], home: Path) -> Iterator
 
 def _write_package(compiled: GeneratedProgram, home: Path) -> Path:
     package = home / f"autopar_program_{next(_numbers)}"
-    write_folder(compiled, package, weights=False, tuned=False)
+    write_folder(compiled, package, weights=False, is_saved=False)
     if torch.cuda.is_available() and (package / "kernels").exists():
         share_choices(package, compiled.cluster)
     return package

@@ -105,7 +105,7 @@ def linear_cross_entropy(
         x: `[N, H]`, any strides.
         weight: `[V, H]`, this rank's rows if `vocab_axis` is given; x's dtype.
         target: `[N]` int64, entries of the whole vocabulary or `ignore_index`. Anything else gives nan loss and
-            gradients: raising would need a device synchronisation.
+            gradients: raising would need a device synchronization.
         bias: `[V]` of x's dtype, or None.
         num_targets: the divisor, a number or a 0-dim tensor; 1 gives the sum, None the mean over the valid targets
             given here. Where it is 0 the loss is nan and its gradients are 0, as of torch's mean.

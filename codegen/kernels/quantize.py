@@ -8,7 +8,7 @@ Formula, per block of B consecutive elements (Wang et al. 2023, "ZeRO++", sectio
 
     stochastic (int8):  code = floor(x / scale + u),  u uniform in [0, 1)
 
-and for a sum over R parts, each quantised by itself, as the receiver of a reduce-scatter by all-to-all forms it:
+and for a sum over R parts, each quantized by itself, as the receiver of a reduce-scatter by all-to-all forms it:
 
     total = sum_R(code_R * scale_R)              in fp32, in order of R: equal bits on every run
 
@@ -135,7 +135,7 @@ def quantize_blocks(
 
     Returns:
         Codes `[F, B]`, scales `[F]` fp32. A block with an element that is not finite gets the scale nan, and is nan
-        when dequantised.
+        when dequantized.
 
     Raises:
         ValueError: block size, dtype or `out` are none of these.

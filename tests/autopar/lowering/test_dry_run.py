@@ -81,7 +81,7 @@ FAULTS = {
         "view",
     ),
     "wrong sizes": (
-        planted("q.view(BATCH, SEQUENCE, HEADS, HEAD_DIM)", "q.view(BATCH, SEQUENCE, HEADS, 7)"),
+        planted("query.view(BATCH, SEQUENCE, HEADS, HEAD_DIM)", "query.view(BATCH, SEQUENCE, HEADS, 7)"),
         "invalid",
     ),
     "a dim too many": (planted("HEAD_DIM).transpose(1, 2)", "HEAD_DIM).transpose(1, 4)"), "out of range"),
@@ -102,7 +102,7 @@ FAULTS = {
     ),
     "a parameter that does not divide": (planted('(48,), dp="Rp", tp="S(0)"', '(47,), dp="Rp", tp="S(0)"'), "divide"),
     "another device": (planted("F.gelu(up)", "F.gelu(up + torch.ones(1))"), "device"),
-    "fewer results than there are": (planted("q, k, v = ", "q, k = "), "unpack"),
+    "fewer results than there are": (planted("query, key, value = ", "query, key = "), "unpack"),
     "a call that backward cannot follow": (planted("F.gelu(up)", "F.gelu(up.exp().exp_().add_(1))"), "backward"),
 }
 

@@ -193,7 +193,7 @@ def test_another_models_checkpoint_is_refused(net: nn.Module, text: str, saved: 
 
 def test_another_optimisers_checkpoint_is_refused(saved: Path) -> None:
     net = Net()
-    with pytest.raises(CheckpointError, match="the checkpoint is AdamW's, and the optimiser is SGD"):
+    with pytest.raises(CheckpointError, match="the checkpoint is AdamW's, and the optimizer is SGD"):
         checkpoints.load_plain(net, torch.optim.SGD(net.parameters(), 0.1), saved / "step-00000002")
 
 

@@ -232,7 +232,7 @@ def test_another_models_checkpoint_is_refused_before_ranks_are_started(
                 fit(other, config)
         with pytest.raises(CheckpointError, match="has shape .* in the checkpoint, .* in the program"):
             fit(gpt2(width=16), config)
-        with pytest.raises(CheckpointError, match="the checkpoint is AdamW's, and the optimiser is SGD"):
+        with pytest.raises(CheckpointError, match="the checkpoint is AdamW's, and the optimizer is SGD"):
             Trainer(gpt2().model, config, batches, optimizer=sgd).fit()
     assert fit(gpt2(), replace(config, steps=2)).first_step == 1
     # One that is damaged is passed over, whosever it is: ranks would not have read it either.
