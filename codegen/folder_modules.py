@@ -19,23 +19,23 @@ def imported_modules(sources: Mapping[str, str]) -> dict[str, str]:
     sources: generated files by name. Imports count at any depth of a file but under `if TYPE_CHECKING:`, which nothing
     runs. A package's `__init__.py` is its docstring alone.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     waiting = [target for text in sources.values() for target in _imports(text, ())]
     while waiting:
         parts = waiting.pop()
         name = "/".join(parts) + ".py"
-        if name in found or len(parts) != 2:
+        if name in texts or len(parts) != 2:
             continue
         home = resources.files(f"codegen.{parts[0]}")
         file = home / f"{parts[1]}.py"
         if not file.is_file():
             continue  # a function or class of a module, not a module of a package
-        found[name] = file.read_text(encoding="utf-8")
-        waiting += _imports(found[name], parts[:1])
-    for package in {name.partition("/")[0] for name in found}:
+        texts[name] = file.read_text(encoding="utf-8")
+        waiting += _imports(texts[name], parts[:1])
+    for package in {name.partition("/")[0] for name in texts}:
         doc = ast.get_docstring(ast.parse((resources.files(f"codegen.{package}") / "__init__.py").read_text()))
-        found[f"{package}/__init__.py"] = f'"""{(doc or "").partition(chr(10))[0]}"""\n'
-    return dict(sorted(found.items()))
+        texts[f"{package}/__init__.py"] = f'"""{(doc or "").partition(chr(10))[0]}"""\n'
+    return dict(sorted(texts.items()))
 
 
 @functools.cache

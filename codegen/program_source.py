@@ -41,17 +41,17 @@ def create_step(mesh, optimizer_factory, **options):
 
 def emit_program(program: Program | PipelineProgram) -> str:
     """The text of program.py."""
-    found = _Parts(program)
+    parts = _Parts(program)
     return _TEMPLATE.format(
         name=plain(program.name),
         mesh_text=plain(program.mesh_text),
-        imports=found.import_lines(),
-        constants="\n".join(found.constants),
-        mesh=found.mesh,
-        before="".join(f"    {line}\n" for line in found.before),
-        root=found.root,
-        precision=quoted(found.any.precision),
-        arguments="".join(f"        {argument},\n" for argument in found.arguments),
+        imports=parts.import_lines(),
+        constants="\n".join(parts.constants),
+        mesh=parts.mesh,
+        before="".join(f"    {line}\n" for line in parts.before),
+        root=parts.root,
+        precision=quoted(parts.any.precision),
+        arguments="".join(f"        {argument},\n" for argument in parts.arguments),
     )
 
 
@@ -81,11 +81,13 @@ class _Parts:
 
     def import_lines(self) -> str:
         """Those of the library, then the folder's own, in order."""
-        own = [f"from .{module} import {', '.join(sorted(names))}" for module, names in sorted(self.imports.items())]
+        relative = [
+            f"from .{module} import {', '.join(sorted(names))}" for module, names in sorted(self.imports.items())
+        ]
         library = {"partial(": "from functools import partial", "Path(": "from pathlib import Path"}
         text = "\n".join((*self.constants, *self.arguments))
         used = [line for word, line in library.items() if word in text]
-        return "\n".join([*used, ""] * bool(used) + own)
+        return "\n".join([*used, ""] * bool(used) + relative)
 
     def _pipeline(self, program: PipelineProgram) -> None:
         self.root, self.mesh = "PIPELINE", "PIPELINE.create_mesh(device)"

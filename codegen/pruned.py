@@ -76,7 +76,7 @@ def _names(definition: Definition) -> set[str]:
 def _lines_of(node: ast.stmt, lines: list[str]) -> tuple[int, int]:
     """The lines of a statement with its decorators and the comment above it, counted from 0, without the last."""
     decorators = getattr(node, "decorator_list", [])
-    first = min([node.lineno, *(each.lineno for each in decorators)]) - 1
+    first = min([node.lineno, *(decorator.lineno for decorator in decorators)]) - 1
     while first and lines[first - 1].lstrip().startswith("#") and not _HEADING.match(lines[first - 1]):
         first -= 1
     return first, node.end_lineno or node.lineno
@@ -88,7 +88,7 @@ def _imports(module: Module, used: set[str], lines: list[str]) -> Iterator[tuple
     for node in module.import_nodes:
         first, last = node.lineno - 1, node.end_lineno or node.lineno
         if is_for_types(node):
-            inner = [line for each in node.body for line in _import(each, used, lines)]
+            inner = [line for statement in node.body for line in _import(statement, used, lines)]
             kept = [*lines[first : node.body[0].lineno - 1], *inner] if inner else []
         else:
             kept = _import(node, used, lines)
@@ -134,7 +134,7 @@ def _without_empty_headings(lines: list[str]) -> list[str]:
     kept: list[str] = []
     for line in reversed(lines):
         if _HEADING.match(line):
-            following = next((each for each in reversed(kept) if each.strip()), "")
+            following = next((line_kept for line_kept in reversed(kept) if line_kept.strip()), "")
             indent = len(line) - len(line.lstrip())
             if not following or _HEADING.match(following) or len(following) - len(following.lstrip()) < indent:
                 while kept and not kept[-1].strip():

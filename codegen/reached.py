@@ -95,12 +95,14 @@ def module_of(text: str, package: Path) -> Module:
             imports |= inside
             outside |= others
         elif is_for_types(node):
-            type_names |= {alias.asname or alias.name for each in node.body for alias in getattr(each, "names", ())}
+            type_names |= {
+                alias.asname or alias.name for statement in node.body for alias in getattr(statement, "names", ())
+            }
         elif isinstance(node, ast.ClassDef):
             definitions[node.name] = _class(node, package)
         elif name := _bound(node):
             documented = body[position + 1 : position + 2] if isinstance(node, (ast.Assign, ast.AnnAssign)) else []
-            nodes = (node, *(each for each in documented if _is_text(each)))
+            nodes = (node, *(statement for statement in documented if _is_text(statement)))
             before = definitions[name].nodes if name in definitions else ()
             definitions[name] = Definition((*before, *nodes), _uses((*before, *nodes), package))
         elif not _is_text(node):
@@ -139,11 +141,11 @@ def _bound(node: ast.stmt) -> str:
 
 def _class(node: ast.ClassDef, package: Path) -> Definition:
     by_name: dict[str, list[ast.stmt]] = defaultdict(list)
-    for each in node.body:
-        if isinstance(each, ast.FunctionDef):
-            by_name[each.name].append(each)
+    for member in node.body:
+        if isinstance(member, ast.FunctionDef):
+            by_name[member.name].append(member)
     methods = {name: Definition(tuple(nodes), _uses(nodes, package)) for name, nodes in by_name.items()}
-    others = [each for each in node.body if not isinstance(each, ast.FunctionDef)]
+    others = [member for member in node.body if not isinstance(member, ast.FunctionDef)]
     uses = _uses((*others, *node.bases, *node.keywords, *node.decorator_list), package)
     bases = tuple(ast.unparse(base.value if isinstance(base, ast.Subscript) else base) for base in node.bases)
     return Definition((node,), uses, methods, bases)
@@ -209,7 +211,7 @@ def reached(program: Mapping[Path, Module], modules: Mapping[Path, Module], meth
     for path in program:
         walk.need_module(path)
     walk.run()
-    return walk.found
+    return walk.reached
 
 
 class _Walk:
@@ -217,7 +219,7 @@ class _Walk:
 
     def __init__(self, modules: Mapping[Path, Module]) -> None:
         self.modules = modules
-        self.found = Reached()
+        self.reached = Reached()
         self._whole: set[Path] = set()
         self._attributes: set[str] = set()
         self._waiting: list[tuple[Path, Definition]] = []
@@ -245,15 +247,15 @@ class _Walk:
             self._need(target, name)
 
     def _enter(self, path: Path) -> None:
-        if path in self.modules and path not in self.found.modules:
-            self.found.modules.add(path)
+        if path in self.modules and path not in self.reached.modules:
+            self.reached.modules.add(path)
             self._waiting += [(path, definition) for definition in self.modules[path].always]
 
     def _need(self, path: Path, name: str) -> None:
         module = self.modules.get(path)
-        if module is None or (path, name) in self.found.definitions:
+        if module is None or (path, name) in self.reached.definitions:
             return
-        self.found.definitions.add((path, name))
+        self.reached.definitions.add((path, name))
         if name in module.imports:
             self._need_import(*module.imports[name])
         if name not in module.definitions:
@@ -275,7 +277,7 @@ class _Walk:
             self.need_module(path)
 
     def _keep(self, path: Path, owner: str, body: Definition, method: str) -> None:
-        self.found.methods.add((path, owner, method))
+        self.reached.methods.add((path, owner, method))
         self._waiting.append((path, body))
 
     def need_methods(self, attribute: str) -> None:
@@ -326,7 +328,7 @@ def has_method(base: str, method: str) -> bool:
     if base.startswith("ast."):
         return method.startswith("visit_")
     module, _, path = base.replace(".", ":", 1 if ":" not in base else 0).partition(":")
-    found = importlib.import_module(module)
+    value = importlib.import_module(module)
     for part in path.split("."):
-        found = getattr(found, part)
-    return hasattr(found, method)
+        value = getattr(value, part)
+    return hasattr(value, method)

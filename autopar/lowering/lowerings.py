@@ -39,7 +39,7 @@ from autopar.rules.lookup import BAGS
 from autopar.rules.loss import MEAN, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
 from codegen.evaluation import UPDATE
-from codegen.expressions import given, literal
+from codegen.expressions import call_arguments, literal
 from codegen.program import Call, Raw, Statement, TensorType, Var
 from codegen.schemas import schema_of
 
@@ -94,7 +94,7 @@ def lower_call(
     if accumulation is not None and (operator.scope, node.name) in accumulation.repeated:
         where = (*where, ("batched", False))
     if lowering.name == "dropout":
-        arguments = given(call)
+        arguments = call_arguments(call)
         return replace(call, target="self.same_dropout", args=(arguments["input"], arguments["p"]), kwargs=where)
     if lowering.name == "draw":
         return _draw(node, call, where)
@@ -122,7 +122,7 @@ def _expert_linear(scope: Lowering, operator: Operator, lowering: LoweringCall |
 
 def _batch_norm(mesh: Mesh, lowering: LoweringCall | None, call: Call) -> Call:
     """Return a norm whose statistics cover the rows of all ranks of the axes appended to its arguments."""
-    arguments = (value for name, value in given(call).items() if name != "cudnn_enabled")
+    arguments = (value for name, value in call_arguments(call).items() if name != "cudnn_enabled")
     axes = () if lowering is None else tuple(Raw(mesh.axes[number]) for number in lowering.axes)
     return replace(call, target="runtime.batch_norm", args=(*arguments, *axes), kwargs=())
 
@@ -163,7 +163,7 @@ def _routing_axis(mesh: Mesh, lowering: LoweringCall | None) -> tuple[Raw, ...]:
 
 def _own_operator(call: Call) -> Call:
     """Return attention of a whole sequence on one rank, or a look-up of bags, as a call of the run time."""
-    arguments = given(call)
+    arguments = call_arguments(call)
     names = [name for name in ("query", "key", "value", "sinks", "indices", "weight") if name in arguments]
     tensors = tuple(arguments.pop(name) for name in names)
     return replace(call, target=f"runtime.{base_name(call.target)}", args=tensors, kwargs=tuple(arguments.items()))
@@ -171,7 +171,7 @@ def _own_operator(call: Call) -> Call:
 
 def _context_attention(call: Call, lowering: LoweringCall, axis: str) -> Call:
     """Return attention over the keys of all ranks of `axis`."""
-    arguments = given(call)
+    arguments = call_arguments(call)
     query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
     stripes = (("is_striped", True),) if lowering.is_striped else ()
     kwargs = (*arguments.items(), ("exchange", lowering.name), *stripes)
@@ -193,7 +193,7 @@ def _on_one_rank(node: Node, operator: Operator) -> Any:
 
 def _vocab_embedding(call: Call, axis: Raw | None, user_rows: int | None) -> Call:
     """Return a look-up in rows on `axis` (None: all rows are local). The first `user_rows` are the user's."""
-    arguments = given(call)
+    arguments = call_arguments(call)
     named = (("padding_idx", arguments.get("padding_idx")), ("own_rows", user_rows))
     kwargs = tuple((key, value) for key, value in named if value is not None)
     return replace(
@@ -239,7 +239,7 @@ def depends_on_batch_only(graph: Graph, ref: Ref, received: frozenset[str] = fro
 
 def _draw(node: Node, call: Call, where: tuple[tuple[str, Any], ...]) -> Call:
     """Return a draw of the layout's shape, with its dtype if that is not fp32."""
-    arguments = given(call)
+    arguments = call_arguments(call)
     parameters = tuple((name, arguments[name]) for name in ("p", "low", "high") if name in arguments)
     dtype = () if node.meta.dtype == torch.float32 else (("dtype", node.meta.dtype),)
     return replace(call, target="self.draw", args=(arguments["distribution"],), kwargs=(*parameters, *dtype, *where))
@@ -247,7 +247,7 @@ def _draw(node: Node, call: Call, where: tuple[tuple[str, Any], ...]) -> Call:
 
 def _arange(call: Call, layout: str, dtype: torch.dtype) -> Call:
     """Return start + step * (global position), with a dtype argument unless positions and numbers are int64 already."""
-    numbers = given(call)
+    numbers = call_arguments(call)
     start, step = numbers.get("start", 0), numbers.get("step", 1)
     is_whole = dtype == torch.int64 and isinstance(start, int) and isinstance(step, int)
     args = (start, step, Raw(layout), Raw("self.mesh"))

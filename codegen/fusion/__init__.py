@@ -52,7 +52,7 @@ def fuse(program: Program) -> Program:
     num_token_ranks = math.prod(size for axis, size in sizes if axis in TOKEN_AXES)
 
     def fused(cls: ModuleClass) -> ModuleClass:
-        found = chosen(matches(PATTERNS, cls.body, cls.outputs), num_token_ranks)
-        return replace(cls, body=replaced(cls.body, found))
+        fusions = chosen(matches(PATTERNS, cls.body, cls.outputs), num_token_ranks)
+        return replace(cls, body=replaced(cls.body, fusions))
 
     return replace(program, layers=tuple(map(fused, program.layers)), root=fused(program.root))

@@ -43,8 +43,8 @@ def _gelu(x: Template) -> Either:
 
 def _approximate(bound: Bindings) -> tuple[tuple[str, Any], ...]:
     """The keyword of a call, if it is not the exact form."""
-    given = bound["approximate"].value if "approximate" in bound else "tanh" if "tanh" in bound else "none"
-    return () if given == "none" else (("approximate", given),)
+    approximation = bound["approximate"].value if "approximate" in bound else "tanh" if "tanh" in bound else "none"
+    return () if approximation == "none" else (("approximate", approximation),)
 
 
 def _gelu_fits(bound: Bindings) -> bool:

@@ -52,10 +52,10 @@ def _rms_norm_template(x: Template) -> Op:
     Models that do all in half precision match too; the kernel's arithmetic is fp32, so the result is a better one.
     """
     wide = Op("aten.to.dtype", (x, Value("wide")))
-    own = normalised(x, _squares(x))
-    either = Either((normalised(wide, _squares(wide)), own))
+    same_dtype = normalised(x, _squares(x))
+    either = Either((normalised(wide, _squares(wide)), same_dtype))
     narrowed = Op("aten.to.dtype", (either, Value("narrow"))), Op("aten.type_as.default", (either, x))
-    return Op("aten.mul.Tensor", (_parameter("weight"), Either((*narrowed, own))), commutes=True)
+    return Op("aten.mul.Tensor", (_parameter("weight"), Either((*narrowed, same_dtype))), commutes=True)
 
 
 def _rms_norm_fits(bound: Bindings) -> bool:

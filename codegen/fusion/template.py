@@ -70,8 +70,8 @@ class Bound:
     @property
     def type(self) -> TensorType:
         """What a Leaf's variable holds."""
-        held: TensorType = self.value.type
-        return held
+        value_type: TensorType = self.value.type
+        return value_type
 
 
 Bindings = Mapping[str, Bound]

@@ -150,9 +150,9 @@ def quantize_blocks(
         codes, scales = out
         _check_out(codes, scales, (blocks, block_size), dtype)
     if not (use_triton(x) and has_e4m3(x)):
-        found = quantize_blocks_reference(x, block_size, dtype, seed)
-        codes.copy_(found[0])
-        scales.copy_(found[1])
+        quantized = quantize_blocks_reference(x, block_size, dtype, seed)
+        codes.copy_(quantized[0])
+        scales.copy_(quantized[1])
         return codes, scales
     x = x.contiguous()
 
