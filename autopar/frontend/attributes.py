@@ -50,19 +50,19 @@ def dict_of(value: Any) -> dict[str, Any]:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return what an object's `__dict__` and its slots hold, by name."""
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for kind in type(value).__mro__:
         for name, member in vars(kind).items():
             if type(member) is types.MemberDescriptorType and name not in ("__dict__", "__weakref__"):
                 try:
-                    found[name] = member.__get__(value)
+                    attributes[name] = member.__get__(value)
                 except AttributeError:  # a slot that nothing was put in
                     continue
     try:
-        held = object.__getattribute__(value, "__dict__")
+        members = object.__getattribute__(value, "__dict__")
     except Exception:
-        return found
-    return found | dict.copy(held) if is_a(held, dict) else found
+        return attributes
+    return attributes | dict.copy(members) if is_a(members, dict) else attributes
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]] | None:
@@ -79,15 +79,15 @@ def parts_of(value: Any) -> list[Any]:
     """Return what an object refers to: items and keys of a container, arguments of a partial, attributes."""
     if is_a(value, *SCALARS, types.ModuleType, *FUNCTIONS[:2], type, Tensor):
         return []
-    found: list[Any] = []
+    parts: list[Any] = []
     if is_a(value, functools.partial):
-        found += [value.func, value.args, value.keywords]
+        parts += [value.func, value.args, value.keywords]
     for key, item in items_of(value) or ():
-        found += [key, item]
-    return found + list(attributes_of(value).values())
+        parts += [key, item]
+    return parts + list(attributes_of(value).values())
 
 
-def summary(value: Any, other: Callable[[Any], Hashable], deepest: int = _DEEPEST) -> Hashable:
+def summary(value: Any, fallback: Callable[[Any], Hashable], deepest: int = _DEEPEST) -> Hashable:
     """Return something to compare `value` by: plain data by their values, containers by what they contain.
 
     other: says what all else is compared by, and what lies deeper than `deepest`.
@@ -97,17 +97,17 @@ def summary(value: Any, other: Callable[[Any], Hashable], deepest: int = _DEEPES
         return kind, str(value._name_)
     for plain in SCALARS:
         if issubclass(kind, plain):
-            own: Any = plain.__repr__
-            return kind, str(own(value))
+            plain_repr: Any = plain.__repr__
+            return kind, str(plain_repr(value))
     if kind in _VALUES:
         return kind, repr(value)
     if issubclass(kind, np.generic) or (issubclass(kind, np.ndarray) and not value.dtype.hasobject):
-        return _array(np.asarray(value)) if value.nbytes <= _MOST_BYTES else other(value)
+        return _array(np.asarray(value)) if value.nbytes <= _MOST_BYTES else fallback(value)
     if deepest < 0:
-        return other(value)
+        return fallback(value)
 
     def inner(item: Any) -> Hashable:
-        return summary(item, other, deepest - 1)
+        return summary(item, fallback, deepest - 1)
 
     if issubclass(kind, dict):
         return kind, tuple([(inner(key), inner(item)) for key, item in dict.items(value)])
@@ -119,7 +119,7 @@ def summary(value: Any, other: Callable[[Any], Hashable], deepest: int = _DEEPES
         return kind, inner(value.func), inner(value.args), inner(value.keywords)
     if dataclasses.is_dataclass(kind):
         return kind, inner(attributes_of(value))
-    return other(value)
+    return fallback(value)
 
 
 def _array(array: np.ndarray[Any, Any]) -> Hashable:
@@ -128,19 +128,19 @@ def _array(array: np.ndarray[Any, Any]) -> Hashable:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors that a value is or holds, in containers and in objects, modules aside."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     seen: set[int] = set()
     waiting = [value]
     while waiting:
-        each = waiting.pop()
-        if id(each) in seen or (is_a(each, nn.Module) and each is not value):
+        part = waiting.pop()
+        if id(part) in seen or (is_a(part, nn.Module) and part is not value):
             continue
-        seen.add(id(each))
-        if is_a(each, Tensor):
-            found.append(each)
+        seen.add(id(part))
+        if is_a(part, Tensor):
+            tensors.append(part)
         else:
-            waiting += parts_of(each)
-    return found
+            waiting += parts_of(part)
+    return tensors
 
 
 # --- modules, whatever their own named_modules() and named_parameters() say -------------------------------------------
@@ -197,12 +197,12 @@ def named_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[t
 
 def persistent_names(model: nn.Module) -> set[str]:
     """Return the names of all parameters and of the buffers that a state dict has, ties by each of their names."""
-    found = {name for name, _ in named_parameters(model, remove_duplicate=False)}
+    names = {name for name, _ in named_parameters(model, remove_duplicate=False)}
     for path, module in named_modules(model, remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        kept = (name for name, buffer in module._buffers.items() if buffer is not None)
-        found |= {prefix + name for name in kept if name not in module._non_persistent_buffers_set}
-    return found
+        buffers = (name for name, buffer in module._buffers.items() if buffer is not None)
+        names |= {prefix + name for name in buffers if name not in module._non_persistent_buffers_set}
+    return names
 
 
 def _named(model: nn.Module, table: str, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:

@@ -81,40 +81,45 @@ class Scope:
 
     def reached(self, start: Ref, longer: Longer) -> dict[Ref, Longer] | None:
         """All that is longer with a tensor; None where padding meets what might see it."""
-        found, open_refs = {start: longer}, [start]
+        longer_dims, open_refs = {start: longer}, [start]
         while open_refs:
             ref = open_refs.pop()
             is_ours = ref not in self.leaving and (ref in self.parameters or ref in self.results)
             if not is_ours or not self.metas[ref].dtype.is_floating_point:
                 return None
             for node in self.touching[ref]:
-                with_it = self._with(node, ref, found[ref])
-                if with_it is None or any(found.get(each, other) != other for each, other in with_it):
+                with_it = self._with(node, ref, longer_dims[ref])
+                if with_it is None or any(longer_dims.get(changed, other) != other for changed, other in with_it):
                     return None
-                open_refs += [each for each, _ in with_it if each not in found]
-                found |= dict(with_it)
-        return found
+                open_refs += [changed for changed, _ in with_it if changed not in longer_dims]
+                longer_dims |= dict(with_it)
+        return longer_dims
 
     def _with(self, node: Node, ref: Ref, longer: Longer) -> list[tuple[Ref, Longer]] | None:
         """What a call takes and makes that is longer with one of them; None for a call that mixes heads."""
-        name, rule = base_name(node.op), rule_for(node, tuple(self.metas[each] for each in node.inputs))
+        name, rule = base_name(node.op), rule_for(node, tuple(self.metas[tensor_ref] for tensor_ref in node.inputs))
         is_known = name in MOVES | COPIES | PRODUCTS | NORMS | SUMS | POINTWISE | ATTENTION | {"softmax"}
         if rule is None or not is_known:
             return None
-        taken, made = [*zip(node.inputs, rule.inputs, strict=True)], [*zip(_results(node), rule.outputs, strict=True)]
-        loops = {_loop(rule, dims[longer.dim], longer) for each, dims in (*taken, *made) if each == ref}
+        consumed, produced = (
+            [*zip(node.inputs, rule.inputs, strict=True)],
+            [*zip(_results(node), rule.outputs, strict=True)],
+        )
+        loops = {
+            _loop(rule, dims[longer.dim], longer) for tensor_ref, dims in (*consumed, *produced) if tensor_ref == ref
+        }
         loop = loops.pop()
         if loop is None or loops:
             return None
         factor, inside = loop
-        with_it = [(each, _placed(rule, dims, factor, inside)) for each, dims in (*taken, *made)]
-        longer_ones = [(each, other) for each, other in with_it if other is not None]
-        is_taken = any(other for _, other in with_it[: len(taken)])
-        is_made = any(other for _, other in with_it[len(taken) :])
+        with_it = [(tensor_ref, _placed(rule, dims, factor, inside)) for tensor_ref, dims in (*consumed, *produced)]
+        longer_ones = [(tensor_ref, other) for tensor_ref, other in with_it if other is not None]
+        is_taken = any(other for _, other in with_it[: len(consumed)])
+        is_made = any(other for _, other in with_it[len(consumed) :])
         is_kept = factor not in rule.blocked and (is_taken or name in COPIES) and (is_made or name in PRODUCTS)
         # One tensor in two roles: x @ x.T
-        is_clear = len({each for each, _ in longer_ones}) == len(set(longer_ones)) and not any(
-            other is None and any(each == one for one, _ in longer_ones) for each, other in with_it
+        is_clear = len({tensor_ref for tensor_ref, _ in longer_ones}) == len(set(longer_ones)) and not any(
+            other is None and any(tensor_ref == one for one, _ in longer_ones) for tensor_ref, other in with_it
         )
         return longer_ones if is_kept and is_clear else None
 
@@ -126,8 +131,8 @@ def _results(node: Node) -> list[Ref]:
 def _loop(rule: Rule, dim: Sequence[str], longer: Longer) -> tuple[str, Longer] | None:
     """The factor of a dim that has the units, and how they lie in it (dim -1)."""
     for position, factor in enumerate(dim):
-        before = math.prod(rule.sizes[each] for each in dim[:position])
-        after = math.prod(rule.sizes[each] for each in dim[position + 1 :])
+        before = math.prod(rule.sizes[inner] for inner in dim[:position])
+        after = math.prod(rule.sizes[inner] for inner in dim[position + 1 :])
         outer, inner = longer.outer // before, longer.inner // after
         is_whole = (outer * before, inner * after) == (longer.outer, longer.inner)
         if is_whole and outer * longer.units * inner == rule.sizes[factor]:
@@ -140,8 +145,8 @@ def _placed(rule: Rule, dims: Dims, factor: str, inside: Longer) -> Longer | Non
     for number, dim in enumerate(dims):
         if factor in dim:
             position = dim.index(factor)
-            before = math.prod(rule.sizes[each] for each in dim[:position])
-            after = math.prod(rule.sizes[each] for each in dim[position + 1 :])
+            before = math.prod(rule.sizes[inner_factor] for inner_factor in dim[:position])
+            after = math.prod(rule.sizes[inner_factor] for inner_factor in dim[position + 1 :])
             return replace(inside, dim=number, outer=before * inside.outer, inner=inside.inner * after)
     return None
 
@@ -150,53 +155,55 @@ class Unproven(Exception):
     """A call for which padding might be no number."""
 
 
-def not_zero(scope: Scope, found: Mapping[Ref, Longer]) -> set[tuple[str, Ref]] | None:
+def not_zero(scope: Scope, longer_dims: Mapping[Ref, Longer]) -> set[tuple[str, Ref]] | None:
     """(call, tensor) of all whose padding is summed over and not known to be zeros, given that of parameters is zeros.
 
     None where a value or a derivative in the padding might not be finite. With zeros in all that such sums take, no
     loss and no gradient but those of padding itself are other than without it, and those are 0: sums over heads send
     nothing back to padding, and each call before them is of one head and has finite derivatives.
     """
-    known: dict[Ref, float | None] = {ref: 0.0 for ref in found if ref in scope.parameters}
+    fillings: dict[Ref, float | None] = {ref: 0.0 for ref in longer_dims if ref in scope.parameters}
     summed: set[tuple[str, Ref]] = set()
     for node in scope.nodes:
-        results = [ref for ref in _results(node) if ref in found]
+        results = [ref for ref in _results(node) if ref in longer_dims]
         if results:
             try:
-                known |= dict.fromkeys(results, _filling(node, known))
+                fillings |= dict.fromkeys(results, _filling(node, fillings))
             except Unproven:
                 return None
         else:
-            summed |= {(node.name, ref) for ref in node.inputs if ref in found and known[ref] != 0.0}
+            summed |= {(node.name, ref) for ref in node.inputs if ref in longer_dims and fillings[ref] != 0.0}
     return summed
 
 
-def _filling(node: Node, known: Mapping[Ref, float | None]) -> float | None:
+def _filling(node: Node, fillings: Mapping[Ref, float | None]) -> float | None:
     """The number that all padding of a call's results is; None for finite ones that are not known."""
     name, arguments = base_name(node.op), arguments_of(node)
-    taken = [known[ref] for ref in node.inputs if ref in known]
-    same = taken[0] if len(set(taken)) == 1 else None
+    operands = [fillings[ref] for ref in node.inputs if ref in fillings]
+    same = operands[0] if len(set(operands)) == 1 else None
     if name in ATTENTION:
         if arguments.get("dropout_p"):  # whose masks are numbered by head
             raise Unproven
-        return 0.0 if known.get(arguments["value"]) == 0.0 else None
+        return 0.0 if fillings.get(arguments["value"]) == 0.0 else None
     if name in PRODUCTS:
         added = arguments.get("bias" if name == "linear" else "self" if name in ("addmm", "baddbmm") else "")
-        factors = [known.get(ref) for ref in node.inputs if ref != added]
-        return 0.0 if 0.0 in factors and (added is None or known.get(added) == 0.0) else None
+        factors = [fillings.get(ref) for ref in node.inputs if ref != added]
+        return 0.0 if 0.0 in factors and (added is None or fillings.get(added) == 0.0) else None
     if name in NORMS:
         if arguments.get("eps") == 0:
             raise Unproven
         return same if same == 0.0 and arguments.get("bias") is None else None
     if name in SUMS:
         return same if same == 0.0 or name == "mean" else None
-    return same if name in MOVES | COPIES else _pointwise(node, name, arguments, known)
+    return same if name in MOVES | COPIES else _pointwise(node, name, arguments, fillings)
 
 
-def _pointwise(node: Node, name: str, arguments: Mapping[str, Any], known: Mapping[Ref, float | None]) -> float | None:
-    numbers = [known.get(ref) for ref in node.inputs]
+def _pointwise(
+    node: Node, name: str, arguments: Mapping[str, Any], fillings: Mapping[Ref, float | None]
+) -> float | None:
+    numbers = [fillings.get(ref) for ref in node.inputs]
     if None not in numbers and name != "softmax":
-        return _at(node, [each for each in numbers if each is not None])
+        return _at(node, [number for number in numbers if number is not None])
     is_scaled = name == "div" and isinstance(arguments["other"], int | float) and arguments["other"] != 0
     if name not in SMOOTH and name != "softmax" and not is_scaled:
         raise Unproven
@@ -209,10 +216,10 @@ def _at(node: Node, numbers: Sequence[float]) -> float:
     if op is None:
         raise Unproven
     tensors = [torch.tensor(number, dtype=node.meta.dtype, requires_grad=True) for number in numbers]
-    given: Iterator[torch.Tensor] = iter(tensors)
-    args, kwargs = map_refs((node.args, tuple(node.kwargs)), lambda _: next(given))
+    tensors_left: Iterator[torch.Tensor] = iter(tensors)
+    args, kwargs = map_refs((node.args, tuple(node.kwargs)), lambda _: next(tensors_left))
     value = op(*args, **dict(kwargs))
     slopes = torch.autograd.grad(value, tensors, allow_unused=True) if value.requires_grad else ()
-    if not all(each.isfinite() for each in (value, *slopes) if each is not None):
+    if not all(result.isfinite() for result in (value, *slopes) if result is not None):
         raise Unproven
     return float(value.detach())

@@ -65,15 +65,17 @@ class ModelState:
     def twin(self) -> ModelState:
         """Another state, of the same model: numbers and all else that a program has as constants are as this one has
         them, parts, buffers and modes as they are now."""
-        made = object.__new__(ModelState)
-        vars(made).update(vars(self))
+        twin = object.__new__(ModelState)
+        vars(twin).update(vars(self))
         modules = dict(self._modules())
-        made._attributes = [each.of(modules.get(each.path, each.module)) for each in self._attributes]
-        made._roots = {key: root.of(_getter(key, root.get, modules)) for key, root in self._roots.items()}
-        made._aliases = [(_getter(key, get, modules), key, value) for get, key, value in self._aliases]
-        made._join_attributes()
-        made._note_parts(None)
-        return made
+        twin._attributes = [
+            attributes.of(modules.get(attributes.path, attributes.module)) for attributes in self._attributes
+        ]
+        twin._roots = {key: root.of(_getter(key, root.get, modules)) for key, root in self._roots.items()}
+        twin._aliases = [(_getter(key, get, modules), key, value) for get, key, value in self._aliases]
+        twin._join_attributes()
+        twin._note_parts(None)
+        return twin
 
     def read_also(self, reads: Reads) -> None:
         """Watch what another forward of the model reads, too, from the next `note` on."""
@@ -82,10 +84,10 @@ class ModelState:
     @classmethod
     def of_constants(cls, model: nn.Module, loss_fn: Any, reads: Reads) -> ModelState:
         """A state for `plain_changes` alone: of a model that may be fake."""
-        made = object.__new__(cls)
-        made.model, made.loss_fn, made.reads = model, loss_fn, reads
-        made._note_constants()
-        return made
+        state = object.__new__(cls)
+        state.model, state.loss_fn, state.reads = model, loss_fn, reads
+        state._note_constants()
+        return state
 
     def note(self, keep_modes: bool = False) -> None:
         """Take all of it as it is now. keep_modes: but for the modes of modules."""
@@ -113,8 +115,8 @@ class ModelState:
     def deciding_buffers(self) -> dict[str, Tensor]:
         """The buffers whose values decide what forward does."""
         names = self.reads.deciding
-        found = {n: b for p, m in self._modules() for n, b in named(p, m._buffers)} if names else {}
-        return {name: buffer for name, buffer in found.items() if name.rpartition(".")[2] in names}
+        buffers = {n: b for p, m in self._modules() for n, b in named(p, m._buffers)} if names else {}
+        return {name: buffer for name, buffer in buffers.items() if name.rpartition(".")[2] in names}
 
     def deciding(self) -> dict[str, Any]:
         """The values of these buffers."""
@@ -126,8 +128,11 @@ class ModelState:
 
     def _constants(self) -> Iterator[tuple[Any, Any]]:
         yield from alike_modes(self._modes).items()
-        for each in self._attributes:
-            yield from (((each.path, n), value) for n, value in zip(each.names[1:], each.values[1:], strict=False))
+        for attributes in self._attributes:
+            yield from (
+                ((attributes.path, n), value)
+                for n, value in zip(attributes.names[1:], attributes.values[1:], strict=False)
+            )
         yield from ((("", key), value) for _, key, value in self._aliases)
         for key, root in self._roots.items():
             yield from (((key, steps), leaf) for steps, leaf in root.leaves.items())
@@ -136,9 +141,12 @@ class ModelState:
 
     def _join_attributes(self) -> None:
         """All plain attributes in one row, which is compared faster than one by one."""
-        self._getters = [(each.get, each.own) for each in self._attributes]
-        self._plain = [value for each in self._attributes for value in each.values]
-        self._own, self._own_lengths = [each.own for each in self._attributes], [e.length for e in self._attributes]
+        self._getters = [(attributes.get, attributes.attributes) for attributes in self._attributes]
+        self._plain = [value for attributes in self._attributes for value in attributes.values]
+        self._own, self._own_lengths = (
+            [attributes.attributes for attributes in self._attributes],
+            [e.length for e in self._attributes],
+        )
 
     def _note_parts(self, modes: Mapping[str, bool] | None) -> None:
         """Take parts, buffers and hooks as they are now; modes, too, where none are given."""
@@ -146,12 +154,14 @@ class ModelState:
         self._tables: list[tuple[str, str, dict[str, Any], tuple[Any, ...]]] = []
         for path, module in modules.items():
             for table in ("_modules", "_parameters", "_buffers"):
-                if held := dict_of(module)[table]:
-                    self._tables.append((path, table, held, tuple(held.values())))
+                if members := dict_of(module)[table]:
+                    self._tables.append((path, table, members, tuple(members.values())))
         self._held = [table for _, _, table, _ in self._tables]
         self._lengths = list(map(len, self._held))
-        self._parts = [part for _, _, _, held in self._tables for part in held]
-        parameters = [p for _, kind, _, held in self._tables if kind == "_parameters" for p in held if p is not None]
+        self._parts = [part for _, _, _, members in self._tables for part in members]
+        parameters = [
+            p for _, kind, _, members in self._tables if kind == "_parameters" for p in members if p is not None
+        ]
         self._parameters, self._is_trained = parameters, list(map(_REQUIRES_GRAD, parameters))
         self._buffers = {
             name: b for path, m in modules.items() for name, b in named(path, m._buffers) if not b.is_inference()
@@ -172,25 +182,25 @@ class ModelState:
 
     def _lines(self, module: nn.Module) -> Mapping[str, Line | None]:
         """The attributes of a module that were read; all where that is not known."""
-        known = self.reads.attributes.get(type(module), {})
+        lines = self.reads.attributes.get(type(module), {})
         if self.reads.is_complete:
-            return known
-        held = [*dict_of(module), *vars(type(module))]
-        return {**dict.fromkeys(name for name in held if not name.startswith("_")), **known}
+            return lines
+        names = [*dict_of(module), *vars(type(module))]
+        return {**dict.fromkeys(name for name in names if not name.startswith("_")), **lines}
 
     def _watch(self, path: str, module: nn.Module) -> None:
-        own, lines, plain = dict_of(module), self._lines(module), ["training"]
+        values, lines, plain = dict_of(module), self._lines(module), ["training"]
         inherited = []
         for name, line in {**lines, "forward": lines.get("forward")}.items():
             if name in INTERNAL:
                 continue
-            if name not in own:
+            if name not in values:
                 inherited.append(name)
                 self._watch_class(type(module), name, line)
-            elif is_plain(own[name]) or name == "forward":
+            elif is_plain(values[name]) or name == "forward":
                 plain.append(name)
             else:
-                self._watch_value(("attribute", path, (name,)), f"{name} of {where(path)}", line, own)
+                self._watch_value(("attribute", path, (name,)), f"{name} of {where(path)}", line, values)
         self._attributes.append(ModuleAttributes(path, module, tuple(plain), tuple(inherited)))
 
     def _watch_class(self, kind: type, name: str, line: Line | None) -> None:
@@ -206,10 +216,10 @@ class ModelState:
     def _watch_value(self, key: Key, name: str, line: Line | None, holder: Any) -> None:
         """Watch what `holder` (attributes of a module, a namespace) has under the key's name."""
         at = key[2][0] if key[0] == "attribute" else key[1]
-        own = holder if key[0] == "attribute" else None
+        attributes = holder if key[0] == "attribute" else None
 
         def get() -> Any:
-            return (holder.values if own is None else own).get(at, MISSING)
+            return (holder.values if attributes is None else attributes).get(at, MISSING)
 
         value = get()
         self._aliases.append((get, key, value))
@@ -224,8 +234,8 @@ class ModelState:
         if not is_a(self.loss_fn, nn.Module):
             functions.append(("loss_fn", self.loss_fn))
         for path, module in self._modules():
-            held = dict_of(module).items()
-            functions += [(f"{name} of {where(path)}", value) for name, value in held if callable(value)]
+            attributes = dict_of(module).items()
+            functions += [(f"{name} of {where(path)}", value) for name, value in attributes if callable(value)]
         for label, function in functions:
             for name, get, put in held_by(label, function):
                 key = ("loss", name, (label,))
@@ -253,12 +263,12 @@ class ModelState:
 
     def _are_attributes_same(self, is_training: bool) -> bool:
         try:
-            now = itertools.chain.from_iterable([get(own) for get, own in self._getters])
+            now = itertools.chain.from_iterable([get(values) for get, values in self._getters])
             if all(map(operator.is_, now, self._plain)) and list(map(len, self._own)) == self._own_lengths:
                 return True
         except KeyError:
             return False
-        return all(each.is_same(is_training) for each in self._attributes)
+        return all(attributes.is_same(is_training) for attributes in self._attributes)
 
     def _replaced(self) -> Iterator[tuple[Key, Any, Any]]:
         """(place, old, new) of values that another one stands in the place of."""
@@ -271,17 +281,19 @@ class ModelState:
         if self.is_same(is_training):
             return []
         modes = self._changed_modes() if is_training else ()
-        found = [*modes, *self._changed_attributes(), *self._changed_tables(), *self._changed_roots()]
+        changes = [*modes, *self._changed_attributes(), *self._changed_tables(), *self._changed_roots()]
         for (owner, name), method in self._methods.items():
             if (now := vars(owner).get(name, MISSING)) is not method:
-                found.append(Change(f"{name} of {ClassData(owner).label}", method, now))
-        return [*found, *self._hooks.changes(self._named_parameters()), *self._values.changes()]
+                changes.append(Change(f"{name} of {ClassData(owner).label}", method, now))
+        return [*changes, *self._hooks.changes(self._named_parameters()), *self._values.changes()]
 
     def plain_changes(self) -> list[Change]:
         """The numbers, flags and texts that have changed, wherever they are held. A new one has MISSING as its old
         value."""
-        found = itertools.chain(self._changed_attributes(), self._changed_roots())
-        return [each for each in found if is_plain(each.new) and (is_plain(each.old) or each.old is MISSING)]
+        changes = itertools.chain(self._changed_attributes(), self._changed_roots())
+        return [
+            change for change in changes if is_plain(change.new) and (is_plain(change.old) or change.old is MISSING)
+        ]
 
     def kind_of(self, key: Key) -> Any:
         """Equal for places that modules of one class have alike."""
@@ -302,25 +314,25 @@ class ModelState:
                 yield Change(f"mode of {where(path)}", _MODES[self._modes[path]], _MODES[now[path]], key=key)
 
     def _changed_attributes(self) -> Iterator[Change]:
-        for each in self._attributes:
-            lines = self._lines(each.module)
-            for name, old, new in each.changed():
-                key = None if new is MISSING else ("attribute", each.path, (name,))
-                yield Change(f"{name} of {where(each.path)}", old, new, line=text_of(lines.get(name)), key=key)
+        for attributes in self._attributes:
+            lines = self._lines(attributes.module)
+            for name, old, new in attributes.changed():
+                key = None if new is MISSING else ("attribute", attributes.path, (name,))
+                yield Change(f"{name} of {where(attributes.path)}", old, new, line=text_of(lines.get(name)), key=key)
 
     def _changed_tables(self) -> Iterator[Change]:
         buffers = set[str]()
-        for path, kind, table, held in self._tables:
-            if _are_same(table.values(), held):
+        for path, kind, table, members in self._tables:
+            if _are_same(table.values(), members):
                 continue
-            now, what = tuple(table.values()), "submodules" if kind == "_modules" else kind[1:]
-            is_kept = len(now) == len(held) and all(is_a(each, Tensor) for each in (*now, *held))
+            now, subject = tuple(table.values()), "submodules" if kind == "_modules" else kind[1:]
+            is_kept = len(now) == len(members) and all(is_a(member, Tensor) for member in (*now, *members))
             if kind == "_buffers" and is_kept:
-                buffers.update(n for at, n in enumerate(names_in(path, table)) if not has_moved(held[at], now[at]))
+                buffers.update(n for at, n in enumerate(names_in(path, table)) if not has_moved(members[at], now[at]))
                 continue
-            if not (kind == "_parameters" and is_kept and all(map(is_freed, held, now))):
-                old, new = unlike(held, now)
-                yield Change(f"the {what} of {where(path)}", old, new, is_of_parts=True)
+            if not (kind == "_parameters" and is_kept and all(map(is_freed, members, now))):
+                old, new = unlike(members, now)
+                yield Change(f"the {subject} of {where(path)}", old, new, is_of_parts=True)
         for parameter, was in zip(self._parameters, self._is_trained, strict=True):
             if parameter.requires_grad != was:
                 name = next((n for n, p in self._named_parameters() if p is parameter), "a parameter")

@@ -62,7 +62,7 @@ _LEFT = frozenset(
 class _Done:
     """Stands for the handle of a collective that has ended."""
 
-    def wait(self, *given: Any) -> bool:
+    def wait(self, *args: Any) -> bool:
         return True
 
     def is_completed(self) -> bool:
@@ -83,46 +83,46 @@ def _ended(is_asynchronous: bool) -> _Done | None:
     return _Done() if is_asynchronous else None
 
 
-def _in_place(tensor: Any, *given: Any, async_op: bool = False, **named: Any) -> Any:
+def _in_place(tensor: Any, *args: Any, async_op: bool = False, **named: Any) -> Any:
     return _ended(async_op)
 
 
-def _to_list(outputs: Any, own: Any, *given: Any, async_op: bool = False, **named: Any) -> Any:
-    outputs[0].copy_(own)
+def _to_list(outputs: Any, value: Any, *args: Any, async_op: bool = False, **named: Any) -> Any:
+    outputs[0].copy_(value)
     return _ended(async_op)
 
 
-def _to_tensor(output: Tensor, own: Tensor, *given: Any, async_op: bool = False, **named: Any) -> Any:
-    output.copy_(own.reshape(output.shape))
+def _to_tensor(output: Tensor, value: Tensor, *args: Any, async_op: bool = False, **named: Any) -> Any:
+    output.copy_(value.reshape(output.shape))
     return _ended(async_op)
 
 
-def _from_list(output: Tensor, own: Any, *given: Any, async_op: bool = False, **named: Any) -> Any:
-    output.copy_(own[0])
+def _from_list(output: Tensor, values: Any, *args: Any, async_op: bool = False, **named: Any) -> Any:
+    output.copy_(values[0])
     return _ended(async_op)
 
 
-def _all_to_all(outputs: Any, own: Any, *given: Any, async_op: bool = False, **named: Any) -> Any:
-    return _to_list(outputs, own[0], async_op=async_op)
+def _all_to_all(outputs: Any, values: Any, *args: Any, async_op: bool = False, **named: Any) -> Any:
+    return _to_list(outputs, values[0], async_op=async_op)
 
 
-def _gather(own: Tensor, gather_list: Any = None, *given: Any, async_op: bool = False, **named: Any) -> Any:
-    return _to_list(gather_list, own, async_op=async_op)
+def _gather(value: Tensor, gather_list: Any = None, *args: Any, async_op: bool = False, **named: Any) -> Any:
+    return _to_list(gather_list, value, async_op=async_op)
 
 
-def _scatter(output: Tensor, scatter_list: Any = None, *given: Any, async_op: bool = False, **named: Any) -> Any:
+def _scatter(output: Tensor, scatter_list: Any = None, *args: Any, async_op: bool = False, **named: Any) -> Any:
     return _from_list(output, scatter_list, async_op=async_op)
 
 
-def _objects(outputs: list[Any], own: Any, *given: Any, **named: Any) -> None:
-    outputs[0] = own
+def _objects(outputs: list[Any], value: Any, *args: Any, **named: Any) -> None:
+    outputs[0] = value
 
 
-def _first(value: Any, *given: Any, **named: Any) -> Any:
+def _first(value: Any, *args: Any, **named: Any) -> Any:
     return value
 
 
-def _none(*given: Any, **named: Any) -> None:
+def _none(*args: Any, **named: Any) -> None:
     return None
 
 
@@ -133,15 +133,15 @@ def _is_initialized() -> bool:
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "is_initialized": _is_initialized,
-    "get_rank": lambda *given, **named: 0,
-    "get_node_local_rank": lambda *given, **named: 0,
-    "get_group_rank": lambda *given, **named: 0,
-    "get_global_rank": lambda *given, **named: 0,
-    "get_world_size": lambda *given, **named: 1,
-    "get_process_group_ranks": lambda *given, **named: [0],
-    "get_backend": lambda *given, **named: "gloo",
-    "new_group": lambda *given, **named: _Itself(),
-    "barrier": lambda *given, async_op=False, **named: _ended(async_op),
+    "get_rank": lambda *args, **named: 0,
+    "get_node_local_rank": lambda *args, **named: 0,
+    "get_group_rank": lambda *args, **named: 0,
+    "get_global_rank": lambda *args, **named: 0,
+    "get_world_size": lambda *args, **named: 1,
+    "get_process_group_ranks": lambda *args, **named: [0],
+    "get_backend": lambda *args, **named: "gloo",
+    "new_group": lambda *args, **named: _Itself(),
+    "barrier": lambda *args, async_op=False, **named: _ended(async_op),
     "monitored_barrier": _none,
     "all_reduce": _in_place,
     "broadcast": _in_place,
@@ -161,8 +161,8 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "scatter": _scatter,
     "all_gather_object": _objects,
     "broadcast_object_list": _none,
-    "gather_object": lambda own, object_gather_list=None, *given, **named: _objects(object_gather_list, own),
-    "scatter_object_list": lambda outputs, own, *given, **named: _objects(outputs, own[0]),
+    "gather_object": lambda value, object_gather_list=None, *args, **named: _objects(object_gather_list, value),
+    "scatter_object_list": lambda outputs, values, *args, **named: _objects(outputs, values[0]),
 }
 """By the functions of torch.distributed."""
 
@@ -170,13 +170,13 @@ _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "broadcast": _first,
     "reduce": _first,
     "all_reduce": _first,
-    "all_gather": lambda own, *given, **named: (own,),
-    "gather": lambda own, *given, **named: [own],
-    "scatter": lambda own, *given, **named: own[0],
-    "reduce_scatter": lambda output, own, *given, **named: own[0],
-    "all_to_all": lambda outputs, own, *given, **named: tuple(own),
-    "all_to_all_single": lambda output, own, *given, **named: own,
-    "_all_gather_base": lambda output, own, *given, **named: own,
+    "all_gather": lambda value, *args, **named: (value,),
+    "gather": lambda value, *args, **named: [value],
+    "scatter": lambda values, *args, **named: values[0],
+    "reduce_scatter": lambda output, values, *args, **named: values[0],
+    "all_to_all": lambda outputs, values, *args, **named: tuple(values),
+    "all_to_all_single": lambda output, value, *args, **named: value,
+    "_all_gather_base": lambda output, value, *args, **named: value,
 }
 """By the functions of torch.distributed.nn.functional."""
 
@@ -211,8 +211,8 @@ def as_one_process() -> Iterator[None]:
             stack.enter_context(_answered(function, answer))
         mesh = importlib.import_module("torch.distributed.device_mesh").DeviceMesh
         for name in _MESH_METHODS:
-            if inspect.isfunction(own := getattr(mesh, name, None)):
-                call = in_this_thread(_refused(f"device_mesh.DeviceMesh.{name}"), own)
+            if inspect.isfunction(original := getattr(mesh, name, None)):
+                call = in_this_thread(_refused(f"device_mesh.DeviceMesh.{name}"), original)
                 stack.enter_context(mock.patch.object(mesh, name, call))
         yield
 
@@ -224,15 +224,15 @@ def _answers() -> list[tuple[types.FunctionType, Callable[..., Any]]]:
 
 
 def _each_answer() -> Iterator[tuple[types.FunctionType, Callable[..., Any]]]:
-    for module, known in zip(_MODULES, (_ANSWERS, _DIFFERENTIABLE, _FUNCTIONAL, {}), strict=True):
+    for module, answers in zip(_MODULES, (_ANSWERS, _DIFFERENTIABLE, _FUNCTIONAL, {}), strict=True):
         functions = vars(importlib.import_module(module))
-        public = functions.get("__all__", ()) if known is _ANSWERS else ("init_device_mesh",) if not known else ()
-        for name in dict.fromkeys((*known, *public)):
+        public = functions.get("__all__", ()) if answers is _ANSWERS else ("init_device_mesh",) if not answers else ()
+        for name in dict.fromkeys((*answers, *public)):
             function = functions.get(name)
             if type(function) is not types.FunctionType:  # isinstance has deprecated names of torch warn
                 continue
             if name not in _LEFT and function.__module__ == module:
-                yield function, known.get(name) or _refused(f"{module.removeprefix('torch.distributed.')}.{name}")
+                yield function, answers.get(name) or _refused(f"{module.removeprefix('torch.distributed.')}.{name}")
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -259,21 +259,21 @@ def _answered(function: types.FunctionType, answer: Callable[..., Any]) -> Itera
     """`function`, under whatever name it is held, gives the answer to calls of this thread."""
     inner = next((cell for cell in function.__closure__ or () if inspect.isfunction(cell.cell_contents)), None)
     if inner is not None:  # torch's decorator, which calls what its cell holds
-        own = inner.cell_contents
-        inner.cell_contents = in_this_thread(answer, own)
+        original = inner.cell_contents
+        inner.cell_contents = in_this_thread(answer, original)
         try:
             yield
         finally:
-            inner.cell_contents = own
+            inner.cell_contents = original
         return
     if function.__closure__:
         yield
         return
     code, key = function.__code__, f"{function.__module__}.{function.__qualname__}"
-    own = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
-    own.__kwdefaults__ = function.__kwdefaults__
+    original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
     before = _replaced.get(key)
-    _replaced[key] = in_this_thread(answer, own)
+    _replaced[key] = in_this_thread(answer, original)
     function.__code__ = _standing_for(key)
     try:
         yield
@@ -289,10 +289,10 @@ def _answered(function: types.FunctionType, answer: Callable[..., Any]) -> Itera
 def _standing_for(key: str) -> types.CodeType:
     """Return the code of a function that `answer` answers for. It runs among torch's globals, so it imports that."""
     text = f"def call(*args, **kwargs):\n from {__name__} import answer\n return answer({key!r}, args, kwargs)\n"
-    made: dict[str, Any] = {}
-    exec(compile(text, __file__, "exec"), made)  # constant text but for a function's own name
-    found: types.CodeType = made["call"].__code__
-    return found
+    namespace: dict[str, Any] = {}
+    exec(compile(text, __file__, "exec"), namespace)  # constant text but for a function's own name
+    code: types.CodeType = namespace["call"].__code__
+    return code
 
 
 def answer(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -31,53 +31,55 @@ class OwnNumbers:
 
     def note_first(self, reads: Reads) -> None:
         """The first forward was run, which read all this."""
-        self._once = {each.key: each for each in self._start.plain_changes()}
+        self._once = {change.key: change for change in self._start.plain_changes()}
         self._middle, self._read = self._state_of(Reads()), self._state_of(reads)
 
     def changed_first(self) -> set[str]:
         """The names of what the first forward changed."""
-        return {each.name for each in self._once.values()}
+        return {change.name for change in self._once.values()}
 
     def note_second(self) -> bool:
         """The second forward was run. Whether it changed something that is followed, which is set back then.
 
         Raises TraceError for what no process can be given.
         """
-        found = self._middle.plain_changes()
-        _refuse(each for each in found if each.key is not None and each.key[0] == "variable")
+        changes = self._middle.plain_changes()
+        _refuse(change for change in changes if change.key is not None and change.key[0] == "variable")
         # Of what objects hold, only what forward reads counts, and what was there: they may keep records of calls.
-        read = {each.key for each in self._read.plain_changes() if each.old is not MISSING}
-        self.changes = [each for each in found if _is_attribute(each.key) or each.key in read]
-        before = {each.key: self._once.get(each.key, each).old for each in self.changes}
-        _refuse(each for each in self.changes if each.key is None or before[each.key] is MISSING)
+        read = {change.key for change in self._read.plain_changes() if change.old is not MISSING}
+        self.changes = [change for change in changes if _is_attribute(change.key) or change.key in read]
+        before = {change.key: self._once.get(change.key, change).old for change in self.changes}
+        _refuse(change for change in self.changes if change.key is None or before[change.key] is MISSING)
         self._found = {key: value for key, value in before.items() if key is not None}
         self._middle.apply(self._found.items())
         return bool(self.changes)
 
     def note_third(self) -> None:
         """The forward was run again. Raises TraceError where it left something else than the first one did."""
-        now = {each.key: each.new for each in self._start.plain_changes()}
+        now = {change.key: change.new for change in self._start.plain_changes()}
 
         def left(key: Key | None) -> Any:
             return self._once[key].new if key in self._once else self._found.get(key)  # type: ignore[arg-type]
 
-        _refuse(each for each in self.changes if now.get(each.key, self._found.get(each.key)) != left(each.key))  # type: ignore[arg-type]
+        _refuse(
+            change for change in self.changes if now.get(change.key, self._found.get(change.key)) != left(change.key)
+        )  # type: ignore[arg-type]
 
     def places(self) -> set[tuple[str, str]]:
         """(module, attribute) of what is followed, the module by its path and as errors name it."""
-        keys = (each.key for each in self.changes if each.key is not None and each.key[0] == "attribute")
+        keys = (change.key for change in self.changes if change.key is not None and change.key[0] == "attribute")
         return {(place, steps[0]) for _, path, steps in keys for place in (path, where(path))}
 
     def kinds(self) -> dict[Any, str]:
         """The kinds of places that are followed, for `Reads.advanced`."""
-        return {self._middle.kind_of(each.key): each.name for each in self.changes if each.key is not None}
+        return {self._middle.kind_of(change.key): change.name for change in self.changes if change.key is not None}
 
 
-def changes_state(what: str) -> TraceError:
+def changes_state(change: str) -> TraceError:
     """The error for state of Python that a program would leave as it is."""
     return TraceError(
         "forward changes Python state, which the generated program would not",
-        values=what,
+        values=change,
         alternatives=[
             "change it in the training loop",
             "a number as an attribute of the module, which is followed",

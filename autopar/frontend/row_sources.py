@@ -63,8 +63,8 @@ class Selections:
 
     def _numbered(self) -> dict[Node, int]:
         """A number for each call; two that compute the same of the same have one."""
-        found: dict[Node, int] = {}
-        known: dict[Any, int] = {}
+        numbers: dict[Node, int] = {}
+        number_of: dict[Any, int] = {}
         for node in self._nodes:
             is_call = isinstance(node.target, torch._ops.OpOverload)
             shares = (
@@ -75,11 +75,11 @@ class Selections:
             drawn = is_call and torch.Tag.nondeterministic_seeded in node.target.tags
             is_pure = is_call and not node.target._schema.is_mutable and not drawn
             key: Any = node
-            if is_pure and not any(each in self._changing for each in (node, *node.all_input_nodes)):
-                of = tuple(found[each] for each in node.all_input_nodes)
-                key = node.target, of, str(map_arg((node.args, node.kwargs), lambda each: found[each]))
-            found[node] = known.setdefault(key, len(known))
-        return found
+            if is_pure and not any(operand in self._changing for operand in (node, *node.all_input_nodes)):
+                of = tuple(numbers[operand] for operand in node.all_input_nodes)
+                key = node.target, of, str(map_arg((node.args, node.kwargs), lambda operand: numbers[operand]))
+            numbers[node] = number_of.setdefault(key, len(number_of))
+        return numbers
 
     def _read(self, node: Node) -> bool:
         """Notes a call; False for one that makes a size of values other than a mask's."""
@@ -107,43 +107,43 @@ class Selections:
         if place is not None:
             self.sources[node] = place
             return True
-        known = set(self.by_symbol)
-        return all(symbols <= known for symbols in map(_symbols, _sizes(node)))
+        symbols_read = set(self.by_symbol)
+        return all(symbols <= symbols_read for symbols in map(_symbols, _sizes(node)))
 
     def _source(self, node: Node, name: str) -> Source | None:
-        given: dict[str, Any] = named_arguments(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+        arguments: dict[str, Any] = named_arguments(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
         if name == "masked_select":
-            mask, operand = given["mask"], given["self"]
+            mask, operand = arguments["mask"], arguments["self"]
             same = mask.meta["val"].shape == operand.meta["val"].shape
             selection = self._of(node, mask) if same else None
             return Source(selection, 0) if selection is not None else None
         if name not in ("index", "index_select"):
             return None
         if name == "index":
-            used = [each for each in given["indices"] if each is not None]
+            used = [position for position in arguments["indices"] if position is not None]
             if len(used) == 1 and used[0].meta["val"].dtype == torch.bool and self._of(node, used[0]) is None:
                 return None
-        place = self.place(node, given)
+        place = self.place(node, arguments)
         return Source(*place) if place is not None else None
 
-    def place(self, node: Node, given: dict[str, Any]) -> tuple[Selection, int] | None:
+    def place(self, node: Node, arguments: dict[str, Any]) -> tuple[Selection, int] | None:
         """The selection by which a call indexes its first operand, and the first dim that the mask is for."""
-        indices = given.get("indices")
+        indices = arguments.get("indices")
         if indices is None:
-            index, dim = given["index"], given["dim"] % len(given["self"].meta["val"].shape)
+            index, dim = arguments["index"], arguments["dim"] % len(arguments["self"].meta["val"].shape)
             indices = [*[None] * dim, index]
-        used = [each for each in indices if each is not None]
-        start = next((at for at, each in enumerate(indices) if each is not None), 0)
-        if any(each is None for each in indices[start : start + len(used)]):
+        used = [position for position in indices if position is not None]
+        start = next((at for at, position in enumerate(indices) if position is not None), 0)
+        if any(position is None for position in indices[start : start + len(used)]):
             return None
         if len(used) == 1 and used[0].meta["val"].dtype == torch.bool:
-            found = self._masks.get(self._ids[used[0]])
-            return (found, start) if found is not None else None
-        places = [self.positions.get(each) for each in used]
-        if None in places or len({each[0] for each in places if each is not None}) != 1:
+            masked = self._masks.get(self._ids[used[0]])
+            return (masked, start) if masked is not None else None
+        places = [self.positions.get(position) for position in used]
+        if None in places or len({position[0] for position in places if position is not None}) != 1:
             return None
         selection = places[0][0]  # type: ignore[index]
-        dims = [each[1] for each in places if each is not None]
+        dims = [position[1] for position in places if position is not None]
         return (selection, start) if dims == list(range(len(selection.shape))) else None
 
     def _of(self, node: Node, mask: Any) -> Selection | None:
@@ -159,8 +159,8 @@ class Selections:
             return None
         shape = tuple(map(self.padded, sizes))
         same = self._masks.setdefault(self._ids[mask], Selection(symbol, mask, shape))
-        known = self.by_symbol.setdefault(symbol, same)
-        return known if known is same else None
+        selection = self.by_symbol.setdefault(symbol, same)
+        return selection if selection is same else None
 
     # --- sizes -------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,9 @@ class Selections:
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return bool(_symbols(value))
         is_check = isinstance(node.target, torch._ops.OpOverload) and base_name(str(node.target)) in _CHECKS
-        return is_check and any(self.is_of_size(each) or self.is_unknown(each) for each in node.all_input_nodes)
+        return is_check and any(
+            self.is_of_size(operand) or self.is_unknown(operand) for operand in node.all_input_nodes
+        )
 
     def size(self, node: Node) -> Any:
         """The size of the dim that depends on values, as torch writes it."""
@@ -197,8 +199,8 @@ class Selections:
 
     def padded(self, size: Any) -> int:
         """A size of the trace where all rows are counted."""
-        known = {symbol: selection.num_rows for symbol, selection in self.by_symbol.items()}
-        return int(size.node.expr.subs(known)) if _symbols(size) else int(size)
+        sizes = {symbol: selection.num_rows for symbol, selection in self.by_symbol.items()}
+        return int(size.node.expr.subs(sizes)) if _symbols(size) else int(size)
 
     def is_changing(self, node: Node) -> bool:
         """Whether a tensor is written to after it is made."""
@@ -206,7 +208,7 @@ class Selections:
 
     def of_other_operators(self, names: Container[str]) -> set[Any]:
         """Symbols of sizes of what operators without a place among `names` take."""
-        found: set[Any] = set()
+        symbols: set[Any] = set()
         for node in self._nodes:
             if not isinstance(node.target, torch._ops.OpOverload) or self.is_of_size(node):
                 continue
@@ -214,9 +216,9 @@ class Selections:
             by_number = name == "div" or (name == "pow" and isinstance(node.args[1], int) and node.args[1] > 0)
             is_linear = by_number and not (isinstance(node.args[1], Node) and self.is_unknown(node.args[1]))
             if name not in names and not is_linear:
-                for each in (*node.all_input_nodes, node):
-                    found |= set().union(*map(_symbols, _sizes(each)))
-        return found
+                for operand in (*node.all_input_nodes, node):
+                    symbols |= set().union(*map(_symbols, _sizes(operand)))
+        return symbols
 
 
 def _symbols(size: Any) -> set[Any]:

@@ -60,7 +60,7 @@ class _Writer(RowSinks):
             elif self.selections.is_unknown(node):
                 dead.append(node)
                 self.write(node)
-            elif any(each in self.full or self.selections.is_of_size(each) for each in node.all_input_nodes):
+            elif any(operand in self.full or self.selections.is_of_size(operand) for operand in node.all_input_nodes):
                 dead.append(node)
                 self.renamed[node] = self.sink(node)
                 node.replace_all_uses_with(self.renamed[node])
@@ -124,17 +124,21 @@ class _Writer(RowSinks):
         """Rows of unknown number among others, one after another."""
         tensors: Any = node.args[0]
         axis: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-        places = {self.selections.dim(each) for each in tensors if each in self.full}
+        places = {self.selections.dim(tensor) for tensor in tensors if tensor in self.full}
         if places != {axis % len(node.meta["val"].shape)}:
             return self.by_row(node)
         parts: list[Any] = []
-        whole = next((each for each in tensors if each not in self.full and value_of(each).shape[axis]), None)
+        whole = next((tensor for tensor in tensors if tensor not in self.full and value_of(tensor).shape[axis]), None)
         rows = []
-        for each in tensors:
-            parts += self.layouts[each] if each in self.full else [int(value_of(each).shape[axis])]
-            rows.append(self.full.get(each, each))
-            if each in self.full and whole is not None and any(symbol in self.sharp for symbol in self.layouts[each]):
-                rows[-1] = self.like(rows[-1], whole, axis, self.layouts[each])
+        for tensor in tensors:
+            parts += self.layouts[tensor] if tensor in self.full else [int(value_of(tensor).shape[axis])]
+            rows.append(self.full.get(tensor, tensor))
+            if (
+                tensor in self.full
+                and whole is not None
+                and any(symbol in self.sharp for symbol in self.layouts[tensor])
+            ):
+                rows[-1] = self.like(rows[-1], whole, axis, self.layouts[tensor])
         self.full[node] = self.call(node.target, rows, axis)
         return tuple(parts)
 
@@ -147,19 +151,21 @@ class _Writer(RowSinks):
 
     def by_row(self, node: Node) -> Layout:
         """A call of the same operator on all rows, which its rule says to treat each alone."""
-        found = {self.layouts[each] for each in node.all_input_nodes if each in self.full}
-        if not found:
-            found = {self.by_size.get(self.selections.size(node), ())}
-        (layout, *others) = found
+        layouts = {self.layouts[operand] for operand in node.all_input_nodes if operand in self.full}
+        if not layouts:
+            layouts = {self.by_size.get(self.selections.size(node), ())}
+        (layout, *others) = layouts
         name = ir.base_name(str(node.target)) if isinstance(node.target, torch._ops.OpOverload) else ""
-        takes_size = any(self.selections.is_of_size(each) for each in node.all_input_nodes)
-        is_ready = all(each in self.full or not self.selections.is_unknown(each) for each in node.all_input_nodes)
+        takes_size = any(self.selections.is_of_size(operand) for operand in node.all_input_nodes)
+        is_ready = all(
+            operand in self.full or not self.selections.is_unknown(operand) for operand in node.all_input_nodes
+        )
         if others or not layout or not name or not is_ready or (takes_size and name not in _SIZED):
             raise self.mixed(node)
-        args, kwargs = map_arg((node.args, node.kwargs), lambda each: self.operand(each, layout))
-        self.full[node] = made = self.call(node.target, *args, **kwargs)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: self.operand(operand, layout))
+        self.full[node] = written = self.call(node.target, *args, **kwargs)
         is_made = name in LENT and self.by_size.get(self.selections.size(node)) == layout
-        if not is_made and not self.keeps_rows(node, made):
+        if not is_made and not self.keeps_rows(node, written):
             raise self.mixed(node)
         return layout
 
@@ -185,21 +191,21 @@ class _Writer(RowSinks):
             self.kept[node, layout] = kept
         return kept
 
-    def keeps_rows(self, node: Node, made: Node) -> bool:
+    def keeps_rows(self, node: Node, written: Node) -> bool:
         """Whether the call's rule has one loop over the rows, which each result has and no other operand."""
-        dims = {made_of: self.selections.dim(each) for each, made_of in self.full.items() if each is not node}
-        tensors = {each: _meta(value_of(each)) for each in made.all_input_nodes}
-        refs: dict[Node, Any] = {each: ir.Ref(each.name) for each in tensors}
-        args, kwargs = map_arg((made.args, made.kwargs), refs.__getitem__)
-        results = [value for value in _leaves(made.meta["val"]) if isinstance(value, Tensor)]
+        dims = {made_of: self.selections.dim(operand) for operand, made_of in self.full.items() if operand is not node}
+        tensors = {operand: _meta(value_of(operand)) for operand in written.all_input_nodes}
+        refs: dict[Node, Any] = {operand: ir.Ref(operand.name) for operand in tensors}
+        args, kwargs = map_arg((written.args, written.kwargs), refs.__getitem__)
+        results = [value for value in _leaves(written.meta["val"]) if isinstance(value, Tensor)]
         plain = ir.Node(
             name="made",
-            op=str(made.target),
+            op=str(written.target),
             args=_tuples(args),
             kwargs=tuple(kwargs.items()),
             outputs=tuple(map(_meta, results)),
         )
-        by_ref = {ref: each for each, ref in refs.items()}
+        by_ref = {ref: operand for operand, ref in refs.items()}
         rule = rule_for(plain, tuple(tensors[by_ref[ref]] for ref in plain.inputs))
         if rule is None or "*" in rule.lowerings or len(rule.inputs) != len(plain.inputs):
             return False

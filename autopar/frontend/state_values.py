@@ -110,9 +110,9 @@ class Root:
 
     def of(self, get: Callable[[], Any]) -> Root:
         """The same value, read in another way."""
-        made = object.__new__(Root)
-        vars(made).update({**vars(self), "get": get})
-        return made
+        root = object.__new__(Root)
+        vars(root).update({**vars(self), "get": get})
+        return root
 
     def is_same(self) -> bool:
         """Whether nothing in it has changed."""
@@ -126,13 +126,13 @@ class Root:
             old, new = self.leaves.get(steps, MISSING), now.get(steps, MISSING)
             if type(old) is type(new) and old == new:
                 continue
-            old, new = (each.value if type(each) in (SeenTensor, Alike) else each for each in (old, new))
-            old, new = (MISSING if type(each) is Held and each.value is MISSING else each for each in (old, new))
-            kind, path, own = self.key
+            old, new = (leaf.value if type(leaf) in (SeenTensor, Alike) else leaf for leaf in (old, new))
+            old, new = (MISSING if type(leaf) is Held and leaf.value is MISSING else leaf for leaf in (old, new))
+            kind, path, first_steps = self.key
             inner = "".join(f".{step}" if how == "." else "" if how == "#" else f"[{step!r}]" for how, step in steps)
             head, _, rest = self.name.partition(" ")
             is_movable = new is not MISSING and all(how in (".", "[") for how, _ in steps)
-            key = (kind, path, (*own, *steps)) if is_movable else None
+            key = (kind, path, (*first_steps, *steps)) if is_movable else None
             yield Change(f"{head}{inner} {rest}".strip(), old, new, line=text_of(self.line), key=key)
 
 
@@ -208,41 +208,41 @@ def leaves_of(value: Any, fields: Fields) -> dict[tuple[Any, ...], Any]:
 
     fields: of objects, as `Reads` has them.
     """
-    found: dict[tuple[Any, ...], Any] = {}
+    leaves: dict[tuple[Any, ...], Any] = {}
     seen: set[int] = set()
 
-    def visit(each: Any, steps: tuple[Any, ...]) -> None:
-        if type(each) in _EXACT:
-            found[steps] = each
-        elif each is MISSING:
-            found[steps] = Held(each)
-        elif issubclass(type(each), Tensor):
-            found[steps] = SeenTensor(each)
-        elif is_plain(each):
-            found[steps] = each if _is_exact(each) else Alike(each)
-        elif len(found) > _MOST_LEAVES or len(steps) >= _MOST_DEPTH or id(each) in seen:
-            found[steps] = Held(each)
-        elif (items := _items(each, fields)) is not None:
-            seen.add(id(each))
-            found[(*steps, ("#", "length"))] = Length(type(each), len(items))
+    def visit(part: Any, steps: tuple[Any, ...]) -> None:
+        if type(part) in _EXACT:
+            leaves[steps] = part
+        elif part is MISSING:
+            leaves[steps] = Held(part)
+        elif issubclass(type(part), Tensor):
+            leaves[steps] = SeenTensor(part)
+        elif is_plain(part):
+            leaves[steps] = part if _is_exact(part) else Alike(part)
+        elif len(leaves) > _MOST_LEAVES or len(steps) >= _MOST_DEPTH or id(part) in seen:
+            leaves[steps] = Held(part)
+        elif (items := _items(part, fields)) is not None:
+            seen.add(id(part))
+            leaves[(*steps, ("#", "length"))] = Length(type(part), len(items))
             for step, inner in items:
                 visit(inner, (*steps, step))
         else:
-            found[steps] = Held(each)
+            leaves[steps] = Held(part)
 
     visit(value, ())
-    return found
+    return leaves
 
 
-def are_alike(some: dict[tuple[Any, ...], Any], others: dict[tuple[Any, ...], Any]) -> bool:
+def are_alike(leaves: dict[tuple[Any, ...], Any], others: dict[tuple[Any, ...], Any]) -> bool:
     """Whether two values have equal leaves, 1 and 1.0 and True apart."""
-    return some == others and all(map(operator.is_, map(type, some.values()), map(type, others.values())))
+    return leaves == others and all(map(operator.is_, map(type, leaves.values()), map(type, others.values())))
 
 
-def _is_same_method(one: Any, other: Any) -> bool:
-    if not (type(one) is type(other) is types.MethodType):
+def _is_same_method(method: Any, other: Any) -> bool:
+    if not (type(method) is type(other) is types.MethodType):
         return False
-    return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    return method.__self__ is other.__self__ and method.__func__ is other.__func__
 
 
 def _items(value: Any, fields: Fields) -> list[tuple[tuple[str, Any], Any]] | None:
@@ -257,22 +257,22 @@ def _items(value: Any, fields: Fields) -> list[tuple[tuple[str, Any], Any]] | No
         return [(("[", _step(key)), inner) for key, inner in dict.items(value)]
     if issubclass(kind, list):
         return [(("[", index), inner) for index, inner in enumerate(list.__iter__(value))]
-    if (held := items_of(value)) is not None:
+    if (items := items_of(value)) is not None:
         if issubclass(kind, (set, frozenset)):
-            return [(("{", _step(inner)), True) for _, inner in held]
+            return [(("{", _step(inner)), True) for _, inner in items]
         # No other process can be given one item of a tuple.
-        return [(("(" if issubclass(kind, tuple) else "[", index), inner) for index, inner in held]
+        return [(("(" if issubclass(kind, tuple) else "[", index), inner) for index, inner in items]
     if issubclass(kind, _NO_PARTS) or not (kind.__dictoffset__ or any("__slots__" in vars(k) for k in kind.__mro__)):
         return None
     home = home_of(kind)
     if home in FOREIGN or (home == "transformers" and "Config" not in kind.__name__):
         return None
-    if not (own := attributes_of(value)) and not kind.__dictoffset__:
+    if not (attributes := attributes_of(value)) and not kind.__dictoffset__:
         return None
     if dataclasses.is_dataclass(kind):
-        names = {each.name for each in dataclasses.fields(kind)}
-        own = {name: inner for name, inner in own.items() if name in names}
-    return [((".", name), inner) for name, inner in own.items() if _is_read(kind, name, fields)]
+        names = {field.name for field in dataclasses.fields(kind)}
+        attributes = {name: inner for name, inner in attributes.items() if name in names}
+    return [((".", name), inner) for name, inner in attributes.items() if _is_read(kind, name, fields)]
 
 
 def _step(key: Any) -> Any:
@@ -282,16 +282,16 @@ def _step(key: Any) -> Any:
 def _is_read(kind: type, name: str, fields: Fields) -> bool:
     """Whether forward reads an attribute of a class's objects, also under the name that a configuration of transformers
     has for it."""
-    known = fields.get(kind)
-    if known is None or name in known or "__dict__" in known:
+    names = fields.get(kind)
+    if names is None or name in names or "__dict__" in names:
         return True
     aliases = attribute(kind, "attribute_map")
-    return is_a(aliases, dict) and any(own == name and alias in known for alias, own in dict.items(aliases))
+    return is_a(aliases, dict) and any(own_name == name and alias in names for alias, own_name in dict.items(aliases))
 
 
 def object_kinds(values: Iterable[Any]) -> set[type]:
     """The classes of objects with attributes that are in these values."""
-    found: set[type] = set()
+    kinds: set[type] = set()
     seen: set[int] = set()
     waiting = list(values)
     while waiting:
@@ -301,9 +301,9 @@ def object_kinds(values: Iterable[Any]) -> set[type]:
         seen.add(id(value))
         items = _items(value, {})
         if items and items[0][0][0] == ".":
-            found.add(type(value))
+            kinds.add(type(value))
         waiting += [inner for _, inner in items or ()]
-    return found
+    return kinds
 
 
 def _are_numbers(old: Any, new: Any) -> bool:
@@ -311,7 +311,7 @@ def _are_numbers(old: Any, new: Any) -> bool:
     if type(old) is tuple and type(new) is tuple and len(old) == len(new):
         pairs = zip(old, new, strict=True)
         return all(_are_numbers(*pair) or (type(pair[0]) is type(pair[1]) and is_equal(*pair)) for pair in pairs)
-    return all(is_a(each, int, float, np.number) and not is_a(each, bool, enum.Enum) for each in (old, new))
+    return all(is_a(value, int, float, np.number) and not is_a(value, bool, enum.Enum) for value in (old, new))
 
 
 def is_plain(value: Any) -> bool:
@@ -320,13 +320,13 @@ def is_plain(value: Any) -> bool:
     if kind in _EXACT:
         return True
     if issubclass(kind, tuple):
-        return all(type(each) in _EXACT or issubclass(type(each), _KINDS) for each in tuple.__iter__(value))
+        return all(type(item) in _EXACT or issubclass(type(item), _KINDS) for item in tuple.__iter__(value))
     return issubclass(kind, _KINDS)
 
 
 def _is_exact(value: Any) -> bool:
     """Whether a value's equality is the interpreter's own."""
-    return type(value) in _EXACT or (type(value) is tuple and all(type(each) in _EXACT for each in value))
+    return type(value) in _EXACT or (type(value) is tuple and all(type(item) in _EXACT for item in value))
 
 
 def is_class_data(value: Any) -> bool:
@@ -334,20 +334,22 @@ def is_class_data(value: Any) -> bool:
     return is_plain(value) or is_a(value, list, dict, set, Tensor, types.SimpleNamespace)
 
 
-def is_equal(one: Any, other: Any) -> bool:
+def is_equal(value: Any, other: Any) -> bool:
     """Whether plain values are equal; of all else, whether it is the same."""
-    kind = type(one)
-    if one is other:
+    kind = type(value)
+    if value is other:
         return True
     if kind is not type(other) or issubclass(kind, enum.Enum):
         return False
     if kind in _EXACT:
-        return bool(one == other or (one != one and other != other))
+        return bool(value == other or (value != value and other != other))
     if issubclass(kind, tuple):
-        some, others = list(tuple.__iter__(one)), list(tuple.__iter__(other))
+        some, others = list(tuple.__iter__(value)), list(tuple.__iter__(other))
         return len(some) == len(others) and all(map(is_equal, some, others))
-    plain: Any = next((each for each in _PLAIN if issubclass(kind, each)), object)
-    return plain.__eq__(one, other) is True or (plain.__ne__(one, one) is True and plain.__ne__(other, other) is True)
+    plain: Any = next((plain_type for plain_type in _PLAIN if issubclass(kind, plain_type)), object)
+    return plain.__eq__(value, other) is True or (
+        plain.__ne__(value, value) is True and plain.__ne__(other, other) is True
+    )
 
 
 def _version(tensor: Tensor) -> int:
@@ -390,7 +392,7 @@ def _shown(value: Any) -> str:
     if not (_is_exact(value) or kind in (Missing, Held, Length)):
         if issubclass(kind, np.number):
             return _short(repr(np.generic.item(value)))
-        plain: Any = next((each for each in _PLAIN if issubclass(kind, each)), None)
+        plain: Any = next((plain_type for plain_type in _PLAIN if issubclass(kind, plain_type)), None)
         return f"a {kind.__name__}" if plain is None else _short(plain.__repr__(value))
     return _short(repr(value))
 
