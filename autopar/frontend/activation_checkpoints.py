@@ -101,26 +101,26 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func is F.batch_norm:
-            given = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-            if given["training"] and isinstance(given["running_mean"], Tensor) and given["momentum"]:
-                return self._normed(given)
+            arguments = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+            if arguments["training"] and isinstance(arguments["running_mean"], Tensor) and arguments["momentum"]:
+                return self._normed(arguments)
         if not self._bodies:
             return func(*args, **kwargs)
         return self._bodies[-1].call(func, args, kwargs)
 
-    def _normed(self, given: dict[str, Any]) -> Tensor:
+    def _normed(self, arguments: dict[str, Any]) -> Tensor:
         """Batch norm that moves running statistics: twice, with one average over both."""
-        memory = _memory(given["running_mean"])
-        self._alive.append(given["running_mean"])
+        memory = _memory(arguments["running_mean"])
+        self._alive.append(arguments["running_mean"])
         if memory in self._norms and (self._bodies or self._norms[memory]):
             raise _refused("batch norm whose statistics move in several calls, which torch repeats in another order")
         self._norms[memory] = bool(self._bodies)
         if not self._bodies:
-            return F.batch_norm(**given)
+            return F.batch_norm(**arguments)
         body = self._bodies[-1]
-        if body.moves_twice(*(given[name] for name in ("input", "weight", "bias"))):
-            given["momentum"] = 1.0 - (1.0 - given["momentum"]) ** 2
-        return body.call(F.batch_norm, (), given)  # type: ignore[no-any-return]
+        if body.moves_twice(*(arguments[name] for name in ("input", "weight", "bias"))):
+            arguments["momentum"] = 1.0 - (1.0 - arguments["momentum"]) ** 2
+        return body.call(F.batch_norm, (), arguments)  # type: ignore[no-any-return]
 
 
 class _Body:
@@ -131,7 +131,7 @@ class _Body:
         self.is_differentiated = False
         self.moves_once = False
         self.outside: set[int] = set()
-        self.own: set[int] = set()
+        self.inside: set[int] = set()
         self.alive: list[Tensor] = []
         self.counters: dict[int, tuple[Tensor, int]] = {}
         self.settled: list[tuple[Tensor, int]] = []
@@ -151,9 +151,9 @@ class _Body:
         name = str(getattr(func, "__name__", ""))
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         if name == "__get__" or not tensors:
-            return self._made(func(*args, **kwargs))
+            return self._note_results(func(*args, **kwargs))
         self.alive += tensors
-        self.outside |= {_memory(tensor) for tensor in tensors} - self.own
+        self.outside |= {_memory(tensor) for tensor in tensors} - self.inside
         reads = any(_memory(tensor) in self.counters for tensor in tensors)
         if func is torch.batch_norm and torch.is_grad_enabled():
             raise _refused("torch.batch_norm, where torch.nn.functional.batch_norm is followed")
@@ -162,20 +162,20 @@ class _Body:
         result = func(*args, **kwargs)
         if reads and not isinstance(result, _METADATA):
             raise _refused("a counter that the function reads, too")
-        return self._made(result)
+        return self._note_results(result)
 
-    def _made(self, result: Any) -> Any:
+    def _note_results(self, result: Any) -> Any:
         """Notes what a call made."""
-        made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
-        self.alive += made
-        self.own |= {_memory(tensor) for tensor in made} - self.outside
-        self.is_differentiated |= any(tensor.requires_grad for tensor in made)
+        results = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        self.alive += results
+        self.inside |= {_memory(tensor) for tensor in results} - self.outside
+        self.is_differentiated |= any(tensor.requires_grad for tensor in results)
         return result
 
     def _write(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         targets = [leaf for leaf in tree_iter((args[:1], kwargs.get("out"))) if isinstance(leaf, Tensor)]
         for target in targets:
-            if _memory(target) in self.own or target.requires_grad:
+            if _memory(target) in self.inside or target.requires_grad:
                 continue
             number = args[1] if len(args) == 2 and not kwargs else None
             is_sum = name in ("add_", "__iadd__") and not target.is_floating_point()

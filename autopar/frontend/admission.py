@@ -96,10 +96,10 @@ def check_loss(model: nn.Module, loss_fn: Any) -> None:
 
 def warn_of_gradients(model: nn.Module) -> None:
     """Warns where parameters hold gradients already: a training step begins with zero_grad()."""
-    held = [name for name, parameter in named_parameters(model) if parameter.grad is not None]
-    if held:
+    names = [name for name, parameter in named_parameters(model) if parameter.grad is not None]
+    if names:
         warnings.warn(
-            f"{len(held)} parameters hold gradients ({held[0]}, ...): they are not used, since every step of the "
+            f"{len(names)} parameters hold gradients ({names[0]}, ...): they are not used, since every step of the "
             f"program begins without gradients",
             stacklevel=6,
         )
@@ -111,17 +111,17 @@ def traits_of(model: nn.Module) -> dict[str, str]:
     One parameter with several names has them all; modes are told apart where a part of the model is in training.
     """
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    traits: dict[str, str] = {}
     for name, parameter in named_parameters(model, remove_duplicate=False):
         kind = f"{parameter.dtype} {list(parameter.shape)}".removeprefix("torch.")
         owner = first.setdefault(id(parameter), name)
         tie = f", tied to {owner}" if owner != name else ""
-        found[name] = f"{'trainable' if parameter.requires_grad else 'frozen'} {kind}{tie}"
+        traits[name] = f"{'trainable' if parameter.requires_grad else 'frozen'} {kind}{tie}"
     is_mixed = any(module.training for module in modules_of(model))
     for path, module in named_modules(model):
         mode = " in evaluation mode" if is_mixed and not module.training else ""
-        found[where(path)] = f"{type(module).__name__}{mode}"
-    return found
+        traits[where(path)] = f"{type(module).__name__}{mode}"
+    return traits
 
 
 def require_traits(model: nn.Module, traits: dict[str, str]) -> None:
@@ -173,8 +173,8 @@ def _check_module_hooks(model: nn.Module) -> None:
 
 
 def _names(hooks: Any) -> str:
-    found = hooks.values() if isinstance(hooks, dict) else hooks
-    return ", ".join(attribute(hook, "__qualname__", type(hook).__name__) for hook in found)
+    functions = hooks.values() if isinstance(hooks, dict) else hooks
+    return ", ".join(attribute(hook, "__qualname__", type(hook).__name__) for hook in functions)
 
 
 def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | None) -> None:
@@ -209,10 +209,10 @@ def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | No
 def _check_hidden(model: nn.Module) -> None:
     """Parameters that a model's own `parameters()` leaves out: no training loop hands them to its optimizer."""
     try:
-        given = {id(parameter) for parameter in model.parameters()}
+        public = {id(parameter) for parameter in model.parameters()}
     except Exception:  # a method of the model's own; a loop cannot call it either
         return
-    hidden = [name for name, p in named_parameters(model) if p.requires_grad and id(p) not in given]
+    hidden = [name for name, p in named_parameters(model) if p.requires_grad and id(p) not in public]
     if hidden:
         raise ModelError(
             "parameters() of the model leaves out parameters that require gradients, so a loop would not train them",
@@ -223,7 +223,7 @@ def _check_hidden(model: nn.Module) -> None:
 
 def _check_memory(model: nn.Module) -> None:
     """Tensors that overlap in memory: an optimiser's update of one changes the other, which no graph shows."""
-    held: dict[int, list[tuple[int, int, str, bool]]] = {}
+    ranges_of: dict[int, list[tuple[int, int, str, bool]]] = {}
     for name, tensor in named_tensors(model):
         if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel() or tensor.layout is not torch.strided:
             continue
@@ -235,9 +235,9 @@ def _check_memory(model: nn.Module) -> None:
                 values=f"{name} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
                 alternatives="nn.Parameter(tensor.contiguous()), or expand it in forward",
             )
-        known = held.setdefault(tensor.untyped_storage().data_ptr(), [])
+        ranges = ranges_of.setdefault(tensor.untyped_storage().data_ptr(), [])
         stop = start + span * tensor.itemsize
-        for other_start, other_stop, other, is_trained in known:
+        for other_start, other_stop, other, is_trained in ranges:
             if start < other_stop and other_start < stop and (tensor.requires_grad or is_trained):
                 raise ModelError(
                     "two tensors of the model share memory, and training one changes the other",
@@ -247,7 +247,7 @@ def _check_memory(model: nn.Module) -> None:
                         "a copy: nn.Parameter(tensor.clone())",
                     ],
                 )
-        known.append((start, stop, name, tensor.requires_grad))
+        ranges.append((start, stop, name, tensor.requires_grad))
 
 
 def _check_state_dict(model: nn.Module) -> None:

@@ -48,10 +48,10 @@ def _called(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         raise _refused(function, "cannot be imported by this name, so that no program could call it")
     with ThreadPoolExecutor(1) as alone:  # which nothing of the trace that calls this holds for
         tried = alone.submit(_Trial, function, args).result()
-    made = operator_of(function, args, tried.num_outputs)
+    traced = operator_of(function, args, tried.num_outputs)
     # Where backward gives nothing, the graph must say so.
-    given = [value.detach() if i in tried.without_gradient else value for i, value in enumerate(args)]
-    results = made.operator(*(repr(value) if i in made.written else value for i, value in enumerate(given)))
+    detached = [value.detach() if i in tried.without_gradient else value for i, value in enumerate(args)]
+    results = traced.operator(*(repr(value) if i in traced.written else value for i, value in enumerate(detached)))
     if tried.num_outputs is None:
         return results.detach() if 0 in tried.constant else results
     return tuple(value.detach() if i in tried.constant else value for i, value in enumerate(results))
@@ -112,9 +112,9 @@ class _Trial:
 
 def _leaf(value: Tensor) -> Tensor:
     """A tensor of the same shape, that gradients are wanted of where they can be."""
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-    made.requires_grad_(value.is_floating_point() or value.is_complex())
-    return made.clone()  # autograd lets nobody write to a leaf
+    leaf = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    leaf.requires_grad_(value.is_floating_point() or value.is_complex())
+    return leaf.clone()  # autograd lets nobody write to a leaf
 
 
 def _tried(function: type, name: str, run: Any) -> Any:

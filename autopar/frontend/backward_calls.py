@@ -54,7 +54,7 @@ def traced_below(function: Traced, *tensors: Tensor) -> torch.fx.GraphModule:
 
 @cache
 def _decompositions() -> dict[Any, Traced]:
-    found: dict[Any, Traced] = {
+    decompositions: dict[Any, Traced] = {
         _aten.convolution_backward.default: _convolution_backward,
         _aten.native_group_norm.default: _group_norm,
     }
@@ -63,8 +63,8 @@ def _decompositions() -> dict[Any, Traced]:
         for overload in packet.overloads() if packet is not None else ():
             call = getattr(packet, overload)
             if call in decomposition_table:
-                found[call] = decomposition_table[call]
-    return found
+                decompositions[call] = decomposition_table[call]
+    return decompositions
 
 
 def _convolution_backward(
@@ -92,10 +92,12 @@ def _convolution_backward(
     if mask[1]:
         sources, targets = x.transpose(0, 1), gradient.transpose(0, 1)
         none = [0] * len(stride)
-        found = _aten.convolution(sources, targets, None, dilation, padding, stride, False, none, 1).transpose(0, 1)
+        by_weight_gradient = _aten.convolution(
+            sources, targets, None, dilation, padding, stride, False, none, 1
+        ).transpose(0, 1)
         for dim, size in enumerate(weight.shape[2:], 2):
-            found = found.narrow(dim, 0, size)
-        by_weight = found
+            by_weight_gradient = by_weight_gradient.narrow(dim, 0, size)
+        by_weight = by_weight_gradient
     if mask[2]:
         by_bias = gradient.sum([0, *range(2, gradient.dim())])
     return by_x, by_weight, by_bias

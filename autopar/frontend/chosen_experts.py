@@ -34,7 +34,7 @@ _SHAPES = frozenset(["view", "reshape", "flatten", "squeeze", "unsqueeze", "to",
 def write_chosen(flat: FlatGraph) -> None:
     """Rewrite every product of rows with the matrices that they chose, as this file's docstring tells."""
     writer = _Writer(flat)
-    flat.nodes = [each for node in flat.nodes for each in writer.written(node)]
+    flat.nodes = [call for node in flat.nodes for call in writer.written(node)]
     flat.substitute(writer.renamed)
 
 
@@ -73,38 +73,44 @@ class _Writer:
 
     def product(self, node: Node, chosen: _Chosen) -> list[Node]:
         """The call as a layer of experts, and what that takes and gives in the shapes that it has."""
-        found: list[Node] = []
+        calls: list[Node] = []
 
         def call(word: str, op: str, args: tuple[Any, ...], shape: tuple[int, ...], of: TensorMeta) -> Ref:
             name = unused_name(f"{node.name}_{word}", self.names)
             meta = replace(of, shape=shape)
-            found.append(replace(node, name=name, op=op, args=args, kwargs=(), outputs=(meta,)))
+            calls.append(replace(node, name=name, op=op, args=args, kwargs=(), outputs=(meta,)))
             self.names.add(name)
             self.metas[Ref(name)] = meta
             return Ref(name)
 
         num_rows, rows, ids, weight = math.prod(self.metas[chosen.ids].shape), chosen.rows, chosen.ids, chosen.weight
-        own, held = self.metas[rows], self.metas[weight]
+        rows_meta, weight_meta = self.metas[rows], self.metas[weight]
         few, maker = (num_rows // chosen.copies, chosen.width), self.made_by.get(rows.node)
         if maker is not None and base_name(maker.op) == "unsqueeze" and self.metas[maker.inputs[0]].shape == few:
             rows = maker.inputs[0]
-        elif own.shape != few:
-            rows = call("rows", "aten.reshape.default", (rows, few), few, own)
+        elif rows_meta.shape != few:
+            rows = call("rows", "aten.reshape.default", (rows, few), few, rows_meta)
         if chosen.copies > 1:
             shape = (num_rows, chosen.width)
-            rows = call("copies", "aten.repeat_interleave.self_int", (rows, chosen.copies, 0), shape, own)
+            rows = call("copies", "aten.repeat_interleave.self_int", (rows, chosen.copies, 0), shape, rows_meta)
         if len(self.metas[ids].shape) > 1:
             if ids not in self.flat_ids:
                 flat = (num_rows,)
                 self.flat_ids[ids] = call("ids", "aten.reshape.default", (ids, flat), flat, self.metas[ids])
             ids = self.flat_ids[ids]
         if chosen.is_turned:
-            weight = call("weight", "aten.transpose.int", (weight, 1, 2), (held.shape[0], *held.shape[:0:-1]), held)
-        shape = (num_rows, held.shape[1 if chosen.is_turned else 2])
+            weight = call(
+                "weight",
+                "aten.transpose.int",
+                (weight, 1, 2),
+                (weight_meta.shape[0], *weight_meta.shape[:0:-1]),
+                weight_meta,
+            )
+        shape = (num_rows, weight_meta.shape[1 if chosen.is_turned else 2])
         result = call("chosen", EXPERT_LINEAR, (rows, weight, ids), shape, node.meta)
         self.rows_of[Ref(node.name)] = result
         args = (result, node.meta.shape)
-        return [*found, replace(node, op="aten.view.default", args=args, kwargs=())]
+        return [*calls, replace(node, op="aten.view.default", args=args, kwargs=())]
 
     def chosen(self, node: Node) -> _Chosen | None:
         """What a call multiplies, where it is a row by the matrix that it chose."""
@@ -126,7 +132,7 @@ class _Writer:
         is_turned = last in rule.contracted
         inner, outer = (last, first) if is_turned else (first, last)
         by_id, lie = [name for name in chosen if name], [name for name in of_rows if name]
-        metas = [self.metas[each] for each in (rows, weight)]
+        metas = [self.metas[operand] for operand in (rows, weight)]
         is_alike = all(meta.dtype == node.meta.dtype for meta in metas)
         is_product = inner in rule.contracted and outer and [name for name in of_result if name] == [*by_id, outer]
         if not inner or not is_product or not is_alike:
@@ -142,8 +148,8 @@ class _Writer:
         node = self.made_by.get(ref.node)
         if node is None or base_name(node.op) not in ("index", "index_select") or len(node.inputs) != 2:
             return None
-        given, (weight, ids) = arguments_of(node), node.inputs
-        is_first = given.get("dim", 0) == 0 and given.get("indices", (ids,)) == (ids,)
+        arguments, (weight, ids) = arguments_of(node), node.inputs
+        is_first = arguments.get("dim", 0) == 0 and arguments.get("indices", (ids,)) == (ids,)
         is_matrix = len(self.metas[weight].shape) == 3 and not self.metas[ids].dtype.is_floating_point
         return (weight, ids) if is_first and is_matrix and self.are_places(ids) else None
 

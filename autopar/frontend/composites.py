@@ -28,7 +28,7 @@ def definition(target: OpOverload, node: torch.fx.Node) -> torch.fx.GraphModule 
     is_defined = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), _DEFINED)  # type: ignore[no-untyped-call]
     if not is_defined or target._schema.is_mutable or has_rule(str(target)):
         return None
-    operands = [each.meta.get("val") for each in node.all_input_nodes]
+    operands = [call_node.meta.get("val") for call_node in node.all_input_nodes]
     fakes = [value for value in operands if isinstance(value, FakeTensor)]
     if not fakes or len(fakes) < len(operands):
         return None
@@ -36,20 +36,20 @@ def definition(target: OpOverload, node: torch.fx.Node) -> torch.fx.GraphModule 
     values = [value.detach().requires_grad_(has_gradients(value.dtype)) for value in fakes]
 
     def call(*tensors: torch.Tensor) -> Any:
-        given = dict(zip(node.all_input_nodes, tensors, strict=True))
-        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda each: given[each])
+        values_of = dict(zip(node.all_input_nodes, tensors, strict=True))
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: values_of[operand])
         return target(*args, **kwargs)
 
     try:
         with fakes[0].fake_mode, torch.enable_grad():
-            found = calls_of(call, values)
+            graph = calls_of(call, values)
     except RuntimeError:  # a definition that asks for values, which tensors without memory lack
         return None
-    if not all(_is_plain(each) for each in found.graph.nodes):
+    if not all(_is_plain(call_node) for call_node in graph.graph.nodes):
         return None
-    for each in found.graph.nodes:
-        each.meta |= {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
-    return found
+    for call_node in graph.graph.nodes:
+        call_node.meta |= {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+    return graph
 
 
 def _is_plain(node: torch.fx.Node) -> bool:

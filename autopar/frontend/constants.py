@@ -79,8 +79,8 @@ class Constants(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name in _SHAPED:
             are_known = all(id(tensor) in self._known for tensor in tensors[1:])
-        made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
-        is_small = all(is_static(tensor) for tensor in (*made, *tensors)) and _numel(made) <= MOST_ELEMENTS
+        results = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        is_small = all(is_static(tensor) for tensor in (*results, *tensors)) and _numel(results) <= MOST_ELEMENTS
         is_followed = are_known and is_small and not name.startswith(_UNSET) and not isinstance(func, OpOverloadPacket)
         if not is_followed or (isinstance(func, OpOverload) and func._schema.is_mutable):
             if may_write(func, name, kwargs):
@@ -90,8 +90,8 @@ class Constants(TorchFunctionMode):
             self._written |= buffers
             self._forget(tensors[:1])
             return result
-        if made or name in _WRITES:
-            self._follow(func, _shaped(args) if name in _SHAPED else args, kwargs, made, tensors)
+        if results or name in _WRITES:
+            self._follow(func, _shaped(args) if name in _SHAPED else args, kwargs, results, tensors)
         return result
 
     def _find_buffers(self, tensors: list[Tensor]) -> None:
@@ -99,12 +99,14 @@ class Constants(TorchFunctionMode):
         for tensor in tensors:
             if id(tensor) in self._known or tensor.requires_grad:
                 continue
-            for held, attribute, name, value in self._owners:
-                if held.get(attribute) is tensor and name not in self._written:
+            for attributes, attribute, name, value in self._owners:
+                if attributes.get(attribute) is tensor and name not in self._written:
                     self._known[id(tensor)], self._sources[id(tensor)] = (tensor, value), frozenset({name})
 
     def _buffers_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        return frozenset().union(*(self._sources.get(id(each), ()) for each in tensors if id(each) in self._known))
+        return frozenset().union(
+            *(self._sources.get(id(tensor), ()) for tensor in tensors if id(tensor) in self._known)
+        )
 
     def _ask(self, *tensors: Tensor) -> None:
         """Forward is told values of these."""
@@ -123,10 +125,10 @@ class Constants(TorchFunctionMode):
             return self._selected(x.expand(shape), mask, 0, shape)
         if name == "__getitem__" and isinstance(args[0], Tensor):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            at = next((i for i, each in enumerate(index) if self._is_mask(each)), None)
-            if at is None or any(isinstance(each, (Tensor, list)) for i, each in enumerate(index) if i != at):
+            at = next((i for i, part in enumerate(index) if self._is_mask(part)), None)
+            if at is None or any(isinstance(part, (Tensor, list)) for i, part in enumerate(index) if i != at):
                 return None
-            if all(isinstance(each, slice) and each == slice(None) for i, each in enumerate(index) if i != at):
+            if all(isinstance(part, slice) and part == slice(None) for i, part in enumerate(index) if i != at):
                 return self._selected(args[0], index[at], at, index[at].shape)
             return func(args[0], (*index[:at], *self._places(index[at]), *index[at + 1 :]))
         return None
@@ -139,8 +141,8 @@ class Constants(TorchFunctionMode):
             while lead < rank - 1 and value.shape[0] and bool((value == value[:1]).all()):
                 lead, value = lead + 1, value[0]
             places = value.reshape(-1).nonzero().view(-1)
-        found = x.flatten(start + lead, start + rank - 1).index_select(start + lead, self._noted(places))
-        return found.flatten(start, start + lead) if lead else found
+        rows = x.flatten(start + lead, start + rank - 1).index_select(start + lead, self._noted(places))
+        return rows.flatten(start, start + lead) if lead else rows
 
     def _is_mask(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() > 0 and id(value) in self._known
@@ -159,18 +161,18 @@ class Constants(TorchFunctionMode):
         self._known[id(value)] = value, value
         return value
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, made: list[Tensor], tensors: list[Tensor]) -> None:
+    def _follow(self, func: Any, args: Any, kwargs: Any, results: list[Tensor], tensors: list[Tensor]) -> None:
         """Notes the values of what was made, and makes them."""
         try:
             result = run_on_values(func, self._values(args), self._values(kwargs))
         except Exception:  # what is drawn, or cannot be made here (another device): not known
             self._forget(tensors)
             return
-        found = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
-        if len(found) == len(made):
-            self._known |= {id(tensor): (tensor, value) for tensor, value in zip(made, found, strict=True)}
+        values = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        if len(values) == len(results):
+            self._known |= {id(tensor): (tensor, value) for tensor, value in zip(results, values, strict=True)}
             if buffers := self._buffers_of(tensors):
-                self._sources |= {id(tensor): buffers for tensor in made}
+                self._sources |= {id(tensor): buffers for tensor in results}
 
     def _values(self, arguments: Any) -> Any:
         return tree_map(lambda leaf: self._known[id(leaf)][1] if id(leaf) in self._known else leaf, arguments)
@@ -185,11 +187,11 @@ class Constants(TorchFunctionMode):
 
 def _small_buffers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Tensor]]:
     """(table of a module, name in it, name in the model, value) of a skeleton's small buffers."""
-    for path, each in named_modules(module):
-        for name, buffer in each._buffers.items():
+    for path, part in named_modules(module):
+        for name, buffer in part._buffers.items():
             value = getattr(buffer, VALUE, None)
             if value is not None:
-                yield each._buffers, name, f"{path}.{name}".lstrip("."), value
+                yield part._buffers, name, f"{path}.{name}".lstrip("."), value
 
 
 class Unwritten(TorchFunctionMode):
@@ -222,11 +224,11 @@ def leaves(arguments: Any) -> Iterator[Any]:
     """The same as `tree_iter`, which takes ten times as long for a few tensors and numbers."""
     kind = type(arguments)
     if kind is tuple or kind is list:
-        for each in arguments:
-            yield from leaves(each)
+        for argument in arguments:
+            yield from leaves(argument)
     elif kind is dict:
-        for each in arguments.values():
-            yield from leaves(each)
+        for argument in arguments.values():
+            yield from leaves(argument)
     elif kind in _PLAIN or issubclass(kind, Tensor):
         yield arguments
     else:

@@ -38,13 +38,13 @@ def deep_copy(model: Module, memo: dict[int, Any] | None = None) -> Module:
 
     memo: what stands in the copy for objects of the model, by their ids.
     """
-    given = dict(memo or {})
+    known_copies = dict(memo or {})
     with deep_stack(_FRAMES):
         try:
-            copied: Module = copy.deepcopy(model, dict(given))
+            copied: Module = copy.deepcopy(model, dict(known_copies))
         except Exception:  # whatever an attribute's class raises
-            return _by_attributes(model, given)
-        return copied if _is_apart(copied, model, given) else _by_attributes(model, given)
+            return _by_attributes(model, known_copies)
+        return copied if _is_apart(copied, model, known_copies) else _by_attributes(model, known_copies)
 
 
 def own_numbers(function: Any) -> Any:
@@ -53,8 +53,8 @@ def own_numbers(function: Any) -> Any:
     is_object = not is_a(function, nn.Module, type, functools.partial, types.MethodType, *FUNCTIONS)
     if not is_object or not attributes_of(function):
         return function
-    memo = {id(each): each for each in tensors_in(function)}
-    memo |= {id(each): each for each in parts_of(function) if is_a(each, nn.Module)}
+    memo = {id(part): part for part in tensors_in(function)}
+    memo |= {id(part): part for part in parts_of(function) if is_a(part, nn.Module)}
     try:
         return copy.deepcopy(function, memo)
     except Exception:  # whatever an attribute's class raises
@@ -88,13 +88,13 @@ def _by_attributes(model: Module, memo: dict[int, Any]) -> Module:
         modules.append(module)
         waiting += [child for _, child in children_of(module)]
     for module in modules:
-        made = memo[id(module)]
+        module_copy = memo[id(module)]
         for name, value in attributes_of(module).items():
             copied = _copied(value, memo, set())
             if name in vars(module):
-                vars(made)[name] = copied
+                vars(module_copy)[name] = copied
             else:  # a slot
-                object.__setattr__(made, name, copied)
+                object.__setattr__(module_copy, name, copied)
     whole: Module = memo[id(model)]
     return whole
 

@@ -67,7 +67,7 @@ def verified(
 def _copy(model: nn.Module, cuts: tuple[Truncation, ...]) -> nn.Module:
     """A copy whose state is its own, except for parameters and buffers: those are fake, and shared. The blocks that
     `cuts` delete are left out of it."""
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in [each for _, each in named_tensors(model)]}
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in [parameter for _, parameter in named_tensors(model)]}
     memo |= {id(block): Dropped() for block in dropped_blocks(model, cuts)[0]}
     return deep_copy(model, memo)
 
@@ -76,8 +76,8 @@ def _repeating(whole: Record, cut: Truncation, model: nn.Module) -> Truncation |
     """The cut with the shortest period with which the run's blocks from the second on did the same."""
     blocks = model.get_submodule(cut.path)
     assert isinstance(blocks, nn.ModuleList)
-    longer = (each for each in cut.with_longer_periods() if can_repeat(blocks, each))
-    return next((each for each in longer if _repeats(whole, each)), None)
+    longer = (longer_cut for longer_cut in cut.with_longer_periods() if can_repeat(blocks, longer_cut))
+    return next((longer_cut for longer_cut in longer if _repeats(whole, longer_cut)), None)
 
 
 def _repeats(whole: Record, cut: Truncation) -> bool:

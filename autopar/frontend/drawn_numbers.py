@@ -26,7 +26,7 @@ from codegen.runtime.python_random import FUNCTIONS, ArrayError, by_torch
 
 _DRAWS = frozenset({"rand", "randn", "uniform_", "normal_", "exponential_", "bernoulli", "bernoulli_", "rand_like"})
 """Functions of torch whose results of one element may be asked for as a number."""
-_NAMES = {name for known in FUNCTIONS.values() for name in known} | _DRAWS | {"random"}
+_NAMES = {name for names in FUNCTIONS.values() for name in names} | _DRAWS | {"random"}
 _UNARY = ("sqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "fabs", "floor")
 
 
@@ -144,17 +144,17 @@ def _round(number: Any, digits: int | None = None) -> Any:
 
 
 def _constant(number: Any) -> Tensor:
-    made = torch.tensor(builtins.float(number))
-    return _modes[-1].noted(made)
+    tensor = torch.tensor(builtins.float(number))
+    return _modes[-1].noted(tensor)
 
 
-def _largest(own: Callable[..., Any], tensors: Callable[..., Tensor]) -> Callable[..., Any]:
+def _largest(original: Callable[..., Any], tensors: Callable[..., Tensor]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) < 2 or not any(map(_is_drawn, args)):
-            return own(*args, **kwargs)
-        first, *others = (each if isinstance(each, Tensor) else _constant(each) for each in args)
-        for each in others:
-            first = tensors(first, each)
+            return original(*args, **kwargs)
+        first, *others = (number if isinstance(number, Tensor) else _constant(number) for number in args)
+        for number in others:
+            first = tensors(first, number)
         return first
 
     return call
@@ -172,19 +172,21 @@ _BUILTINS: Mapping[str, Any] = {
 def _mathematics(drawn: _Drawn) -> Iterator[None]:
     """Within it functions of `math` and numpy take drawn numbers."""
 
-    def taking(own: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def taking(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (function if any(map(drawn.is_drawn, args)) else own)(*args, **kwargs)
+            return (function if any(map(drawn.is_drawn, args)) else original)(*args, **kwargs)
 
-        return in_this_thread(call, own)
+        return in_this_thread(call, original)
 
-    known = {name: getattr(torch, name, torch.abs) for name in _UNARY}
-    calls: list[tuple[Any, str, Callable[..., Any]]] = [(math, name, known[name]) for name in _UNARY if name != "floor"]
-    calls += [(np, name, call) for name, call in known.items()]
+    functions = {name: getattr(torch, name, torch.abs) for name in _UNARY}
+    calls: list[tuple[Any, str, Callable[..., Any]]] = [
+        (math, name, functions[name]) for name in _UNARY if name != "floor"
+    ]
+    calls += [(np, name, call) for name, call in functions.items()]
     calls += [(math, "pow", torch.pow), (np, "power", torch.pow), (np, "clip", torch.clamp)]
     with contextlib.ExitStack() as stack:
         for owner, name, function in calls:
-            own = getattr(owner, name)
-            setattr(owner, name, taking(own, function))
-            stack.callback(setattr, owner, name, own)
+            original = getattr(owner, name)
+            setattr(owner, name, taking(original, function))
+            stack.callback(setattr, owner, name, original)
         yield

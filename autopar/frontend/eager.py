@@ -44,17 +44,20 @@ def runs(
             return True
         except Exception:  # also what has no answer without values: the real run decides
             pass
-        held = [*(tensor for _, tensor in named_tensors(model)), *(v for v in batch.values() if isinstance(v, Tensor))]
-        if any(each.is_meta or isinstance(each, FakeTensor) for each in held):
+        tensors = [
+            *(tensor for _, tensor in named_tensors(model)),
+            *(v for v in batch.values() if isinstance(v, Tensor)),
+        ]
+        if any(value.is_meta or isinstance(value, FakeTensor) for value in tensors):
             return None
-        if sum(each.nbytes for each in held) > MOST_BYTES:
+        if sum(value.nbytes for value in tensors) > MOST_BYTES:
             return None
         try:
-            given = batch.map(lambda value: value.detach().clone() if isinstance(value, Tensor) else value)
+            detached = batch.map(lambda value: value.detach().clone() if isinstance(value, Tensor) else value)
             copied = in_training(deep_copy(model))
             for _, parameter in named_parameters(copied):
                 parameter.data = _cast(parameter.data, dtype)
-            LossModule(copied, loss_fn, given, dtype=dtype)(**given)
+            LossModule(copied, loss_fn, detached, dtype=dtype)(**detached)
         except Exception as error:
             return error
         return True

@@ -77,20 +77,23 @@ def is_random(node: Node) -> bool:
     """Whether the call draws random numbers other than by a key of its own."""
     if not draws(find_op(node.op)):
         return False
-    given = arguments_of(node)
-    chance, is_training = given.get("dropout", given.get("p", 1.0)), given.get("train", given.get("training", True))
+    arguments = arguments_of(node)
+    chance, is_training = (
+        arguments.get("dropout", arguments.get("p", 1.0)),
+        arguments.get("train", arguments.get("training", True)),
+    )
     return bool(is_training) and chance != 0.0
 
 
 def _refuse_lookup(flat: FlatGraph, node: Node) -> None:
-    given = arguments_of(node) if base_name(node.op).startswith("embedding") else {}
-    if given.get("scale_grad_by_freq"):
+    arguments = arguments_of(node) if base_name(node.op).startswith("embedding") else {}
+    if arguments.get("scale_grad_by_freq"):
         raise TraceError(
             "scale_grad_by_freq divides gradients by counts over the whole batch, which no rank sees",
             values=f"{node.op}{at(flat, node)}",
             alternatives="scale_grad_by_freq=False",
         )
-    if given.get("sparse"):
+    if arguments.get("sparse"):
         raise TraceError(
             "an embedding with sparse gradients, which the program's optimiser would get dense",
             values=f"{node.op}{at(flat, node)}",
@@ -100,11 +103,11 @@ def _refuse_lookup(flat: FlatGraph, node: Node) -> None:
 
 def _refuse_statistics(flat: FlatGraph, node: Node) -> None:
     """Instance norm that updates running statistics: means over the batch that its results do not show."""
-    given = arguments_of(node) if base_name(node.op) == "instance_norm" else {}
-    if given.get("use_input_stats") and isinstance(given.get("running_mean"), Ref) and given["momentum"]:
+    arguments = arguments_of(node) if base_name(node.op) == "instance_norm" else {}
+    if arguments.get("use_input_stats") and isinstance(arguments.get("running_mean"), Ref) and arguments["momentum"]:
         raise TraceError(
             "instance norm updates running statistics inside of the operator",
-            values=f"{given['running_mean'].node}{at(flat, node)}",
+            values=f"{arguments['running_mean'].node}{at(flat, node)}",
             alternatives="torch.nn.functional.instance_norm or a module of torch.nn, which are followed",
         )
 

@@ -60,25 +60,25 @@ def why_no_evaluation(
     training, evaluating = recorded(True), recorded(False)
     if training is None or evaluating is None:
         return "the model's forward could not be followed in evaluation mode"
-    found = difference(training, evaluating)
-    if found:
+    reason = difference(training, evaluating)
+    if reason:
         with contextlib.suppress(UnlikeError):
             replacements(training, evaluating)
             return ""
-    return found
+    return reason
 
 
 def difference(training: Record, evaluating: Record) -> str:
     """Return what a program in evaluation mode would do otherwise than the model does, in one clause."""
     owns = RecordedCalls(training.outside, True).numbered()
     others = RecordedCalls(evaluating.outside, False).numbered()
-    for own, other in zip(owns, others, strict=False):
-        if own != other:
-            return f"the model calls {other[0]} in evaluation mode where it calls {_text(own, other)} in training"
+    for call, other in zip(owns, others, strict=False):
+        if call != other:
+            return f"the model calls {other[0]} in evaluation mode where it calls {_text(call, other)} in training"
     if len(owns) != len(others):
         return f"the model calls {len(others)} operators in evaluation mode, and {len(owns)} in training"
     return ""
 
 
-def _text(own: Any, other: Any) -> str:
-    return str(own[0]) if own[0] != other[0] else "it with other arguments"
+def _text(call: Any, other: Any) -> str:
+    return str(call[0]) if call[0] != other[0] else "it with other arguments"

@@ -58,7 +58,7 @@ def join_biases(flat: FlatGraph) -> None:
     """Write a product and the row of a table [E, B] that is added for each row's expert as one call."""
     metas, made_by = flat.metas(), {Ref(node.name): node for node in flat.nodes}
     uses = Counter(ref for node in flat.nodes for ref in node.inputs)
-    found: dict[str, Node] = {}
+    joined: dict[str, Node] = {}
     for node in flat.nodes:
         if base_name(node.op) != "add" or len(node.inputs) != 2 or arguments_of(node)["alpha"] != 1:
             continue
@@ -67,8 +67,8 @@ def join_biases(flat: FlatGraph) -> None:
                 continue
             table = _bias_of(product, bias, metas, made_by)
             if table is not None and uses[Ref(product.name)] == 1 and product.meta == node.meta:
-                found[node.name] = replace(product, name=node.name, args=(*product.args, table))
-    flat.nodes = [found.get(node.name, node) for node in flat.nodes]
+                joined[node.name] = replace(product, name=node.name, args=(*product.args, table))
+    flat.nodes = [joined.get(node.name, node) for node in flat.nodes]
 
 
 def _bias_of(product: Node, bias: Node, metas: Mapping[Ref, TensorMeta], made_by: Mapping[Ref, Node]) -> Ref | None:
@@ -81,8 +81,8 @@ def _bias_of(product: Node, bias: Node, metas: Mapping[Ref, TensorMeta], made_by
 
     if base_name(bias.op) not in ("index", "index_select") or len(bias.inputs) != 2:
         return None
-    given, (table, ids) = arguments_of(bias), bias.inputs
-    is_first = given.get("dim", 0) == 0 and given.get("indices", (ids,)) == (ids,)
+    arguments, (table, ids) = arguments_of(bias), bias.inputs
+    is_first = arguments.get("dim", 0) == 0 and arguments.get("indices", (ids,)) == (ids,)
     are_ids = metas[ids].shape == product.meta.shape[:1] and viewed(ids) == viewed(product.inputs[2])
     num_experts, _, width = metas[product.inputs[1]].shape
     is_alike = metas[table].shape == (num_experts, width) and metas[table].dtype == product.meta.dtype
@@ -128,7 +128,7 @@ class _Region:
         if any(ref in self.kinds for ref in node.inputs):
             several = _WRITERS_OF_SEVERAL.get(base_name(node.op))
             if several is not None:
-                return [with_refs(each, self.now) for each in several(self, node)]
+                return [with_refs(call, self.now) for call in several(self, node)]
             node = _WRITERS.get(base_name(node.op), _Region.row_by_row)(self, node)
         return [with_refs(node, self.now)]
 
@@ -141,7 +141,7 @@ class _Region:
     def is_a(self, kind: str, value: Any) -> bool:
         return isinstance(value, Ref) and self.kinds.get(value) == kind
 
-    def made(self, node: Node, kind: str = _ROWS) -> Node:
+    def recorded(self, node: Node, kind: str = _ROWS) -> Node:
         self.kinds |= {Ref(node.name, index): kind for index in range(len(node.outputs))}
         return node
 
@@ -151,7 +151,7 @@ class _Region:
         rows = [ref for ref in node.inputs if ref in self.kinds]
         if rule is None or not row_factor(node, rule, rows) or any(self.kinds[ref] != _ROWS for ref in rows):
             raise _StrangerError
-        return self.made(node)
+        return self.recorded(node)
 
     def tokens(self, node: Node) -> Node:
         """p // k."""
@@ -159,23 +159,28 @@ class _Region:
         if not self.is_a("order", order) or not isinstance(choices, int):
             return self.row_by_row(node)
         self.choices[Ref(node.name)] = choices
-        return self.made(node, "tokens")
+        return self.recorded(node, "tokens")
 
     def spread(self, node: Node) -> Node:
         """The tokens of rows as a column, or once for each element of a row."""
-        own, shape, column = self.metas[node.inputs[0]].shape, node.meta.shape, (self.num_rows, 1)
-        is_right = shape in ((self.num_rows,), column) or (own == column and len(shape) == 2 and shape[0] == own[0])
+        source_shape, shape, column = self.metas[node.inputs[0]].shape, node.meta.shape, (self.num_rows, 1)
+        is_right = shape in ((self.num_rows,), column) or (
+            source_shape == column and len(shape) == 2 and shape[0] == source_shape[0]
+        )
         if not self.is_a("tokens", node.inputs[0]) or not is_right:
             return self.row_by_row(node)
         self.choices[Ref(node.name)] = self.choices[node.inputs[0]]
-        return self.made(node, "tokens")
+        return self.recorded(node, "tokens")
 
     def added(self, node: Node) -> list[Node]:
         """Rows added to their tokens: those of a token are next to one another."""
         base, index, rows = node.inputs
-        given, (total, source) = arguments_of(node), (self.metas[ref].shape for ref in (base, rows))
+        arguments, (total, source) = arguments_of(node), (self.metas[ref].shape for ref in (base, rows))
         is_plain = (
-            given["dim"] == 0 and given.get("alpha", 1) == 1 and base not in self.kinds and self.is_a(_ROWS, rows)
+            arguments["dim"] == 0
+            and arguments.get("alpha", 1) == 1
+            and base not in self.kinds
+            and self.is_a(_ROWS, rows)
         )
         is_whole = self.are_tokens(index, total, base_name(node.op) == "scatter_add") and source[1:] == total[1:]
         if not is_plain or not is_whole or self.metas[rows].dtype != node.meta.dtype:
@@ -193,8 +198,8 @@ class _Region:
     def dropped(self, node: Node) -> list[Node]:
         """Sorted rows with some of their elements dropped: which these are is drawn by their places among all sorted
         rows. That mask is drawn whole, on every rank, and a row takes its part of it."""
-        given, (rows,) = arguments_of(node), node.inputs
-        if not given["train"] or not given["p"]:
+        arguments, (rows,) = arguments_of(node), node.inputs
+        if not arguments["train"] or not arguments["p"]:
             return [self.row_by_row(node)]
         if not self.is_a(_ROWS, rows) or not _EXACT.issuperset([node.meta.dtype]):
             raise _StrangerError
@@ -210,7 +215,7 @@ class _Region:
             call(ones, "ones_like.default", (rows,), mask),
             replace(node, name=drawn, args=(Ref(ones), *node.args[1:]), outputs=(mask,)),
             call(taken, "index_select.default", (Ref(drawn), 0, Ref(places)), mask),
-            self.made(call(node.name, "mul.Tensor", (rows, Ref(taken)), node.meta)),
+            self.recorded(call(node.name, "mul.Tensor", (rows, Ref(taken)), node.meta)),
         ]
 
     def are_tokens(self, index: Ref, shape: tuple[int, ...], is_by_element: bool) -> bool:
@@ -221,7 +226,7 @@ class _Region:
 
     def blank(self, node: Node) -> Node:
         """Memory for q."""
-        return self.made(node, "blank") if self.is_a("order", node.args[0]) else self.row_by_row(node)
+        return self.recorded(node, "blank") if self.is_a("order", node.args[0]) else self.row_by_row(node)
 
     def inverse(self, node: Node) -> Node:
         """q, as argsort(p) or as memory in which 0 to N - 1 are put to the places p."""
@@ -236,7 +241,7 @@ class _Region:
             is_inverse = self.is_a("blank", memory) and self.is_a("order", order) and counts
         if not is_inverse or len(node.outputs) > 1:
             raise _StrangerError
-        return self.made(node, "inverse")
+        return self.recorded(node, "inverse")
 
     def histogram(self, node: Node) -> Node:
         """Counts do not depend on the order, nor do sums of whole numbers over all rows."""
@@ -251,8 +256,8 @@ class _Region:
     def taken(self, node: Node) -> Node:
         """x[p // k], w[p] and y[q] along the first dim; anything else is taken row by row."""
         source, index = node.inputs[0], node.inputs[-1]
-        given = arguments_of(node)
-        if given.get("dim", 0) != 0 or given.get("indices", (index,)) != (index,):
+        arguments = arguments_of(node)
+        if arguments.get("dim", 0) != 0 or arguments.get("indices", (index,)) != (index,):
             return self.row_by_row(node)
         kind, is_plain = self.kinds.get(index), len(node.inputs) == 2 and source not in self.kinds
         shape, by_element = self.metas[source].shape or (0,), base_name(node.op) == "gather"
@@ -263,10 +268,10 @@ class _Region:
             return node
         if kind == "order" and is_plain and shape[0] == self.num_rows:
             self.renamed[Ref(node.name)] = source
-            return self.made(node)
+            return self.recorded(node)
         if kind == "tokens" and is_plain and self.are_tokens(index, shape, by_element):
             args = (source, self.choices[index], 0)
-            return self.made(replace(node, op="aten.repeat_interleave.self_int", args=args, kwargs=()))
+            return self.recorded(replace(node, op="aten.repeat_interleave.self_int", args=args, kwargs=()))
         return self.row_by_row(node)
 
     def product(self, node: Node) -> Node:
@@ -274,11 +279,11 @@ class _Region:
         if len(node.inputs) != 3:
             raise _StrangerError
         rows, weight, offsets = node.inputs
-        held = self.metas[weight]
-        is_plain = len(held.shape) == 3 and weight not in self.kinds and held.dtype == node.meta.dtype
-        if not is_plain or not self.is_a(_ROWS, rows) or not self.ends_of_experts(offsets, held.shape[0]):
+        weight_meta = self.metas[weight]
+        is_plain = len(weight_meta.shape) == 3 and weight not in self.kinds and weight_meta.dtype == node.meta.dtype
+        if not is_plain or not self.is_a(_ROWS, rows) or not self.ends_of_experts(offsets, weight_meta.shape[0]):
             raise _StrangerError
-        return self.made(replace(node, op=EXPERT_LINEAR, args=(rows, weight, self.ids), kwargs=()))
+        return self.recorded(replace(node, op=EXPERT_LINEAR, args=(rows, weight, self.ids), kwargs=()))
 
     def is_of_ids(self, ref: Ref) -> bool:
         """Whether it holds the ids, sorted or as they are, in whatever dtype and shape."""
@@ -303,12 +308,12 @@ class _Region:
         counts = self.made_by.get(self.elements_of(source, are_whole=True).node)
         if total is None or counts is None or total is counts:
             return False
-        given, name = arguments_of(counts), base_name(counts.op)
+        arguments, name = arguments_of(counts), base_name(counts.op)
         if name == "histc":
-            is_by_expert = (given["bins"], given["min"], given["max"]) == (num_experts, 0, num_experts - 1)
+            is_by_expert = (arguments["bins"], arguments["min"], arguments["max"]) == (num_experts, 0, num_experts - 1)
             return is_by_expert and self.is_of_ids(counts.inputs[0])
         marks = self.made_by.get(counts.inputs[0].node) if name == "sum" and len(counts.inputs) == 1 else None
-        if marks is None or base_name(marks.op) != "one_hot" or list(given.get("dim") or ()) != [0]:
+        if marks is None or base_name(marks.op) != "one_hot" or list(arguments.get("dim") or ()) != [0]:
             return False
         is_row_each = len(self.metas[marks.inputs[0]].shape) == 1 and arguments_of(marks)["num_classes"] == num_experts
         return is_row_each and self.is_of_ids(marks.inputs[0])

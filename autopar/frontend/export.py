@@ -121,8 +121,8 @@ def masks_as_given() -> Iterator[None]:
     def told(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    own = transformer._detect_is_causal_mask
-    with mock.patch.object(transformer, "_detect_is_causal_mask", in_this_thread(told, own)):
+    original = transformer._detect_is_causal_mask
+    with mock.patch.object(transformer, "_detect_is_causal_mask", in_this_thread(told, original)):
         yield
 
 
@@ -138,8 +138,8 @@ def _unwatched_attributes() -> Iterator[None]:
     if not hasattr(owner, name):
         yield
         return
-    own = getattr(owner, name)
-    with mock.patch.object(owner, name, in_this_thread(lambda module: contextlib.nullcontext(), own)):
+    original = getattr(owner, name)
+    with mock.patch.object(owner, name, in_this_thread(lambda module: contextlib.nullcontext(), original)):
         yield
 
 
@@ -150,11 +150,11 @@ def indexed_masks() -> Iterator[None]:
     def looked_up(x: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
         if _is_called_by(flex_module):  # create_block_mask, create_mask
             raise flex_attention()
-        found: torch.Tensor = torch.ops.aten.index(x, indices)
-        return found
+        rows: torch.Tensor = torch.ops.aten.index(x, indices)
+        return rows
 
-    own = _trace_wrapped_higher_order_op.mod_index
-    with mock.patch.object(_trace_wrapped_higher_order_op, "mod_index", in_this_thread(looked_up, own)):
+    original = _trace_wrapped_higher_order_op.mod_index
+    with mock.patch.object(_trace_wrapped_higher_order_op, "mod_index", in_this_thread(looked_up, original)):
         yield
 
 
@@ -192,8 +192,8 @@ def custom_backward() -> Iterator[None]:
         apply_here = classmethod(in_this_thread(outside_functions(apply, applied), applied))
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", apply_here))
         for owner, name, label in _DROPPED_CALLS:
-            own = getattr(owner, name)
-            call = in_this_thread(outside_functions(refused(label), own), own)
+            original = getattr(owner, name)
+            call = in_this_thread(outside_functions(refused(label), original), original)
             stack.enter_context(mock.patch.object(owner, name, call))
         yield
 

@@ -92,8 +92,12 @@ class _Quiet(logging.Filter):
 def _handlers() -> set[logging.Handler]:
     """The handlers that torch's loggers write through."""
     loggers = list(logging.Logger.manager.loggerDict.items())
-    own = [each for name, each in loggers if name.partition(".")[0] == "torch" and isinstance(each, logging.Logger)]
-    return {handler for logger in own for handler in logger.handlers}
+    torch_loggers = [
+        candidate
+        for name, candidate in loggers
+        if name.partition(".")[0] == "torch" and isinstance(candidate, logging.Logger)
+    ]
+    return {handler for logger in torch_loggers for handler in logger.handlers}
 
 
 def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,22 +142,22 @@ class Strict(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = list(_tensors((*args, *(kwargs or {}).values())))
         if len(tensors) > 1:
-            devices = {each.device.type for each in tensors if each.ndim or each.device != CPU}
+            devices = {tensor.device.type for tensor in tensors if tensor.ndim or tensor.device != CPU}
             if len(devices) > 1 and func.overloadpacket not in _ACROSS:
                 raise RuntimeError(f"{func} takes tensors of one device, got {' and '.join(sorted(devices))}")
             is_single = func.overloadpacket in _ONE_DTYPE
             is_single = is_single or (func.overloadpacket in _NORMS and tensors[0].dtype == torch.float32)
-            if is_single and len({each.dtype for each in tensors}) > 1:
-                raise RuntimeError(f"{func} takes one dtype, got {', '.join(str(each.dtype) for each in tensors)}")
+            if is_single and len({tensor.dtype for tensor in tensors}) > 1:
+                raise RuntimeError(f"{func} takes one dtype, got {', '.join(str(tensor.dtype) for tensor in tensors)}")
         return func(*args, **(kwargs or {}))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    for each in value:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, (list, tuple)):
-            yield from _tensors(each)
+    for item in value:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors(item)
 
 
 @functools.cache
@@ -175,9 +179,9 @@ def empty(fake: FakeTensorMode, shape: tuple[int, ...], dtype: torch.dtype) -> T
 
 def parameter(fake: FakeTensorMode, like: nn.Parameter, dtype: torch.dtype) -> Tensor:
     """A fake one of the shape of `like`: what `nn.Parameter` makes of a tensor subclass, without its `detach`."""
-    made: Any = empty(fake, tuple(like.shape), dtype)
-    made._is_param = True
-    return made.requires_grad_(like.requires_grad)  # type: ignore[no-any-return]
+    fake_parameter: Any = empty(fake, tuple(like.shape), dtype)
+    fake_parameter._is_param = True
+    return fake_parameter.requires_grad_(like.requires_grad)  # type: ignore[no-any-return]
 
 
 class _NotPlainError(Exception):
@@ -203,10 +207,10 @@ class Results:
         try:
             if func.namespace != "aten" or func._schema.is_mutable:
                 raise _NotPlainError
-            given = _key(args, operands), _key(tuple(kwargs.items()), operands)
+            key_of_operands = _key(args, operands), _key(tuple(kwargs.items()), operands)
         except _NotPlainError:
             return func(*args, **kwargs)
-        key = func, given, torch.get_default_dtype()
+        key = func, key_of_operands, torch.get_default_dtype()
         answer = self._known.get(key)
         if answer is None and operands and func not in _BY_DEVICE:
             answer = _on_meta(func, args, kwargs, operands)
@@ -265,8 +269,8 @@ class _Answer:
         return cls(kind, parts)
 
     def on(self, operands: list[Tensor], fake: FakeTensorMode) -> Any:
-        made = [operands[part] if isinstance(part, int) else FakeTensor(fake, part, CPU) for part in self.parts]
-        return made[0] if self.kind is None else self.kind(made)
+        results = [operands[part] if isinstance(part, int) else FakeTensor(fake, part, CPU) for part in self.parts]
+        return results[0] if self.kind is None else self.kind(results)
 
 
 def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> _Answer | None:

@@ -100,11 +100,11 @@ class _Functionaliser:
         """A call with `out=`: the same without it, whose result is then copied to what `out` was."""
         out = dict(node.kwargs)["out"]
         kwargs = tuple((key, value) for key, value in node.kwargs if key != "out")
-        made = replace(self.updated(node), name=self.unique(node.name), op=plain)
-        made = replace(made, kwargs=tuple((key, map_refs(value, self.now)) for key, value in kwargs))
-        self.nodes.append(made)
-        self.metas[Ref(made.name)] = made.meta
-        return replace(node, op=_COPY, args=(out, Ref(made.name)), kwargs=())
+        computed = replace(self.updated(node), name=self.unique(node.name), op=plain)
+        computed = replace(computed, kwargs=tuple((key, map_refs(value, self.now)) for key, value in kwargs))
+        self.nodes.append(computed)
+        self.metas[Ref(computed.name)] = computed.meta
+        return replace(node, op=_COPY, args=(out, Ref(computed.name)), kwargs=())
 
     def as_written(self, write: Node, value: Node) -> Node:
         """A call whose result has the dtype of what is written to, which a write keeps where operands are wider."""
@@ -158,8 +158,8 @@ class _Functionaliser:
 
     def check_functions(self, node: Node, root: Ref) -> None:
         """Raises TraceError for a write to what a custom Function took before, and may have returned a view of."""
-        before = itertools.takewhile(lambda each: each is not node, self.flat.nodes)
-        for earlier in (each for each in before if each.op.startswith(f"{NAMESPACE}.")):
+        before = itertools.takewhile(lambda other: other is not node, self.flat.nodes)
+        for earlier in (other for other in before if other.op.startswith(f"{NAMESPACE}.")):
             if any(self.chain(ref)[-1] == root for ref in earlier.inputs):
                 raise TraceError(
                     "forward writes to a tensor that it gave to a custom autograd.Function before",
@@ -199,11 +199,11 @@ class _Functionaliser:
 
     def increment(self, name: str) -> int | float | None:
         """Return what forward adds to a buffer; None where it does anything else to it."""
-        made = {node.name: node for node in self.nodes}
+        by_name = {node.name: node for node in self.nodes}
         total: int | float = 0
         ref, count = self.now(Ref(name)), 0
         while ref != Ref(name):
-            node = made.get(ref.node)
+            node = by_name.get(ref.node)
             sign = {"add": 1, "sub": -1}.get(base_name(node.op), 0) if node is not None else 0
             is_number = node is not None and len(node.args) == 2 and type(node.args[1]) in (int, float)
             if node is None or not sign or not is_number or node.kwargs:
@@ -214,10 +214,10 @@ class _Functionaliser:
 
     def chain(self, ref: Ref) -> list[Ref]:
         """The tensor, what it is a view of, what that is a view of, and so on."""
-        found = [ref]
-        while found[-1] in self.views:
-            found.append(self.views[found[-1]].args[0])
-        return found
+        refs = [ref]
+        while refs[-1] in self.views:
+            refs.append(self.views[refs[-1]].args[0])
+        return refs
 
     def copied(self, node: Node, written: Ref) -> Node:
         """`x.copy_(y)`: y in x's shape and dtype."""
@@ -318,8 +318,8 @@ def dtype_of(node: Node, metas: Mapping[Ref, TensorMeta]) -> torch.dtype:
     overload = find_op(node.op)
     assert overload is not None
     kwargs = {name: map_refs(value, empty.__getitem__) for name, value in node.kwargs}
-    made: torch.Tensor = overload(*map_refs(node.args, empty.__getitem__), **kwargs)
-    return made.dtype
+    result: torch.Tensor = overload(*map_refs(node.args, empty.__getitem__), **kwargs)
+    return result.dtype
 
 
 def write_each(flat: FlatGraph) -> None:
@@ -331,11 +331,11 @@ def write_each(flat: FlatGraph) -> None:
         if op is None or not isinstance(node.args[0], tuple):
             nodes.append(node)
             continue
-        for index, own in enumerate(node.args[0]):
+        for index, operand in enumerate(node.args[0]):
             name = unused_name(f"{node.name}_{index}", taken)
             taken.add(name)
-            args = tuple(each[index] if isinstance(each, tuple) else each for each in node.args)
-            meta = node.outputs[index] if node.outputs else metas[own]
+            args = tuple(argument[index] if isinstance(argument, tuple) else argument for argument in node.args)
+            meta = node.outputs[index] if node.outputs else metas[operand]
             nodes.append(replace(node, name=name, op=op, args=args, outputs=(meta,)))
             renamed[Ref(node.name, index)] = Ref(name)
     if renamed:
@@ -350,7 +350,9 @@ def each_of(op: str) -> str | None:
     name, overload = op.removeprefix("aten._foreach_").split(".")
     wanted = {"ScalarList": ("Scalar", "Tensor_Scalar"), "Scalar": ("Scalar", "Tensor_Scalar")}
     wishes = (*wanted.get(overload, ()), "Tensor", "default")
-    return next((f"aten.{name}.{each}" for each in wishes if find_op(f"aten.{name}.{each}") is not None), None)
+    return next(
+        (f"aten.{name}.{overload}" for overload in wishes if find_op(f"aten.{name}.{overload}") is not None), None
+    )
 
 
 def without_out(node: Node) -> str | None:
@@ -375,11 +377,11 @@ def functional_name(op: str) -> str | None:
         return None
     if op == _COPY:
         return op
-    found = functional_overload(find_op(plain))
-    if found is None:
+    overload = functional_overload(find_op(plain))
+    if overload is None:
         raise TraceError(
             "an in-place operator without a functional form",
             values=op,
             alternatives="write it out of place in the model",
         )
-    return str(found)
+    return str(overload)

@@ -67,14 +67,14 @@ class FlatGraph:
 
     def copy(self) -> FlatGraph:
         """A copy that passes may rewrite while this stays."""
-        return replace(self, **{each.name: copy.copy(getattr(self, each.name)) for each in fields(self)})
+        return replace(self, **{field_.name: copy.copy(getattr(self, field_.name)) for field_ in fields(self)})
 
     def metas(self) -> dict[Ref, TensorMeta]:
-        found = {Ref(name): parameter.meta for name, parameter in self.parameters.items()}
-        found |= {Ref(name): meta for name, meta in self.inputs.items()}
+        metas = {Ref(name): parameter.meta for name, parameter in self.parameters.items()}
+        metas |= {Ref(name): meta for name, meta in self.inputs.items()}
         for node in self.nodes:
-            found |= {Ref(node.name, index): meta for index, meta in enumerate(node.outputs)}
-        return found
+            metas |= {Ref(node.name, index): meta for index, meta in enumerate(node.outputs)}
+        return metas
 
     def substitute(self, renamed: Mapping[Ref, Ref]) -> None:
         """Replace uses: every Ref in `renamed` (followed to the end) by its target."""
@@ -181,12 +181,12 @@ class _Importer:
                 values=line or f"a tensor of shape {tuple(value.shape)}",
                 alternatives="detach() to read it; change parameters and buffers in the training loop",
             )
-        if node.users and (value.is_meta or (own := _name_of_memory(value, self.model))):
+        if node.users and (value.is_meta or (memory_name := _name_of_memory(value, self.model))):
             line = user_line(next(iter(node.users)).meta.get("stack_trace"))
             raise TraceError(
                 "forward or the loss reaches the model itself, past the copy that is traced, and would take its "
                 "parameters and buffers for constants",
-                values=("a tensor on meta" if value.is_meta else own) + f" at {line}" * bool(line),
+                values=("a tensor on meta" if value.is_meta else memory_name) + f" at {line}" * bool(line),
                 alternatives=[
                     "for a forward that is set on an instance: types.MethodType(function, module), where the function "
                     "has its module from its first argument",
@@ -262,9 +262,9 @@ class _Importer:
         op = str(target)
         kwargs = tuple((k, self._argument(v)) for k, v in kept_kwargs(op, node.kwargs).items())
         is_differentiable = not no_grad and base_name(op) not in CONSTANT
-        if not (given := {*refs_in((args, kwargs))}) <= self.metas.keys():  # some are no tensors
+        if not (operands := {*refs_in((args, kwargs))}) <= self.metas.keys():  # some are no tensors
             raise takes_number(user_line(node.meta.get("stack_trace")) or f"{op} at {_module_path(node)}")
-        grads = is_differentiable and any(self.metas[ref].requires_grad for ref in given)
+        grads = is_differentiable and any(self.metas[ref].requires_grad for ref in operands)
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else (value,)
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
@@ -273,10 +273,10 @@ class _Importer:
         self.names.add(name)
         self.flat.lines[name] = node.meta.get("stack_trace") or ""
         module = _module_path(node)
-        made = Node(name=name, op=op, args=args, kwargs=kwargs, outputs=outputs, module=module)
-        self.flat.nodes.append(made)
+        call = Node(name=name, op=op, args=args, kwargs=kwargs, outputs=outputs, module=module)
+        self.flat.nodes.append(call)
         self.metas |= {Ref(name, i): meta for i, meta in enumerate(outputs)}
-        self._follow_memory(made)
+        self._follow_memory(call)
         refs = tuple(Ref(name, i) for i in range(len(outputs)))
         return refs if isinstance(value, (tuple, list)) else Ref(name)
 
@@ -310,9 +310,9 @@ def _leave_out_unneeded(graph: torch.fx.Graph) -> None:
     needed, waiting = {loss}, [loss]
     while waiting:
         node = waiting.pop()
-        found = node.all_input_nodes if isinstance(node, torch.fx.Node) else []
-        waiting += [each for each in found if each not in needed]
-        needed |= set(found)
+        operands = node.all_input_nodes if isinstance(node, torch.fx.Node) else []
+        waiting += [operand for operand in operands if operand not in needed]
+        needed |= set(operands)
     if logits not in needed:
         output.args = ((loss,),)
         graph.eliminate_dead_code()
@@ -377,18 +377,18 @@ def _parameters(module: nn.Module) -> dict[str, Parameter]:
         if _root(name) != first:
             aliases[first].append(_root(name))
     persistent = {_root(name) for name in persistent_names(module) if name.startswith(_ROOT)}
-    found = {}
+    parameters = {}
     for name, tensor in dict(named_tensors(module)).items():
         root = _root(name)
         is_buffer = not isinstance(tensor, nn.Parameter) or not name.startswith(_ROOT)
-        found[root] = Parameter(
+        parameters[root] = Parameter(
             name=root,
             meta=_meta(tensor),
             aliases=tuple(aliases[root]),
             is_buffer=is_buffer,
             persistent=root in persistent,
         )
-    return found
+    return parameters
 
 
 def _class_names(module: nn.Module) -> dict[str, str]:

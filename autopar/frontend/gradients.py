@@ -70,8 +70,8 @@ def detach_regions(flat: FlatGraph) -> None:
 def reached(flat: FlatGraph) -> set[str]:
     """Nodes, parameters and inputs that the loss is differentiated through."""
     metas: dict[Ref, TensorMeta] = flat.metas()
-    found = {flat.loss.node} if metas[flat.loss].requires_grad else set()
+    names = {flat.loss.node} if metas[flat.loss].requires_grad else set()
     for node in reversed(flat.nodes):
-        if node.name in found and base_name(node.op) not in CONSTANT:
-            found |= {ref.node for ref in node.inputs if metas[ref].requires_grad}
-    return found
+        if node.name in names and base_name(node.op) not in CONSTANT:
+            names |= {ref.node for ref in node.inputs if metas[ref].requires_grad}
+    return names

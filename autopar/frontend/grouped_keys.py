@@ -27,16 +27,16 @@ def share_keys(flat: FlatGraph) -> None:
     for position, node in enumerate(flat.nodes):
         if base_name(node.op) not in ATTENTION or node.op == SINK_ATTENTION or len(node.meta.shape) != 4:
             continue
-        metas, made_by = metas or flat.metas(), made_by or {each.name: each for each in flat.nodes}
-        given, is_half = arguments_of(node), node.meta.dtype.itemsize < 4
-        has_kernel = is_half and given.get("attn_mask") is None and not given.get("dropout_p")
-        if given["enable_gqa"] or not (node.op == WINDOW_ATTENTION or has_kernel):
+        metas, made_by = metas or flat.metas(), made_by or {call.name: call for call in flat.nodes}
+        arguments, is_half = arguments_of(node), node.meta.dtype.itemsize < 4
+        has_kernel = is_half and arguments.get("attn_mask") is None and not arguments.get("dropout_p")
+        if arguments["enable_gqa"] or not (node.op == WINDOW_ATTENTION or has_kernel):
             continue
-        key, value, is_shared = shared_keys(given["key"], given["value"], made_by, metas)
+        key, value, is_shared = shared_keys(arguments["key"], arguments["value"], made_by, metas)
         if is_shared:
-            rest = {name: given[name] for name in given if name not in ("query", "key", "value")}
+            rest = {name: arguments[name] for name in arguments if name not in ("query", "key", "value")}
             kwargs = tuple((rest | {"enable_gqa": True}).items())
-            flat.nodes[position] = replace(node, args=(given["query"], key, value), kwargs=kwargs)
+            flat.nodes[position] = replace(node, args=(arguments["query"], key, value), kwargs=kwargs)
 
 
 def shared_keys(
@@ -60,19 +60,19 @@ def _unrepeated(ref: Ref, made_by: Mapping[str, Node], metas: Mapping[Ref, Tenso
     merged = maker(ref, "repeat_interleave", *RESHAPES)
     if merged is None or len(shape) != 4:
         return ref, 1
-    given, source = arguments_of(merged), merged.inputs[0]
+    arguments, source = arguments_of(merged), merged.inputs[0]
     if base_name(merged.op) == "repeat_interleave":
-        is_by_head = isinstance(given.get("repeats"), int) and given["dim"] in (1, -3)
-        return (source, given["repeats"]) if is_by_head else (ref, 1)
+        is_by_head = isinstance(arguments.get("repeats"), int) and arguments["dim"] in (1, -3)
+        return (source, arguments["repeats"]) if is_by_head else (ref, 1)
     copied = maker(source, "clone", "contiguous")
     expanded = maker(copied.inputs[0] if copied else source, "expand")
     single = maker(expanded.inputs[0], *RESHAPES) if expanded else None
     if expanded is None or single is None:
         return ref, 1
-    own, (groups, repeats) = metas[single.inputs[0]].shape, (*expanded.meta.shape, 1, 1)[1:3]
+    heads_shape, (groups, repeats) = metas[single.inputs[0]].shape, (*expanded.meta.shape, 1, 1)[1:3]
     batch, length, width = shape[0], *shape[2:]
     is_repeated = (
-        own == (batch, groups, length, width)
+        heads_shape == (batch, groups, length, width)
         and single.meta.shape == (batch, groups, 1, length, width)
         and expanded.meta.shape == (batch, groups, repeats, length, width)
         and groups * repeats == shape[1]

@@ -69,14 +69,14 @@ def arguments_of_batch(values: Mapping[str, Any], containers: Mapping[str, Conta
     """The arguments of the model and the loss by name, in order: containers as they were given."""
     first = {container.names[0]: name for name, container in containers.items()}
     inside = {name for container in containers.values() for name in container.names}
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in values.items():
         if name in first:
             container = containers[first[name]]
-            found[first[name]] = tree_unflatten([values[each] for each in container.names], container.form)
+            arguments[first[name]] = tree_unflatten([values[part] for part in container.names], container.form)
         elif name not in inside:
-            found[name] = value
-    return found
+            arguments[name] = value
+    return arguments
 
 
 def name_inputs(
@@ -167,10 +167,10 @@ def split_names(
     return [n for n in names if n not in for_loss], for_loss
 
 
-def model_arguments(model: nn.Module, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def model_arguments(model: nn.Module, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional values for `*args` models (names arg0, arg1 ...), keyword for the rest."""
-    positional = tuple(value for name, value in given.items() if is_positional_name(name))
-    return positional, {name: value for name, value in given.items() if not is_positional_name(name)}
+    positional = tuple(value for name, value in arguments.items() if is_positional_name(name))
+    return positional, {name: value for name, value in arguments.items() if not is_positional_name(name)}
 
 
 def is_positional_name(name: str) -> bool:
@@ -231,10 +231,10 @@ def fake_input(value: Any, fake: FakeTensorMode, rows: int, batch_size: int | No
     if batch_size is not None and has_rows(value, rows):
         shape[0] = batch_size
     with fake:
-        made = torch.empty(shape, dtype=value.dtype, device="cpu")
-    if (known := _example_value(value)) is not None:
-        setattr(made, VALUE, known)
-    return made
+        stand_in = torch.empty(shape, dtype=value.dtype, device="cpu")
+    if (example_value := _example_value(value)) is not None:
+        setattr(stand_in, VALUE, example_value)
+    return stand_in
 
 
 def example_values(batch: Batch) -> dict[str, torch.Tensor]:

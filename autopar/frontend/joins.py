@@ -30,21 +30,23 @@ def drop_cut_joins(flat: FlatGraph) -> None:
         if node.op not in (_CAT, "aten.slice.Tensor", "aten.select.int"):
             continue
         dim = arguments_of(node)["dim"] % len(metas[node.inputs[0]].shape)
-        own = _pieces(node, dim, pieces, metas)
-        if not own:
+        joined_pieces = _pieces(node, dim, pieces, metas)
+        if not joined_pieces:
             continue
         if node.op == "aten.select.int":
-            flat.nodes[position] = replace(node, args=(own[0][0], dim, own[0][1]), kwargs=())
+            flat.nodes[position] = replace(node, args=(joined_pieces[0][0], dim, joined_pieces[0][1]), kwargs=())
             continue
-        pieces[Ref(node.name), dim] = own
-        refs = tuple(ref for ref, _, _ in own)
-        is_whole = all(_whole(ref, dim, metas) == [(ref, *at)] for ref, *at in own)
-        if is_whole and len(own) == 1:
+        pieces[Ref(node.name), dim] = joined_pieces
+        refs = tuple(ref for ref, _, _ in joined_pieces)
+        is_whole = all(_whole(ref, dim, metas) == [(ref, *at)] for ref, *at in joined_pieces)
+        if is_whole and len(joined_pieces) == 1:
             renamed[Ref(node.name)] = refs[0]
         elif is_whole and refs != node.inputs:
             flat.nodes[position] = replace(node, op=_CAT, args=(refs, dim), kwargs=())
-        elif not is_whole and len(own) == 1:
-            flat.nodes[position] = replace(node, op="aten.slice.Tensor", args=(refs[0], dim, *own[0][1:]), kwargs=())
+        elif not is_whole and len(joined_pieces) == 1:
+            flat.nodes[position] = replace(
+                node, op="aten.slice.Tensor", args=(refs[0], dim, *joined_pieces[0][1:]), kwargs=()
+            )
     loss = flat.loss
     flat.substitute(renamed)
     if (before - reached(flat)) & set(flat.parameters):
@@ -95,14 +97,14 @@ class _Joins:
 
     def longest(self, refs: tuple[Ref, ...]) -> tuple[int, Ref] | None:
         """The result of the longest join of at least two tensors that `refs` begin with, and how many these are."""
-        found, at = None, self
+        longest_join, at = None, self
         for count, ref in enumerate(refs, 1):
             if ref not in at.longer:
                 break
             at = at.longer[ref]
             if at.result is not None:
-                found = count, at.result
-        return found
+                longest_join = count, at.result
+        return longest_join
 
     def add(self, refs: tuple[Ref, ...], result: Ref) -> None:
         """Later joins may begin with this one."""
@@ -131,10 +133,10 @@ def nest_joins(flat: FlatGraph) -> None:
             continue
         dim = arguments_of(node)["dim"] % len(node.meta.shape)
         ways = ((first.setdefault(dim, _Joins()), 1), (last.setdefault(dim, _Joins()), -1))
-        found = [(tree.longest(node.inputs[::step]), step) for tree, step in ways]
+        joins = [(tree.longest(node.inputs[::step]), step) for tree, step in ways]
         for tree, step in ways:
             tree.add(node.inputs[::step], Ref(node.name))
-        best, step = max(found, key=lambda each: each[0][0] if each[0] else 0)
+        best, step = max(joins, key=lambda join: join[0][0] if join[0] else 0)
         if best is not None and best[0] < len(node.inputs):
             count, result = best
             refs = (result, *node.inputs[count:]) if step > 0 else (*node.inputs[:-count], result)

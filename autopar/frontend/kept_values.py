@@ -118,7 +118,7 @@ class _Reader:
         self._memories = {name: _Memory(memory.content, list(memory.writes)) for name, memory in start.items()}
         self._places: dict[Name, _Place] = {}
         self._is_differentiable, self._num_draws = True, 0
-        self._metas = {each.name: each.meta for each in record.recorder.origins.values()}
+        self._metas = {source.name: source.meta for source in record.recorder.origins.values()}
         self.loss: Any = None
         self.written: set[Name] = set()
         for position, entry in enumerate(record.outside):
@@ -152,22 +152,22 @@ class _Reader:
 
     def left(self, record: Record, named: Mapping[str, Tensor]) -> list[tuple[str, _Memory]]:
         """Return the contents of the model's tensors as the next forward finds them."""
-        found = []
+        memories = []
         for tensor_name, tensor in named.items():
             name = record.name_of(tensor)
             if name == ("tensor", tensor_name):
                 memory = self._memory(name)
                 if all(self._symbols.is_fixed(value) for _, value in memory.writes):
-                    found.append((tensor_name, memory))
+                    memories.append((tensor_name, memory))
             elif name is not None:
-                found.append((tensor_name, _Memory(self._symbols.old(self.read(self.place(name))))))
-        return found
+                memories.append((tensor_name, _Memory(self._symbols.old(self.read(self.place(name))))))
+        return memories
 
     def _memory(self, root: Name) -> _Memory:
         if root not in self._memories:
             tensor = getattr(root[2], "tensor", None) if root[0] == "constant" else None
-            known = None if tensor is None else self._kept(tensor)
-            self._memories[root] = _Memory(self._symbols.leaf(root) if known is None else known)
+            kept = None if tensor is None else self._kept(tensor)
+            self._memories[root] = _Memory(self._symbols.leaf(root) if kept is None else kept)
         return self._memories[root]
 
     def _viewed(self, number: int, path: tuple[_Step, ...]) -> int:
@@ -183,8 +183,8 @@ class _Reader:
             return tuple(map(self._described, value))
         return (type(value), value) if isinstance(value, (bool, int, float)) else value
 
-    def _call(self, number: int, operator: OpOverload, given: Any, *results: Any) -> None:
-        described, sources = self._described(given), list(sources_in(given))
+    def _call(self, number: int, operator: OpOverload, operands: Any, *results: Any) -> None:
+        described, sources = self._described(operands), list(sources_in(operands))
         values = list(_numbers(described))
         is_fixed = all(map(self._symbols.is_fixed, values))
         key: tuple[Any, ...] = (operator, described)
@@ -193,7 +193,7 @@ class _Reader:
             key = (*key, self._num_draws)
         if not is_fixed:
             key = (*key, self._is_differentiable)
-        targets = _targets(operator, given)
+        targets = _targets(operator, operands)
         for index, source in enumerate(targets):
             value = self._symbols.of((*key, "written", index), is_fixed)
             is_copy = base_name(str(operator)) == "copy" and len(sources) == 2
@@ -208,7 +208,7 @@ class _Reader:
             if len(meta) > 2:  # one of the operands
                 continue
             self._metas[name] = meta
-            step = _Step(operator, (_plain((given[0][1:], given[1])), index), is_same=len(sources) == 1)
+            step = _Step(operator, (_plain((operands[0][1:], operands[1])), index), is_same=len(sources) == 1)
             if sources and step.is_same:
                 step = replace(step, is_same=self._meta(sources[0]) == meta)
             if index < len(targets):
@@ -225,20 +225,20 @@ class _Reader:
         return self._metas.get(source[1])
 
 
-def _targets(operator: OpOverload, given: Any) -> list[Source]:
+def _targets(operator: OpOverload, operands: Any) -> list[Source]:
     """The operands that an operator writes to."""
-    args, kwargs = given[0], dict(given[1])
-    found: list[Source] = []
+    args, kwargs = operands[0], dict(operands[1])
+    sources: list[Source] = []
     for index, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += sources_in(args[index] if index < len(args) else kwargs.get(argument.name))
-    return found
+            sources += sources_in(args[index] if index < len(args) else kwargs.get(argument.name))
+    return sources
 
 
 def _is_view(operator: OpOverload) -> bool:
     arguments, returns = operator._schema.arguments, operator._schema.returns
     shared = arguments[0].alias_info if arguments else None
-    return shared is not None and not shared.is_write and any(each.alias_info for each in returns)
+    return shared is not None and not shared.is_write and any(result.alias_info for result in returns)
 
 
 def _numbers(described: Any) -> Iterator[int]:

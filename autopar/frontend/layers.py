@@ -144,12 +144,14 @@ def _extended(pieces: list[Node | _Segment], cut: Truncation, users: dict[Ref, s
     is_whole = indices == list(range(cut.first, cut.end)) and places[-1] - places[-len(layers)] == len(layers) - 1
     if not is_whole or any(a.key != b.key for a, b in zip(layers, layers[period:], strict=False)):
         raise TraceError("blocks that look alike trace differently", values=cut.path)
-    made, handed_on = {ref for layer in layers for ref in layer.outputs}, layers[-1].outputs
+    layer_outputs, handed_on = {ref for layer in layers for ref in layer.outputs}, layers[-1].outputs
     layers[-1] = _with_own_results(layers[-1], layers[-1].index)
     for index in range(cut.end, cut.num_blocks):
         model, before = layers[-period], layers[-period - 1]
         carried = dict(zip(before.results, layers[-1].results, strict=True))
-        if any(ref not in carried and (ref in made or ref.node.startswith(f"{cut.path}.")) for ref in model.args):
+        if any(
+            ref not in carried and (ref in layer_outputs or ref.node.startswith(f"{cut.path}.")) for ref in model.args
+        ):
             raise TraceError("blocks read more than what the one before them computes", values=model.path)
         args = tuple(carried.get(ref, ref) for ref in model.args)
         layers.append(_with_own_results(replace(model, path=f"{cut.path}.{index}", index=index, args=args), index))
@@ -185,10 +187,10 @@ def _fold(
                 raise TraceError("blocks that were cut from the trace are no layers", values=group[0].path)
             body += [_rename(node, renamed) for node in group[0].nodes]
         else:
-            own = _wiring(group[0], group[1]) if len(group) > 1 else None
+            wiring = _wiring(group[0], group[1]) if len(group) > 1 else None
             layer_run = _layer_run(
                 group,
-                carried=own or carried.get(group[0].key, ()),
+                carried=wiring or carried.get(group[0].key, ()),
                 flat=flat,
                 metas=metas,
                 classes=classes,
@@ -205,8 +207,8 @@ def _shared(pieces: list[Node | _Segment], flat: FlatGraph, users: dict[Ref, set
     """Paths of layers that are called several times, or whose parameters something else reads: a program's layers have
     parameters of their own, which are there while they run. Tied ones are no layer's own."""
     times = Counter(piece.path for piece in pieces if isinstance(piece, _Segment))
-    own = {name: layer_path(name) for name, parameter in flat.parameters.items() if not parameter.aliases}
-    lent = {path for name, path in own.items() if path and users.get(Ref(name), set()) - {path}}
+    owners = {name: layer_path(name) for name, parameter in flat.parameters.items() if not parameter.aliases}
+    lent = {path for name, path in owners.items() if path and users.get(Ref(name), set()) - {path}}
     return lent | {path for path, count in times.items() if count > 1}
 
 
@@ -251,9 +253,9 @@ def _alone(groups: list[list[_Segment]], flat: FlatGraph, users: dict[Ref, set[s
 
 def _is_layer(path: str, flat: FlatGraph, users: dict[Ref, set[str]]) -> bool:
     """Whether several modules under a path have parameters that are read, none of them by anything else."""
-    own = [name for name in flat.parameters if name.startswith(f"{path}.")]
-    modules = {name.rpartition(".")[0] for name in own if Ref(name) in users}
-    return len(modules) > 1 and not any(users.get(Ref(name), set()) - {path} for name in own)
+    names = [name for name in flat.parameters if name.startswith(f"{path}.")]
+    modules = {name.rpartition(".")[0] for name in names if Ref(name) in users}
+    return len(modules) > 1 and not any(users.get(Ref(name), set()) - {path} for name in names)
 
 
 def _rename(node: Node, renamed: dict[Ref, Ref]) -> Node:
@@ -262,11 +264,11 @@ def _rename(node: Node, renamed: dict[Ref, Ref]) -> Node:
 
 def _users(flat: FlatGraph) -> dict[Ref, set[str]]:
     """Layer paths that use each Ref ("" for uses outside of layers and for the loss)."""
-    found: dict[Ref, set[str]] = {flat.loss: {""}}
+    users: dict[Ref, set[str]] = {flat.loss: {""}}
     for node in flat.nodes:
         for ref in node.inputs:
-            found.setdefault(ref, set()).add(layer_path(node.module))
-    return found
+            users.setdefault(ref, set()).add(layer_path(node.module))
+    return users
 
 
 def _continues(run: list[_Segment], following: _Segment, users: dict[Ref, set[str]]) -> bool:
@@ -361,29 +363,31 @@ def _layer_parameters(path: str, nodes: tuple[Node, ...], flat: FlatGraph) -> tu
     )
 
 
-def _in_block(parameter: Parameter, own: str, other: str) -> Parameter | None:
+def _in_block(parameter: Parameter, block: str, other: str) -> Parameter | None:
     """A block's parameter as another block has it; None for one that is tied to what lies elsewhere."""
-    if not all(alias.startswith(own) for alias in parameter.aliases):
+    if not all(alias.startswith(block) for alias in parameter.aliases):
         return None
-    aliases = tuple(other + alias.removeprefix(own) for alias in parameter.aliases)
-    return replace(parameter, name=other + parameter.name.removeprefix(own), aliases=aliases)
+    aliases = tuple(other + alias.removeprefix(block) for alias in parameter.aliases)
+    return replace(parameter, name=other + parameter.name.removeprefix(block), aliases=aliases)
 
 
 def _all_parameters(
     body: list[Node | LayerRun], flat: FlatGraph, cuts: tuple[Truncation, ...]
 ) -> tuple[Parameter, ...]:
     """Parameters of the traced model, used or not, and of the layers' instances that were cut from it."""
-    found = dict(flat.parameters)
+    parameters = dict(flat.parameters)
     models = [(cut, index) for cut in cuts for index in range(cut.end - cut.period, cut.end)]
     for cut, model in models:
-        own = [p for p in flat.parameters.values() if p.name.startswith(f"{cut.path}.{model}.")]
-        for parameter, index in itertools.product(own, range(model + cut.period, cut.num_blocks, cut.period)):
+        block_parameters = [p for p in flat.parameters.values() if p.name.startswith(f"{cut.path}.{model}.")]
+        for parameter, index in itertools.product(
+            block_parameters, range(model + cut.period, cut.num_blocks, cut.period)
+        ):
             moved = _in_block(parameter, f"{cut.path}.{model}.", f"{cut.path}.{index}.")
-            found |= {} if moved is None else {moved.name: moved}
+            parameters |= {} if moved is None else {moved.name: moved}
     for piece in body:
         if isinstance(piece, LayerRun):
             for path in piece.instances:
                 for parameter in piece.layer.parameters:
                     full = f"{path}.{parameter.name}"
-                    found.setdefault(full, replace(parameter, name=full))
-    return tuple(found.values())
+                    parameters.setdefault(full, replace(parameter, name=full))
+    return tuple(parameters.values())

@@ -52,9 +52,9 @@ class LossModule(nn.Module):
 
     def forward(self, **batch: Any) -> Any:
         begin_forward(batch, self.values)
-        given = arguments_of_batch({name: batch[name] for name in self.names}, self.containers)
-        model_names, loss_names = split_names(self.model, tuple(given), self.loss_fn)
-        positional, keyword = model_arguments(self.model, {name: given[name] for name in model_names})
+        arguments = arguments_of_batch({name: batch[name] for name in self.names}, self.containers)
+        model_names, loss_names = split_names(self.model, tuple(arguments), self.loss_fn)
+        positional, keyword = model_arguments(self.model, {name: arguments[name] for name in model_names})
         kept = kept_buffers if self.keeps_buffers else contextlib.nullcontext
         with operands_in(self.dtype), kept(self.model):
             output = self.model(*positional, **keyword)
@@ -62,7 +62,7 @@ class LossModule(nn.Module):
             loss = _loss_of(output)
         else:
             with operands_in(self.dtype, is_loss=True), kept(self.loss_fn):
-                loss = _scalar(self.loss_fn(output, *(given[name] for name in loss_names)), "loss_fn")
+                loss = _scalar(self.loss_fn(output, *(arguments[name] for name in loss_names)), "loss_fn")
         logits = _logits_of(output) if self.with_logits else None
         return loss if logits is None else (loss, logits)
 
@@ -91,9 +91,9 @@ def _logits_of(output: Any) -> torch.Tensor | None:
     if named is None and isinstance(output, Mapping):
         named = output.get("logits")
     several = output if isinstance(output, (tuple, list)) else (output,)
-    for each in (named,) if named is not None else several:
-        if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim():
-            return each
+    for tensor in (named,) if named is not None else several:
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dim():
+            return tensor
     return None
 
 

@@ -44,7 +44,7 @@ class _Split:
         names = _NAMES[node.op]
         defaults: dict[str, Any] = {"weight": None, "reduction": _MEAN, "ignore_index": -100}
         self.arguments = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        self.made: list[Node] = []
+        self.calls: list[Node] = []
 
     def nodes(self) -> list[Node]:
         x, target, weight = (self.arguments[name] for name in ("self", "target", "weight"))
@@ -55,12 +55,12 @@ class _Split:
             return [self.node]
         total = self.make("sum", self.node.op, *self.summed(), meta=self.node.meta)
         count = self.weights_of_targets(target, targets, weight)
-        return [*self.made, replace(self.node, op="aten.div.Tensor", args=(total, count), kwargs=())]
+        return [*self.calls, replace(self.node, op="aten.div.Tensor", args=(total, count), kwargs=())]
 
     def summed(self) -> tuple[Any, ...]:
         """The loss' own arguments, for a sum."""
-        given = {**self.arguments, "reduction": _SUM}
-        return tuple(given[name] for name in _NAMES[self.node.op] if name in given)
+        arguments = {**self.arguments, "reduction": _SUM}
+        return tuple(arguments[name] for name in _NAMES[self.node.op] if name in arguments)
 
     def weights_of_targets(self, target: Ref, meta: TensorMeta, weight: Ref | None) -> Ref:
         """The weights of all targets that are not ignored, added up; without weights, how many there are."""
@@ -69,14 +69,16 @@ class _Split:
         if weight is None:
             return self.make("count", "aten.sum.default", valid, meta=TensorMeta((), torch.int64))
         classes = self.make("classes", "aten.mul.Tensor", target, valid, meta=TensorMeta(meta.shape, meta.dtype))
-        own = self.metas[weight]
-        picked = TensorMeta(meta.shape, own.dtype, own.requires_grad)
+        weight_meta = self.metas[weight]
+        picked = TensorMeta(meta.shape, weight_meta.dtype, weight_meta.requires_grad)
         weights = self.make("weights", "aten.index.Tensor", weight, (classes,), meta=picked)
         kept = self.make("kept", "aten.mul.Tensor", weights, valid, meta=picked)
-        return self.make("weight", "aten.sum.default", kept, meta=TensorMeta((), own.dtype, own.requires_grad))
+        return self.make(
+            "weight", "aten.sum.default", kept, meta=TensorMeta((), weight_meta.dtype, weight_meta.requires_grad)
+        )
 
     def make(self, word: str, op: str, *args: Any, meta: TensorMeta) -> Ref:
         name = unused_name(f"{self.node.name}_{word}", self.taken, first=2)
         self.taken.add(name)
-        self.made.append(Node(name=name, op=op, args=args, kwargs=(), outputs=(meta,), module=self.node.module))
+        self.calls.append(Node(name=name, op=op, args=args, kwargs=(), outputs=(meta,), module=self.node.module))
         return Ref(name)

@@ -65,13 +65,13 @@ Form = Numbers | Truth
 
 def forms_of(nodes: list[Node], metas: Mapping[Ref, TensorMeta]) -> dict[Ref, Form]:
     """What is known of the tensors that calls make of nothing but positions."""
-    found: dict[Ref, Form] = {}
+    forms: dict[Ref, Form] = {}
     for node in nodes:
-        if len(node.outputs) == 1 and all(ref in found for ref in node.inputs):
-            form = _form(node, found, metas)
+        if len(node.outputs) == 1 and all(ref in forms for ref in node.inputs):
+            form = _form(node, forms, metas)
             if form is not None:
-                found[Ref(node.name)] = form
-    return found
+                forms[Ref(node.name)] = form
+    return forms
 
 
 def hides_nothing(form: Form | None, values: torch.Tensor | None) -> bool:
@@ -87,8 +87,8 @@ def window_of(form: Form | None, values: torch.Tensor | None, lengths: Collectio
         return Window()
     if len(set(lengths)) > 1:
         return None
-    found = window_of_form(form, next(iter(lengths)))
-    return found if found is not None or values is None else window_of_values(values)
+    window = window_of_form(form, next(iter(lengths)))
+    return window if window is not None or values is None else window_of_values(values)
 
 
 def window_of_form(form: Form | None, length: int) -> Window | None:
@@ -143,42 +143,42 @@ def _shortest(window: Window, length: int) -> Window:
     return Window(before, after, chunk)
 
 
-def _form(node: Node, found: Mapping[Ref, Form], metas: Mapping[Ref, TensorMeta]) -> Form | None:
+def _form(node: Node, forms: Mapping[Ref, Form], metas: Mapping[Ref, TensorMeta]) -> Form | None:
     packet = node.op.split(".")[1].strip("_")
-    given = arguments_of(node)
+    arguments = arguments_of(node)
     if packet in _MAKERS:
-        return _MAKERS[packet](given, node)
+        return _MAKERS[packet](arguments, node)
     if packet in _MOVES:
         moves = _MOVES[packet](metas[node.inputs[0]].shape, node.meta.shape)
-        return _moved(found[node.inputs[0]], moves, node)
+        return _moved(forms[node.inputs[0]], moves, node)
     if packet in _CALCULATIONS:
-        operands = [_operand(given[name], found) for name in ("self", "other")]
-        is_scaled = given.get("alpha", 1) != 1 or (packet == "div" and given.get("rounding_mode") != "floor")
-        if any(each is None for each in operands) or is_scaled:
+        operands = [_operand(arguments[name], forms) for name in ("self", "other")]
+        is_scaled = arguments.get("alpha", 1) != 1 or (packet == "div" and arguments.get("rounding_mode") != "floor")
+        if any(operand is None for operand in operands) or is_scaled:
             return None
         form: Form | None = _CALCULATIONS[packet](*operands)
         return form
-    return _masked(packet, given, found, node)
+    return _masked(packet, arguments, forms, node)
 
 
-def _operand(value: Any, found: Mapping[Ref, Form]) -> Form | None:
+def _operand(value: Any, forms: Mapping[Ref, Form]) -> Form | None:
     if isinstance(value, Ref):
-        return found.get(value)
+        return forms.get(value)
     return Numbers(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 # --- what makes tensors of nothing ------------------------------------------------------------------------------------
 
 
-def _arange(given: Mapping[str, Any], node: Node) -> Form | None:
-    start, step = given.get("start", 0), given.get("step", 1)
+def _arange(arguments: Mapping[str, Any], node: Node) -> Form | None:
+    start, step = arguments.get("start", 0), arguments.get("step", 1)
     is_whole = node.meta.dtype in _UNBOUNDED and isinstance(start, int) and isinstance(step, int)
     # A dim of one element may be expanded, and is at index 0 all along.
     return _numbers(start, {-1: step} if node.meta.numel > 1 else {}) if is_whole else None
 
 
-def _filled(given: Mapping[str, Any], node: Node) -> Form | None:
-    value = given.get("fill_value", 1.0 if "ones" in node.op else 0.0)
+def _filled(arguments: Mapping[str, Any], node: Node) -> Form | None:
+    value = arguments.get("fill_value", 1.0 if "ones" in node.op else 0.0)
     if node.meta.dtype == torch.bool:
         return Truth() if value else Truth((Numbers(-1),))
     if node.meta.dtype.is_floating_point:
@@ -296,19 +296,19 @@ _CALCULATIONS = {
 }
 
 
-def _masked(packet: str, given: Mapping[str, Any], found: Mapping[Ref, Form], node: Node) -> Form | None:
+def _masked(packet: str, arguments: Mapping[str, Any], forms: Mapping[Ref, Form], node: Node) -> Form | None:
     """Triangles of what is true, and masks that are added, made of such that are true."""
-    if packet in ("tril", "triu") and given["self"] in found:
-        form, diagonal = found[given["self"]], given["diagonal"]
+    if packet in ("tril", "triu") and arguments["self"] in forms:
+        form, diagonal = forms[arguments["self"]], arguments["diagonal"]
         if not isinstance(form, Truth) or form.is_mask or 1 in node.meta.shape[-2:]:
             return None
         sign = 1 if packet == "tril" else -1
         kept = _numbers(sign * diagonal, {QUERIES: sign, KEYS: -sign})
         return replace(form, at_least=(*form.at_least, kept))
     if packet in ("bitwise_not", "logical_not"):
-        return negated(found[given["self"]])
-    if packet == "where" and {"self", "other", "condition"} <= set(given) and node.meta.dtype.is_floating_point:
-        form, kept, hidden = (_value(given[name], found) for name in ("condition", "self", "other"))
+        return negated(forms[arguments["self"]])
+    if packet == "where" and {"self", "other", "condition"} <= set(arguments) and node.meta.dtype.is_floating_point:
+        form, kept, hidden = (_value(arguments[name], forms) for name in ("condition", "self", "other"))
         is_hidden = isinstance(hidden, float) and hides(hidden, node.meta.dtype)
         if isinstance(form, Truth) and not form.is_mask and kept == 0 and is_hidden:
             return replace(form, is_mask=True)
@@ -323,9 +323,9 @@ def negated(form: Form | None) -> Form | None:
     return Truth((_numbers(-kept.start - 1, {dim: -step for dim, step in kept.index}),))
 
 
-def _value(value: Any, found: Mapping[Ref, Form]) -> Any:
+def _value(value: Any, forms: Mapping[Ref, Form]) -> Any:
     """A number, that of a tensor of one value, or the form."""
-    form = found.get(value) if isinstance(value, Ref) else None
+    form = forms.get(value) if isinstance(value, Ref) else None
     if isinstance(form, Truth) and form.is_mask and not form.equal and form.at_least in ((), (Numbers(-1),)):
         return -torch.inf if form.at_least else 0.0
     return value if form is None else form

@@ -48,8 +48,8 @@ def _broadcast(masking: Any, mapped: Callable[[Any], Any], mask_function: Any) -
         return mapped(mask_function)  # type: ignore[no-any-return]  # private, untyped
 
     def of_all(*places: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = mask_function(*masking._non_vmap_expansion_sdpa(*places))
-        return found.expand([len(each) for each in places])
+        mask: torch.Tensor = mask_function(*masking._non_vmap_expansion_sdpa(*places))
+        return mask.expand([len(place) for place in places])
 
     return of_all
 
@@ -57,9 +57,9 @@ def _broadcast(masking: Any, mapped: Callable[[Any], Any], mask_function: Any) -
 def _is_of_transformers(function: Any) -> bool:
     """Whether a function, and all that it was made of, is theirs."""
     parts = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    inner = [each for part in parts for each in (part if isinstance(part, (tuple, list)) else (part,))]
+    inner = [closure_part for part in parts for closure_part in (part if isinstance(part, (tuple, list)) else (part,))]
     is_theirs = str(getattr(function, "__module__", "")).startswith("transformers.")
-    return is_theirs and all(_is_of_transformers(each) for each in inner if callable(each))
+    return is_theirs and all(_is_of_transformers(closure_part) for closure_part in inner if callable(closure_part))
 
 
 def _not_packed(*args: Any, **kwargs: Any) -> None:

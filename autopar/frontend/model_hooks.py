@@ -38,9 +38,9 @@ class Hooks:
         """Whether there are hooks of backward. Looks only where torch has made a handle since."""
         if RemovableHandle.next_id == self._last_handle:
             return False
-        found = [*self._backward.values(), *(get(p) for p in self._parameters for get in _OF_GRADIENTS)]
-        self._last_handle = -1 if any(found) else RemovableHandle.next_id
-        return any(found)
+        hooks = [*self._backward.values(), *(get(p) for p in self._parameters for get in _OF_GRADIENTS)]
+        self._last_handle = -1 if any(hooks) else RemovableHandle.next_id
+        return any(hooks)
 
     def changes(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Change]:
         """Yield what has changed. parameters: with their names."""

@@ -22,7 +22,7 @@ def moved_in_place() -> Iterator[None]:
 
     A program has its parameters and buffers on its own devices. Raises TraceError for a cast to another dtype.
     """
-    own = nn.Module._apply
+    original = nn.Module._apply
 
     def apply(module: nn.Module, function: Callable[[Tensor], Any], *args: Any, **kwargs: Any) -> nn.Module:
         dtypes: dict[torch.dtype, torch.dtype] = {}
@@ -37,7 +37,7 @@ def moved_in_place() -> Iterator[None]:
                 )
         return module
 
-    with mock.patch.object(nn.Module, "_apply", in_this_thread(apply, own)):
+    with mock.patch.object(nn.Module, "_apply", in_this_thread(apply, original)):
         yield
 
 
@@ -45,7 +45,7 @@ def _dtype_of(function: Callable[[Tensor], Any], dtype: torch.dtype) -> torch.dt
     """The dtype that a cast makes of one; the same where it moves to a device that is not here."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         try:
-            made = function(torch.zeros((), dtype=dtype))
+            result = function(torch.zeros((), dtype=dtype))
         except (RuntimeError, AssertionError, NotImplementedError):
             return dtype
-    return made.dtype if isinstance(made, Tensor) else dtype
+    return result.dtype if isinstance(result, Tensor) else dtype

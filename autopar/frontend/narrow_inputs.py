@@ -24,10 +24,10 @@ def narrow_inputs(flat: FlatGraph) -> None:
     renamed: dict[Ref, Ref] = {}
     changed: dict[Ref, TensorMeta] = {}
     for name, meta in flat.inputs.items():
-        found = _Uses(Ref(name), readers, metas)
-        if meta.dtype.is_floating_point and found.dtype is not None and flat.loss not in found.views:
-            changed |= {ref: replace(metas[ref], dtype=found.dtype) for ref in found.views}
-            renamed |= found.casts
+        uses = _Uses(Ref(name), readers, metas)
+        if meta.dtype.is_floating_point and uses.dtype is not None and flat.loss not in uses.views:
+            changed |= {ref: replace(metas[ref], dtype=uses.dtype) for ref in uses.views}
+            renamed |= uses.casts
     flat.inputs = {name: changed.get(Ref(name), meta) for name, meta in flat.inputs.items()}
     kept = [node for node in flat.nodes if Ref(node.name) not in renamed]
     flat.nodes = [

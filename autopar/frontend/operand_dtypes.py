@@ -72,8 +72,10 @@ def operands_in(dtype: torch.dtype | None, is_loss: bool = False) -> Iterator[No
         return
     with contextlib.ExitStack() as stack:
         for kind in (nn.LSTM, nn.GRU, nn.RNN):
-            own = kind.forward
-            stack.enter_context(mock.patch.object(kind, "forward", in_this_thread(_rounding(own, dtype), own)))
+            original = kind.forward
+            stack.enter_context(
+                mock.patch.object(kind, "forward", in_this_thread(_rounding(original, dtype), original))
+            )
         stack.enter_context(_OperandDtypes(dtype, is_loss))
         yield
 
@@ -101,15 +103,15 @@ class _OperandDtypes(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         target = self.target(name, args, kwargs)
         if target is not None:
-            args, kwargs = (tree_map(lambda value: _cast(value, target), given) for given in (args, kwargs))
+            args, kwargs = (tree_map(lambda value: _cast(value, target), operands) for operands in (args, kwargs))
         return func(*args, **kwargs)
 
     def target(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
         """Return what all floating-point operands of a call are cast to; None: they stay as they are."""
-        found = {value.dtype for value in tree_leaves((args, kwargs)) if _is_real(value)}
-        if self.dtype not in found or (found == {self.dtype} and name in PRODUCTS):
+        dtypes = {value.dtype for value in tree_leaves((args, kwargs)) if _is_real(value)}
+        if self.dtype not in dtypes or (dtypes == {self.dtype} and name in PRODUCTS):
             return None
-        widest: torch.dtype = max(found, key=lambda dtype: dtype.itemsize)
+        widest: torch.dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
         first = args[0].dtype if args and _is_real(args[0]) else None
         if name in PRODUCTS:
             return self.dtype
@@ -136,9 +138,9 @@ class _OperandDtypes(TorchFunctionMode):
 
 def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a program has the cross-entropy as a kernel that takes half precision and computes in fp32."""
-    given = dict(zip(_OF_CROSS_ENTROPY, args, strict=False)) | kwargs
-    by_class = isinstance(given.get("target"), Tensor) and not given["target"].is_floating_point()
-    return by_class and given.get("weight") is None and given.get("reduction", "mean") in ("mean", "sum")
+    arguments = dict(zip(_OF_CROSS_ENTROPY, args, strict=False)) | kwargs
+    by_class = isinstance(arguments.get("target"), Tensor) and not arguments["target"].is_floating_point()
+    return by_class and arguments.get("weight") is None and arguments.get("reduction", "mean") in ("mean", "sum")
 
 
 def _is_real(value: Any) -> bool:

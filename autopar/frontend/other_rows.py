@@ -81,7 +81,7 @@ class Places:
 
     def find(self) -> list[int]:
         """Raises UnlikeError unless every node has one, in order."""
-        found: list[int] = []
+        places: list[int] = []
         place = 0
         for node in self.flat.nodes:
             while not self.matches(node, place):
@@ -90,13 +90,13 @@ class Places:
             for index, (_, _, *itself) in enumerate(self.entries[place][2:]):
                 origin = self.origin(itself[0]) if itself else ("result", place + 1, index)
                 self.sources[Ref(node.name, index)] = origin
-            found.append(place)
+            places.append(place)
             place += 1
         for rest in range(place, len(self.entries) - 1):
             self.skip(rest)
         if not self.same(self.flat.loss, self.entries[-1][1]):
             raise UnlikeError("the loss is another tensor")
-        return found
+        return places
 
     def skip(self, place: int) -> None:
         """Entry `place` was not exported: a `detach`, a change of grad mode, or what nothing uses."""

@@ -19,14 +19,14 @@ def functional_overload(overload: torch._ops.OpOverload | None) -> torch._ops.Op
         return None
     namespace, _, name = overload._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    candidates = [getattr(packet, each) for each in packet.overloads()] if packet is not None else []
-    named = [each for each in candidates if each._overloadname == overload._overloadname]
-    fitting = (each for each in (*named, *candidates) if _takes(each) == _takes(overload))
-    return next((each for each in fitting if not each._schema.is_mutable), None)
+    candidates = [getattr(packet, candidate) for candidate in packet.overloads()] if packet is not None else []
+    named = [candidate for candidate in candidates if candidate._overloadname == overload._overloadname]
+    fitting = (candidate for candidate in (*named, *candidates) if _takes(candidate) == _takes(overload))
+    return next((candidate for candidate in fitting if not candidate._schema.is_mutable), None)
 
 
 def _takes(overload: torch._ops.OpOverload) -> list[str]:
-    return [str(each.type) for each in overload._schema.arguments]
+    return [str(argument.type) for argument in overload._schema.arguments]
 
 
 def is_write(node: torch.fx.Node) -> bool:
@@ -36,10 +36,10 @@ def is_write(node: torch.fx.Node) -> bool:
 
 def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
     """What a call writes to: one call, or several that wrote to the same memory before, as C++'s `1 - x` does."""
-    found: list[Any] = [node.args[0]]
-    while is_write(found[-1]):
-        found.append(found[-1].args[0])
-    return found
+    targets: list[Any] = [node.args[0]]
+    while is_write(targets[-1]):
+        targets.append(targets[-1].args[0])
+    return targets
 
 
 def kept_kwargs(op: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:

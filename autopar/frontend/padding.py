@@ -38,7 +38,7 @@ def padded(graph: Graph, multiple: int) -> Graph:
             longer |= search.reached(Ref(parameter.name)) or {}
     if not longer:
         return graph
-    parameters = tuple(_longer(each, longer, multiple) for each in graph.parameters)
+    parameters = tuple(_longer(original, longer, multiple) for original in graph.parameters)
     body = _Rewriting(graph, longer, multiple).body()
     vocabularies = {
         piece.name: search.metas[ref].shape[longer[ref]]
@@ -88,19 +88,19 @@ class _Search:
 
     def reached(self, table: Ref) -> dict[Ref, int] | None:
         """All that is longer with the table; None where something reads of it what padding would change."""
-        found = {table: 0}
+        longer = {table: 0}
         open_refs = [table]
         while open_refs:
             ref = open_refs.pop()
             for piece, position in self.uses.get(ref, ()):
-                made = None if isinstance(piece, LayerRun) else self._made(piece, position, found[ref])
-                if made is None:
+                results = None if isinstance(piece, LayerRun) else self._made(piece, position, longer[ref])
+                if results is None:
                     return None
-                for each, dim in made.items():
-                    if each not in found:
-                        open_refs += [each] if each not in self.parameters else []
-                        found[each] = dim
-        return None if self.loss in found else found
+                for result, dim in results.items():
+                    if result not in longer:
+                        open_refs += [result] if result not in self.parameters else []
+                        longer[result] = dim
+        return None if self.loss in longer else longer
 
     def _made(self, node: Node, position: int, dim: int) -> dict[Ref, int] | None:
         """What is longer with one input of a call that is so in `dim`; None for what looks at its last entries."""
@@ -111,7 +111,7 @@ class _Search:
             return self._linear(node, arguments) if name == "linear" and arguments["weight"] == ref else None
         result = Ref(node.name)
         if name == "cross_entropy_loss":
-            metas = [self.metas[each] for each in node.inputs]
+            metas = [self.metas[operand] for operand in node.inputs]
             is_plain = is_plain_cross_entropy(node, metas, any_dims=True) and not arguments["label_smoothing"]
             return {} if is_plain and position == 0 and dim == min(1, len(metas[0].shape) - 1) else None
         shape, last = self.metas[ref].shape, len(self.metas[ref].shape) - 1
@@ -133,8 +133,8 @@ class _Search:
             return None
         if bias is not None and (bias not in self.parameters or len(self.uses[bias]) > 1):
             return None
-        own = {} if bias is None else {bias: 0}
-        return own | {Ref(node.name): len(node.meta.shape) - 1}
+        bias_dims = {} if bias is None else {bias: 0}
+        return bias_dims | {Ref(node.name): len(node.meta.shape) - 1}
 
 
 class _Rewriting:
@@ -142,7 +142,7 @@ class _Rewriting:
 
     def __init__(self, graph: Graph, longer: dict[Ref, int], multiple: int) -> None:
         self.graph, self.longer, self.multiple = graph, longer, multiple
-        self.names = {each.name for each in (*graph.body, *graph.parameters, *graph.inputs)}
+        self.names = {part.name for part in (*graph.body, *graph.parameters, *graph.inputs)}
 
     def body(self) -> tuple[Node | LayerRun, ...]:
         return tuple(new for piece in self.graph.body for new in self._rewritten(piece))

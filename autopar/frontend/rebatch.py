@@ -145,11 +145,11 @@ def at_rows(low: Any, low_rows: int, high: Any, high_rows: int, rows: int) -> An
 
 def _check_tables(low: Any, high: Any) -> None:
     """Raises NotAffineError for a tensor of forward's own whose values are others with more rows."""
-    others = {each.name: each.value for each in _tables(high)}
-    for each in _tables(low):
-        other = others.get(each.name)
-        if each.value is not None and other is not None and not torch.equal(each.value, other):
-            raise NotAffineError(f"{each.name} is another table with another number of rows")
+    others = {table.name: table.value for table in _tables(high)}
+    for table in _tables(low):
+        other = others.get(table.name)
+        if table.value is not None and other is not None and not torch.equal(table.value, other):
+            raise NotAffineError(f"{table.name} is another table with another number of rows")
 
 
 def _tables(graph: Any) -> tuple[Parameter, ...]:

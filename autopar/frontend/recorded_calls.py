@@ -91,12 +91,12 @@ class RecordedCalls:
     def live(self) -> list[RecordedCall]:
         """Return what the loss depends on."""
         needed = {value[1][:2] for value in self.sources(self.loss)}
-        found: list[RecordedCall] = []
+        calls: list[RecordedCall] = []
         for call in reversed(self._calls):
             if call.counts or call.key in needed:
-                found.append(call)
+                calls.append(call)
                 needed |= {value[1][:2] for value in self.sources(call.what)}
-        return _with_needed_modes(found[::-1])
+        return _with_needed_modes(calls[::-1])
 
     def numbered(self) -> list[Any]:
         """Return what the loss depends on, with results numbered anew, comparable between records."""
@@ -115,7 +115,7 @@ class RecordedCalls:
 
 def _with_needed_modes(live: list[RecordedCall]) -> list[RecordedCall]:
     """The calls with those switches of the grad mode that a call after them sees."""
-    found: list[RecordedCall] = []
+    calls: list[RecordedCall] = []
     mode, switch = True, None
     for call in live:
         if call.name == "grad mode":
@@ -123,10 +123,10 @@ def _with_needed_modes(live: list[RecordedCall]) -> list[RecordedCall]:
             continue
         if switch is not None and switch.what != mode:
             mode = switch.what
-            found.append(switch)
+            calls.append(switch)
         switch = None
-        found.append(call)
-    return found
+        calls.append(call)
+    return calls
 
 
 def _is_buffer(value: Any) -> bool:

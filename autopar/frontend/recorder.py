@@ -128,8 +128,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.inside_operator = False
         if func.namespace == "prim":  # questions such as prim.device
             return result
-        given = (self.describe(args), self.describe(kwargs) if kwargs else ())
-        entry = [func, given]
+        operands = (self.describe(args), self.describe(kwargs) if kwargs else ())
+        entry = [func, operands]
         self.note(entry)
         results = result if isinstance(result, (tuple, list)) else (result,)
         for index, value in enumerate(results):

@@ -65,10 +65,10 @@ def check_repeats(
     silent = _watch_hooks(model)
     names = {id(tensor): name for name, tensor in named_tensors(model)}
     with _own_random_state() as drawn:
-        held, before, of_classes = _tensors(model), _state(model, functions), _class_state(model, functions)
-        own = OwnNumbers(model, functions[0] if functions else None)
+        tensors, before, of_classes = _tensors(model), _state(model, functions), _class_state(model, functions)
+        numbers = OwnNumbers(model, functions[0] if functions else None)
         try:
-            attributes = [each for module in modules_of(model) for each in attributes_of(module).values()]
+            attributes = [member for module in modules_of(model) for member in attributes_of(module).values()]
             with noted(reads or Reads(), object_kinds([*attributes, *functions])):
                 first = run(model)
         except TraceError:
@@ -76,36 +76,36 @@ def check_repeats(
         except Exception:  # whatever cannot run while it is recorded: the export does it, or says why not
             return
         once, kept = _state(model, functions), _tensors(model)
-        own.note_first(reads or Reads())
+        numbers.note_first(reads or Reads())
         if current_guards():
             changed = (
-                _changed(before, once) | _changed(held, kept) | _changed(of_classes, _class_state(model, functions))
+                _changed(before, once) | _changed(tensors, kept) | _changed(of_classes, _class_state(model, functions))
             )
-            _refuse_specialized({*(f"{name} of {path}" for path, name in changed), *own.changed_first()})
-        replaced = {place for place, each in held.items() if id(each) in names and kept.get(place) is not each}
+            _refuse_specialized({*(f"{name} of {path}" for path, name in changed), *numbers.changed_first()})
+        replaced = {place for place, member in tensors.items() if id(member) in names and kept.get(place) is not member}
         named = dict(named_tensors(model))
         try:
             second = run(model)
         except Exception:
-            _refuse_replaced(replaced, held, names)
+            _refuse_replaced(replaced, tensors, names)
             raise
         twice = _state(model, functions)
-        if own.note_second():
+        if numbers.note_second():
             second = run(model)
-            own.note_third()
-        followed = own.places() if reads is not None else set()
+            numbers.note_third()
+        followed = numbers.places() if reads is not None else set()
         if reads is not None:
-            reads.advanced |= own.kinds()
-            _leave_out_caches(reads, model, (_changed(before, once) | _changed(held, kept)) - followed)
+            reads.advanced |= numbers.kinds()
+            _leave_out_caches(reads, model, (_changed(before, once) | _changed(tensors, kept)) - followed)
         kept_on = _tensors(model)
         generator = drawn()
     _refuse_unseen(generator, silent)
     _refuse_state(once, {place: value for place, value in twice.items() if place not in followed})
-    stays = {place for place, tensor in kept.items() if place not in held and kept_on.get(place) is tensor}
+    stays = {place for place, tensor in kept.items() if place not in tensors and kept_on.get(place) is tensor}
     is_alike = not stays and not replaced and _alike(first.outside, second.outside)
     fixed = [name for name, tensor in named.items() if not tensor.requires_grad]
     if not is_alike and not compute_alike(first, second, named, fixed):
-        _refuse_replaced(replaced, held, names)
+        _refuse_replaced(replaced, tensors, names)
         _refuse_kept(stays, kept, first, _fixed_buffers(model, first))
         raise TraceError(
             "forward computes something else when it is called again",
@@ -119,13 +119,13 @@ def check_repeats(
 
 def _state(model: nn.Module, functions: tuple[Any, ...]) -> State:
     """Plain values that modules and the globals of their functions hold, containers one level deep."""
-    found: State = {}
+    state: State = {}
     called: list[Any] = [*functions]
     for path, module in _modules(model, functions):
         called.append(type(module).forward)
         for name, value in attributes_of(module).items():
             if name not in INTERNAL:
-                found[where(path), name] = _comparable(value)
+                state[where(path), name] = _comparable(value)
                 called.append(value)
     seen: set[int] = set()
     while called:
@@ -138,8 +138,8 @@ def _state(model: nn.Module, functions: tuple[Any, ...]) -> State:
             used = _used(function)
             called += used.values()
             place = f"{function.__module__}.{function.__qualname__}"
-            found |= {(place, name): _comparable(value) for name, value in used.items()}
-    return found
+            state |= {(place, name): _comparable(value) for name, value in used.items()}
+    return state
 
 
 def _class_state(model: nn.Module, functions: tuple[Any, ...]) -> State:
@@ -186,13 +186,13 @@ def _is_kept(one: Any, other: Any) -> bool:
 def _leave_out_caches(reads: Reads, model: nn.Module, changed: set[tuple[str, str]]) -> None:
     """Do not watch what forward fills itself in its first call: it computes the same whether it is filled or not."""
     for path, module in named_modules(model):
-        known = reads.attributes.get(type(module), {})
-        for name in [name for name in known if {(path, name), (where(path), name)} & changed]:
-            del known[name]
-        filled = [name for name in known if is_filled(getattr(type(module), name, None))]
+        lines = reads.attributes.get(type(module), {})
+        for name in [name for name in lines if {(path, name), (where(path), name)} & changed]:
+            del lines[name]
+        filled = [name for name in lines if is_filled(getattr(type(module), name, None))]
         for name in filled:
-            del known[name]
-    for space, name in [each for each in reads.variables if is_filled(each[0].values.get(each[1]))]:
+            del lines[name]
+    for space, name in [variable for variable in reads.variables if is_filled(variable[0].values.get(variable[1]))]:
         del reads.variables[space, name]
 
 
@@ -211,33 +211,33 @@ def _used(function: types.FunctionType) -> dict[str, Any]:
 
 def _comparable(value: Any) -> Any:
     """Plain data by their values, containers by their items and theirs; all else by its type and its length."""
-    return summary(value, lambda each: (type(each), len(items_of(each) or ())), deepest=1)
+    return summary(value, lambda item: (type(item), len(items_of(item) or ())), deepest=1)
 
 
 def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
     """Tensors that modules hold, in attributes, in lists and in dicts."""
-    found: dict[tuple[str, str], Tensor] = {}
+    tensors: dict[tuple[str, str], Tensor] = {}
     for path, module in named_modules(model):
-        held = {**attributes_of(module), **module._parameters, **module._buffers}
-        for name, value in held.items():
+        members = {**attributes_of(module), **module._parameters, **module._buffers}
+        for name, value in members.items():
             is_table = is_a(value, dict) and name.startswith("_")
             items = [] if is_table else items_of(value) or []
-            found |= {(path, f"{name}[{_key(key)}]"): item for key, item in items if is_a(item, Tensor)}
+            tensors |= {(path, f"{name}[{_key(key)}]"): item for key, item in items if is_a(item, Tensor)}
             if is_a(value, Tensor):
-                found[path, name] = value
-    return found
+                tensors[path, name] = value
+    return tensors
 
 
 def _key(key: Any) -> str:
     return repr(key) if is_a(key, *SCALARS) else f"{type(key).__name__} {id(key)}"
 
 
-def _refuse_replaced(places: Iterable[Any], held: Mapping[Any, Tensor], names: Mapping[int, str]) -> None:
+def _refuse_replaced(places: Iterable[Any], tensors: Mapping[Any, Tensor], names: Mapping[int, str]) -> None:
     """Registered tensors must stay the tensors that they are."""
     for place in places:
         raise TraceError(
             "forward replaces a buffer or parameter by another tensor, which the program would not keep",
-            values=names[id(held[place])],
+            values=names[id(tensors[place])],
             alternatives=[
                 "a counter that is changed in place (self.count += 1), which is kept",
                 "return the value and assign it in the training loop",

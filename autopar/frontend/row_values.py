@@ -52,11 +52,11 @@ class RowValues:
     def mask(self, layout: Layout, trailing: int = 0, inverted: bool = False) -> Node:
         """Which rows are selected (or are not), with so many dims of one behind."""
         if (layout, inverted) not in self.masks:
-            made = [self.part(each) for each in layout] if not inverted else []
-            flat = made[0] if len(made) == 1 else None
+            parts = [self.part(section) for section in layout] if not inverted else []
+            flat = parts[0] if len(parts) == 1 else None
             if inverted:
                 flat = self.call(_aten.bitwise_not.default, self.mask(layout))
-            self.masks[layout, inverted] = flat or self.call(_aten.cat.default, made)
+            self.masks[layout, inverted] = flat or self.call(_aten.cat.default, parts)
         flat = self.masks[layout, inverted]
         return self.call(_aten.view.default, flat, [*value_of(flat).shape, *[1] * trailing]) if trailing else flat
 
@@ -72,15 +72,15 @@ class RowValues:
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call before the node that is being written, with what fake tensors say of its result."""
         with self.graph.inserting_before(self.at):
-            made = self.graph.call_function(target, args, kwargs)
-        values, named = map_arg((args, kwargs), lambda each: each.meta["val"])
+            call = self.graph.call_function(target, args, kwargs)
+        values, named = map_arg((args, kwargs), lambda operand: operand.meta["val"])
         try:
             with self.selections.fake, torch.no_grad():
-                made.meta = {"val": target(*values, **named)}
+                call.meta = {"val": target(*values, **named)}
         except Exception as error:  # what torch does not do with all rows, as with a mask of another shape
             raise self.mixed(self.at) from error
-        made.meta |= {key: self.at.meta[key] for key in ("nn_module_stack", "stack_trace") if key in self.at.meta}
-        return made
+        call.meta |= {key: self.at.meta[key] for key in ("nn_module_stack", "stack_trace") if key in self.at.meta}
+        return call
 
     def mixed(self, node: Node) -> TraceError:
         """The error for a call that takes rows of unknown number and treats them together."""

@@ -27,13 +27,15 @@ _DEFAULTS = {**dict.fromkeys(_ARGUMENTS[1:5]), "use_input_stats": True, "momentu
 @contextlib.contextmanager
 def written_statistics() -> Iterator[None]:
     """Within it, updates of running statistics that no operator of a program makes are calls of their own."""
-    own = batchnorm._BatchNorm.forward
+    original = batchnorm._BatchNorm.forward
 
     def forward(module: Any, input: Tensor) -> Tensor:
         is_cumulative = module.training and module.track_running_stats and module.momentum is None
-        return _cumulative(module, input) if is_cumulative and module.running_mean is not None else own(module, input)
+        return (
+            _cumulative(module, input) if is_cumulative and module.running_mean is not None else original(module, input)
+        )
 
-    with mock.patch.object(batchnorm._BatchNorm, "forward", in_this_thread(forward, own)), _InstanceNorms():
+    with mock.patch.object(batchnorm._BatchNorm, "forward", in_this_thread(forward, original)), _InstanceNorms():
         yield
 
 
@@ -56,12 +58,12 @@ class _InstanceNorms(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is not F.instance_norm:
             return func(*args, **(kwargs or {}))
-        given = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **(kwargs or {})}
-        running, momentum = (given["running_mean"], given["running_var"]), given["momentum"]
-        is_updating = isinstance(running[0], Tensor) and given["use_input_stats"] and momentum
-        normed = func(**{**given, "momentum": 0.0} if is_updating else given)
+        arguments = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **(kwargs or {})}
+        running, momentum = (arguments["running_mean"], arguments["running_var"]), arguments["momentum"]
+        is_updating = isinstance(running[0], Tensor) and arguments["use_input_stats"] and momentum
+        normed = func(**{**arguments, "momentum": 0.0} if is_updating else arguments)
         if is_updating:
-            mean, var = _moments(given["input"], list(range(2, given["input"].dim())), running[0].dtype)
+            mean, var = _moments(arguments["input"], list(range(2, arguments["input"].dim())), running[0].dtype)
             _bring_forward(running, mean.mean(0), var.mean(0), momentum)
         return normed
 

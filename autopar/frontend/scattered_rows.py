@@ -28,7 +28,7 @@ def write_scattered_rows(flat: FlatGraph) -> None:
     """Rewrite every such call, as this file's docstring tells."""
     if any(base_name(node.op) == "masked_scatter" for node in flat.nodes):
         writer = _Writer(flat)
-        flat.nodes = [each for node in flat.nodes for each in writer.written(node)]
+        flat.nodes = [call for node in flat.nodes for call in writer.written(node)]
 
 
 class _Writer:
@@ -47,25 +47,25 @@ class _Writer:
             return [node]
         if self.metas[x].shape != node.meta.shape or self.metas[source].shape[-1:] != (width,):
             return [node]
-        made: list[Node] = []
+        calls: list[Node] = []
 
         def call(op: str, args: tuple[Any, ...], shape: tuple[int, ...], of: TensorMeta) -> Ref:
             name = unused_name("rows", self.taken)
             self.taken.add(name)
             meta = replace(of, shape=shape)
-            made.append(replace(node, name=name, op=f"aten.{op}", args=args, kwargs=(), outputs=(meta,)))
+            calls.append(replace(node, name=name, op=f"aten.{op}", args=args, kwargs=(), outputs=(meta,)))
             return Ref(name)
 
-        places, given = TensorMeta((), torch.int64), self.metas[source]
-        number, count = math.prod(lead), given.numel // width
+        places, source_meta = TensorMeta((), torch.int64), self.metas[source]
+        number, count = math.prod(lead), source_meta.numel // width
         flat = call("reshape.default", (rows_mask, (number,)), (number,), self.metas[rows_mask])
         turns = call("cumsum.default", (flat, 0), (number,), places)
         ids = call("sub.Tensor", (turns, 1), (number,), places)
         ids = call("clamp.default", (ids, 0), (number,), places)
         ids = call("reshape.default", (ids, tuple(lead)), tuple(lead), places)
-        rows = call("reshape.default", (source, (count, width)), (count, width), given)
-        found = call("index.Tensor", (rows, (ids,)), node.meta.shape, given)
-        return [*made, replace(node, op="aten.where.self", args=(rows_mask, found, x), kwargs=())]
+        rows = call("reshape.default", (source, (count, width)), (count, width), source_meta)
+        looked_up = call("index.Tensor", (rows, (ids,)), node.meta.shape, source_meta)
+        return [*calls, replace(node, op="aten.where.self", args=(rows_mask, looked_up, x), kwargs=())]
 
     def before_expansion(self, mask: Ref) -> Ref | None:
         """The mask [..., 1] of rows that this one is expanded from; None where it is none."""

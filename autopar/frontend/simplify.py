@@ -179,17 +179,17 @@ def write_out_constants(flat: FlatGraph) -> None:
     One of more than CONSTANT_RUNS runs becomes a buffer, which keeps its value.
     """
     used = {ref.node for node in flat.nodes for ref in node.inputs}
-    made: dict[Any, Ref] = {}
+    constant_names: dict[Any, Ref] = {}
     renamed: dict[Ref, Ref] = {}
     nodes: list[Node] = []
     tables: dict[str, torch.Tensor] = {}
 
     def call(key: Any, op: str, args: tuple[Any, ...], meta: TensorMeta, **kwargs: Any) -> Ref:
-        if key not in made:
-            made[key] = Ref(f"constant_{len(made)}")
-            name = made[key].node
+        if key not in constant_names:
+            constant_names[key] = Ref(f"constant_{len(constant_names)}")
+            name = constant_names[key].node
             nodes.append(Node(name=name, op=op, args=args, kwargs=tuple(kwargs.items()), outputs=(meta,)))
-        return made[key]
+        return constant_names[key]
 
     def full(number: Any, meta: TensorMeta) -> Ref:
         key = (type(number), str(number), meta)  # as text: -0.0 is 0.0, and nan nothing
@@ -244,16 +244,16 @@ def fold_causal_masks(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> No
     `is_causal`, any other `window_attention`, unless probabilities are dropped."""
     metas = flat.metas()
     forms = forms_of(flat.nodes, metas) if any(node.op == _SDPA for node in flat.nodes) else {}
-    known: dict[Ref, Window | None] = {}
+    windows: dict[Ref, Window | None] = {}
     for position, node in enumerate(flat.nodes):
         arguments = arguments_of(node) if node.op == _SDPA else {}
         mask = arguments.get("attn_mask")
         if not isinstance(mask, Ref):
             continue
         lengths = {metas[arguments[name]].shape[-2] for name in ("query", "key")} | {*metas[mask].shape[-2:]}
-        if mask not in known:
-            known[mask] = window_of(forms.get(mask), constants.get(mask), lengths)
-        window, is_added = known[mask], metas[mask].dtype.is_floating_point
+        if mask not in windows:
+            windows[mask] = window_of(forms.get(mask), constants.get(mask), lengths)
+        window, is_added = windows[mask], metas[mask].dtype.is_floating_point
         if window is None or (is_added and min(window.before or 0, window.after or 0) < 0):
             continue  # a query that sees no key has a mean of all values under an added mask
         arguments |= {"attn_mask": None, "is_causal": window == _CAUSAL}
@@ -284,13 +284,13 @@ def _attention_node(node: Node, arguments: dict[str, Any]) -> Node:
 def write_reshapes(flat: FlatGraph) -> None:
     """What torch's own functions (tensordot, reshape under autograd) make of a reshape: a copy that nothing else reads,
     then `_unsafe_view`. Whether a copy is needed follows from how a program's tensors lie (codegen/strides.py)."""
-    metas, made = flat.metas(), {Ref(node.name): node for node in flat.nodes}
+    metas, by_ref = flat.metas(), {Ref(node.name): node for node in flat.nodes}
     uses = Counter(ref for node in flat.nodes for ref in node.inputs)
     for position, node in enumerate(flat.nodes):
         if node.op != "aten._unsafe_view.default":
             continue
         source, sizes = node.args[0], node.args[1]
-        maker = made.get(source)
+        maker = by_ref.get(source)
         is_copy = maker is not None and maker.op == "aten.clone.default" and uses[source] == 1
         if is_copy and maker is not None and not _stops_gradients(metas[maker.args[0]], maker.meta):
             flat.nodes[position] = replace(node, op="aten.reshape.default", args=(maker.args[0], sizes))

@@ -38,7 +38,7 @@ def write_sinks(flat: FlatGraph, constants: Mapping[Ref, torch.Tensor]) -> None:
     if not {"cat", "softmax", "matmul", "slice"} <= names:
         return
     written = _Written(flat, constants)
-    flat.nodes = [each for node in flat.nodes for each in written.calls(node)]
+    flat.nodes = [call for node in flat.nodes for call in written.calls(node)]
 
 
 class _OtherError(Exception):
@@ -68,7 +68,7 @@ class _Written:
         self.made_by = {node.name: node for node in flat.nodes}
         self.uses = Counter(ref for node in flat.nodes for ref in node.inputs)
         self.taken = {ref.node for ref in self.metas}
-        self.nodes, self.known = flat.nodes, dict[tuple[Ref, bool, tuple[int, ...]], Window | None]()
+        self.nodes, self.windows = flat.nodes, dict[tuple[Ref, bool, tuple[int, ...]], Window | None]()
         self._forms: dict[Ref, Form] | None = None
 
     @property
@@ -120,11 +120,11 @@ class _Written:
         """The call that stands for the last product, and what it needs. Raises _OtherError."""
         weights, values = node.inputs
         cut = self.only(self.uncast(weights), "slice")
-        given = arguments_of(cut)
-        num_joined = self.metas[given["self"]].shape[-1]
-        kept = range(num_joined)[slice(given["start"], given["end"], given["step"])]
-        _is(self.is_last(given["dim"]) and kept in (range(num_joined - 1), range(1, num_joined)))
-        softmax = self.only(self.uncast(given["self"]), "softmax")
+        cut_arguments = arguments_of(cut)
+        num_joined = self.metas[cut_arguments["self"]].shape[-1]
+        kept = range(num_joined)[slice(cut_arguments["start"], cut_arguments["end"], cut_arguments["step"])]
+        _is(self.is_last(cut_arguments["dim"]) and kept in (range(num_joined - 1), range(1, num_joined)))
+        softmax = self.only(self.uncast(cut_arguments["self"]), "softmax")
         _is(self.is_last(arguments_of(softmax)["dim"]))
         joined = self.joined(self.uncast(softmax.inputs[0]))
         parts = joined.inputs
@@ -143,8 +143,12 @@ class _Written:
         _is(len(shifted.inputs) == 2 and arguments_of(shifted)["alpha"] == 1)
         source, largest = shifted.inputs
         maximum = self.only(self.detached(largest), "max", "amax")
-        given = arguments_of(maximum)
-        _is(bool(given.get("keepdim")) and self.is_last(given["dim"]) and self.detached(given["self"]) == source)
+        arguments = arguments_of(maximum)
+        _is(
+            bool(arguments.get("keepdim"))
+            and self.is_last(arguments["dim"])
+            and self.detached(arguments["self"]) == source
+        )
         return self.only(source, "cat", num_uses=2)
 
     def detached(self, ref: Ref) -> Ref:
@@ -162,27 +166,30 @@ class _Written:
             node = self.only(ref, "mul", "div", "matmul")
         scale = 1.0
         while base_name(node.op) != "matmul":
-            given = arguments_of(node)
-            factor = self.number(given["other"])
-            _is(factor is not None and factor != 0 and given.get("rounding_mode") is None)
+            arguments = arguments_of(node)
+            factor = self.number(arguments["other"])
+            _is(factor is not None and factor != 0 and arguments.get("rounding_mode") is None)
             assert factor is not None
             scale = scale * factor if base_name(node.op) == "mul" else scale / factor
-            node = self.only(self.uncast(given["self"]), "mul", "div", "matmul")
+            node = self.only(self.uncast(arguments["self"]), "mul", "div", "matmul")
         query, keys = node.inputs
         return _Scores(query, keys, scale, window)
 
     def unmasked(self, node: Node) -> tuple[Ref, Window]:
         """(scores, the window that they are seen through) of a call that masks them."""
-        given, name = arguments_of(node), base_name(node.op)
+        arguments, name = arguments_of(node), base_name(node.op)
         if name == "add":
-            _is(len(node.inputs) == 2 and given["alpha"] == 1)
+            _is(len(node.inputs) == 2 and arguments["alpha"] == 1)
             pairs = [node.inputs, node.inputs[::-1]]
-            return next(((x, found) for x, mask in pairs if (found := self.window(mask, node))), None) or self.no_mask()
-        hidden = self.number(given["other" if name == "where" else "value"])
+            return (
+                next(((x, window_found) for x, mask in pairs if (window_found := self.window(mask, node))), None)
+                or self.no_mask()
+            )
+        hidden = self.number(arguments["other" if name == "where" else "value"])
         _is(hidden is not None and hides(hidden, node.meta.dtype))
-        mask = given["condition" if name == "where" else "mask"]
+        mask = arguments["condition" if name == "where" else "mask"]
         window = self.window(mask, node, is_kept=name == "where")
-        return (given["self"], window) if window is not None else self.no_mask()
+        return (arguments["self"], window) if window is not None else self.no_mask()
 
     def no_mask(self) -> Any:
         raise _OtherError
@@ -195,14 +202,14 @@ class _Written:
         if len(meta.shape) < 2 or meta.dtype.is_floating_point != is_added or meta.requires_grad:
             return None
         key = mask, is_kept, masked.meta.shape[-2:]
-        if key not in self.known:
+        if key not in self.windows:
             form, values = self.forms.get(mask), self.constants.get(mask)
             if not is_kept:
                 form, values = negated(form), None if values is None else ~values
             lengths = {*masked.meta.shape[-2:], *meta.shape[-2:]}
-            self.known[key] = window_of(form, values, lengths)
-        found = self.known[key]
-        return None if found is None or min(found.before or 0, found.after or 0) < 0 else found
+            self.windows[key] = window_of(form, values, lengths)
+        window = self.windows[key]
+        return None if window is None or min(window.before or 0, window.after or 0) < 0 else window
 
     def number(self, value: Any) -> float | None:
         """A number, or that of a constant of one element."""
@@ -215,11 +222,11 @@ class _Written:
 
     def written(self, node: Node, scores: _Scores, values: Ref, column: Ref) -> list[Node]:
         """The call, after views that it needs."""
-        made: list[Node] = []
-        keys = self.untransposed(scores.keys, node, made)
+        calls: list[Node] = []
+        keys = self.untransposed(scores.keys, node, calls)
         metas = [self.metas[ref] for ref in (scores.query, keys, values)]
         _is(all(meta.shape[:2] == node.meta.shape[:2] and meta.dtype == node.meta.dtype for meta in metas))
-        sinks = self.per_head(column, node, made)
+        sinks = self.per_head(column, node, calls)
         key, value, is_shared = shared_keys(keys, values, self.made_by, self.metas)
         window = scores.window
         is_causal = window == Window(after=0)
@@ -228,27 +235,27 @@ class _Written:
         kwargs |= dict(zip(("before", "after", "chunk"), bounds, strict=True))
         kwargs |= {"scale": scores.scale, "enable_gqa": is_shared}
         args = (scores.query, key, value, sinks)
-        return [*made, replace(node, op=SINK_ATTENTION, args=args, kwargs=tuple(kwargs.items()))]
+        return [*calls, replace(node, op=SINK_ATTENTION, args=args, kwargs=tuple(kwargs.items()))]
 
-    def made(self, node: Node, made: list[Node], op: str, args: tuple[Any, ...], shape: tuple[int, ...]) -> Ref:
+    def append_call(self, node: Node, calls: list[Node], op: str, args: tuple[Any, ...], shape: tuple[int, ...]) -> Ref:
         """The result of a new call before `node`, of the first argument in another shape."""
         name = unused_name(f"{node.name}_{base_name(op)}", self.taken)
         self.taken.add(name)
         meta: TensorMeta = replace(self.metas[args[0]], shape=shape)
-        made.append(replace(node, name=name, op=op, args=args, kwargs=(), outputs=(meta,)))
+        calls.append(replace(node, name=name, op=op, args=args, kwargs=(), outputs=(meta,)))
         self.metas[Ref(name)] = meta
         return Ref(name)
 
-    def untransposed(self, ref: Ref, node: Node, made: list[Node]) -> Ref:
+    def untransposed(self, ref: Ref, node: Node, calls: list[Node]) -> Ref:
         """The keys [B, H, T, E] of [B, H, E, T]."""
         _is(len(self.metas[ref].shape) == 4)
         flip = self.maker(ref, "transpose")
         if flip is not None and {arguments_of(flip)[name] % 4 for name in ("dim0", "dim1")} == {2, 3}:
             return flip.inputs[0]
         shape = self.metas[ref].shape
-        return self.made(node, made, "aten.transpose.int", (ref, 2, 3), (*shape[:2], shape[3], shape[2]))
+        return self.append_call(node, calls, "aten.transpose.int", (ref, 2, 3), (*shape[:2], shape[3], shape[2]))
 
-    def per_head(self, column: Ref, node: Node, made: list[Node]) -> Ref:
+    def per_head(self, column: Ref, node: Node, calls: list[Node]) -> Ref:
         """The sinks [H] that a column [B, H, S, 1] of them is made of."""
         num_heads, ref = node.meta.shape[1], self.uncast(column)
         _is(len(self.metas[ref].shape) == 4 and self.uses[column] == 1)
@@ -271,5 +278,5 @@ class _Written:
         return (
             ref
             if shape == (num_heads,)
-            else self.made(node, made, "aten.view.default", (ref, (num_heads,)), (num_heads,))
+            else self.append_call(node, calls, "aten.view.default", (ref, (num_heads,)), (num_heads,))
         )

@@ -63,15 +63,15 @@ def skeleton_of(
 def _telling_buffers(model: nn.Module) -> Iterator[Tensor]:
     """Small buffers with values that are equal in all modules of a class, as equal blocks are traced once. Of floats
     only single numbers: norms write to the others within operators."""
-    found: dict[tuple[type, str], list[Tensor]] = {}
+    buffers_of: dict[tuple[type, str], list[Tensor]] = {}
     for module in modules_of(model):
         for name, buffer in module._buffers.items():
             if buffer is not None and is_a(buffer, Tensor):
-                found.setdefault((type(module), name), []).append(buffer)
-    for first, *others in found.values():
+                buffers_of.setdefault((type(module), name), []).append(buffer)
+    for first, *others in buffers_of.values():
         is_plain = not first.is_floating_point() and not first.is_complex()
         is_small = first.numel() <= _SMALL and not first.is_meta and (is_plain or first.dim() == 0)
-        if is_small and type(first) is Tensor and all(_is_equal(first, each) for each in others):
+        if is_small and type(first) is Tensor and all(_is_equal(first, other) for other in others):
             yield from (first, *others)
 
 

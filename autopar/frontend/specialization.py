@@ -59,7 +59,7 @@ def begin_forward(batch: Mapping[str, Any], values: Mapping[str, Tensor]) -> Non
     current: Specialization | None = getattr(_thread, "current", None)
     modes = getattr(_thread, "modes", ())
     if values and modes and current is not None and current.is_on:
-        modes[-1].begin({name: each for name, each in batch.items() if isinstance(each, Tensor)}, values)
+        modes[-1].begin({name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor)}, values)
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class _Entry:
             entry = waiting.pop()
             if _num_writes(entry.tensor) != entry.version:
                 return False
-            waiting += [each for each in entry.sources if id(each) not in seen]
+            waiting += [source for source in entry.sources if id(source) not in seen]
             seen |= set(map(id, entry.sources))
         return True
 
@@ -141,15 +141,15 @@ class Specializing(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         entries = [self._entries.get(id(tensor)) for tensor in tensors]
-        sources = tuple(each for each in entries if each is not None)
-        if len(sources) < len(entries) or not all(each.is_fresh() for each in sources):
+        sources = tuple(source for source in entries if source is not None)
+        if len(sources) < len(entries) or not all(source.is_fresh() for source in sources):
             return func(*args, **kwargs)
-        if name in ASKS and any(each.is_of_batch for each in sources):
+        if name in ASKS and any(source.is_of_batch for source in sources):
             value = self._answer(func, name, args, kwargs, sources)
             return func(*args, **kwargs) if value is None else value
         result = func(*args, **kwargs)
         is_plain = not isinstance(func, (OpOverload, OpOverloadPacket)) and not may_write(func, name, kwargs)
-        if is_plain and all(each.is_fresh() for each in sources) and not is_of_one_row(name, args, self._rows):
+        if is_plain and all(source.is_fresh() for source in sources) and not is_of_one_row(name, args, self._rows):
             self._follow(func, name, args, kwargs, result, sources)
         return result
 
@@ -182,18 +182,18 @@ class Specializing(TorchFunctionMode):
     def _follow(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, sources: tuple[_Entry, ...]) -> None:
         """Note the result of a call on known tensors, with its value and expression."""
         code = expression(func, name, args, kwargs, _codes(sources))
-        made = [] if code is None else list(parts_of(code, result))
-        is_small = all(is_static(tensor) and tensor.numel() <= MOST_KNOWN for tensor, _ in made)
-        if not made or not is_small or any(id(tensor) in self._entries for tensor, _ in made):
+        results = [] if code is None else list(parts_of(code, result))
+        is_small = all(is_static(tensor) and tensor.numel() <= MOST_KNOWN for tensor, _ in results)
+        if not results or not is_small or any(id(tensor) in self._entries for tensor, _ in results):
             return
         try:
             value = run_on_values(func, self._values(args), self._values(kwargs))
         except Exception:  # what is drawn at random, or does not fit the rows of the example
             return
-        is_of_batch = any(each.is_of_batch for each in sources)
+        is_of_batch = any(source.is_of_batch for source in sources)
         values = [value] if isinstance(result, Tensor) else list(value)
-        tensors = (each for each in values if isinstance(each, Tensor))
-        for (tensor, text), example in zip(made, tensors, strict=True):
+        tensors = (item for item in values if isinstance(item, Tensor))
+        for (tensor, text), example in zip(results, tensors, strict=True):
             self._note(tensor, example, text, sources, is_of_batch)
 
     def _note(self, tensor: Tensor, value: Tensor, code: str, sources: tuple[_Entry, ...], is_of_batch: bool) -> None:

@@ -82,11 +82,11 @@ class Reads:
         return asked or not self.is_complete
 
     def __getstate__(self) -> Any:
-        return tuple(getattr(self, each.name) for each in fields(self))
+        return tuple(getattr(self, field_.name) for field_ in fields(self))
 
     def __setstate__(self, state: Any) -> None:
-        for each, value in zip(fields(self), state, strict=True):
-            setattr(self, each.name, value)
+        for field_, value in zip(fields(self), state, strict=True):
+            setattr(self, field_.name, value)
 
 
 def _united(one: Mapping[type, set[str]], other: Mapping[type, set[str]]) -> dict[type, set[str]]:
@@ -148,10 +148,10 @@ class _Stamps(dict[str, Any]):
 
     def get(self, path: str, default: Any = None) -> Any:
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except OSError:
             return default
-        return f"{found.st_size} bytes of {found.st_mtime_ns}"
+        return f"{status.st_size} bytes of {status.st_mtime_ns}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +180,8 @@ def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
     thread, seen = threading.get_ident(), set[CodeType]()
 
     def read(module: nn.Module, name: str) -> Any:
-        known = reads.attributes.get(type(module))
-        if (known is None or name not in known) and not name.startswith("__") and threading.get_ident() == thread:
+        lines = reads.attributes.get(type(module))
+        if (lines is None or name not in lines) and not name.startswith("__") and threading.get_ident() == thread:
             _note_attribute(reads, type(module), name, sys._getframe(1))
         return object.__getattribute__(module, name)
 
@@ -194,7 +194,7 @@ def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
     is_free = sys.gettrace() is None
     switch: Any = sys.settrace if is_free else sys.setprofile
     before = None if is_free else sys.getprofile()
-    own = nn.Module.__dict__.get("__getattribute__")
+    original = nn.Module.__dict__.get("__getattribute__")
     nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
     switch(called)
     try:
@@ -209,16 +209,16 @@ def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
     finally:
         _noting.reads = None
         switch(before)
-        if own is None:
+        if original is None:
             del nn.Module.__getattribute__
         else:
-            nn.Module.__getattribute__ = own  # type: ignore[method-assign]
+            nn.Module.__getattribute__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def _asked(kind: type, reads: Reads) -> Iterator[None]:
     """Within it, attributes that are asked of a class's objects are noted, where the class lets itself be changed."""
-    own, ask = vars(kind).get("__getattribute__"), cast(Any, kind.__getattribute__)
+    original, ask = vars(kind).get("__getattribute__"), cast(Any, kind.__getattribute__)
 
     def read(value: Any, name: str) -> Any:
         reads.fields.setdefault(type(value), set()).add(name)
@@ -233,10 +233,10 @@ def _asked(kind: type, reads: Reads) -> Iterator[None]:
     try:
         yield
     finally:
-        if own is None:
+        if original is None:
             del kind.__getattribute__
         else:
-            kind.__getattribute__ = own  # type: ignore[method-assign]
+            kind.__getattribute__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -258,11 +258,11 @@ def _environment_noted(reads: Reads) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, own in owns.items():
-            if own is None:
+        for name, original in owns.items():
+            if original is None:
                 delattr(kind, name)
             else:
-                setattr(kind, name, own)
+                setattr(kind, name, original)
 
 
 def _note_environment(reads: Reads, name: str, frame: FrameType) -> None:
@@ -272,12 +272,12 @@ def _note_environment(reads: Reads, name: str, frame: FrameType) -> None:
 
 def _asking(frame: FrameType) -> Line | None:
     """The line that makes a call, perhaps through the standard library, if it is the user's."""
-    each: FrameType | None = frame
-    while each is not None and _is_standard(each.f_code.co_filename):
-        each = each.f_back
-    if each is None or any(part in each.f_code.co_filename for part in _LIBRARIES):
+    caller: FrameType | None = frame
+    while caller is not None and _is_standard(caller.f_code.co_filename):
+        caller = caller.f_back
+    if caller is None or any(part in caller.f_code.co_filename for part in _LIBRARIES):
         return None
-    return each.f_code.co_filename, each.f_lineno
+    return caller.f_code.co_filename, caller.f_lineno
 
 
 def _is_standard(file: str) -> bool:
@@ -289,13 +289,13 @@ def _files_noted(reads: Reads) -> Iterator[None]:
     """Within it, files that the user's code of this thread opens to read are noted."""
     thread, open_file = threading.get_ident(), io.open
 
-    def opened(file: Any, mode: Any = "r", *given: Any, **named: Any) -> Any:
+    def opened(file: Any, mode: Any = "r", *args: Any, **named: Any) -> Any:
         is_path = type(file) is str or isinstance(file, Path)
         if is_path and mode in ("r", "rb", "rt") and threading.get_ident() == thread:
             line = _asking(sys._getframe(1))
             if line is not None:
                 reads.variables.setdefault((Files(), os.path.abspath(file)), line)
-        return open_file(file, mode, *given, **named)
+        return open_file(file, mode, *args, **named)
 
     with mock.patch.object(builtins, "open", opened), mock.patch.object(io, "open", opened):
         yield
@@ -310,11 +310,11 @@ def _note_attribute(reads: Reads, kind: type, name: str, frame: FrameType) -> No
 
 def _line_of(frame: FrameType) -> Line:
     """The innermost line of the user's code."""
-    each: FrameType | None = frame
-    while each is not None and each.f_code.co_filename.startswith((_TORCH, _HOME + "autopar/", _STANDARD, "<")):
-        each = each.f_back
-    found = each or frame
-    return found.f_code.co_filename, found.f_lineno
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename.startswith((_TORCH, _HOME + "autopar/", _STANDARD, "<")):
+        caller = caller.f_back
+    line_frame = caller or frame
+    return line_frame.f_code.co_filename, line_frame.f_lineno
 
 
 def _note_variables(reads: Reads, frame: FrameType) -> None:
@@ -325,7 +325,7 @@ def _note_variables(reads: Reads, frame: FrameType) -> None:
     if is_library or (file.startswith(_STANDARD) and "site-packages" not in file):
         return
     space, line = Globals(frame.f_globals), (file, code.co_firstlineno)
-    asked = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    asked = [(instruction.opname, instruction.argval) for instruction in dis.get_instructions(code)]
     parts = {name for how, name in asked if how in ("LOAD_ATTR", "LOAD_METHOD")}
     for name in {name for how, name in asked if how in ("LOAD_GLOBAL", "LOAD_NAME")} & frame.f_globals.keys():
         value = frame.f_globals[name]

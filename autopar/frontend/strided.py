@@ -45,8 +45,10 @@ class ByPosition(TorchFunctionMode):
             return _stft(*args, **kwargs)
         if func not in (torch.as_strided, Tensor.as_strided):
             return func(*args, **kwargs)
-        given = dict(zip(("input", "size", "stride", "storage_offset"), args, strict=False)) | dict(kwargs)
-        return by_position(given["input"], tuple(given["size"]), tuple(given["stride"]), given.get("storage_offset"))
+        arguments = dict(zip(("input", "size", "stride", "storage_offset"), args, strict=False)) | dict(kwargs)
+        return by_position(
+            arguments["input"], tuple(arguments["size"]), tuple(arguments["stride"]), arguments.get("storage_offset")
+        )
 
 
 def by_position(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None) -> Tensor:
@@ -56,13 +58,13 @@ def by_position(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offse
     count = math.prod(size)
     if x.is_contiguous() and _is_packed(size, stride) and rest >= 0 and 0 < count <= x.numel() - rest:
         return (x if count == x.numel() else x.reshape(-1).narrow(0, rest, count)).reshape(size)
-    for line in sorted(lines, key=lambda each: -each.stride):
+    for line in sorted(lines, key=lambda line: -line.stride):
         line.start, rest = divmod(rest, line.stride)
     dims = sorted((d for d, n in enumerate(size) if n != 1), key=lambda d: -stride[d])
     for dim in dims:
         fitting = [line for line in lines if stride[dim] and stride[dim] % line.stride == 0]
         if fitting:
-            line = max(fitting, key=lambda each: each.stride)
+            line = max(fitting, key=lambda line: line.stride)
             line.ways.append((dim, size[dim], stride[dim] // line.stride))
     lines = _merged(lines)
     is_read = rest == 0 and sum(len(line.ways) for line in lines) == len(dims) and 0 not in size
@@ -70,27 +72,27 @@ def by_position(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offse
         raise refused_strides(
             f"size {size}, stride {stride} of a tensor of shape {tuple(x.shape)}, stride {x.stride()}"
         )
-    made = x.reshape([line.size for line in lines])
+    result = x.reshape([line.size for line in lines])
     order: list[int] = []
     for at, line in enumerate(lines):
-        made = made.narrow(at, line.start, line.last - line.start + 1)
+        result = result.narrow(at, line.start, line.last - line.start + 1)
         if len(line.ways) == 2:
             (outer, _, step), (inner, count, inner_step) = line.ways
-            made = made.unfold(at, (count - 1) * inner_step + 1, step)[..., ::inner_step]
+            result = result.unfold(at, (count - 1) * inner_step + 1, step)[..., ::inner_step]
             order.append(outer)
             continue
         order += [dim for dim, _, _ in line.ways]
-        made = made[(slice(None),) * at + (slice(None, None, line.ways[0][2]),)] if line.ways else made
-    kept = [n for n, line in zip(made.shape, lines, strict=False) if line.ways]
-    made = made.reshape(kept + list(made.shape[len(lines) :]))
+        result = result[(slice(None),) * at + (slice(None, None, line.ways[0][2]),)] if line.ways else result
+    kept = [n for n, line in zip(result.shape, lines, strict=False) if line.ways]
+    result = result.reshape(kept + list(result.shape[len(lines) :]))
     order += [line.ways[1][0] for line in lines if len(line.ways) == 2]
-    return made.permute([order.index(dim) for dim in sorted(order)]).reshape(size)
+    return result.permute([order.index(dim) for dim in sorted(order)]).reshape(size)
 
 
 def _is_packed(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether elements lie one behind the other, the last dim's next to one another."""
     inner = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
-    return all(own == wanted for n, own, wanted in zip(size, stride, inner, strict=True) if n != 1)
+    return all(actual == wanted for n, actual, wanted in zip(size, stride, inner, strict=True) if n != 1)
 
 
 def refused_strides(values: str) -> TraceError:
@@ -149,5 +151,5 @@ def _stft(
         x = F.pad(rows, (n_fft // 2, n_fft // 2), mode=pad_mode).reshape(*x.shape[:-1], -1)
     frames = x.unfold(-1, n_fft, hop_length or n_fft // 4) * window
     transform = torch.fft.rfft if onesided is not False and not window.is_complex() else torch.fft.fft
-    found: Tensor = transform(frames, norm="ortho" if normalized else None).transpose(-1, -2)
-    return found
+    spectrum: Tensor = transform(frames, norm="ortho" if normalized else None).transpose(-1, -2)
+    return spectrum

@@ -60,9 +60,9 @@ class Cuts(tuple[Truncation, ...]):
     """What that forward read of the model, the loss and the script."""
 
     def __new__(cls, cuts: Iterable[Truncation] = ()) -> Cuts:
-        made = super().__new__(cls, cuts)
-        made.reads = Reads()
-        return made
+        instance = super().__new__(cls, cuts)
+        instance.reads = Reads()
+        return instance
 
     def __init__(self, *runs: Any) -> None:
         # What running the model in one process came to, by the dtype that it was cast to (`eager.py`).
@@ -70,9 +70,9 @@ class Cuts(tuple[Truncation, ...]):
 
     def uncut(self) -> Cuts:
         """For one trace of the whole model, which reads what these read."""
-        made = Cuts()
-        made.reads, made.outcomes = self.reads, self.outcomes
-        return made
+        uncut_model = Cuts()
+        uncut_model.reads, uncut_model.outcomes = self.reads, self.outcomes
+        return uncut_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +162,12 @@ def _reason(
     cuts: tuple[Truncation, ...] | None,
 ) -> TraceError:
     """The error to raise for one of tracing: that forward fails is said only where it fails in one process, too."""
-    known = cuts.outcomes if isinstance(cuts, Cuts) else {}
+    outcomes = cuts.outcomes if isinstance(cuts, Cuts) else {}
     for dtype in dict.fromkeys((None, param_dtype)):
-        if dtype not in known:
-            known[dtype] = runs(model, loss_fn, batch, dtype)
-        if isinstance(found := known[dtype], Exception):
-            return failing(found, dtype)
+        if dtype not in outcomes:
+            outcomes[dtype] = runs(model, loss_fn, batch, dtype)
+        if isinstance(outcome := outcomes[dtype], Exception):
+            return failing(outcome, dtype)
     return error
 
 
@@ -188,10 +188,12 @@ def _flat_graph(
         shorten(skeleton, cuts)
         return skeleton
 
-    def recorded(candidate: nn.Module, given: dict[str, Any], loss: Any = None, keeps_caches: bool = False) -> Record:
+    def recorded(
+        candidate: nn.Module, named_batch: dict[str, Any], loss: Any = None, keeps_caches: bool = False
+    ) -> Record:
         loss = loss or loss_skeleton(loss_fn, fake)
-        forward = partial(forward_and_loss, loss_fn=loss, batch=given, dtype=param_dtype)
-        return record(candidate, (), given, forward, results, loss, keeps_caches=keeps_caches)
+        forward = partial(forward_and_loss, loss_fn=loss, batch=named_batch, dtype=param_dtype)
+        return record(candidate, (), named_batch, forward, results, loss, keeps_caches=keeps_caches)
 
     def followed(flat: FlatGraph, training: Record | None = None) -> FlatGraph:
         if asks_mode or any(is_random(node) for node in flat.nodes):
@@ -203,7 +205,9 @@ def _flat_graph(
         reads = cuts.reads if isinstance(cuts, Cuts) else None
         own_loss = loss_skeleton(loss_fn, fake)
         with without_fakes(model, (loss_fn,)):
-            check_repeats(short(), (own_loss,), lambda each: recorded(each, batch, own_loss, keeps_caches=True), reads)
+            check_repeats(
+                short(), (own_loss,), lambda candidate: recorded(candidate, batch, own_loss, keeps_caches=True), reads
+            )
         if isinstance(cuts, Cuts):
             cuts.is_repeatable = True
     asks_mode = not isinstance(cuts, Cuts) or cuts.reads.asks_mode()

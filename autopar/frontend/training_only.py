@@ -47,8 +47,8 @@ def replacements(training: Record, evaluation: Record) -> tuple[Replacement, ...
 
 def write_training_only(flat: FlatGraph, training: Record, evaluation: Record) -> None:
     """Puts `in_training` calls into the imported graph of the training record. Raises UnlikeError."""
-    found = replacements(training, evaluation)
-    if not found:
+    replaced = replacements(training, evaluation)
+    if not replaced:
         return
     plain = flat.copy()
     drop_no_effect(plain)
@@ -59,7 +59,7 @@ def write_training_only(flat: FlatGraph, training: Record, evaluation: Record) -
     refs = {origin: ref for ref, origin in places.sources.items()}
     metas, names = flat.metas(), {ref.node for ref in flat.metas()}
     renamed: dict[Ref, Ref] = {}
-    waiting = sorted(found, key=lambda each: each.position)
+    waiting = sorted(replaced, key=lambda replacement: replacement.position)
     nodes: list[Node] = []
     untouched: list[Node] = []  # copies of buffers as forward finds them, which `simplify` drops again
 
@@ -72,10 +72,10 @@ def write_training_only(flat: FlatGraph, training: Record, evaluation: Record) -
         untouched.append(Node(name=name, op=_CLONE, args=(ref,), kwargs=(), outputs=(meta,), module=module))
         return Ref(name)
 
-    def insert(each: Replacement, module: str) -> None:
-        if each.training not in refs or each.evaluation not in refs:
+    def insert(replacement: Replacement, module: str) -> None:
+        if replacement.training not in refs or replacement.evaluation not in refs:
             raise UnlikeError("what evaluation reads is not in the exported graph")
-        ref, other = refs[each.training], before_writes(refs[each.evaluation], module)
+        ref, other = refs[replacement.training], before_writes(refs[replacement.evaluation], module)
         name = unused_name(f"{ref.node}_in_training", names)
         names.add(name)
         args = (renamed.get(ref, ref), renamed.get(other, other))
@@ -86,15 +86,15 @@ def write_training_only(flat: FlatGraph, training: Record, evaluation: Record) -
         while waiting and waiting[0].position <= position:
             insert(waiting.pop(0), node.module)
         nodes.append(with_refs(node, lambda ref: renamed.get(ref, ref)))
-    for each in waiting:  # the loss itself
-        insert(each, "")
+    for replacement in waiting:  # the loss itself
+        insert(replacement, "")
     flat.nodes = [*untouched, *nodes, *(with_refs(node, lambda ref: renamed.get(ref, ref)) for node in marks)]
     flat.loss = renamed.get(flat.loss, flat.loss)
 
 
 @dataclass(slots=True)
 class _Comparison:
-    """own: training's value -> evaluation's. bound: skipped values -> (evaluation's value, position of the reader).
+    """counterparts: a value in training -> in evaluation. bound: a skipped value -> (evaluation's, reader's position).
 
     homes: a view, or what was written in place -> the tensor whose memory it is in. written: of these tensors those
     that training alone writes to. stale: views of them from before.
@@ -102,7 +102,7 @@ class _Comparison:
 
     training: Record
     evaluation: Record
-    own: dict[Name, Name] = field(default_factory=dict)
+    counterparts: dict[Name, Name] = field(default_factory=dict)
     skipped: set[Name] = field(default_factory=set)
     bound: dict[Name, tuple[Name, int]] = field(default_factory=dict)
     homes: dict[Name, Name] = field(default_factory=dict)
@@ -123,17 +123,17 @@ class _Comparison:
             other = waiting[0] if waiting else None
             if other is not None and self.is_alike(call, other, first, second, metas):
                 waiting.pop(0)
-                self.own |= {(*call.key, index): (*other.key, index) for index in range(len(call.what[1]))}
+                self.counterparts |= {(*call.key, index): (*other.key, index) for index in range(len(call.what[1]))}
                 continue
             self.skip(call, first)
         if waiting:
             raise UnlikeError(f"the model calls {waiting[0].name} in evaluation mode, which training does not")
         for mine, theirs, what in self.results(first.loss, second.loss):
-            found = self.matched(mine, theirs, first, second, metas, len(first.entries))
-            if found is None or (found and what != "loss"):
+            matches = self.matched(mine, theirs, first, second, metas, len(first.entries))
+            if matches is None or (matches and what != "loss"):
                 raise UnlikeError(f"the {what} is computed otherwise in evaluation mode than in training")
-            self.bound |= found
-        home = {theirs: ours for ours, theirs in self.own.items()}
+            self.bound |= matches
+        home = {theirs: ours for ours, theirs in self.counterparts.items()}
         return tuple(
             Replacement(ours, home.get(theirs, theirs), position) for ours, (theirs, position) in self.bound.items()
         )
@@ -174,12 +174,12 @@ class _Comparison:
         """Whether both are one call, with skipped results replaced where that makes them so."""
         if call.name != other.name or call.what[1] != other.what[1]:
             return False
-        found = self.matched(call.what[0], other.what[0], first, second, metas, call.key[1])
-        if found is None:
+        matches = self.matched(call.what[0], other.what[0], first, second, metas, call.key[1])
+        if matches is None:
             return False
         if call.writes and self.home(first.source(call.what[0][0][1])[1]) in self.written:
             raise UnlikeError(f"the model calls {call.name} on what training alone has written to before")
-        self.bound |= found
+        self.bound |= matches
         return True
 
     def matched(
@@ -194,13 +194,13 @@ class _Comparison:
         if isinstance(ours, (tuple, list)):
             if len(ours) != len(theirs):
                 return None
-            found: dict[Name, tuple[Name, int]] = {}
+            matches: dict[Name, tuple[Name, int]] = {}
             for one, two in zip(ours, theirs, strict=True):
                 more = self.matched(one, two, first, second, metas, position)
-                if more is None or any(found.get(name, value)[0] != value[0] for name, value in more.items()):
+                if more is None or any(matches.get(name, value)[0] != value[0] for name, value in more.items()):
                     return None
-                found |= more
-            return found
+                matches |= more
+            return matches
         return {} if bool(ours == theirs) else None
 
     def matched_values(
@@ -211,7 +211,7 @@ class _Comparison:
         if ours not in self.skipped:
             if ours in self.stale:
                 raise UnlikeError("evaluation reads a view of what training alone writes to")
-            return {} if self.own.get(ours, ours) == theirs else None
-        is_known = theirs[0] != "result" or theirs in self.own.values()
+            return {} if self.counterparts.get(ours, ours) == theirs else None
+        is_known = theirs[0] != "result" or theirs in self.counterparts.values()
         is_same = metas[0].get(ours) == metas[1].get(theirs)
         return {ours: (theirs, position)} if is_known and is_same else None

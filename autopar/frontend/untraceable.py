@@ -34,7 +34,7 @@ def untraceable(error: Exception, drawn: Sequence[str] = ()) -> TraceError:
     place = f" at {line}" if line else ""
     if first.startswith(_FLEX_ON_CPU):
         return flex_attention(place)
-    operator = next((name for each in _causes(error) for name in _control_flow(each)), "")
+    operator = next((name for cause in _causes(error) for name in _control_flow(cause)), "")
     if operator:
         return control_flow(operator, place)
     what = f"{type(error).__name__}: {first}{place}"

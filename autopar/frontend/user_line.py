@@ -43,8 +43,8 @@ def innermost_lines() -> Iterator[None]:
     """Within it, an export notes the user's innermost line of each call, whatever its function is called."""
 
     def kept(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
-        own = [each for each in frames if not _is_foreign(each.filename)]
-        return traceback.StackSummary.from_list(own[-1:])
+        user_frames = [frame for frame in frames if not _is_foreign(frame.filename)]
+        return traceback.StackSummary.from_list(user_frames[-1:])
 
     if not hasattr(torch.fx.proxy.TracerBase, "_filter_traceback_frames"):
         yield

@@ -33,9 +33,9 @@ _PARTED = (ast.BoolOp, ast.UnaryOp)
 
 
 @contextlib.contextmanager
-def skipped_checks(found: dict[str, None] | None = None) -> Iterator[None]:
+def skipped_checks(lines_found: dict[str, None] | None = None) -> Iterator[None]:
     """Checks of values are passed over. found: gets `file:line: text` of each."""
-    lines: dict[str, None] = {} if found is None else found
+    lines: dict[str, None] = {} if lines_found is None else lines_found
 
     def truth(value: Any) -> bool:
         frame = sys._getframe(2)  # behind this one and that of in_this_thread
@@ -90,7 +90,7 @@ def _passing(frame: FrameType) -> bool | None:
     """What the value that `frame` asks for must be for its check to pass; None where it decides something else."""
     position = _operand(frame)
     statement = _statement(frame.f_code.co_filename, position)
-    if statement is None or any(_catches(each) for each in _callers(frame)):
+    if statement is None or any(_catches(caller) for caller in _callers(frame)):
         return None
     wanted = isinstance(statement, ast.Assert)
     part = statement.test
@@ -163,10 +163,10 @@ def _is_told(statement: ast.stmt) -> bool:
 
 def _callers(frame: FrameType) -> Iterator[FrameType]:
     """The frames of the user's code, from `frame` up to the first of ours."""
-    each: FrameType | None = frame
-    while each is not None and not each.f_code.co_filename.startswith(_HOME):
-        yield each
-        each = each.f_back
+    caller: FrameType | None = frame
+    while caller is not None and not caller.f_code.co_filename.startswith(_HOME):
+        yield caller
+        caller = caller.f_back
 
 
 def _catches(frame: FrameType) -> bool:
@@ -174,8 +174,8 @@ def _catches(frame: FrameType) -> bool:
     file, line = frame.f_code.co_filename, frame.f_lineno
     if file.startswith(_TORCH):
         return False
-    holding = (each for each in _tree(file) if isinstance(each, ast.Try) and _is_within(line, each.body))
-    return any(not isinstance(handler.body[-1], ast.Raise) for each in holding for handler in each.handlers)
+    holding = (block for block in _tree(file) if isinstance(block, ast.Try) and _is_within(line, block.body))
+    return any(not isinstance(handler.body[-1], ast.Raise) for block in holding for handler in block.handlers)
 
 
 def _is_within(line: int, body: list[ast.stmt]) -> bool:
