@@ -1,7 +1,8 @@
 """Activation checkpointing of torch in a trace: the function itself is called, and a plan decides what to recompute.
 
-What torch's recomputation does beside gradients is kept: statistics of batch norm and their counters move twice in a
-step. Other writes of a checkpointed function are refused, since torch repeats them at a time that no graph has.
+Effects of torch's recomputation other than gradients are kept: running statistics of batch norm and their counters move
+twice in a step. Other writes of a checkpointed function are refused, since torch repeats them at a time that no graph
+shows.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _NON_REENTRANT = "_checkpoint_hook"
 
 @contextlib.contextmanager
 def followed_checkpoints() -> Iterator[None]:
-    """Within it, checkpointed functions are called once, as a part of forward."""
+    """Context manager in which checkpointed functions are called once, as ordinary calls of forward."""
     calls = _Calls()
     registered = owner.CheckpointFunction.apply
 
     def reentrant(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        # No input requires a gradient: then torch computes none for what the function uses either.
+        # No input requires a gradient: torch then computes none for tensors that the function captures either.
         if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
             with torch.no_grad():
                 return function(*args)
@@ -55,7 +56,7 @@ def followed_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _entered(hook: Any, calls: _Calls) -> Iterator[None]:
-    """Within it, entering `hook` enters the body of a checkpointed function."""
+    """Context manager in which entering `hook` enters the body of a checkpointed function."""
     bodies: list[Any] = []
     enter, leave = hook.__enter__, hook.__exit__
 
@@ -80,7 +81,7 @@ def _entered(hook: Any, calls: _Calls) -> Iterator[None]:
 
 
 class _Calls(TorchFunctionMode):
-    """Watches what checkpointed functions write to."""
+    """Watch the tensors that checkpointed functions write to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class _Calls(TorchFunctionMode):
 
     @contextlib.contextmanager
     def body(self) -> Iterator[None]:
-        """The calls of one checkpointed function."""
+        """Context manager around the calls of one checkpointed function."""
         self._bodies.append(_Body(is_nested=bool(self._bodies)))
         try:
             yield
@@ -109,7 +110,7 @@ class _Calls(TorchFunctionMode):
         return self._bodies[-1].call(func, args, kwargs)
 
     def _normed(self, arguments: dict[str, Any]) -> Tensor:
-        """Batch norm that moves running statistics: twice, with one average over both."""
+        """Call batch norm that moves running statistics: twice, with one average over both calls."""
         memory = _memory(arguments["running_mean"])
         self._alive.append(arguments["running_mean"])
         if memory in self._norms and (self._bodies or self._norms[memory]):
@@ -124,7 +125,7 @@ class _Calls(TorchFunctionMode):
 
 
 class _Body:
-    """The calls of one checkpointed function, and what it writes to that is not its own."""
+    """The calls of one checkpointed function, and its writes to tensors that it did not create."""
 
     def __init__(self, is_nested: bool) -> None:
         self.is_nested = is_nested
@@ -165,7 +166,7 @@ class _Body:
         return self._note_results(result)
 
     def _note_results(self, result: Any) -> Any:
-        """Notes what a call made."""
+        """Note the results of a call."""
         results = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         self.alive += results
         self.inside |= {_memory(tensor) for tensor in results} - self.outside
@@ -184,7 +185,7 @@ class _Body:
             self.counters[_memory(target)] = target, number
 
     def close(self) -> None:
-        """Counters move a second time, as far as torch is sure to run them again."""
+        """Move counters a second time, up to the last call that torch is sure to run again."""
         if self.is_differentiated and (self.counters or self.moves_once):
             raise _refused("a counter, or statistics, that no gradient goes through")
         with torch.no_grad():

@@ -1,7 +1,7 @@
-"""What a model may not have, since a traced graph shows nothing of it: looked for before anything is traced.
+"""Refuse properties of a model that a traced graph does not show, before anything is traced.
 
-A graph holds the operators of one forward. Hooks of backward, state dicts that hooks rewrite, and tensors that share
-memory act beside it: a program made from the graph would train on without them and nobody would know.
+A graph holds the operators of one forward. Backward hooks, hooks that rewrite state dicts, and tensors that share
+memory act outside it: a program made from the graph would silently train without them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _REMOVE_HOOK = (
 
 
 def check_model(model: Any, param_dtype: torch.dtype | None = None) -> None:
-    """Raises ModelError or TraceError, naming the module, parameter or buffer, for what a trace would lose.
+    """Raise ModelError or TraceError, naming the module, parameter or buffer, for a property that a trace would lose.
 
-    param_dtype: what parameters are cast to before tracing (bf16 training), if anything.
+    param_dtype: the dtype that parameters are cast to before tracing (bf16 training), if any.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
@@ -73,7 +73,7 @@ def check_model(model: Any, param_dtype: torch.dtype | None = None) -> None:
 
 
 def check_loss(model: nn.Module, loss_fn: Any) -> None:
-    """Raises ModelError for a loss whose parameters would not be trained, or whose names are the model's."""
+    """Raise ModelError for a loss whose parameters would not be trained, or whose names collide with the model's."""
     if not isinstance(loss_fn, nn.Module):
         return
     trained = [name for name, parameter in named_parameters(loss_fn) if parameter.requires_grad]
@@ -95,7 +95,7 @@ def check_loss(model: nn.Module, loss_fn: Any) -> None:
 
 
 def warn_of_gradients(model: nn.Module) -> None:
-    """Warns where parameters hold gradients already: a training step begins with zero_grad()."""
+    """Warn where parameters already have gradients: a training step begins with zero_grad()."""
     names = [name for name, parameter in named_parameters(model) if parameter.grad is not None]
     if names:
         warnings.warn(
@@ -106,9 +106,10 @@ def warn_of_gradients(model: nn.Module) -> None:
 
 
 def traits_of(model: nn.Module) -> dict[str, str]:
-    """What, beside values and forward's code, a program is made for: by name, of every parameter and module.
+    """Return the properties, besides values and code, that a program depends on: by name, of every parameter and
+    module.
 
-    One parameter with several names has them all; modes are told apart where a part of the model is in training.
+    A tied parameter has all its names. Modes are compared only where a part of the model is in training mode.
     """
     first: dict[int, str] = {}
     traits: dict[str, str] = {}
@@ -125,7 +126,7 @@ def traits_of(model: nn.Module) -> dict[str, str]:
 
 
 def require_traits(model: nn.Module, traits: dict[str, str]) -> None:
-    """Raises ModelError where the model is no longer what it was when `traits_of` was asked."""
+    """Raise ModelError where the model's properties differ from those that `traits_of` returned."""
     now = traits_of(model)
     changed = [name for name in traits | now if traits.get(name) != now.get(name)]
     if changed:
@@ -139,7 +140,7 @@ def require_traits(model: nn.Module, traits: dict[str, str]) -> None:
 
 
 def where(path: str) -> str:
-    """A module's path as messages have it."""
+    """Return a module's path as messages print it."""
     return path or "the model itself"
 
 
@@ -207,10 +208,10 @@ def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | No
 
 
 def _check_hidden(model: nn.Module) -> None:
-    """Parameters that a model's own `parameters()` leaves out: no training loop hands them to its optimizer."""
+    """Refuse parameters that the model's `parameters()` leaves out: no training loop passes them to its optimizer."""
     try:
         public = {id(parameter) for parameter in model.parameters()}
-    except Exception:  # a method of the model's own; a loop cannot call it either
+    except Exception:  # a method that the model overrides; a training loop cannot call it either
         return
     hidden = [name for name, p in named_parameters(model) if p.requires_grad and id(p) not in public]
     if hidden:
@@ -222,7 +223,7 @@ def _check_hidden(model: nn.Module) -> None:
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Tensors that overlap in memory: an optimiser's update of one changes the other, which no graph shows."""
+    """Refuse tensors that overlap in memory: an optimizer's update of one changes the other, which no graph shows."""
     ranges_of: dict[int, list[tuple[int, int, str, bool]]] = {}
     for name, tensor in named_tensors(model):
         if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel() or tensor.layout is not torch.strided:
@@ -251,10 +252,10 @@ def _check_memory(model: nn.Module) -> None:
 
 
 def _check_state_dict(model: nn.Module) -> None:
-    """Hooks and extra state that make the state dict another than parameters and buffers by their names."""
+    """Refuse hooks and extra state that make the state dict more than parameters and buffers by name."""
     try:
         keys = set(model.state_dict(keep_vars=True))
-    except Exception as error:  # of a state_dict() of the model's own
+    except Exception as error:  # a state_dict() that the model overrides
         raise TraceError(
             "state_dict() of the model cannot be called as torch calls it",
             values=f"state_dict(keep_vars=True) raises {type(error).__name__}: {error}",

@@ -1,8 +1,8 @@
-"""Modules, tensors and attributes of a user's model, read without running any of the user's code.
+"""Read modules, tensors and attributes of a user's model without running the user's code.
 
-A model may hold anything: None among its modules, tuples whose `__len__` raises, proxies that raise when they are
-asked for their class, lists that contain themselves. So containers are read by the methods of list, tuple, set and
-dict, kinds are asked of `type(value)`, and no attribute is looked up on an object that may answer for itself.
+A model may hold anything: None among its modules, tuples whose `__len__` raises, proxies that raise when asked for
+their class, lists that contain themselves. So containers are read by the methods of list, tuple, set and dict, kinds
+come from `type(value)`, and no attribute is looked up on an object that may override the lookup.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ _SEQUENCES: tuple[type, ...] = (list, tuple, collections.deque, set, frozenset)
 
 
 def is_a(value: Any, *kinds: type) -> bool:
-    """Return whether `value` is of one of `kinds`, as `isinstance` does without asking the value itself."""
+    """Return whether `value` is an instance of one of `kinds`, as `isinstance` does, without calling the
+    value's code.
+    """
     return issubclass(type(value), kinds)
 
 
 def attribute(value: Any, name: str, default: Any = None) -> Any:
-    """Return `value.name`, or `default` where that raises, whatever it raises."""
+    """Return `value.name`, or `default` where the lookup raises any exception."""
     try:
         return getattr(value, name, default)
     except Exception:  # a property, or a __getattr__ of the user's
@@ -44,19 +46,19 @@ def attribute(value: Any, name: str, default: Any = None) -> Any:
 
 
 def dict_of(value: Any) -> dict[str, Any]:
-    """Return an object's own `__dict__`, not a copy."""
+    """Return an object's `__dict__` itself, not a copy."""
     return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return what an object's `__dict__` and its slots hold, by name."""
+    """Return the values in an object's `__dict__` and its slots, by name."""
     attributes: dict[str, Any] = {}
     for kind in type(value).__mro__:
         for name, member in vars(kind).items():
             if type(member) is types.MemberDescriptorType and name not in ("__dict__", "__weakref__"):
                 try:
                     attributes[name] = member.__get__(value)
-                except AttributeError:  # a slot that nothing was put in
+                except AttributeError:  # an empty slot
                     continue
     try:
         members = object.__getattribute__(value, "__dict__")
@@ -66,7 +68,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return what a container holds as (index or key, item); None for what is no list, tuple, set, deque or dict."""
+    """Return the items of a list, tuple, set, deque or dict as (index or key, item); None for any other value."""
     if is_a(value, dict):
         return list(dict.items(value))
     for kind in _SEQUENCES:
@@ -76,7 +78,7 @@ def items_of(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Return what an object refers to: items and keys of a container, arguments of a partial, attributes."""
+    """Return the values that an object refers to: items and keys of a container, arguments of a partial, attributes."""
     if is_a(value, *SCALARS, types.ModuleType, *FUNCTIONS[:2], type, Tensor):
         return []
     parts: list[Any] = []
@@ -88,9 +90,9 @@ def parts_of(value: Any) -> list[Any]:
 
 
 def summary(value: Any, fallback: Callable[[Any], Hashable], deepest: int = _DEEPEST) -> Hashable:
-    """Return something to compare `value` by: plain data by their values, containers by what they contain.
+    """Return a comparable summary of `value`: plain data by value, containers by their contents.
 
-    other: says what all else is compared by, and what lies deeper than `deepest`.
+    other: summarizes any other value, and values nested deeper than `deepest`.
     """
     kind = type(value)
     if issubclass(kind, enum.Enum):
@@ -127,7 +129,7 @@ def _array(array: np.ndarray[Any, Any]) -> Hashable:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors that a value is or holds, in containers and in objects, modules aside."""
+    """Return the tensors in a value: itself, or in containers and objects, except in modules."""
     tensors: list[Tensor] = []
     seen: set[int] = set()
     waiting = [value]
@@ -166,12 +168,12 @@ def modules_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the direct submodules by name; those that are None are left out."""
+    """Return the direct submodules by name, without those that are None."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def blocks_of(modules: nn.ModuleList) -> list[nn.Module | None]:
-    """Return what a ModuleList has, None included, whatever class it is."""
+    """Return the entries of a ModuleList, None included, for any class of list."""
     return list(modules._modules.values())
 
 
@@ -196,7 +198,7 @@ def named_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[t
 
 
 def persistent_names(model: nn.Module) -> set[str]:
-    """Return the names of all parameters and of the buffers that a state dict has, ties by each of their names."""
+    """Return the names of all parameters and persistent buffers; tied tensors have all their names."""
     names = {name for name, _ in named_parameters(model, remove_duplicate=False)}
     for path, module in named_modules(model, remove_duplicate=False):
         prefix = f"{path}." if path else ""

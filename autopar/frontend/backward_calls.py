@@ -1,4 +1,4 @@
-"""Backward operators of aten as operators that have rules and gradients, for calls that are traced below autograd."""
+"""Rewrite backward operators of aten as operators that have rules and gradients, for calls traced below autograd."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ _WRITTEN_OUT = (
     "binary_cross_entropy_backward",
     "nll_loss_backward",
 )
-"""Of which torch has decompositions that it can differentiate. Norms are among them, since their means and deviations,
-which their backward reads, have no gradient."""
+"""Operators whose torch decompositions are differentiable. Norms are among them: their backward reads means and
+deviations, which have no gradient.
+"""
 
 _WITHOUT_SECOND = ("scaled_dot_product", "native_", "_fused_", "cudnn", "mkldnn", "miopen", "_backward_overrideable")
-"""Parts of names of operators that give what their backward reads, and no gradient of that."""
+"""Parts of names of operators whose extra results backward reads, without a gradient for these results."""
 
 Traced = Callable[..., Any]
 
 
 def traced_below(function: Traced, *tensors: Tensor) -> torch.fx.GraphModule:
-    """Return the calls that `function(*tensors)` comes to, below autograd and its transforms, without dead ones."""
+    """Return the calls of `function(*tensors)`, traced below autograd and its transforms, without dead ones."""
     graph: torch.fx.GraphModule = make_fx(function, decomposition_table=_decompositions())(*tensors)
     for node in graph.graph.nodes:
         if node.target is _aten.convolution.default:
@@ -80,7 +81,7 @@ def _convolution_backward(
     groups: int,
     mask: list[bool],
 ) -> Any:
-    """Write the gradients by the input and the bias out; that by the weight, too, where there are no groups."""
+    """Write the gradient by the input and the bias as calls; the one by the weight, too, where there are no groups."""
     if is_transposed or (mask[1] and groups > 1):
         return NotImplemented
     by_x = by_weight = by_bias = None
@@ -106,7 +107,7 @@ def _convolution_backward(
 def _group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, size: int, groups: int, eps: float
 ) -> Any:
-    """Write group norm out without as_strided, which torch's own decomposition has."""
+    """Write group norm as calls without as_strided, which torch's decomposition contains."""
     rows = x.reshape(n, groups, -1)
     variance, mean = torch.var_mean(rows, dim=-1, correction=0, keepdim=True)
     deviation = torch.rsqrt(variance + eps)
@@ -124,7 +125,7 @@ def _sizes(gradient: Tensor, weight: Tensor, *options: list[int]) -> list[tuple[
 
 
 def _name_convolution(node: torch.fx.Node) -> None:
-    """Make a convolution of any kind one that forward calls by its name, which has a rule."""
+    """Rewrite a convolution of any kind as the named operator that forward calls, which has a rule."""
     x, weight, bias, stride, padding, dilation, is_transposed, output_padding, groups = node.args
     assert isinstance(stride, (list, tuple))
     if is_transposed:

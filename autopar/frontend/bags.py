@@ -1,7 +1,7 @@
-"""Bags of ids of one size, which `EmbeddingBag` makes a flat list of, as the rows that they are.
+"""Rewrite `EmbeddingBag` bags of equal size, which it flattens to one list of ids, as rows of ids.
 
-`embedding_bag` of ids [N, k] is called with all N k of them and where each bag starts, 0, k, 2 k ... A batch that is
-cut cuts the rows; it could not cut the list, since the starts of a rank's own bags are not those of the whole.
+`embedding_bag` of ids [N, k] is called with the flat list of N k ids and the starts of the bags, 0, k, 2 k ... Cutting
+the batch cuts rows. The list cannot be cut, since a rank's bags start at other places than in the whole list.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MODES = ("sum", "mean", "max")
 
 
 def write_bags(flat: FlatGraph, constants: Mapping[Ref, torch.Tensor]) -> None:
-    """Rewrite every such call whose bags all have k ids. constants: values of what depends on nothing."""
+    """Rewrite every such call whose bags all have k ids. constants: values of nodes that depend on no input."""
     if not any(_is_flat(node) for node in flat.nodes):
         return
     metas, nodes = flat.metas(), flat.nodes
@@ -41,7 +41,7 @@ def _is_flat(node: Node) -> bool:
 
 
 def _size(arguments: Mapping[str, Any], constants: Mapping[Ref, torch.Tensor], metas: Mapping[Ref, TensorMeta]) -> int:
-    """How many ids each bag has; 0 where they are not alike, or where a gradient depends on how often an id is met."""
+    """Return the ids per bag; 0 where bags differ in size, or where a gradient depends on how often an id occurs."""
     starts = constants.get(arguments["offsets"])
     count = metas[arguments["indices"]].shape[0]
     if starts is None or not len(starts) or arguments["include_last_offset"] or arguments["scale_grad_by_freq"]:
@@ -60,7 +60,7 @@ class _Bags:
     taken: set[str]
 
     def calls(self, node: Node, arguments: Mapping[str, Any]) -> list[Node]:
-        """The call on rows, after the views that make them where the list was not made of such."""
+        """Return the call on rows, after the views that make rows of a flat list."""
         weights, ignored, views = arguments.get("per_sample_weights"), arguments.get("padding_idx"), list[Node]()
         ids = self.rows(arguments["indices"], views)
         kwargs: dict[str, Any] = {"mode": _MODES[arguments["mode"]]}
@@ -70,7 +70,7 @@ class _Bags:
         return [*views, replace(node, op=BAGS, args=args, kwargs=tuple(kwargs.items()), outputs=result)]
 
     def rows(self, ref: Ref, views: list[Node]) -> Ref:
-        """A list [N k] as rows [N, k]."""
+        """Return a list [N k] as rows [N, k]."""
         maker = self.made_by.get(ref.node)
         meta = replace(self.metas[ref], shape=(self.metas[ref].shape[0] // self.size, self.size))
         if maker is not None and base_name(maker.op) in RESHAPES and self.metas[maker.inputs[0]].shape == meta.shape:

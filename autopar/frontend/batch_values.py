@@ -1,4 +1,4 @@
-"""Expressions of the batch: what forward asks of it, `int(lengths.max())`, as Python that a program can run."""
+"""Expressions of the batch: values that forward asks for, as `int(lengths.max())`, in Python that a program runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from codegen.guards import Guard
 
 MOST_NUMBERS = 16
-"""The longest list of numbers that forward may get."""
+"""The most elements in a list of numbers that forward may get."""
 _LONGEST = 500
 _SYMBOLS = {
     **{"__add__": "+", "__sub__": "-", "__mul__": "*", "__truediv__": "/", "__floordiv__": "//", "__mod__": "%"},
@@ -31,8 +31,8 @@ _COUNTS = re.compile(r"\.(sum|nansum|count_nonzero|mean|nanmean|nonzero|cumsum|p
 class Specialization:
     """How a trace depends on values of the example batch.
 
-    guards: the values that forward asked for, by their code, with inputs of `shapes`. is_on: forward gets values,
-    because it cannot be traced without them. is_traced: a trace succeeded.
+    guards: the values that forward asked for, by their code, with inputs of `shapes`. is_on: forward gets values, since
+    it cannot be traced without them. is_traced: a trace succeeded.
     """
 
     guards: dict[str, Guard] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Specialization:
     is_traced: bool = False
 
     def copy(self) -> Specialization:
-        """Return a copy with a table of its own."""
+        """Return a copy with its own table."""
         return replace(self, guards=dict(self.guards))
 
 
@@ -50,7 +50,7 @@ class NoExpressionError(Exception):
 
 
 def code_of_input(name: str) -> str:
-    """Return the expression of an input."""
+    """Return the expression for an input."""
     return f'batch["{name}"]'
 
 
@@ -98,7 +98,7 @@ def _flat(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _call(func: Any, name: str, args: list[Any], kwargs: dict[str, Any], codes: Mapping[int, str]) -> str:
-    kwargs.pop("device", None)  # batches are looked at on the CPU
+    kwargs.pop("device", None)  # batches are checked on the CPU
     if name == "__get__":
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return f"{_text(args[0], codes)}.{_plain(attribute)}"

@@ -1,7 +1,7 @@
-"""Random numbers that forward draws otherwise than as tensors of torch's default generator, while it is traced.
+"""Random numbers that forward draws from Python or numpy instead of torch's default generator, while it is traced.
 
-Python's and numpy's are tensors without dims, and so is what `float`, `round`, `min`, `math` and numpy make of them.
-A number that decides what forward does (`if`, `range`, an index) cannot be traced.
+Python's and numpy's numbers become tensors without dims, and so do results of `float`, `round`, `min`, `math` and numpy
+on them. A number that decides what forward does (`if`, `range`, an index) cannot be traced.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _UNARY = ("sqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "sin", "cos",
 
 @contextlib.contextmanager
 def drawn_numbers(names: list[str]) -> Iterator[None]:
-    """Within it Python's and numpy's random numbers are tensors without dims. names: gets those functions
-    that are called.
+    """Context manager in which random numbers of Python and numpy are tensors without dims.
 
-    Raises TraceError for what no program can draw: arrays of numpy, and generators of the model's own.
+    names: gets the functions that are called. Raises TraceError for draws that no program can repeat: numpy arrays, and
+    the model's generators.
     """
     with _Drawn() as drawn, _mathematics(drawn), by_torch(drawn.noted, names.append):
         try:
@@ -51,7 +51,9 @@ def drawn_numbers(names: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def floats_of_draws(functions: Iterable[types.FunctionType]) -> Iterator[None]:
-    """Within it `float` and the like keep drawn numbers as tensors, in files of functions that draw and call them."""
+    """Context manager in which `float` and the like keep drawn numbers as tensors, in files whose functions draw and
+    call them.
+    """
     spaces: dict[int, dict[str, Any]] = {}
     for function in functions:
         asked = set(function.__code__.co_names)
@@ -66,14 +68,14 @@ def floats_of_draws(functions: Iterable[types.FunctionType]) -> Iterator[None]:
 
 
 class _Drawn(TorchFunctionMode):
-    """Knows which numbers were drawn, or computed from drawn ones alone.
+    """Track the numbers that were drawn, or computed from drawn ones alone.
 
-    Refuses a torch.Generator as an argument: its state is the model's own, and no two ranks have it alike.
+    Refuse a torch.Generator as an argument: its state belongs to the model, and differs between ranks.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._numbers: dict[int, Tensor] = {}  # by id, which a tensor that lives keeps
+        self._numbers: dict[int, Tensor] = {}  # by id, which stays unique while the tensor lives
 
     def __enter__(self) -> Any:
         _modes.append(self)
@@ -84,7 +86,7 @@ class _Drawn(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def noted(self, tensor: Tensor) -> Tensor:
-        """The tensor, which is a drawn number from now on."""
+        """Return the tensor, which is a drawn number from now on."""
         self._numbers[id(tensor)] = tensor
         return tensor
 
@@ -121,7 +123,7 @@ def _is_drawn(value: Any) -> bool:
 
 
 class _FloatKind(type):
-    """A stand-in for `float`: as a class it is that, and a drawn number stays the tensor that it is."""
+    """Replace `float`: as a class it is that, and a drawn number stays a tensor."""
 
     def __call__(cls, *args: Any) -> Any:
         return args[0].reshape(()) if args and _is_drawn(args[0]) else builtins.float(*args)
@@ -170,7 +172,7 @@ _BUILTINS: Mapping[str, Any] = {
 
 @contextlib.contextmanager
 def _mathematics(drawn: _Drawn) -> Iterator[None]:
-    """Within it functions of `math` and numpy take drawn numbers."""
+    """Context manager in which functions of `math` and numpy take drawn numbers."""
 
     def taking(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,7 @@
-"""Random operators of a trace as draws: `autopar.draw` and plain operators.
+"""Rewrite random operators of a trace as draws: `autopar.draw` and plain operators.
 
-A draw has the rule of a constructor: any dim may be created sharded. What torch's operators make of draws is in
-codegen/runtime/random_operators.py, which the model on one process runs too, so both draw the same numbers in the same
-order.
+A draw has the rule of a constructor: any dim may be created sharded. codegen/runtime/random_operators.py computes
+torch's operators from draws. The model on one process runs it too, so both draw the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ _NOUNS = {
     "normal": "noise",
     "integers": "integers",
 }
-"""What a program calls the draws of a distribution."""
+"""Names of the distributions in a program."""
 
 
 def write_draws(flat: FlatGraph) -> None:
-    """Raises TraceError, with the reason, for a random operator that cannot be written so."""
+    """Rewrite all draws. Raises TraceError, with the reason, for a random operator that cannot be written so."""
     writer = _Writer(flat)
     flat.nodes = [call for node in flat.nodes for call in writer.written(node)]
     flat.substitute(writer.renamed)
@@ -53,7 +52,7 @@ class _Writer:
         self.traced: dict[Any, torch.fx.GraphModule] = {}
 
     def written(self, node: Node) -> list[Node]:
-        """The calls that take the place of one call; itself where it draws nothing."""
+        """Return the calls in place of one call; the call itself if it draws nothing."""
         overload = find_op(node.op)
         if overload is None or not draws(overload):
             return [node]
@@ -66,20 +65,20 @@ class _Writer:
             raise refused_random(str(error), at(self.flat, node)) from None
 
     def by_layers(self, node: Node) -> list[Node]:
-        """A recurrent operator with dropout inside, layer by layer."""
+        """Return the calls of a recurrent operator with dropout inside, layer by layer."""
         calls, results = layer_by_layer(node, self.metas, self.named)
         self.metas |= {Ref(call.name, index): meta for call in calls for index, meta in enumerate(call.outputs)}
         self.renamed |= {Ref(node.name, index): result for index, result in enumerate(results)}
         return calls
 
     def named(self, wish: str) -> str:
-        """A name that nothing has yet."""
+        """Return an unused name."""
         name = unused_name(wish, self.names)
         self.names.add(name)
         return name
 
     def evaluated(self, node: Node, overload: torch._ops.OpOverload) -> list[Node]:
-        """The slope that an evaluation has in the place of drawn ones."""
+        """Return the slope that an evaluation uses in place of drawn ones."""
         drawn, args = self.renamed[Ref(node.name)], (*node.args[:3], False, *node.args[4:])
         calls = self.inlined(replace(node, args=args), self.parts(replace(node, args=args), overload))
         name = self.named(f"{node.name}_in_training")
@@ -88,7 +87,7 @@ class _Writer:
         return [*calls, replace(node, name=name, op=IN_TRAINING, args=both, kwargs=())]
 
     def parts(self, node: Node, overload: torch._ops.OpOverload) -> torch.fx.GraphModule:
-        """The graph of one call, whose placeholders are for `node.inputs`."""
+        """Return the graph of one call, whose placeholders stand for `node.inputs`."""
         metas = tuple(self.metas[ref] for ref in node.inputs)
         number = {ref: index for index, ref in enumerate(dict.fromkeys(node.inputs))}
         key = overload, map_refs((node.args, node.kwargs), lambda ref: ("tensor", number[ref])), metas
@@ -108,7 +107,7 @@ class _Writer:
         return self.traced[key]
 
     def inlined(self, node: Node, parts: torch.fx.GraphModule) -> list[Node]:
-        """The calls of `parts` where `node` is made."""
+        """Return the calls of `parts`, renamed for the place of `node`."""
         values: dict[torch.fx.Node, Any] = {}
         inputs = iter(node.inputs)
         has_gradient = any(meta.requires_grad for meta in node.outputs)

@@ -1,7 +1,6 @@
-"""What a traced graph shows that a generated program would do otherwise: refused, with the user's own line.
+"""Refuse effects in a traced graph that a generated program would not repeat, with the user's line.
 
-Each check takes the flat graph after what the loss does not need is gone, so that what has no effect on training
-is not held against a model.
+Each check takes the flat graph after dead calls are gone, so that calls without effect on training are allowed.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from autopar.ir.graph import Node, Ref, base_name
 from autopar.ir.operators import arguments_of, find_op
 
 _KEYED = frozenset({"aten.dropout.default", "aten.dropout_.default", "aten.scaled_dot_product_attention.default"})
-"""Random operators whose numbers a program draws by the element's place in the whole, and so as one process does."""
+"""Random operators whose numbers a program draws by an element's global position, and so as one process does."""
 
 _PRODUCTS = frozenset({"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "addmv", "mv", "dot", "conv1d", "conv2d"})
 
 
 def at(flat: FlatGraph, node: Node) -> str:
-    """Where a call comes from, as messages have it."""
+    """Return the place of a call as messages print it."""
     line = user_line(flat.lines.get(node.name))
     return f" at {line}" if line else f" in {node.module}" if node.module else ""
 
 
 def refuse_effects(flat: FlatGraph) -> None:
-    """Raises TraceError for values taken out of tensors, strides, random numbers, sums per batch, mixed products."""
+    """Raise TraceError for values taken out of tensors, strides, random numbers, sums per batch, mixed products."""
     metas = flat.metas()
     for node in flat.nodes:
         if not node.outputs:
@@ -55,7 +54,7 @@ def refuse_effects(flat: FlatGraph) -> None:
 
 
 def refused_random(op: str, place: str) -> TraceError:
-    """The error for an operator that draws random numbers."""
+    """Return the error for an operator that draws random numbers."""
     return TraceError(
         "forward draws random numbers that no parallel plan can draw as one process does",
         values=f"{op}{place}",
@@ -68,13 +67,13 @@ def refused_random(op: str, place: str) -> TraceError:
 
 
 def draws(overload: Any) -> bool:
-    """Whether an operator of torch draws random numbers, or may, other than by keys of its own."""
+    """Return whether an operator of torch may draw random numbers, except by keys among its arguments."""
     is_operator = isinstance(overload, torch._ops.OpOverload)
     return is_operator and torch.Tag.nondeterministic_seeded in overload.tags and str(overload) not in _KEYED
 
 
 def is_random(node: Node) -> bool:
-    """Whether the call draws random numbers other than by a key of its own."""
+    """Return whether the call draws random numbers, except by a key among its arguments."""
     if not draws(find_op(node.op)):
         return False
     arguments = arguments_of(node)
@@ -102,7 +101,7 @@ def _refuse_lookup(flat: FlatGraph, node: Node) -> None:
 
 
 def _refuse_statistics(flat: FlatGraph, node: Node) -> None:
-    """Instance norm that updates running statistics: means over the batch that its results do not show."""
+    """Refuse instance norm that updates running statistics: batch means that its results do not show."""
     arguments = arguments_of(node) if base_name(node.op) == "instance_norm" else {}
     if arguments.get("use_input_stats") and isinstance(arguments.get("running_mean"), Ref) and arguments["momentum"]:
         raise TraceError(
@@ -113,7 +112,7 @@ def _refuse_statistics(flat: FlatGraph, node: Node) -> None:
 
 
 def refuse_untrained(flat: FlatGraph) -> None:
-    """Raises TraceError unless the loss is a number that depends on a trained parameter."""
+    """Raise TraceError unless the loss is a number that depends on a trained parameter."""
     if flat.metas()[flat.loss].requires_grad:
         return
     trained = [p.name for p in flat.parameters.values() if p.meta.requires_grad and not p.is_buffer]

@@ -1,7 +1,7 @@
-"""Experts that a degree does not divide: the graph gets experts of padding, which no row chooses.
+"""Pad experts to a number that a degree divides: no row chooses experts of padding.
 
-Weights of E experts [E, ...] get matrices of zeros at their end. Ids of experts are below E, so that no row is
-multiplied by padding: its gradient is 0, and with an elementwise update it stays zeros.
+Weights of E experts [E, ...] get matrices of zeros at their end. Ids of experts are below E, so no row is multiplied by
+padding: its gradient is 0, and an elementwise update keeps it zero.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.rules.experts import EXPERT_LINEAR
 
 
 def with_whole_shares(graph: Graph, multiple: int) -> Graph:
-    """The graph with numbers of experts that `multiple` divides, wherever that is exact; itself where none is so."""
+    """Return the graph with numbers of experts that `multiple` divides, wherever that is exact; itself if nowhere."""
     runs = [piece for piece in graph.body if isinstance(piece, LayerRun)]
     longer: dict[str, int] = {}
     layers = {run.layer.name: run.layer for run in runs}
@@ -46,8 +46,10 @@ def with_whole_shares(graph: Graph, multiple: int) -> Graph:
 def _weights(
     nodes: Sequence[Node], parameters: Sequence[Parameter], leaving: Collection[Ref], multiple: int
 ) -> dict[Ref, int]:
-    """Weights of experts, and what they are made of, with the experts that each lacks; none of a scope in which
-    something else reads one. leaving: what is read outside of the scope."""
+    """Return weights of experts, and tensors that they come from, with the number of experts that each lacks.
+
+    Return none for a scope in which another call reads one. leaving: names read outside the scope.
+    """
     makers = {Ref(node.name): node for node in nodes if len(node.outputs) == 1}
     metas = {Ref(p.name): p.meta for p in parameters if not p.is_buffer}
     metas |= {ref: node.meta for ref, node in makers.items()}
@@ -65,7 +67,7 @@ def _weights(
 
 
 def _chain(ref: Ref, makers: dict[Ref, Node], metas: dict[Ref, TensorMeta]) -> list[Ref]:
-    """A weight and what it is made of, back to a parameter; () where some call on the way looks at the experts."""
+    """Return a weight and its sources, back to a parameter; () if a call on the way may mix experts."""
     chain = [ref]
     while chain[-1] in makers:
         node = makers[chain[-1]]

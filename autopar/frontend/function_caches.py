@@ -1,6 +1,6 @@
-"""Caches outside of a model that its forward fills: `functools.lru_cache`, globals, classes and default arguments.
+"""Clear caches outside a model that its forward fills: `functools.lru_cache`, globals, classes, default arguments.
 
-A forward on fake tensors leaves fake tensors there, which neither the next trace nor the user's own forward can use.
+A forward on fake tensors leaves fake tensors there, which neither the next trace nor the user's forward can use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_FUNCTIONS = 2000
 
 @contextlib.contextmanager
 def without_fakes(model: nn.Module, functions: tuple[Any, ...] = ()) -> Iterator[None]:
-    """Before it and after it, no cache that the model's functions name has fake tensors."""
+    """Context manager before and after which no cache that the model's functions name has fake tensors."""
     caches = _caches(model, functions)
     _drop_fakes(caches)
     try:
@@ -35,7 +35,7 @@ def without_fakes(model: nn.Module, functions: tuple[Any, ...] = ()) -> Iterator
 
 
 def _drop_fakes(caches: list[Any]) -> None:
-    """Take fake tensors out of caches."""
+    """Remove fake tensors from caches."""
     for cache in caches:
         if is_a(cache, _CACHED):
             if cache.cache_info().currsize and _has_fakes(cache, deepest=6):
@@ -48,7 +48,7 @@ def _drop_fakes(caches: list[Any]) -> None:
 
 
 def is_filled(value: Any) -> bool:
-    """Whether a container holds nothing but what forwards on fake tensors have put there."""
+    """Return whether a container has only values that forwards on fake tensors have put there."""
     items = items_of(value) if is_a(value, dict, list) else None
     return bool(items) and all(_has_fakes(item) for _, item in items or ())
 
@@ -68,12 +68,14 @@ def _caches(model: nn.Module, functions: tuple[Any, ...]) -> list[Any]:
 
 
 def functions_of(model: nn.Module, functions: tuple[Any, ...] = ()) -> list[types.FunctionType]:
-    """The functions that a forward may call: of its modules' classes, `functions`, and what they name."""
+    """Return the functions that a forward may call: of its modules' classes, `functions`, and functions
+    that they name.
+    """
     return [value for value in named_by_functions(model, functions) if is_a(value, types.FunctionType)]
 
 
 def named_by_functions(model: nn.Module, functions: tuple[Any, ...]) -> list[Any]:
-    """Functions, cached functions and containers: of modules' classes, `functions`, and what those name."""
+    """Yield functions, cached functions and containers: of modules' classes, `functions`, and those that they name."""
     kinds = dict.fromkeys(kind for module in modules_of(model) for kind in type(module).__mro__)
     waiting: list[Any] = [*kinds, *functions]
     waiting += [member for module in modules_of(model) for member in attributes_of(module).values() if callable(member)]
@@ -104,8 +106,9 @@ def _function(value: Any) -> Any:
 
 
 def _named(function: types.FunctionType) -> list[Any]:
-    """Return the objects that a function names: globals and what is in modules among them, closures, defaults, its
-    own attributes."""
+    """Return the objects that a function names: globals, names of modules among them, closures, defaults, its
+    attributes.
+    """
     names = _names(function.__code__)
     values = [function.__globals__[name] for name in names if name in function.__globals__]
     for space in [value for value in values if is_a(value, types.ModuleType)]:
@@ -113,7 +116,7 @@ def _named(function: types.FunctionType) -> list[Any]:
         if str(members.get("__name__")).partition(".")[0] not in _LIBRARIES:
             values += [members[name] for name in names if name in members]
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it holds nothing yet
+        with contextlib.suppress(ValueError):  # an empty cell
             values.append(cell.cell_contents)
     values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
     return [value for value in values if is_a(value, dict, list, type, types.FunctionType, types.MethodType, _CACHED)]

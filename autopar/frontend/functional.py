@@ -1,7 +1,7 @@
-"""Turns in-place calls into functional ones, for the flat graph that a trace makes (its IR is not functional).
+"""Turn in-place calls into functional ones, in the flat graph of a trace (torch's IR is not functional).
 
-`x.add_(y)` becomes `add(x, y)` with later uses of x renamed. A write to a view also reaches the tensor that it is a
-view of, and that one's other views: `x[:, 1:] = y` becomes a `cat`, and views that are used later are taken again.
+`x.add_(y)` becomes `add(x, y)`, and later uses of x are renamed. A write to a view also reaches its base tensor and the
+other views: `x[:, 1:] = y` becomes a `cat`, and views that are used later are taken again.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ _PLAIN = {
     for name in ("or", "and", "xor")
     for kind in ("Tensor", "Scalar")
 }
-"""In-place operators of Python, as their named forms."""
+"""In-place operators of Python -> their named forms."""
 _RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view", "reshape", "flatten", "unflatten", "view_as"})
 _SAME = frozenset({"alias", "detach", "to", "lift_fresh", "dropout"})
 
 
 def functionalise(flat: FlatGraph) -> None:
-    """Raises TraceError for a write that cannot be carried to what shares its memory."""
+    """Rewrite all writes. Raises TraceError for a write whose effect on tensors of the same memory
+    cannot be written.
+    """
     write_each(flat)
     _Functionaliser(flat).run()
 
@@ -46,11 +48,11 @@ class _Functionaliser:
         self.metas = flat.metas()
         self.names = {ref.node for ref in self.metas}
         self.nodes: list[Node] = []
-        self.current: dict[Ref, Ref] = {}  # a tensor of the trace -> what holds its value now, if written to
+        self.current: dict[Ref, Ref] = {}  # a tensor of the trace -> the tensor with its present value, if written to
         self.views: dict[Ref, Node] = {}  # in order of creation
         self.last_use: dict[Ref, int] = {ref: i for i, node in enumerate(flat.nodes) for ref in node.inputs}
-        self.last_use |= {ref: len(flat.nodes) for ref in (flat.loss, *map(Ref, flat.parameters))}  # what is kept
-        self.written: dict[str, tuple[Node, int]] = {}  # buffer -> the last call that writes to it, calls until then
+        self.last_use |= {ref: len(flat.nodes) for ref in (flat.loss, *map(Ref, flat.parameters))}  # calls to keep
+        self.written: dict[str, tuple[Node, int]] = {}  # buffer -> (the last call that writes to it, calls until then)
 
     def run(self) -> None:
         for position, node in enumerate(self.flat.nodes):
@@ -68,7 +70,7 @@ class _Functionaliser:
         self.flat.nodes = self.nodes
         self.flat.loss = self.now(self.flat.loss)
         for name, (write, place) in sorted(self.written.items(), key=lambda item: -item[1][1]):
-            self.keep(name, write, place)  # from the last one on, since calls are put in
+            self.keep(name, write, place)  # backwards, since calls are inserted
 
     def now(self, ref: Ref) -> Ref:
         return self.current.get(ref, ref)
@@ -97,7 +99,7 @@ class _Functionaliser:
             self.written[root.node] = node, len(self.nodes)
 
     def copying(self, node: Node, plain: str) -> Node:
-        """A call with `out=`: the same without it, whose result is then copied to what `out` was."""
+        """Return a call with `out=` as the same call without it, followed by a copy into the former `out`."""
         out = dict(node.kwargs)["out"]
         kwargs = tuple((key, value) for key, value in node.kwargs if key != "out")
         computed = replace(self.updated(node), name=self.unique(node.name), op=plain)
@@ -107,7 +109,7 @@ class _Functionaliser:
         return replace(node, op=_COPY, args=(out, Ref(computed.name)), kwargs=())
 
     def as_written(self, write: Node, value: Node) -> Node:
-        """A call whose result has the dtype of what is written to, which a write keeps where operands are wider."""
+        """Return a call whose result has the dtype of the written tensor, even where operands are wider."""
         dtypes = {self.metas[ref].dtype for ref in value.inputs}
         dtype = dtype_of(value, self.metas) if dtypes - {write.meta.dtype} else write.meta.dtype
         if dtype == write.meta.dtype:
@@ -118,7 +120,7 @@ class _Functionaliser:
         return replace(value, op="aten.to.dtype", args=(Ref(wide.name), write.meta.dtype), kwargs=())
 
     def check_kind(self, node: Node) -> None:
-        """Raises TraceError for a write that no functional call can stand for."""
+        """Raise TraceError for a write without a functional form."""
         overload = find_op(node.op)
         if overload is None or not overload._schema.is_mutable:
             return
@@ -130,7 +132,7 @@ class _Functionaliser:
             )
 
     def check_target(self, node: Node, root: Ref) -> None:
-        """Raises TraceError for a write to a parameter, or to a differentiated tensor where gradients are off."""
+        """Raise TraceError for a write to a parameter, or to a differentiated tensor where gradients are off."""
         target = self.flat.parameters.get(root.node)
         if target is not None:
             if not target.is_buffer and target.meta.requires_grad:
@@ -157,7 +159,9 @@ class _Functionaliser:
             )
 
     def check_functions(self, node: Node, root: Ref) -> None:
-        """Raises TraceError for a write to what a custom Function took before, and may have returned a view of."""
+        """Raise TraceError for a write to an operand of an earlier custom Function, which may have returned a view of
+        it.
+        """
         before = itertools.takewhile(lambda other: other is not node, self.flat.nodes)
         for earlier in (other for other in before if other.op.startswith(f"{NAMESPACE}.")):
             if any(self.chain(ref)[-1] == root for ref in earlier.inputs):
@@ -168,7 +172,7 @@ class _Functionaliser:
                 )
 
     def keep(self, name: str, write: Node, place: int) -> None:
-        """What a buffer is when forward is over becomes its value for the next step: it counts, or it is updated."""
+        """Keep the value of a buffer after forward for the next step: as a counter, or as an update."""
         buffer, value = replace(self.flat.parameters[name], is_buffer=True), self.now(Ref(name))
         self.flat.parameters[name] = buffer
         increment = self.increment(name)
@@ -180,7 +184,7 @@ class _Functionaliser:
             value = self.nodes[places[value.node]].args[0]
         maker = self.nodes[places[value.node]] if value.node in places else write
         place = places[value.node] + 1 if value.node in places else place
-        # A layer's own buffers are updated by the layer, what layers make of others when all are through.
+        # A layer updates its own buffers; writes of layers to other buffers follow after all layers.
         is_own = layer_path(name) == layer_path(maker.module)
         update = Node(
             name=self.unique("update"),
@@ -193,12 +197,12 @@ class _Functionaliser:
         self.nodes.insert(place if is_own else len(self.nodes), update)
 
     def is_whole_copy(self, node: Node) -> bool:
-        """Whether a call that a `copy_` became changes nothing."""
+        """Return whether a call that replaced a `copy_` changes nothing."""
         source = self.metas.get(node.args[0]) if node.op == "aten.expand.default" else None
         return source is not None and (source.shape, source.dtype) == (node.meta.shape, node.meta.dtype)
 
     def increment(self, name: str) -> int | float | None:
-        """Return what forward adds to a buffer; None where it does anything else to it."""
+        """Return the number that forward adds to a buffer; None for any other change."""
         by_name = {node.name: node for node in self.nodes}
         total: int | float = 0
         ref, count = self.now(Ref(name)), 0
@@ -213,7 +217,7 @@ class _Functionaliser:
         return total if is_exact else None
 
     def chain(self, ref: Ref) -> list[Ref]:
-        """The tensor, what it is a view of, what that is a view of, and so on."""
+        """Return the tensor, its base, the base of that, and so on."""
         refs = [ref]
         while refs[-1] in self.views:
             refs.append(self.views[refs[-1]].args[0])
@@ -228,7 +232,7 @@ class _Functionaliser:
         return replace(node, op="aten.expand.default", args=(source, self.metas[written].shape), kwargs=())
 
     def spread(self, write: Node, chain: list[Ref], family: list[Ref]) -> None:
-        """Carry the new value of chain[0] up to the root, then take the other views again."""
+        """Carry the new value of chain[0] up to the base, then take the other views again."""
         for view, source in zip(chain, chain[1:], strict=False):
             grad = self.metas[self.now(view)].requires_grad or self.metas[self.now(source)].requires_grad
             meta = replace(self.metas[source], requires_grad=grad)
@@ -244,7 +248,7 @@ class _Functionaliser:
                 self.metas[Ref(again.name, index)] = meta
 
     def scattered(self, write: Node, view: Node, ref: Ref, source: Ref, meta: TensorMeta) -> Ref:
-        """`source` with the elements that `view` shows replaced by their new value."""
+        """Write `source` with the elements that `view` shows replaced by their new value."""
         value, name = self.now(ref), view.op.split(".")[1]
         arguments = (*view.args[1:], *(v for _, v in view.kwargs))
         if name in _SAME and self.metas[ref].dtype == meta.dtype:
@@ -286,7 +290,7 @@ class _Functionaliser:
         )
 
     def joined(self, write: Node, value: Ref, source: Ref, meta: TensorMeta, dim: int, start: int, end: int) -> Ref:
-        """`source` outside of start .. end of `dim`, `value` inside."""
+        """Write a join of `value`, inside start .. end of `dim`, and `source` outside."""
         parts = [value]
         if start > 0:
             parts.insert(0, self.kept(write, source, dim, 0, start))
@@ -300,7 +304,7 @@ class _Functionaliser:
         return self.add(write, "aten.slice.Tensor", (self.now(source), dim, start, end), part)
 
     def add(self, write: Node, op: str, args: tuple[Any, ...], meta: TensorMeta) -> Ref:
-        """Append a call where `write` is made."""
+        """Append a call in place of `write`."""
         name = self.unique(op.split(".")[1])
         self.nodes.append(Node(name=name, op=op, args=args, kwargs=(), outputs=(meta,), module=write.module))
         self.metas[Ref(name)] = meta
@@ -323,7 +327,7 @@ def dtype_of(node: Node, metas: Mapping[Ref, TensorMeta]) -> torch.dtype:
 
 
 def write_each(flat: FlatGraph) -> None:
-    """Calls on lists (`torch._foreach_mul_`) become a call for each of their tensors."""
+    """Write calls on lists (`torch._foreach_mul_`) as a call per tensor."""
     metas = flat.metas()
     taken, nodes, renamed = {ref.node for ref in metas}, list[Node](), dict[Ref, Ref]()
     for node in flat.nodes:
@@ -344,7 +348,7 @@ def write_each(flat: FlatGraph) -> None:
 
 
 def each_of(op: str) -> str | None:
-    """Return what `aten._foreach_NAME` calls for each tensor; None for all other operators."""
+    """Return the operator that `aten._foreach_NAME` calls per tensor; None for any other operator."""
     if not op.startswith("aten._foreach_"):
         return None
     name, overload = op.removeprefix("aten._foreach_").split(".")
@@ -356,7 +360,7 @@ def each_of(op: str) -> str | None:
 
 
 def without_out(node: Node) -> str | None:
-    """The operator that returns what this call writes to its one argument `out`; None for a call of any other kind."""
+    """Return the operator whose result this call writes to its one argument `out`; None for any other call."""
     overload = find_op(node.op)
     if overload is None or not isinstance(dict(node.kwargs).get("out"), Ref):
         return None

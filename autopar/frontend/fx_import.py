@@ -1,7 +1,7 @@
-"""ExportedProgram -> flat nodes of our own.
+"""Import an ExportedProgram as flat nodes.
 
-Devices, layouts and pinning are left out (the emitted program sets its own device), submodules that export makes
-for `no_grad` regions are inlined with their outputs detached, and tied parameters get one name.
+Devices, layouts and pinning are left out (the emitted program sets its device). Submodules that export makes for
+`no_grad` regions are inlined with their outputs detached, and tied parameters get one name.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from autopar.ir.operators import arguments_of, may_be_view
 from autopar.rules.buffers import CONSTANT
 
 LOGITS = "autopar.logits.default"
-"""The op of a node, the last one, that reads the model's logits: as long as a trace is simplified they are
-in use. Only logits that the loss is computed from have it."""
+"""The op of the last node, which reads the model's logits: it keeps them in use while a trace is simplified. Only
+logits that the loss is computed from have it.
+"""
 
 _ROOT = "model."
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
@@ -52,7 +53,7 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 class FlatGraph:
     """Nodes in execution order, before layers are folded. Mutable: the simplification passes rewrite it.
 
-    lines: node -> the user's stack that called it, as Python prints one. unchecked, no_evaluation: as in a Graph.
+    lines: node -> the user's stack at its call, as Python prints one. unchecked, no_evaluation: as in a Graph.
     """
 
     parameters: dict[str, Parameter]
@@ -66,7 +67,7 @@ class FlatGraph:
     no_evaluation: str = ""
 
     def copy(self) -> FlatGraph:
-        """A copy that passes may rewrite while this stays."""
+        """Return a copy that passes may rewrite without changing this graph."""
         return replace(self, **{field_.name: copy.copy(getattr(self, field_.name)) for field_ in fields(self)})
 
     def metas(self) -> dict[Ref, TensorMeta]:
@@ -77,7 +78,7 @@ class FlatGraph:
         return metas
 
     def substitute(self, renamed: Mapping[Ref, Ref]) -> None:
-        """Replace uses: every Ref in `renamed` (followed to the end) by its target."""
+        """Replace every Ref that `renamed` maps by its final target."""
 
         def target(ref: Ref) -> Ref:
             while ref in renamed:
@@ -89,7 +90,7 @@ class FlatGraph:
 
 
 def unused_name(wish: str, taken: Container[str], first: int = 1) -> str:
-    """`wish`, or what it is with the first number from `first` on that nothing in `taken` has: `wish_1`."""
+    """Return `wish`, or `wish_1`, `wish_2` ...: the first from number `first` on that is not in `taken`."""
     name, count = wish, first
     while name in taken:
         name, count = f"{wish}_{count}", count + 1
@@ -103,7 +104,7 @@ def is_view(node: Node, metas: Mapping[Ref, TensorMeta]) -> bool:
     name = base_name(node.op)
     if name == "to":
         return metas[node.args[0]].dtype == node.meta.dtype
-    if name == "dropout":  # which hands its operand on where it drops nothing
+    if name == "dropout":  # which returns its operand where it drops nothing
         arguments = arguments_of(node)
         return not arguments["train"] or arguments["p"] == 0
     return name in VIEWS or (name != "contiguous" and may_be_view(node.op))
@@ -114,8 +115,7 @@ def import_program(
 ) -> FlatGraph:
     """Convert the exported graph of `module`, a loss_module.LossModule of a copy of `model`.
 
-    batch: by name, in the order in which it was exported. Raises TraceError for what a graph would hold otherwise than
-    forward means it.
+    batch: by name, in the order in which it was exported. Raises TraceError where a graph would differ from forward.
     """
     vmaps.write_out(program)
     inner_gradients.write_out(program)
@@ -135,7 +135,7 @@ class _Importer:
         )
         self.values: dict[torch.fx.Node, Any] = {}
         self.names = set(self.flat.parameters)
-        # The graph has an input for every item of a list of plain data, none for an empty one.
+        # The graph has an input per item of a list of plain data, and none for an empty list.
         self.batch = iter([name for name, value in batch.items() for _ in tree_leaves(value)])
         self.roots: dict[Ref, Ref] = {}  # a view -> the tensor whose memory it shows
 
@@ -162,7 +162,7 @@ class _Importer:
         return self.flat
 
     def _input(self, node: torch.fx.Node) -> Any:
-        """The batch's own name for it: torch.export changes names that are no plain identifiers."""
+        """Return the batch's name of an input: torch.export changes names that are not plain identifiers."""
         value = node.meta.get("val")
         name = next(self.batch)
         if not isinstance(value, torch.Tensor):
@@ -200,7 +200,7 @@ class _Importer:
         return Ref(name)
 
     def _import_nodes(self, graph_module: torch.fx.GraphModule, no_grad: bool) -> Any:
-        """Append the calls of `graph_module`; returns its output with fx nodes replaced by Refs."""
+        """Append the calls of `graph_module`; return its output with fx nodes replaced by Refs."""
         for node in graph_module.graph.nodes:
             if node.op == "output":
                 return self._argument(node.args[0])
@@ -262,7 +262,7 @@ class _Importer:
         op = str(target)
         kwargs = tuple((k, self._argument(v)) for k, v in kept_kwargs(op, node.kwargs).items())
         is_differentiable = not no_grad and base_name(op) not in CONSTANT
-        if not (operands := {*refs_in((args, kwargs))}) <= self.metas.keys():  # some are no tensors
+        if not (operands := {*refs_in((args, kwargs))}) <= self.metas.keys():  # some are not tensors
             raise takes_number(user_line(node.meta.get("stack_trace")) or f"{op} at {_module_path(node)}")
         grads = is_differentiable and any(self.metas[ref].requires_grad for ref in operands)
         value = node.meta.get("val")
@@ -281,7 +281,9 @@ class _Importer:
         return refs if isinstance(value, (tuple, list)) else Ref(name)
 
     def _follow_memory(self, node: Node) -> None:
-        """What a differentiable write reaches is differentiated through from then on, views and bases included."""
+        """Mark tensors that share memory with a differentiable write as differentiated from then on, views and bases
+        included.
+        """
         is_write = node.op.split(".")[1].endswith("_")
         shares = is_view(node, self.metas) and base_name(node.op) not in CONSTANT
         if not (is_write or shares) or not node.args or not isinstance(node.args[0], Ref):
@@ -301,7 +303,7 @@ class _Importer:
 
 
 def _leave_out_unneeded(graph: torch.fx.Graph) -> None:
-    """Logits that the loss is not computed from, with all that makes them alone, are no part of a training graph."""
+    """Drop logits that the loss is not computed from, and calls that only they need."""
     output = graph.output_node()
     results = output.args[0]
     if not isinstance(results, (tuple, list)) or len(results) < 2:
@@ -324,7 +326,7 @@ def _meta(value: torch.Tensor, requires_grad: bool | None = None) -> TensorMeta:
 
 
 def _static(value: torch.Tensor, requires_grad: bool, node: torch.fx.Node) -> TensorMeta:
-    """Raises TraceError, naming the user's line, for a shape that depends on values."""
+    """Raise TraceError, naming the user's line, for a shape that depends on values."""
     if any(not isinstance(size, int) and not size.node.is_constant() for size in value.shape):
         line = user_line(node.meta.get("stack_trace"))
         raise TraceError(
@@ -336,7 +338,7 @@ def _static(value: torch.Tensor, requires_grad: bool, node: torch.fx.Node) -> Te
 
 
 def _root(name: str) -> str:
-    """Name as the user's model has it, without our wrapper's prefix."""
+    """Return a name in the user's model, without the wrapper's prefix."""
     return name.removeprefix(_ROOT)
 
 
@@ -347,7 +349,7 @@ def _module_path(node: torch.fx.Node) -> str:
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """Every parameter and buffer name of the wrapper -> the first name of that tensor in the user's model."""
+    """Map every parameter and buffer name of the wrapper to the first name of that tensor in the user's model."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for name, tensor in named_tensors(module, remove_duplicate=False):
@@ -356,7 +358,7 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 
 
 def _name_of_memory(value: torch.Tensor, model: nn.Module) -> str:
-    """The parameter or buffer of the user's own model that a tensor shares its memory with, or ""."""
+    """Return the parameter or buffer of the user's model that a tensor shares its memory with, or ""."""
     address = value.untyped_storage().data_ptr()
     for name, tensor in named_tensors(model):
         has_memory = not tensor.is_meta and not isinstance(tensor, FakeTensor)
@@ -366,9 +368,9 @@ def _name_of_memory(value: torch.Tensor, model: nn.Module) -> str:
 
 
 def _parameters(module: nn.Module) -> dict[str, Parameter]:
-    """The user's parameters and buffers by first name, with tied names as aliases.
+    """Return the user's parameters and buffers by first name, with tied names as aliases.
 
-    What a loss holds is constant, and no part of the model's state.
+    Tensors of a loss are constants, and not part of the model's state.
     """
     names = _first_names(module)
     aliases: dict[str, list[str]] = {}

@@ -1,9 +1,9 @@
-"""Keys and values that a model repeats for the heads that share them: attention takes them as they were.
+"""Remove repetition of keys and values for the heads that share them: attention takes them unrepeated.
 
 With G key heads and H = G r query heads, models expand [B, G, 1, T, E] to [B, G, r, T, E] and join the dims of the
-heads, or repeat each head r times in turn. `enable_gqa` means the same, and needs neither the memory nor, where keys
-travel between ranks, r times the bytes. Calls with a mask in memory stay as they are, since kernels of GPUs that take
-masks do not take grouped heads, and calls of `scaled_dot_product_attention` in fp32, since those that do are of half
+heads, or repeat each head r times in turn. `enable_gqa` means the same without the memory and, where keys travel
+between ranks, without r times the bytes. Calls with a mask in memory stay as they are: GPU kernels that take masks do
+not take grouped heads. So do fp32 calls of `scaled_dot_product_attention`: kernels for grouped heads take half
 precision.
 """
 
@@ -17,11 +17,11 @@ from autopar.ir.graph import ATTENTION, SINK_ATTENTION, WINDOW_ATTENTION, Node, 
 from autopar.ir.operators import arguments_of
 
 RESHAPES = ("view", "reshape", "unsqueeze", "squeeze", "flatten", "unsafe_view")
-"""Calls that change the dims of a tensor and leave its elements in their order."""
+"""Calls that change a tensor's dims and keep the order of its elements."""
 
 
 def share_keys(flat: FlatGraph) -> None:
-    """Take the repetition out of calls of attention that need none, after masks have become windows."""
+    """Remove the repetition from calls of attention that need none, after masks have become windows."""
     metas: dict[Ref, TensorMeta] = {}
     made_by: dict[str, Node] = {}
     for position, node in enumerate(flat.nodes):
@@ -42,15 +42,17 @@ def share_keys(flat: FlatGraph) -> None:
 def shared_keys(
     key: Ref, value: Ref, made_by: Mapping[str, Node], metas: Mapping[Ref, TensorMeta]
 ) -> tuple[Ref, Ref, bool]:
-    """(keys [B, G, T, E], values [B, G, T, F], whether G is less than H) of such [B, H, T, E] and [B, H, T, F].
-    made_by: calls by name."""
+    """Return (keys [B, G, T, E], values [B, G, T, F], whether G is less than H) of [B, H, T, E] and [B, H, T, F].
+
+    made_by: calls by name.
+    """
     sources = [_unrepeated(ref, made_by, metas) for ref in (key, value)]
     (keys, repeats), (values, of_values) = sources
     return (keys, values, True) if repeats == of_values > 1 else (key, value, False)
 
 
 def _unrepeated(ref: Ref, made_by: Mapping[str, Node], metas: Mapping[Ref, TensorMeta]) -> tuple[Ref, int]:
-    """(what is repeated, how often), the tensor itself once where it is no such."""
+    """Return (the unrepeated tensor, the repetitions of each head), the tensor itself if it is not repeated."""
 
     def maker(of: Ref, *names: str) -> Node | None:
         node = made_by.get(of.node)

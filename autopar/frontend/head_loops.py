@@ -1,7 +1,7 @@
-"""What becomes longer with the heads of one call of attention, and what stands in the padding.
+"""Follow heads from a call of attention to all tensors that grow with them, and to the contents of the padding.
 
-The operators' rules say which dims are one loop, so that heads are followed from a call of attention to the weights
-that make them and to those that take them in. Every call on the way is of a kind that is known to keep heads apart.
+The operators' rules say which dims are one loop. So heads are followed to the weights that make them and to those that
+take them in. Every call on the way is of a kind that is known to keep heads apart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.rules.rule import Dims, Rule
 VIEWS = frozenset({"view", "reshape", "unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze"})
 PIECES = frozenset({"split", "unsafe_split", "split_with_sizes", "chunk", "slice"})
 MOVES = VIEWS | PIECES | SAME | {"transpose", "permute", "t", "select", "unbind", "cat", "stack"}
-"""Calls whose results hold elements of what they take."""
+"""Calls whose results consist of elements of their operands."""
 COPIES = frozenset({"expand", "repeat", "repeat_interleave"})
 PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "einsum"})
 NORMS = frozenset({"layer_norm", "rms_norm"})
@@ -38,7 +38,9 @@ POINTWISE = frozenset({*LINEAR, *NONLINEAR}) - MOVES - COPIES - {"dropout"}
 
 @dataclass(frozen=True, slots=True)
 class Longer:
-    """A dim has `outer` sections of `units` runs of `inner` entries; `more` runs of padding follow those of each."""
+    """A dim with padding: `outer` sections of `units` runs of `inner` entries, and `more` runs of padding after each
+    section.
+    """
 
     dim: int
     outer: int
@@ -48,11 +50,11 @@ class Longer:
 
     @property
     def section(self) -> int:
-        """Entries of a section with its padding."""
+        """The entries of a section with its padding."""
         return (self.units + self.more) * self.inner
 
     def lengthened(self, meta: TensorMeta) -> TensorMeta:
-        """The meta with padding."""
+        """Return the meta with padding."""
         shape = (*meta.shape[: self.dim], self.outer * self.section, *meta.shape[self.dim + 1 :])
         return replace(meta, shape=shape)
 
@@ -61,7 +63,7 @@ class Longer:
 class Scope:
     """Calls of the top level or of a class of layers.
 
-    parameters: those that nothing else reads. metas: of all tensors. leaving: what is read outside.
+    parameters: those that no other scope reads. metas: of all tensors. leaving: names read outside.
     """
 
     nodes: Sequence[Node]
@@ -80,7 +82,7 @@ class Scope:
         object.__setattr__(self, "results", frozenset(ref for node in self.nodes for ref in _results(node)))
 
     def reached(self, start: Ref, longer: Longer) -> dict[Ref, Longer] | None:
-        """All that is longer with a tensor; None where padding meets what might see it."""
+        """Return all tensors that grow with a tensor; None where a call might use the padding."""
         longer_dims, open_refs = {start: longer}, [start]
         while open_refs:
             ref = open_refs.pop()
@@ -96,7 +98,7 @@ class Scope:
         return longer_dims
 
     def _with(self, node: Node, ref: Ref, longer: Longer) -> list[tuple[Ref, Longer]] | None:
-        """What a call takes and makes that is longer with one of them; None for a call that mixes heads."""
+        """Return the operands and results of a call that grow with one of them; None for a call that mixes heads."""
         name, rule = base_name(node.op), rule_for(node, tuple(self.metas[tensor_ref] for tensor_ref in node.inputs))
         is_known = name in MOVES | COPIES | PRODUCTS | NORMS | SUMS | POINTWISE | ATTENTION | {"softmax"}
         if rule is None or not is_known:
@@ -117,7 +119,7 @@ class Scope:
         is_taken = any(other for _, other in with_it[: len(consumed)])
         is_made = any(other for _, other in with_it[len(consumed) :])
         is_kept = factor not in rule.blocked and (is_taken or name in COPIES) and (is_made or name in PRODUCTS)
-        # One tensor in two roles: x @ x.T
+        # One tensor as two operands: x @ x.T
         is_clear = len({tensor_ref for tensor_ref, _ in longer_ones}) == len(set(longer_ones)) and not any(
             other is None and any(tensor_ref == one for one, _ in longer_ones) for tensor_ref, other in with_it
         )
@@ -129,7 +131,7 @@ def _results(node: Node) -> list[Ref]:
 
 
 def _loop(rule: Rule, dim: Sequence[str], longer: Longer) -> tuple[str, Longer] | None:
-    """The factor of a dim that has the units, and how they lie in it (dim -1)."""
+    """Return the factor of a dim that has the units, and their layout in it (dim -1)."""
     for position, factor in enumerate(dim):
         before = math.prod(rule.sizes[inner] for inner in dim[:position])
         after = math.prod(rule.sizes[inner] for inner in dim[position + 1 :])
@@ -141,7 +143,7 @@ def _loop(rule: Rule, dim: Sequence[str], longer: Longer) -> tuple[str, Longer] 
 
 
 def _placed(rule: Rule, dims: Dims, factor: str, inside: Longer) -> Longer | None:
-    """How a tensor with `dims` is longer with a factor; None if it lacks the factor."""
+    """Return how a tensor with `dims` grows with a factor; None if it lacks the factor."""
     for number, dim in enumerate(dims):
         if factor in dim:
             position = dim.index(factor)
@@ -152,15 +154,16 @@ def _placed(rule: Rule, dims: Dims, factor: str, inside: Longer) -> Longer | Non
 
 
 class Unproven(Exception):
-    """A call for which padding might be no number."""
+    """A call whose padding might be nan."""
 
 
 def not_zero(scope: Scope, longer_dims: Mapping[Ref, Longer]) -> set[tuple[str, Ref]] | None:
-    """(call, tensor) of all whose padding is summed over and not known to be zeros, given that of parameters is zeros.
+    """Return (call, tensor) of all padding that is summed over and not known to be zero, if padding of parameters is
+    zero.
 
-    None where a value or a derivative in the padding might not be finite. With zeros in all that such sums take, no
-    loss and no gradient but those of padding itself are other than without it, and those are 0: sums over heads send
-    nothing back to padding, and each call before them is of one head and has finite derivatives.
+    None where a value or a derivative in the padding might not be finite. With zeros in all such sums, padding changes
+    no loss and no gradient but its own, which is 0: sums over heads send nothing back to padding, and each call before
+    them treats one head and has finite derivatives.
     """
     fillings: dict[Ref, float | None] = {ref: 0.0 for ref in longer_dims if ref in scope.parameters}
     summed: set[tuple[str, Ref]] = set()
@@ -177,7 +180,7 @@ def not_zero(scope: Scope, longer_dims: Mapping[Ref, Longer]) -> set[tuple[str, 
 
 
 def _filling(node: Node, fillings: Mapping[Ref, float | None]) -> float | None:
-    """The number that all padding of a call's results is; None for finite ones that are not known."""
+    """Return the number that fills the padding of a call's results; None for finite unknown numbers."""
     name, arguments = base_name(node.op), arguments_of(node)
     operands = [fillings[ref] for ref in node.inputs if ref in fillings]
     same = operands[0] if len(set(operands)) == 1 else None
@@ -211,7 +214,7 @@ def _pointwise(
 
 
 def _at(node: Node, numbers: Sequence[float]) -> float:
-    """A pointwise call of numbers; Unproven where it or a derivative is not finite."""
+    """Return a pointwise call of numbers; raise Unproven if it or a derivative is not finite."""
     op = find_op(node.op)
     if op is None:
         raise Unproven

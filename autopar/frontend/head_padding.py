@@ -1,9 +1,10 @@
-"""Heads that a degree does not divide: attention gets heads of padding, whose weights are zeros.
+"""Pad the heads of attention to a number that a degree divides, by heads whose weights are zeros.
 
-A head whose queries, keys and values are made by rows of zeros gives 0, and meets columns of zeros in the layer that
-takes all heads in: neither the loss nor any gradient sees it, and with an elementwise update its weights stay zeros.
-Of grouped heads either groups of padding are added, or to each group query heads of padding; these see the group's
-values, so that what they give is multiplied by 0.
+A head whose queries, keys and values come from rows of zeros gives 0, and meets columns of zeros in the layer that
+takes all heads in. Neither the loss nor any gradient changes, and an elementwise update keeps its weights zero.
+
+For grouped heads, either groups are padded, or the query heads of each group. These see the group's values, so their
+results are multiplied by 0.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _SIZED = frozenset({"view", "reshape", "unsafe_view", "expand"})
 
 
 def with_whole_heads(graph: Graph, multiple: int) -> Graph:
-    """The graph with numbers of heads that `multiple` divides, wherever that is exact; itself where none is so."""
+    """Return the graph with numbers of heads that `multiple` divides, wherever that is exact; itself if nowhere."""
     if multiple == 1:
         return graph
     runs = [piece for piece in graph.body if isinstance(piece, LayerRun)]
@@ -69,7 +70,7 @@ def with_whole_heads(graph: Graph, multiple: int) -> Graph:
 
 
 def _read_once(graph: Graph, runs: Sequence[LayerRun]) -> set[str]:
-    """Names of parameters that one scope reads, under their first names."""
+    """Return names of parameters that one scope reads, under their first names."""
     first = {name: p.name for p in graph.parameters for name in (p.name, *p.aliases)}
     readers: dict[str, set[tuple[str, str]]] = {}
     for run in runs:
@@ -109,7 +110,7 @@ class _Padding:
         multiple: int,
         runs: Sequence[LayerRun] = (),
     ) -> _Padding:
-        """What is padded of a scope. parameters: names of those that are read there alone."""
+        """Return the padding of a scope. parameters: names of those that only this scope reads."""
         metas_of = {Ref(name): meta for name, meta in metas.items()}
         pieces: list[Node | LayerRun] = [*nodes, *runs]
         metas_of |= {Ref(piece.name, i): meta for piece in pieces for i, meta in enumerate(piece.outputs)}
@@ -132,7 +133,7 @@ class _Padding:
         return cls(scope, longer_dims, frozenset(masked), {ref.node for ref in metas_of})
 
     def rewritten(self, node: Node) -> Iterator[Node]:
-        """A call, and those that zero what it sums over."""
+        """Yield a call after those that zero the padding of its sums."""
         zeroed: dict[Ref, Ref] = {}
         for ref in dict.fromkeys(node.inputs):
             if (node.name, ref) in self.masked:
@@ -144,7 +145,7 @@ class _Padding:
         yield rewired if outputs == node.outputs else self._sized(replace(rewired, outputs=outputs))
 
     def is_right(self) -> bool:
-        """Whether torch gives the calls that name sizes the shapes that are expected."""
+        """Return whether torch gives the calls with sizes among their arguments the expected shapes."""
         for node in self.scope.nodes:
             (*_, new) = self.rewritten(node)
             if new == node or base_name(node.op) in ATTENTION:
@@ -162,7 +163,7 @@ class _Padding:
         return self.longer[ref].lengthened(meta) if ref in self.longer else meta
 
     def _sized(self, node: Node) -> Node:
-        """A call that makes longer tensors, with the sizes among its arguments."""
+        """Return a call that makes longer tensors, with the new sizes among its arguments."""
         name, arguments = base_name(node.op), arguments_of(node)
         shape = node.outputs[0].shape
         changed: dict[str, Any] = {}
@@ -192,7 +193,7 @@ class _Padding:
         return _with_arguments(node, changed)
 
     def _slice(self, node: Node, arguments: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-        """One of equal sections stays that."""
+        """Return the bounds of a slice of a longer tensor; a slice of one of equal sections stays that."""
         dim, longer = arguments["dim"] % len(shape), self.longer[Ref(node.name)]
         if longer.dim != dim:
             return {}
@@ -201,7 +202,7 @@ class _Padding:
         return {"start": start, "end": start + shape[dim]}
 
     def _zeroed(self, ref: Ref, module: str) -> list[Node]:
-        """A tensor times 0 in its padding and 1 elsewhere."""
+        """Return a tensor times 0 in its padding and 1 elsewhere."""
         longer, meta = self.longer[ref], self.longer[ref].lengthened(self.scope.metas[ref])
         size, whole = meta.shape[longer.dim], longer.units * longer.inner
         steps: list[tuple[str, int | torch.dtype]] = [("aten.arange.default", size)]
@@ -226,9 +227,9 @@ class _Padding:
 
 
 def _candidates(node: Node, metas: Mapping[Ref, TensorMeta], multiple: int) -> list[Longer]:
-    """Ways in which a call of attention, or the softmax of one, may have more heads, the fewest first.
+    """Return ways to pad the heads of an attention call, or of its softmax, the fewest heads first.
 
-    A way is worth it where the padded heads are less than twice those of the model.
+    A way is worthwhile if the padded heads are less than twice those of the model.
     """
     name = base_name(node.op)
     if (name not in ATTENTION and name != "softmax") or len(node.meta.shape) != 4:
@@ -238,7 +239,7 @@ def _candidates(node: Node, metas: Mapping[Ref, TensorMeta], multiple: int) -> l
     groups = keys[1] if len(keys) == 4 and keys[1] > 1 else heads
 
     def is_shared(total: int, total_groups: int) -> bool:
-        """Whether one loop of the attention is divided: that of groups, or that of the heads of one."""
+        """Return whether one loop of the attention is divided: over groups, or over the heads of a group."""
         return total_groups % multiple == 0 or (groups < heads and total // total_groups % multiple == 0)
 
     candidates = []
@@ -256,7 +257,7 @@ def _candidates(node: Node, metas: Mapping[Ref, TensorMeta], multiple: int) -> l
 
 
 def _shapes(node: Node, metas: Sequence[TensorMeta]) -> list[tuple[int, ...]]:
-    """What torch makes of tensors without memory."""
+    """Return torch's shapes for a call on fake tensors."""
     tensors = iter([torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in metas])
     args, kwargs = map_refs((node.args, node.kwargs), lambda _: next(tensors))
     op = find_op(node.op)
@@ -265,7 +266,7 @@ def _shapes(node: Node, metas: Sequence[TensorMeta]) -> list[tuple[int, ...]]:
 
 
 def _with_arguments(node: Node, changed: Mapping[str, Any]) -> Node:
-    """The call with arguments of those names changed, each where it stands."""
+    """Return the call with the arguments of those names replaced in place."""
     if not changed:
         return node
     names = list(arguments_of(node))

@@ -1,9 +1,10 @@
-"""Gradients that forward takes itself, as ordinary operators: `torch.autograd.grad` and transforms of `torch.func`.
+"""Trace gradients that forward takes itself as ordinary operators: `torch.autograd.grad` and transforms of
+`torch.func`.
 
-`torch.autograd.grad` is one operator while forward is traced. When the export is read, the calls between its inputs and
-outputs are found in the graph, their vector-Jacobian product is traced, and its calls stand in the operator's place
-(`write_out`). A transform of `torch.func` is traced below itself where it is called, and the calls that it comes to are
-made there (`_Region`). Both give the backward operators of aten, which autograd differentiates again.
+`torch.autograd.grad` is one operator while forward is traced. The import of the export finds the calls between its
+inputs and outputs, traces their vector-Jacobian product, and puts these calls in the operator's place (`write_out`). A
+transform of `torch.func` is traced below its own level at its call, and the resulting calls are made there (`_Region`).
+Both give the backward operators of aten, which autograd differentiates again.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _did_differentiate: ContextVar[list[bool] | None] = ContextVar("_did_differentia
 
 @torch.library.custom_op("autopar_inner::gradient", mutates_args=())
 def _gradient(outputs: list[Tensor], inputs: list[Tensor], grad_outputs: list[Tensor], is_graph: bool) -> list[Tensor]:
-    """The gradients of outputs by inputs. given: those of the outputs, all ones where the list is empty."""
+    """Return the gradients of outputs by inputs. given: those of the outputs, all ones if the list is empty."""
     return [torch.empty_like(tensor) for tensor in inputs]
 
 
@@ -60,7 +61,7 @@ GRADIENT = torch.ops.autopar_inner.gradient.default
 
 @contextlib.contextmanager
 def traceable_gradients() -> Iterator[None]:
-    """Within it, gradients that forward takes are traced."""
+    """Context manager in which gradients that forward takes are traced."""
     engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run(
@@ -101,7 +102,7 @@ def _transform(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _vjp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`vjp` as forward, and a function that computes forward again beside its product."""
+    """Return `vjp` as forward calls it, whose function runs forward again beside its product."""
 
     def call(function: Any, *primals: Any, **options: Any) -> Any:
         _note()
@@ -123,7 +124,7 @@ def _vjp(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _vmap(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A `vmap` of what differentiates is a region; any other stays as it is (`vmaps.py`)."""
+    """Return `vmap` with differentiating functions as regions; any other stays as it is (`vmaps.py`)."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_inside.get():
@@ -148,7 +149,7 @@ def _note() -> None:
 
 
 class _Region:
-    """A call traced below all transforms, to be made again, call by call, where it stands."""
+    """A call traced below all transforms, to be made again, call by call, in its place."""
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         leaves, form = tree_flatten((args, kwargs))
@@ -181,7 +182,7 @@ class _Region:
             )
 
     def result(self) -> Any:
-        """Make the calls on the tensors that were given, and return what the function returned."""
+        """Make the calls on the given tensors, and return the function's result."""
         values: dict[torch.fx.Node, Any] = {}
         tensors_left = iter(self.tensors)
         for node in self.graph.graph.nodes:
@@ -198,7 +199,7 @@ class _Region:
 
 
 def _like(value: Tensor) -> Tensor:
-    """A tensor without memory that no transform, mode or graph knows."""
+    """Return a fake tensor that no transform, mode or graph tracks."""
     if not isinstance(value, FakeTensor):
         return value.detach()
     with value.fake_mode:
@@ -225,7 +226,7 @@ def _marked(outputs: tuple[Any, ...], inputs: tuple[Any, ...], grad_outputs: tup
 
 
 def write_out(program: torch.export.ExportedProgram) -> None:
-    """Put the calls of backward in the place of every `torch.autograd.grad` of a program."""
+    """Replace every `torch.autograd.grad` of a program by the calls of its backward."""
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in list(module.graph.nodes):
@@ -253,7 +254,7 @@ class _Gradient:
         )
 
     def calls(self) -> list[torch.fx.Node]:
-        """Return the calls that lead from the inputs to the outputs and are differentiated."""
+        """Return the differentiated calls that lead from the inputs to the outputs."""
         before = list(self.graph.nodes)
         before = before[: before.index(self.node)]
         reached = set(self.inputs)
@@ -280,7 +281,7 @@ class _Gradient:
             for call_node in needed
             if is_write(call_node) and base_name(str(call_node.target)) != "batch_norm"
         ]:
-            for written in written_by(call_node):  # which holds what was written to it where the calls stand again
+            for written in written_by(call_node):  # whose memory has been written to by the time the calls run again
                 if not isinstance(written.target, torch._ops.OpOverload):
                     raise self.refused(f"{call_node.target} writes to a tensor that is used otherwise", call_node)
                 needed.add(written)
@@ -289,7 +290,7 @@ class _Gradient:
         return calls
 
     def check_writes(self, after: list[torch.fx.Node], calls: list[torch.fx.Node]) -> None:
-        """Raise TraceError for a write to what the calls read or made, by a call that is none of them."""
+        """Raise TraceError for a write to operands or results of the calls by any other call."""
         regular = {*calls, *self.inputs, *(source for write in calls for source in write.all_input_nodes)}
         for write in after:
             if write in calls or not is_write(write) or base_name(str(write.target)) == "batch_norm":
@@ -301,7 +302,7 @@ class _Gradient:
                 raise self.refused(f"{write.target} writes to a tensor that is used otherwise", write)
 
     def call(self, node: torch.fx.Node) -> Callable[..., Any]:
-        """Return what computes a call again, and changes nothing. Raises TraceError for what cannot be."""
+        """Return calls that compute a call again, without side effects. Raises TraceError where that is impossible."""
         target: Any = node.target
         if not isinstance(target, torch._ops.OpOverload):
             return target  # type: ignore[no-any-return]
@@ -338,7 +339,9 @@ class _Gradient:
                         getattr(call_node.target, "_overloadname", "")
                         and base_name(str(call_node.target)) == "batch_norm"
                     ):
-                        args = (*args[:3], None, None, *args[5:]) if args[5] else args  # its statistics are kept once
+                        args = (
+                            (*args[:3], None, None, *args[5:]) if args[5] else args
+                        )  # its statistics are updated once
                     results[call_node] = targets[call_node](*args, **kwargs)
                 return [results[call_node] for call_node in self.outputs]
 

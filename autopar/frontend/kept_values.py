@@ -1,8 +1,8 @@
-"""Whether a forward that keeps what it computed in its first call (a table by length) computes the same later.
+"""Decide whether a forward that caches values of its first call (a table by length) computes the same later.
 
-Two recorded forwards are read as expressions: of inputs, of tensors of the model, and of what the first has left. A
-tensor in memory is its content and the writes to it, each to a view of it. The second forward reads what the first
-wrote as the expression that was written, if that depends on nothing that changes between steps.
+Two recorded forwards are read as expressions: of inputs, of tensors of the model, and of values that the first has
+left. A tensor in memory is its content and the writes to its views. The second forward reads values of the first as the
+written expressions, if these depend on nothing that changes between steps.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from autopar.frontend.recorder import Record, Source, sources_in
 from autopar.ir.graph import base_name
 
 Name = tuple[Any, ...]
-"""Where a tensor of a record comes from."""
+"""The origin of a tensor in a record."""
 _IDENTITIES = frozenset(
     ["alias", "detach", "lift_fresh", "lift_fresh_copy", "clone", "contiguous", "to", "copy", "slice", "expand"]
     + ["view", "reshape", "type_as", "expand_as", "view_as"]
 )
-"""Operators that return a constant as it is where shape and dtype stay."""
+"""Operators that return a constant unchanged if shape and dtype stay."""
 
 
 def compute_alike(first: Record, second: Record, named: Mapping[str, Tensor], fixed: Iterable[str]) -> bool:
-    """Whether two consecutive forwards compute the same loss and leave the same in the model's tensors.
+    """Return whether two consecutive forwards compute the same loss and leave the same values in the model's tensors.
 
     named: the model's tensors when the second began. fixed: those whose values stay, unless a forward writes to them.
     """
@@ -49,7 +49,7 @@ def compute_alike(first: Record, second: Record, named: Mapping[str, Tensor], fi
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One operator that takes a view. is_same: shape and dtype are those of what it is a view of."""
+    """One operator that takes a view. is_same: the view has the shape and dtype of its base."""
 
     operator: OpOverload
     rest: Any
@@ -94,7 +94,7 @@ class _Symbols:
         return self._is_fixed[number]
 
     def old(self, number: int) -> int:
-        """An expression of an earlier forward: itself, or a value of then."""
+        """Return an expression of an earlier forward: itself, or an earlier value."""
         return number if self.is_fixed(number) else self.of(("old", number), is_fixed=False)
 
     def view(self, number: int, step: _Step) -> int:
@@ -104,8 +104,9 @@ class _Symbols:
 
 
 class _Reader:
-    """One record, as expressions. start: what memory is before it, by name. kept: expressions of an earlier record's
-    tensors."""
+    """One record, as expressions. start: contents of memory before it, by name. kept: expressions of an earlier
+    record's tensors.
+    """
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class _Reader:
                 self._call(position + 1, *entry)
 
     def place(self, name: Name) -> _Place:
-        """Where a tensor is in memory."""
+        """Return the memory of a tensor, and the view of it."""
         if name not in self._places:
             self._places[name] = _Place(name)
         return self._places[name]
@@ -151,7 +152,7 @@ class _Reader:
         return self.read(_Place(name))
 
     def left(self, record: Record, named: Mapping[str, Tensor]) -> list[tuple[str, _Memory]]:
-        """Return the contents of the model's tensors as the next forward finds them."""
+        """Return the contents of the model's tensors for the next forward."""
         memories = []
         for tensor_name, tensor in named.items():
             name = record.name_of(tensor)
@@ -176,7 +177,7 @@ class _Reader:
         return number
 
     def _described(self, value: Any) -> Any:
-        """Arguments with numbers of expressions in the place of tensors."""
+        """Return arguments with tensors replaced by numbers of expressions."""
         if isinstance(value, Source):
             return "#", self.read(self.place(value[1]))
         if isinstance(value, (tuple, list)):
@@ -226,7 +227,7 @@ class _Reader:
 
 
 def _targets(operator: OpOverload, operands: Any) -> list[Source]:
-    """The operands that an operator writes to."""
+    """Return the operands that an operator writes to."""
     args, kwargs = operands[0], dict(operands[1])
     sources: list[Source] = []
     for index, argument in enumerate(operator._schema.arguments):
@@ -242,7 +243,7 @@ def _is_view(operator: OpOverload) -> bool:
 
 
 def _numbers(described: Any) -> Iterator[int]:
-    """The expressions in what `_described` returns."""
+    """Return the expressions in a result of `_described`."""
     if isinstance(described, tuple):
         if len(described) == 2 and described[0] == "#":
             yield described[1]
@@ -252,7 +253,7 @@ def _numbers(described: Any) -> Iterator[int]:
 
 
 def _plain(value: Any) -> Any:
-    """Arguments without tensors, apart by their types."""
+    """Return arguments without tensors, distinguished by type."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
     return (type(value), value) if isinstance(value, (bool, int, float)) else value
