@@ -223,7 +223,7 @@ class Unwritten(TorchFunctionMode):
 
 
 def leaves(arguments: Any) -> Iterator[Any]:
-    """Return the leaves as `tree_iter` does, which takes ten times as long for a few tensors and numbers."""
+    """Yield the leaves as `tree_iter` does, which takes ten times as long for a few tensors and numbers."""
     kind = type(arguments)
     if kind is tuple or kind is list:
         for argument in arguments:

@@ -57,7 +57,7 @@ class Truncation:
         return self.first + self.num_kept
 
     def with_longer_periods(self) -> Iterator[Truncation]:
-        """Return this cut, and cuts with multiples of its period, while they delete anything."""
+        """Yield this cut, and cuts with multiples of its period, while they delete anything."""
         for period in range(self.period, self.num_repeating // 2 + 1, self.period):
             cut = replace(self, period=period)
             if cut.num_kept < self.num_repeating:

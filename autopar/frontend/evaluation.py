@@ -53,9 +53,7 @@ def why_no_evaluation(
         shorten(skeleton, cuts)
         loss = loss_skeleton(loss_fn, fake)
         forward = partial(forward_and_loss, loss_fn=loss, batch=batch, with_logits=with_logits)
-        with contextlib.suppress(
-            Exception
-        ):  # a forward that cannot be recorded may still be exported; it only cannot evaluate
+        with contextlib.suppress(Exception):  # it may still be exported; the program only cannot evaluate
             return record(skeleton, (), batch, forward, Results(fake), loss)
         return None
 

@@ -75,7 +75,7 @@ def functions_of(model: nn.Module, functions: tuple[Any, ...] = ()) -> list[type
 
 
 def named_by_functions(model: nn.Module, functions: tuple[Any, ...]) -> list[Any]:
-    """Yield functions, cached functions and containers: of modules' classes, `functions`, and those that they name."""
+    """Return functions, cached functions and containers: of modules' classes, `functions`, and those that they name."""
     kinds = dict.fromkeys(kind for module in modules_of(model) for kind in type(module).__mro__)
     waiting: list[Any] = [*kinds, *functions]
     waiting += [member for module in modules_of(model) for member in attributes_of(module).values() if callable(member)]

@@ -339,9 +339,8 @@ class _Gradient:
                         getattr(call_node.target, "_overloadname", "")
                         and base_name(str(call_node.target)) == "batch_norm"
                     ):
-                        args = (
-                            (*args[:3], None, None, *args[5:]) if args[5] else args
-                        )  # its statistics are updated once
+                        # Its statistics are updated once.
+                        args = (*args[:3], None, None, *args[5:]) if args[5] else args
                     results[call_node] = targets[call_node](*args, **kwargs)
                 return [results[call_node] for call_node in self.outputs]
 

@@ -80,7 +80,7 @@ def _whole(ref: Ref, dim: int, metas: dict[Ref, TensorMeta]) -> list[Piece]:
 
 
 def _cut(pieces: list[Piece], start: int, end: int) -> Iterator[Piece]:
-    """Return the pieces between two positions of joined pieces."""
+    """Yield the pieces between two positions of joined pieces."""
     for ref, first, last in pieces:
         length = last - first
         if max(start, 0) < min(end, length):

@@ -243,7 +243,7 @@ def _is_view(operator: OpOverload) -> bool:
 
 
 def _numbers(described: Any) -> Iterator[int]:
-    """Return the expressions in a result of `_described`."""
+    """Yield the expressions in a result of `_described`."""
     if isinstance(described, tuple):
         if len(described) == 2 and described[0] == "#":
             yield described[1]

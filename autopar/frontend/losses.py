@@ -1,7 +1,7 @@
-"""Losses whose mean divides by more than a number of rows, written as what they are: a sum over a sum.
+"""Rewrite losses whose mean divides by other counts than rows as a sum over a sum.
 
 `nll_loss`, cross-entropy with class weights and cross-entropy over more than one position per row divide by the weights
-of the targets that count. As two sums they can be cut over ranks and over micro-batches, the divisor being known from
+of the targets that count. As two sums they can be cut over ranks and over micro-batches, since the divisor follows from
 the batch alone. Plain cross-entropy over [N, C] stays: the run time has one that takes the count from outside.
 """
 
@@ -25,7 +25,7 @@ _NAMES = {
 
 
 def split_means(flat: FlatGraph) -> None:
-    """Every such mean becomes `sum / (sum of the weights of the targets)`, as torch defines it."""
+    """Rewrite every such mean as `sum / (sum of the weights of the targets)`, as torch defines it."""
     if not any(node.op in _NAMES for node in flat.nodes):
         return
     metas = flat.metas()
@@ -58,12 +58,12 @@ class _Split:
         return [*self.calls, replace(self.node, op="aten.div.Tensor", args=(total, count), kwargs=())]
 
     def summed(self) -> tuple[Any, ...]:
-        """The loss' own arguments, for a sum."""
+        """Return the loss' arguments, for a sum."""
         arguments = {**self.arguments, "reduction": _SUM}
         return tuple(arguments[name] for name in _NAMES[self.node.op] if name in arguments)
 
     def weights_of_targets(self, target: Ref, meta: TensorMeta, weight: Ref | None) -> Ref:
-        """The weights of all targets that are not ignored, added up; without weights, how many there are."""
+        """Return the sum of the weights of all targets that are not ignored; their number if there are no weights."""
         mask = TensorMeta(meta.shape, torch.bool)
         valid = self.make("valid", "aten.ne.Scalar", target, self.arguments["ignore_index"], meta=mask)
         if weight is None:

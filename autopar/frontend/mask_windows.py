@@ -1,13 +1,13 @@
-"""Masks that are windows: which keys a query sees by its position alone, proven from what computes the mask.
+"""Prove that masks are windows: which keys a query sees by its position alone, from the calls that compute the mask.
 
-A mask is a window if it is true (or zero, of a mask that is added) exactly where a conjunction of these holds for query
-p and key s, which is what transformers' masks of sliding windows and chunks are, and causal ones:
+A mask is a window if it is true (or zero, for an added mask) exactly where a conjunction of these holds for query p and
+key s. Causal masks and transformers' masks of sliding windows and chunks are windows.
 
     p - s <= before        s - p <= after        floor(p / chunk) = floor(s / chunk)
 
-It is proven from the calls: numbers that are whole combinations c + a p + b s of a tensor's indices, what is divided of
-them, comparisons of two such, conjunctions, and what these are moved and expanded by. Whatever else a mask is made of
-may be evaluated where it depends on nothing and is small; then the window is read off the values, all of them.
+The calls prove it: integer combinations c + a p + b s of a tensor's indices, their quotients, comparisons of two such,
+conjunctions, and moves and expansions of these. Any other part of a mask may be evaluated if it depends on no input and
+is small; then the window is read off all of its values.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _UNBOUNDED = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Elements start + sum of index[d] * i_d, over dims counted from the end; divided: by that, rounded down."""
+    """Elements start + sum of index[d] * i_d, over dims counted from the end; divided: by that number, rounded down."""
 
     start: int
     index: tuple[tuple[int, int], ...] = ()
     divided: int = 1
 
     def plus(self, other: Numbers, sign: int = 1) -> Numbers | None:
-        """The sum or the difference, of what is not divided."""
+        """Return the sum or the difference, of undivided numbers."""
         if self.divided != 1 or other.divided != 1:
             return None
         steps = dict(self.index)
@@ -52,8 +52,11 @@ def _numbers(start: int, steps: Mapping[int, int]) -> Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """Elements that are true where all conditions hold: `at_least` numbers that are at least 0, and pairs of numbers
-    that are equal when divided. is_mask: of a floating tensor that is 0 there, and -inf or the least number else."""
+    """Elements that are true where all conditions hold.
+
+    at_least: numbers that are at least 0; also pairs of numbers that are equal when divided. is_mask: of a floating
+    tensor that is 0 where the conditions hold, and -inf or the least number elsewhere.
+    """
 
     at_least: tuple[Numbers, ...] = ()
     equal: tuple[tuple[Numbers, Numbers], ...] = ()
@@ -64,7 +67,7 @@ Form = Numbers | Truth
 
 
 def forms_of(nodes: list[Node], metas: Mapping[Ref, TensorMeta]) -> dict[Ref, Form]:
-    """What is known of the tensors that calls make of nothing but positions."""
+    """Return the forms of tensors that calls compute from positions alone."""
     forms: dict[Ref, Form] = {}
     for node in nodes:
         if len(node.outputs) == 1 and all(ref in forms for ref in node.inputs):
@@ -75,14 +78,14 @@ def forms_of(nodes: list[Node], metas: Mapping[Ref, TensorMeta]) -> dict[Ref, Fo
 
 
 def hides_nothing(form: Form | None, values: torch.Tensor | None) -> bool:
-    """Whether a mask of any dims leaves all keys to all queries."""
+    """Return whether a mask of any dims shows all keys to all queries."""
     if isinstance(form, Truth) and not form.equal:
         return all(not numbers.index and numbers.start >= 0 for numbers in form.at_least)
     return values is not None and not bool((~values if values.dtype == torch.bool else values).any())
 
 
 def window_of(form: Form | None, values: torch.Tensor | None, lengths: Collection[int]) -> Window | None:
-    """The window that a mask is, of what is known of it. lengths: its dims', and of queries and keys."""
+    """Return the window of a mask, from its form or its values. lengths: of its dims, and of queries and keys."""
     if hides_nothing(form, values):
         return Window()
     if len(set(lengths)) > 1:
@@ -92,7 +95,7 @@ def window_of(form: Form | None, values: torch.Tensor | None, lengths: Collectio
 
 
 def window_of_form(form: Form | None, length: int) -> Window | None:
-    """The window that a mask [..., L, L] is."""
+    """Return the window of a mask [..., L, L], from its form."""
     if not isinstance(form, Truth):
         return None
     before: int | None = None
@@ -115,7 +118,9 @@ def window_of_form(form: Form | None, length: int) -> Window | None:
 
 
 def window_of_values(mask: torch.Tensor) -> Window | None:
-    """The window that a mask [..., L, L] of known values is. Float masks count -inf and the dtype's least as unseen."""
+    """Return the window of a mask [..., L, L] of known values. Float masks count -inf and the dtype's
+    least as hidden.
+    """
     rows = mask.reshape(-1, *mask.shape[-2:])
     if mask.dtype != torch.bool:
         if ((rows != 0) & (rows > torch.finfo(mask.dtype).min / 2)).any():
@@ -136,7 +141,9 @@ def window_of_values(mask: torch.Tensor) -> Window | None:
 
 
 def _shortest(window: Window, length: int) -> Window:
-    """Without bounds that hide nothing in a sequence of this length, or nothing that others do not."""
+    """Return the window without bounds that hide nothing in a sequence of this length, or nothing beyond
+    other bounds.
+    """
     chunk = window.chunk if window.chunk is not None and window.chunk < length else None
     least = length if chunk is None else chunk
     before, after = (None if side is None or side >= least - 1 else side for side in (window.before, window.after))
@@ -173,7 +180,7 @@ def _operand(value: Any, forms: Mapping[Ref, Form]) -> Form | None:
 def _arange(arguments: Mapping[str, Any], node: Node) -> Form | None:
     start, step = arguments.get("start", 0), arguments.get("step", 1)
     is_whole = node.meta.dtype in _UNBOUNDED and isinstance(start, int) and isinstance(step, int)
-    # A dim of one element may be expanded, and is at index 0 all along.
+    # A dim of one element may be expanded, and its index is 0 throughout.
     return _numbers(start, {-1: step} if node.meta.numel > 1 else {}) if is_whole else None
 
 
@@ -188,7 +195,7 @@ def _filled(arguments: Mapping[str, Any], node: Node) -> Form | None:
 
 
 def hides(value: float, dtype: torch.dtype) -> bool:
-    """Whether a score with this added has no share of the softmax: -inf and the dtype's least number."""
+    """Return whether a score plus this number has no share of the softmax: -inf and the dtype's least number."""
     return value <= torch.finfo(dtype).min / 2
 
 
@@ -201,7 +208,7 @@ _MAKERS = {
 # --- what moves dims --------------------------------------------------------------------------------------------------
 
 Moves = dict[int, int] | None
-"""Dim of the source -> dim of the result, both from the end; None: something else than moved dims."""
+"""Dim of the source -> dim of the result, both from the end; None: not a movement of dims."""
 
 
 def _same(source: tuple[int, ...], result: tuple[int, ...]) -> Moves:
@@ -209,7 +216,7 @@ def _same(source: tuple[int, ...], result: tuple[int, ...]) -> Moves:
 
 
 def _reshaped(source: tuple[int, ...], result: tuple[int, ...]) -> Moves:
-    """Where only dims of one element come or go."""
+    """Return the moved dims of a reshape that only adds or drops dims of one element."""
     here, there = ([dim for dim, size in enumerate(shape) if size != 1] for shape in (source, result))
     if [source[dim] for dim in here] != [result[dim] for dim in there]:
         return None
@@ -260,7 +267,7 @@ def _quotient(one: Form, other: Form) -> Form | None:
 
 
 def _at_least(least: int, swap: bool) -> Any:
-    """A comparison: what is at least `least` of the one less the other."""
+    """Return, for a comparison, the difference that is at least `least`."""
 
     def compared(one: Form, other: Form) -> Form | None:
         difference = _difference(other, one) if swap else _difference(one, other)
@@ -297,7 +304,7 @@ _CALCULATIONS = {
 
 
 def _masked(packet: str, arguments: Mapping[str, Any], forms: Mapping[Ref, Form], node: Node) -> Form | None:
-    """Triangles of what is true, and masks that are added, made of such that are true."""
+    """Return triangles of true elements, and added masks made of such."""
     if packet in ("tril", "triu") and arguments["self"] in forms:
         form, diagonal = forms[arguments["self"]], arguments["diagonal"]
         if not isinstance(form, Truth) or form.is_mask or 1 in node.meta.shape[-2:]:
@@ -316,7 +323,7 @@ def _masked(packet: str, arguments: Mapping[str, Any], forms: Mapping[Ref, Form]
 
 
 def negated(form: Form | None) -> Form | None:
-    """What is true where a single comparison is not."""
+    """Return the negation of a single comparison."""
     if not isinstance(form, Truth) or form.is_mask or form.equal or len(form.at_least) != 1:
         return None
     (kept,) = form.at_least
@@ -324,7 +331,7 @@ def negated(form: Form | None) -> Form | None:
 
 
 def _value(value: Any, forms: Mapping[Ref, Form]) -> Any:
-    """A number, that of a tensor of one value, or the form."""
+    """Return a number, the value of a tensor of one element, or the form."""
     form = forms.get(value) if isinstance(value, Ref) else None
     if isinstance(form, Truth) and form.is_mask and not form.equal and form.at_least in ((), (Numbers(-1),)):
         return -torch.inf if form.at_least else 0.0

@@ -1,8 +1,8 @@
-"""What a model and its loss hold beside parameters' values, as a trace read it; and what has changed since.
+"""The state of a model and its loss beside parameter values, as a trace read it, and its later changes.
 
 A program is made of constants that may change between steps: numbers, flags, plain tensors, buffers, submodules, modes.
-`ModelState` keeps what the trace read (`state_reads.py`), asks in some hundred microseconds whether all of it is the
-same, and says what is not. A large tensor that is written through `.data` in place is not seen.
+`ModelState` keeps those that the trace read (`state_reads.py`), tests in some hundred microseconds whether all are
+unchanged, and names those that changed. A write in place through `.data` to a large tensor goes unnoticed.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ from autopar.frontend.state_values import (
 
 _MODES = ("evaluation", "training")
 _SMALL, _MOST_SMALL = 4096, 8
-"""Elements of tensors whose values are compared, and how many tensors are."""
+"""The most elements of tensors whose values are compared, and the most such tensors."""
 
 
 class ModelState:
-    """A model's state and its loss's. reads: what a trace read of it, all of it where that is not known."""
+    """A model's state and its loss's. reads: the attributes that a trace read, or None if unknown: then all are
+    watched.
+    """
 
     def __init__(self, model: nn.Module, loss_fn: Any = None, reads: Reads | None = None) -> None:
         self.model, self.loss_fn, self.reads = model, loss_fn, reads or Reads()
@@ -63,8 +65,10 @@ class ModelState:
     # What there is ----------------------------------------------------------------------------------------------------
 
     def twin(self) -> ModelState:
-        """Another state, of the same model: numbers and all else that a program has as constants are as this one has
-        them, parts, buffers and modes as they are now."""
+        """Return another state of the same model: its numbers and other program constants are this state's.
+
+        Parts, buffers and modes are taken from the model now.
+        """
         twin = object.__new__(ModelState)
         vars(twin).update(vars(self))
         modules = dict(self._modules())
@@ -78,19 +82,19 @@ class ModelState:
         return twin
 
     def read_also(self, reads: Reads) -> None:
-        """Watch what another forward of the model reads, too, from the next `note` on."""
+        """Watch the reads of another forward of the model, too, from the next `note` on."""
         self.reads = self.reads.joined(reads)
 
     @classmethod
     def of_constants(cls, model: nn.Module, loss_fn: Any, reads: Reads) -> ModelState:
-        """A state for `plain_changes` alone: of a model that may be fake."""
+        """Return a state for `plain_changes` alone, of a model that may be fake."""
         state = object.__new__(cls)
         state.model, state.loss_fn, state.reads = model, loss_fn, reads
         state._note_constants()
         return state
 
     def note(self, keep_modes: bool = False) -> None:
-        """Take all of it as it is now. keep_modes: but for the modes of modules."""
+        """Take the present state. keep_modes: except the modes of modules."""
         self._note_constants()
         self._note_parts(self._modes if keep_modes else None)
 
@@ -109,21 +113,21 @@ class ModelState:
         self._join_attributes()
 
     def note_values(self) -> None:
-        """Take the values of parameters as they are now, and nothing else."""
+        """Take the present values of parameters, and nothing else."""
         self._values = ParameterValues(self._named_parameters())
 
     def deciding_buffers(self) -> dict[str, Tensor]:
-        """The buffers whose values decide what forward does."""
+        """Return the buffers whose values decide what forward does."""
         names = self.reads.deciding
         buffers = {n: b for p, m in self._modules() for n, b in named(p, m._buffers)} if names else {}
         return {name: buffer for name, buffer in buffers.items() if name.rpartition(".")[2] in names}
 
     def deciding(self) -> dict[str, Any]:
-        """The values of these buffers."""
+        """Return the values of these buffers."""
         return {name: buffer.tolist() for name, buffer in self.deciding_buffers().items()}
 
     def constants(self) -> Constants:
-        """The model's values that a program has as constants, as they are now."""
+        """Return the model's present values that a program has as constants."""
         return Constants(ModelState(self.model, self.loss_fn, self.reads)._constants())
 
     def _constants(self) -> Iterator[tuple[Any, Any]]:
@@ -140,7 +144,7 @@ class ModelState:
         yield from ((("deciding", name), repr(value)) for name, value in self.deciding().items())
 
     def _join_attributes(self) -> None:
-        """All plain attributes in one row, which is compared faster than one by one."""
+        """Put all plain attributes into one row, which compares faster than one by one."""
         self._getters = [(attributes.get, attributes.attributes) for attributes in self._attributes]
         self._plain = [value for attributes in self._attributes for value in attributes.values]
         self._own, self._own_lengths = (
@@ -149,7 +153,7 @@ class ModelState:
         )
 
     def _note_parts(self, modes: Mapping[str, bool] | None) -> None:
-        """Take parts, buffers and hooks as they are now; modes, too, where none are given."""
+        """Take parts, buffers and hooks as they are now; modes, too, unless `modes` is given."""
         modules = dict(self._modules())
         self._tables: list[tuple[str, str, dict[str, Any], tuple[Any, ...]]] = []
         for path, module in modules.items():
@@ -181,7 +185,7 @@ class ModelState:
             yield from ((f"loss_fn.{path}".rstrip("."), module) for path, module in named_modules(self.loss_fn))
 
     def _lines(self, module: nn.Module) -> Mapping[str, Line | None]:
-        """The attributes of a module that were read; all where that is not known."""
+        """Return the attributes of a module that were read; all where unknown."""
         lines = self.reads.attributes.get(type(module), {})
         if self.reads.is_complete:
             return lines
@@ -214,7 +218,7 @@ class ModelState:
         self._watch_value(("variable", name, (space,)), f"{name} of {space.label}", line, space)
 
     def _watch_value(self, key: Key, name: str, line: Line | None, holder: Any) -> None:
-        """Watch what `holder` (attributes of a module, a namespace) has under the key's name."""
+        """Watch the value in `holder` (attributes of a module, a namespace) under the key's name."""
         at = key[2][0] if key[0] == "attribute" else key[1]
         attributes = holder if key[0] == "attribute" else None
 
@@ -229,7 +233,7 @@ class ModelState:
             self._roots[key] = Root(key, name, line, get, None, self.reads.fields)
 
     def _watch_loss(self) -> None:
-        """Closures, arguments and attributes of a loss that is no module, and of functions that modules hold."""
+        """Watch closures, arguments and attributes of a loss function, and of functions that modules refer to."""
         functions: list[tuple[str, Any]] = []
         if not is_a(self.loss_fn, nn.Module):
             functions.append(("loss_fn", self.loss_fn))
@@ -245,7 +249,7 @@ class ModelState:
     # What has changed -------------------------------------------------------------------------------------------------
 
     def is_same(self, is_training: bool = True) -> bool:
-        """Whether nothing has changed; quick. is_training: modes count."""
+        """Return, quickly, whether nothing has changed. is_training: modes count."""
         return (
             self._are_attributes_same(is_training)
             and list(map(len, self._held)) == self._lengths
@@ -271,13 +275,13 @@ class ModelState:
         return all(attributes.is_same(is_training) for attributes in self._attributes)
 
     def _replaced(self) -> Iterator[tuple[Key, Any, Any]]:
-        """(place, old, new) of values that another one stands in the place of."""
+        """Yield (place, old, new) of replaced values."""
         for get, key, value in self._aliases:
             if (now := get()) is not value:
                 yield key, value, now
 
     def changes(self, is_training: bool = True) -> list[Change]:
-        """Return what has changed, one by one. is_training: modes count."""
+        """Return the changes, one by one. is_training: modes count."""
         if self.is_same(is_training):
             return []
         modes = self._changed_modes() if is_training else ()
@@ -288,15 +292,14 @@ class ModelState:
         return [*changes, *self._hooks.changes(self._named_parameters()), *self._values.changes()]
 
     def plain_changes(self) -> list[Change]:
-        """The numbers, flags and texts that have changed, wherever they are held. A new one has MISSING as its old
-        value."""
+        """Return the numbers, flags and texts that have changed, anywhere. A new one has MISSING as its old value."""
         changes = itertools.chain(self._changed_attributes(), self._changed_roots())
         return [
             change for change in changes if is_plain(change.new) and (is_plain(change.old) or change.old is MISSING)
         ]
 
     def kind_of(self, key: Key) -> Any:
-        """Equal for places that modules of one class have alike."""
+        """Return a key, equal for corresponding places in modules of one class."""
         return (type(self._module(key[1])), key[2]) if key[0] == "attribute" else key
 
     def _changed_modes(self) -> Iterator[Change]:
@@ -356,7 +359,7 @@ class ModelState:
             if not root.is_same():
                 yield from root.changes()
         for key, old, new in self._replaced():
-            # What several hold is looked into once; another in one of the places is told here.
+            # A value that several share is examined once; a replacement at one place is reported here.
             if is_a(old, Tensor) or is_plain(old) or any(root.value is old for root in self._roots.values()):
                 continue
             if not are_alike(leaves_of(old, self.reads.fields), leaves_of(new, self.reads.fields)):
@@ -366,7 +369,7 @@ class ModelState:
     # Places -----------------------------------------------------------------------------------------------------------
 
     def apply(self, values: Iterable[tuple[Key, Any]]) -> None:
-        """Put values of another process where they are there."""
+        """Put values from another process into their places here."""
         for key, value in values:
             self._put(key, value)
 
@@ -401,7 +404,7 @@ _REQUIRES_GRAD, _DATA_PTR = operator.attrgetter("requires_grad"), operator.metho
 
 
 def _getter(key: Key, get: Callable[[], Any], modules: Mapping[str, nn.Module]) -> Callable[[], Any]:
-    """How a value is read, of the module that is in its place now."""
+    """Return a function that reads a value from the module that is in its place now."""
     if key[0] != "attribute" or key[1] not in modules:
         return get
     return functools.partial(dict_of(modules[key[1]]).get, key[2][0], MISSING)

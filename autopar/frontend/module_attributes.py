@@ -1,4 +1,4 @@
-"""The plain attributes of one module: as they were, and whether they still are."""
+"""The plain attributes of one module, and their changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModuleAttributes:
         self.values: tuple[Any, ...] = self.get(attributes)
 
     def of(self, module: nn.Module) -> ModuleAttributes:
-        """The same values, asked of another module in this one's place."""
+        """Return the same values, compared with another module in this one's place."""
         copy = object.__new__(ModuleAttributes)
         vars(copy).update(vars(self))
         copy.module, copy.attributes = module, dict_of(module)
@@ -44,7 +44,7 @@ class ModuleAttributes:
         return (is_equal(attributes[self.names[0]], self.values[0]) or not is_training) and not any(self.changed())
 
     def changed(self) -> Iterator[tuple[str, Any, Any]]:
-        """(name, old, new) of each, but for the mode."""
+        """Yield (name, old, new) of changed attributes, except the mode."""
         for name, old in zip(self.names, self.values, strict=False):
             new = self.attributes.get(name, MISSING)
             if name != "training" and new is not old and not is_equal(old, new):
@@ -55,22 +55,22 @@ class ModuleAttributes:
 
 
 def class_with(kind: type, name: str) -> type | None:
-    """The class among a class's own and its bases that has an attribute."""
+    """Return the first class, among a class and its bases, that has an attribute."""
     return next((base for base in kind.__mro__ if name in vars(base)), None)
 
 
 def of_class(kind: type, name: str) -> Any:
-    """Return what a class or one of its bases has under a name, as it is there."""
+    """Return the raw attribute of a class or of one of its bases."""
     owner = class_with(kind, name)
     return MISSING if owner is None else vars(owner)[name]
 
 
 def is_in_training(module: nn.Module) -> bool:
-    """Whether a module says that it is; one without a mode of its own is."""
+    """Return whether a module is in training mode; a module without a mode is."""
     mode = dict_of(module).get("training", True)
     return type(mode) not in (bool, int, type(None)) or bool(mode)
 
 
 def alike_modes(modes: Mapping[str, bool]) -> Mapping[str, bool]:
-    """A model that is in evaluation mode as a whole is trained in training mode."""
+    """Return modes for comparison: a model that is in evaluation mode as a whole is trained in training mode."""
     return modes if any(modes.values()) else dict.fromkeys(modes, True)

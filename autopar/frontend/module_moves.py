@@ -1,4 +1,4 @@
-"""Modules that forward moves to where they are already: `expert.to(x.device)`, `self.float()`."""
+"""Modules that forward moves to their present place: `expert.to(x.device)`, `self.float()`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from autopar.frontend.fakes import in_this_thread
 
 @contextlib.contextmanager
 def moved_in_place() -> Iterator[None]:
-    """Within it, a module's methods that move or cast it (`to`, `cuda`, `float`) leave it as it is.
+    """Context manager in which methods that move or cast a module (`to`, `cuda`, `float`) leave it unchanged.
 
-    A program has its parameters and buffers on its own devices. Raises TraceError for a cast to another dtype.
+    A program places its parameters and buffers itself. Raises TraceError for a cast to another dtype.
     """
     original = nn.Module._apply
 
@@ -42,7 +42,7 @@ def moved_in_place() -> Iterator[None]:
 
 
 def _dtype_of(function: Callable[[Tensor], Any], dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a cast makes of one; the same where it moves to a device that is not here."""
+    """Return the dtype after a cast; the present one for a move to a device that does not exist here."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         try:
             result = function(torch.zeros((), dtype=dtype))

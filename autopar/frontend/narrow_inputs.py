@@ -1,4 +1,4 @@
-"""Inputs of the batch of which forward reads nothing but a rounded copy: they enter the program rounded."""
+"""Narrow inputs that forward reads only as a rounded copy: they enter the program rounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CASTS = ("aten.to.dtype", "aten._to_copy.default")
 
 
 def narrow_inputs(flat: FlatGraph) -> None:
-    """Give an input whose every use, views of it included, casts it to one half-precision dtype that dtype."""
+    """Give an input whose every use, through views too, casts it to one half-precision dtype that dtype."""
     readers: dict[Ref, list[Node]] = {}
     for node in flat.nodes:
         for ref in node.inputs:
@@ -38,9 +38,9 @@ def narrow_inputs(flat: FlatGraph) -> None:
 
 
 class _Uses:
-    """An input with its views, and the casts that they are read by.
+    """An input with its views, and the casts that read them.
 
-    dtype: what all of these cast to, in half precision; None where one does not. casts: what each is a cast of.
+    dtype: the half-precision dtype of all these casts; None if they differ. casts: cast -> its operand.
     """
 
     def __init__(self, ref: Ref, readers: Mapping[Ref, list[Node]], metas: Mapping[Ref, TensorMeta]) -> None:

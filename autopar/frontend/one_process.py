@@ -1,9 +1,9 @@
-"""torch.distributed as one process sees it, while forward is traced or run for comparison.
+"""Answer torch.distributed as for one process, while forward is traced or run for comparison.
 
-A program distributes one process's computation, so what forward or the loss asks of torch.distributed has the answers
-of one process: rank 0 of 1, and collectives that hand on what they are given. What has no such meaning (messages to
-another rank, groups, device meshes) is refused with the user's line. The functions themselves are changed, for this
-thread and as long as the context lasts, so that names that a script imported are answered, too.
+A program distributes one process's computation, so forward and the loss get the answers of one process: rank 0 of 1,
+and collectives that return their operands. Calls without such a meaning (messages to another rank, groups, device
+meshes) are refused with the user's line. The code of the functions themselves is exchanged, for this thread and while
+the context lasts, so that names that a script imported are answered, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLACE = {
     "GROUP_WORLD_SIZE": "1",
     "ROLE_WORLD_SIZE": "1",
 }
-"""What torchrun says to the only process of a run."""
+"""Environment variables that torchrun sets for the only process of a run."""
 
 _MODULES = (
     "torch.distributed.distributed_c10d",
@@ -56,11 +56,11 @@ _LEFT = frozenset(
         *(f"is_{name}_available" for name in ("backend", "gloo", "mpi", "nccl", "ucc", "xccl")),
     )
 )
-"""Functions that ask nothing of other ranks."""
+"""Functions that need nothing from other ranks."""
 
 
 class _Done:
-    """Stands for the handle of a collective that has ended."""
+    """Handle of a finished collective."""
 
     def wait(self, *args: Any) -> bool:
         return True
@@ -70,7 +70,7 @@ class _Done:
 
 
 class _Itself:
-    """Stands for a group of which this process is the only member."""
+    """Process group whose only member is this process."""
 
     def size(self) -> int:
         return 1
@@ -127,7 +127,7 @@ def _none(*args: Any, **named: Any) -> None:
 
 
 def _is_initialized() -> bool:
-    # A group that autopar started is none of the script's, which would have had none on one process.
+    # A group that autopar started is invisible to the script, which would have had none on one process.
     return dist.GroupMember.WORLD is not None and not is_own_group()
 
 
@@ -164,7 +164,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "gather_object": lambda value, object_gather_list=None, *args, **named: _objects(object_gather_list, value),
     "scatter_object_list": lambda outputs, values, *args, **named: _objects(outputs, values[0]),
 }
-"""By the functions of torch.distributed."""
+"""Answers by functions of torch.distributed."""
 
 _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "broadcast": _first,
@@ -178,7 +178,7 @@ _DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "all_to_all_single": lambda output, value, *args, **named: value,
     "_all_gather_base": lambda output, value, *args, **named: value,
 }
-"""By the functions of torch.distributed.nn.functional."""
+"""Answers by functions of torch.distributed.nn.functional."""
 
 _FUNCTIONAL: dict[str, Callable[..., Any]] = dict.fromkeys(
     (
@@ -195,12 +195,12 @@ _FUNCTIONAL: dict[str, Callable[..., Any]] = dict.fromkeys(
     ),
     _first,
 )
-"""By the functions of torch.distributed._functional_collectives."""
+"""Answers by functions of torch.distributed._functional_collectives."""
 
 
 @contextlib.contextmanager
 def as_one_process() -> Iterator[None]:
-    """Within it, this thread finds torch.distributed and torchrun's environment as one process does."""
+    """Context manager in which torch.distributed and torchrun's environment answer this thread as for one process."""
     if not dist.is_available():
         yield
         return
@@ -219,7 +219,7 @@ def as_one_process() -> Iterator[None]:
 
 @functools.cache
 def _answers() -> list[tuple[types.FunctionType, Callable[..., Any]]]:
-    """Each public function of torch.distributed with its answer."""
+    """Return each public function of torch.distributed with its answer."""
     return list(_each_answer())
 
 
@@ -251,14 +251,14 @@ def _refused(name: str) -> Callable[..., Any]:
 
 
 _replaced: dict[str, Callable[..., Any]] = {}
-"""What stands for a function whose code is exchanged, by a key that its code holds."""
+"""Replacements of functions whose code is exchanged, by a key in the new code."""
 
 
 @contextlib.contextmanager
 def _answered(function: types.FunctionType, answer: Callable[..., Any]) -> Iterator[None]:
-    """`function`, under whatever name it is held, gives the answer to calls of this thread."""
+    """Context manager in which `function`, under any name, gives the answer to calls of this thread."""
     inner = next((cell for cell in function.__closure__ or () if inspect.isfunction(cell.cell_contents)), None)
-    if inner is not None:  # torch's decorator, which calls what its cell holds
+    if inner is not None:  # torch's decorator, which calls the function in its cell
         original = inner.cell_contents
         inner.cell_contents = in_this_thread(answer, original)
         try:
@@ -287,14 +287,14 @@ def _answered(function: types.FunctionType, answer: Callable[..., Any]) -> Itera
 
 @functools.cache
 def _standing_for(key: str) -> types.CodeType:
-    """Return the code of a function that `answer` answers for. It runs among torch's globals, so it imports that."""
+    """Return the code of a function that calls `answer`. It runs among torch's globals, so it imports `answer`."""
     text = f"def call(*args, **kwargs):\n from {__name__} import answer\n return answer({key!r}, args, kwargs)\n"
     namespace: dict[str, Any] = {}
-    exec(compile(text, __file__, "exec"), namespace)  # constant text but for a function's own name
+    exec(compile(text, __file__, "exec"), namespace)  # constant text except a function's name
     code: types.CodeType = namespace["call"].__code__
     return code
 
 
 def answer(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call what stands for a function whose code is exchanged."""
+    """Call the replacement of a function whose code is exchanged."""
     return _replaced[key](*args, **kwargs)

@@ -8,13 +8,17 @@ from typing import Any
 import torch
 
 _DROPPED = ("device", "pin_memory", "layout", "memory_format", "non_blocking", "copy")
-"""Where and how a trace wanted a tensor to lie. The emitted program sets its own device."""
+"""Arguments for a tensor's device and layout in a trace. The emitted program sets its device."""
 _DROPPED_OF = (("aten.einsum.default", "path"),)
-"""Left out of one operator, too: torch.einsum finds an order of products itself, if opt_einsum is installed."""
+"""Arguments that one operator drops, too: torch.einsum finds an order of products itself, if opt_einsum
+is installed.
+"""
 
 
 def functional_overload(overload: torch._ops.OpOverload | None) -> torch._ops.OpOverload | None:
-    """The overload that takes what an in-place one takes and writes nothing: `pow.Tensor_Scalar` of `pow_.Scalar`."""
+    """Return the overload that takes an in-place one's arguments and writes nothing: `pow.Tensor_Scalar` of
+    `pow_.Scalar`.
+    """
     if overload is None:
         return None
     namespace, _, name = overload._schema.name.partition("::")
@@ -35,7 +39,9 @@ def is_write(node: torch.fx.Node) -> bool:
 
 
 def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """What a call writes to: one call, or several that wrote to the same memory before, as C++'s `1 - x` does."""
+    """Return the calls whose memory a call writes to: one, or several that wrote to it before, as C++'s
+    `1 - x` does.
+    """
     targets: list[Any] = [node.args[0]]
     while is_write(targets[-1]):
         targets.append(targets[-1].args[0])
@@ -43,6 +49,6 @@ def written_by(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 
 def kept_kwargs(op: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by name that a graph keeps of a call. Operators that are not torch's may mean anything by them."""
+    """Return the arguments by name that a graph keeps of a call. Operators outside torch may give them any meaning."""
     dropped = _DROPPED if op.startswith(("aten.", "autopar.")) else ()
     return {name: value for name, value in kwargs.items() if name not in dropped and (op, name) not in _DROPPED_OF}

@@ -1,7 +1,8 @@
-"""Numbers, flags and texts that forward itself changes: which these are, and that it changes them alike each time.
+"""Find the numbers, flags and texts that forward itself changes, and test that it changes them alike each time.
 
-A counter, a temperature that forward lowers, a term that begins after some calls. Forward runs once, and once more.
-With what the second call changed set back to what the first one found, it runs again, and has to leave the same.
+Examples: a counter, a temperature that forward lowers, a term that begins after some calls. Forward runs once, and once
+more. With the changes of the second call set back to the values after the first, it runs again, and must leave the
+same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from autopar.frontend.state_values import MISSING, Change, Key
 
 
 class OwnNumbers:
-    """The numbers that one model's forwards change, in modules, in objects that they hold and in the loss."""
+    """The numbers that one model's forwards change, in modules, in objects of theirs and in the loss."""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         self._state_of = partial(ModelState.of_constants, model, loss_fn)
@@ -30,22 +31,22 @@ class OwnNumbers:
         self.changes: list[Change] = []
 
     def note_first(self, reads: Reads) -> None:
-        """The first forward was run, which read all this."""
+        """Note the first forward and its reads."""
         self._once = {change.key: change for change in self._start.plain_changes()}
         self._middle, self._read = self._state_of(Reads()), self._state_of(reads)
 
     def changed_first(self) -> set[str]:
-        """The names of what the first forward changed."""
+        """Return the names of values that the first forward changed."""
         return {change.name for change in self._once.values()}
 
     def note_second(self) -> bool:
-        """The second forward was run. Whether it changed something that is followed, which is set back then.
+        """Note the second forward. Return whether it changed followed values, which are then set back.
 
-        Raises TraceError for what no process can be given.
+        Raises TraceError for values that cannot be sent to another process.
         """
         changes = self._middle.plain_changes()
         _refuse(change for change in changes if change.key is not None and change.key[0] == "variable")
-        # Of what objects hold, only what forward reads counts, and what was there: they may keep records of calls.
+        # Only values of objects that forward reads and that existed before count: objects may keep records of calls.
         read = {change.key for change in self._read.plain_changes() if change.old is not MISSING}
         self.changes = [change for change in changes if _is_attribute(change.key) or change.key in read]
         before = {change.key: self._once.get(change.key, change).old for change in self.changes}
@@ -55,7 +56,7 @@ class OwnNumbers:
         return bool(self.changes)
 
     def note_third(self) -> None:
-        """The forward was run again. Raises TraceError where it left something else than the first one did."""
+        """Note the third forward. Raises TraceError if it left other values than the second."""
         now = {change.key: change.new for change in self._start.plain_changes()}
 
         def left(key: Key | None) -> Any:
@@ -66,17 +67,17 @@ class OwnNumbers:
         )  # type: ignore[arg-type]
 
     def places(self) -> set[tuple[str, str]]:
-        """(module, attribute) of what is followed, the module by its path and as errors name it."""
+        """Return (module, attribute) of followed values, the module by its path and as errors name it."""
         keys = (change.key for change in self.changes if change.key is not None and change.key[0] == "attribute")
         return {(place, steps[0]) for _, path, steps in keys for place in (path, where(path))}
 
     def kinds(self) -> dict[Any, str]:
-        """The kinds of places that are followed, for `Reads.advanced`."""
+        """Return the kinds of followed places, for `Reads.advanced`."""
         return {self._middle.kind_of(change.key): change.name for change in self.changes if change.key is not None}
 
 
 def changes_state(change: str) -> TraceError:
-    """The error for state of Python that a program would leave as it is."""
+    """Return the error for state of Python that a program would leave unchanged."""
     return TraceError(
         "forward changes Python state, which the generated program would not",
         values=change,

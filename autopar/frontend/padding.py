@@ -1,9 +1,9 @@
-"""Vocabularies that a degree does not divide: the graph gets rows of padding that change no loss and no gradient.
+"""Pad vocabularies to a size that a degree divides: rows of padding change no loss and no gradient.
 
-A table of V rows may be longer where all that reads it looks up rows by ids, which are below V, or is a linear layer
-whose logits go to cross-entropies alone. To the logits of padding a number is added that leaves exp() nothing, so that
-they take no part in a loss and their gradient is 0, as is that of the rows themselves: they stay what they are.
-Look-ups and losses are told how many rows are the user's, so that an id of padding is an IndexError where it was one.
+A table of V rows may be longer where all its readers look up rows by ids, which are below V, or are a linear layer
+whose logits go to cross-entropies alone. Logits of padding get a number added for which exp() is 0. So they take no
+part in a loss, their gradient and that of the padded rows is 0, and the rows keep their values. Look-ups and losses
+know the number of the user's rows, so that an id of padding still is an IndexError.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from autopar.ir.operators import arguments_of
 from autopar.rules.loss import is_plain_cross_entropy
 
 LOWEST = -1e30
-"""What is added to logits of padding; in fp16, which has no such number, half of the lowest."""
+"""The number added to logits of padding; in fp16, which lacks such a number, half of the lowest."""
 SAME = frozenset({"to", "contiguous", "clone", "alias"})
-"""Calls of one tensor that leave every element where it is."""
+"""Calls of one tensor that leave every element in place."""
 _VIEWS = frozenset({"view", "reshape", "unsafe_view"})
 
 
 def padded(graph: Graph, multiple: int) -> Graph:
-    """The graph with vocabularies of a multiple of `multiple` rows, wherever that is exact; itself where none is so."""
+    """Return the graph with vocabularies of a multiple of `multiple` rows, wherever that is exact;
+    itself if nowhere.
+    """
     if multiple == 1:
         return graph
     search = _Search(graph)
@@ -65,12 +67,12 @@ def _longer(parameter: Parameter, longer: dict[Ref, int], multiple: int) -> Para
 
 
 def lengthened(meta: TensorMeta, dim: int, more: int) -> TensorMeta:
-    """The same with `more` entries behind those of a dim."""
+    """Return the same with `more` entries behind those of a dim."""
     return replace(meta, shape=(*meta.shape[:dim], meta.shape[dim] + more, *meta.shape[dim + 1 :]))
 
 
 class _Search:
-    """What becomes longer with a table: tensors of the top level, and which dim of each."""
+    """Find tensors that grow with a table: tensors of the top level, and the dim of each that grows."""
 
     def __init__(self, graph: Graph) -> None:
         self.loss = graph.loss
@@ -82,12 +84,12 @@ class _Search:
             for position, ref in enumerate(piece.inputs):
                 self.uses.setdefault(ref, []).append((piece, position))
         self.users = {ref.node for ref in self.uses}
-        # A layer may read a parameter under its own name for it.
+        # A layer may read a parameter under a local name.
         runs = [piece for piece in graph.body if isinstance(piece, LayerRun)]
         self.users -= {f"{path}.{p.name}" for run in runs for path in run.instances for p in run.layer.parameters}
 
     def reached(self, table: Ref) -> dict[Ref, int] | None:
-        """All that is longer with the table; None where something reads of it what padding would change."""
+        """Return all tensors that grow with the table; None if a reader would change with padding."""
         longer = {table: 0}
         open_refs = [table]
         while open_refs:
@@ -103,7 +105,9 @@ class _Search:
         return None if self.loss in longer else longer
 
     def _made(self, node: Node, position: int, dim: int) -> dict[Ref, int] | None:
-        """What is longer with one input of a call that is so in `dim`; None for what looks at its last entries."""
+        """Return the results that grow when one input grows in `dim`; None for a call that depends on
+        its last entries.
+        """
         name, arguments, ref = base_name(node.op), arguments_of(node), node.inputs[position]
         if ref in self.parameters:
             if name == "embedding" and arguments["weight"] == ref != arguments["indices"]:
@@ -127,7 +131,7 @@ class _Search:
         return None
 
     def _linear(self, node: Node, arguments: dict[str, Any]) -> dict[Ref, int] | None:
-        """The logits, and the bias, which must be read here alone."""
+        """Return the logits, and the bias, which no other call may read."""
         bias = arguments.get("bias")
         if arguments["input"] == arguments["weight"]:
             return None
@@ -138,7 +142,7 @@ class _Search:
 
 
 class _Rewriting:
-    """The body with longer tensors, and with what is added to logits."""
+    """Rewrite the body with longer tensors, and with an addition to logits."""
 
     def __init__(self, graph: Graph, longer: dict[Ref, int], multiple: int) -> None:
         self.graph, self.longer, self.multiple = graph, longer, multiple
@@ -171,7 +175,7 @@ class _Rewriting:
             yield replace(piece, outputs=(meta,))
 
     def _added(self, node: Node, size: int, meta: TensorMeta) -> Iterator[Node]:
-        """0 for each of a layer's `size` classes and LOWEST for padding, of the logits' dtype."""
+        """Yield calls that make 0 for each of a layer's `size` classes and LOWEST for padding, of the logits' dtype."""
         lowest = max(LOWEST, torch.finfo(meta.dtype).min / 2)
         steps = (
             ("aten.arange.default", meta.shape[-1], torch.int64),

@@ -1,4 +1,4 @@
-"""Recurrent layers with dropout between them as one call per layer, and dropout, whose masks a program draws.
+"""Write recurrent layers with dropout between them as one call per layer, and dropout, whose masks a program draws.
 
 The model on one process does the same where a program is compared with it (codegen/runtime/reference.py).
 """
@@ -19,7 +19,7 @@ RECURRENT = frozenset(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh
 def layer_by_layer(
     node: Node, metas: Mapping[Ref, TensorMeta], named: Callable[[str], str]
 ) -> tuple[list[Node], tuple[Ref, ...]]:
-    """The calls in the place of `node`, and what takes the place of its results. named: makes a name unique."""
+    """Return the calls in place of `node`, and the replacements of its results. named: makes a name unique."""
     arguments = arguments_of(node)
     is_lstm = isinstance(arguments["hx"], tuple)
     states = arguments["hx"] if is_lstm else (arguments["hx"],)

@@ -1,4 +1,4 @@
-"""Where rows of unknown number come together to something of known size: sums, means, losses, rows put back."""
+"""Write operators that reduce selected rows, whose number is unknown, to known sizes: sums, means, losses, scatters."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _LOSSES = frozenset(
 )
 _CLASSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd"})
 LENT = frozenset({"new_zeros", "new_ones", "new_full"})
-"""Operators that take no more than a dtype of their first operand."""
+"""Operators that take only a dtype beside their first operand."""
 _PUT, _ADD, _COPY = {"index_put"}, {"index_add", "scatter_add"}, {"index_copy"}
 
 
 class RowSinks(RowValues):
-    """Writes calls that take rows of unknown number and make results of known sizes."""
+    """Write calls that take rows of unknown number and make results of known sizes."""
 
     def sink(self, node: Node) -> Node:
-        """The call of known size in the place of one that takes rows of unknown number."""
+        """Return the call of known size in place of one that takes rows of unknown number."""
         name = base_name(str(node.target)) if isinstance(node.target, torch._ops.OpOverload) else ""
         arguments = named_arguments(node.target, node.args, node.kwargs) if name else {}  # type: ignore[arg-type]
         ways: tuple[tuple[Any, Callable[[Node, str, dict[str, Any]], Node | None]], ...] = (
@@ -55,7 +55,7 @@ class RowSinks(RowValues):
         )
 
     def total(self, full: Node, of: Node, name: str, dims: Any, keepdim: bool, kwargs: dict[str, Any]) -> Node | None:
-        """The sum or mean of selected rows; `of`: the tensor of unknown size whose place `full` has."""
+        """Write the sum or mean of selected rows. of: the tensor of unknown size that `full` replaces."""
         value, place, layout = value_of(full), self.selections.dim(of), self.layouts[of]
         assert place is not None
         over = sorted({dim % value.dim() for dim in dims}) if dims else list(range(value.dim()))
@@ -70,7 +70,7 @@ class RowSinks(RowValues):
         return self.call(_aten.div.Tensor, summed, self.call(_aten.mul.Tensor, number, rest) if rest != 1 else number)
 
     def loss(self, node: Node, name: str, arguments: dict[str, Any]) -> Node | None:
-        """A loss that adds up or averages elements."""
+        """Write a loss that sums or averages elements."""
         reduction = {1: "mean", 2: "sum"}.get(arguments["reduction"])
         operands = [value for value in arguments.values() if isinstance(value, Node)]
         rows = [value for value in operands if value in self.full]
@@ -89,7 +89,7 @@ class RowSinks(RowValues):
         return self.total(losses, widest, reduction, None, False, {}) if same else None
 
     def class_loss(self, node: Node, name: str, arguments: dict[str, Any]) -> Node | None:
-        """Cross-entropy of selected rows: the classes of others are to be ignored."""
+        """Write a cross-entropy of selected rows: the classes of other rows become the ignored class."""
         x, target = arguments["self"], arguments["target"]
         both = x in self.full and target in self.full and self.layouts[x] == self.layouts[target]
         if not both or value_of(self.full[target]).is_floating_point():
@@ -103,14 +103,14 @@ class RowSinks(RowValues):
         return self.call(node.target, *values.values())
 
     def written(self, node: Node) -> Node | None:
-        """Rows of unknown number, of which a mask selects some that are put back; None for any other call."""
+        """Write a call on rows of unknown number that are put back by a mask; None for any other call."""
         is_put = isinstance(node.target, torch._ops.OpOverload) and base_name(str(node.target)) == "index_put"
         if not is_put or node.args[0] not in self.full:
             return None
         return self.put(node, "index_put", named_arguments(node.target, node.args, node.kwargs))  # type: ignore[arg-type]
 
     def put(self, node: Node, name: str, arguments: dict[str, Any]) -> Node | None:
-        """Rows that are put back where the mask selected them."""
+        """Write rows that are put back where the mask selected them."""
         value = arguments["values" if name == "index_put" else "source"]
         place = self.selections.place(node, arguments)
         if place is None or arguments.get("accumulate") or not self.is_along(place[0], arguments["self"], place[1]):
@@ -124,7 +124,7 @@ class RowSinks(RowValues):
                 return None
             full, at = self.full[value], self.selections.dim(value)
             value = self.call(_aten.unflatten.int, full, at, list(selection.shape)) if rank > 1 else full
-        elif value.meta["val"].dim() > trailing:  # one row for all, or as many as are selected
+        elif value.meta["val"].dim() > trailing:  # one row for all, or one per selected row
             return None
         mask = self.mask((selection.symbol,)) if rank == 1 else self.renamed.get(selection.mask, selection.mask)
         if trailing:
@@ -132,12 +132,12 @@ class RowSinks(RowValues):
         return self.stored(node, target, self.call(_aten.where.self, mask, value, target))
 
     def stored(self, node: Node, target: Node, value: Node) -> Node:
-        """The value, which a call that writes stores in its first operand."""
+        """Return the value, after storing it in the first operand if the call writes."""
         is_written = node.target._schema.is_mutable  # type: ignore[union-attr]
         return self.call(_aten.copy_.default, target, value) if is_written else value
 
     def put_elsewhere(self, node: Node, name: str, arguments: dict[str, Any]) -> Node | None:
-        """Rows that are put where an index says: those that are not selected are put behind the end."""
+        """Write rows that go where an index says: rows that are not selected go behind the end."""
         start = next(at for at, position in enumerate(arguments["indices"]) if position is not None)
         index, value, target = arguments["indices"][start], arguments["values"], arguments["self"]
         fitting = len(arguments["indices"]) == start + 1 and index in self.full and len(index.meta["val"].shape) == 1
@@ -150,7 +150,7 @@ class RowSinks(RowValues):
         elif value.meta["val"].dim() > trailing:
             return None
         size = value_of(target).shape[start]
-        counted = self.call(_aten.remainder.Scalar, self.full[index], size)  # from the front on
+        counted = self.call(_aten.remainder.Scalar, self.full[index], size)  # without negative indices
         behind = self.call(_aten.masked_fill.Scalar, counted, self.mask(self.layouts[index], inverted=True), size)
         indices = [*[None] * start, behind]
         values = self.full.get(value, value)
@@ -160,11 +160,11 @@ class RowSinks(RowValues):
         return self.stored(node, target, self.call(_aten.slice.Tensor, put, start, 0, size))
 
     def longer(self, target: Node, dim: int) -> Node:
-        """A tensor with one more row behind."""
+        """Return a tensor with one more row at its end."""
         return self.call(_aten.cat.default, [target, self.call(_aten.slice.Tensor, target, dim, 0, 1)], dim)
 
     def scattered(self, node: Node, name: str, arguments: dict[str, Any]) -> Node | None:
-        """Rows that are scattered: those that are not selected go behind the end."""
+        """Write a scatter of rows: those that are not selected go behind the end."""
         source, index, target = arguments.get("src"), arguments["index"], arguments["self"]
         if not isinstance(source, Node) or not {source, index} <= set(self.full) or target in self.full:
             return None
@@ -184,7 +184,7 @@ class RowSinks(RowValues):
         return self.stored(node, target, self.call(_aten.slice.Tensor, put, dim, 0, size))
 
     def largest(self, node: Node, name: str, arguments: dict[str, Any]) -> Node | None:
-        """The largest of selected rows, some of which are sure to be there."""
+        """Write the maximum of selected rows, if some are sure to exist."""
         x = arguments["self"]
         place, layout = self.selections.dim(x), self.layouts[x]
         full, is_whole = self.full[x], str(node.target) in ("aten.max.default", "aten.amax.default")
@@ -196,14 +196,14 @@ class RowSinks(RowValues):
         return self.call(node.target, *(arguments | {"self": least}).values())
 
     def like_rows(self, node: Node, name: str, arguments: dict[str, Any]) -> Node | None:
-        """A tensor of known size, of the dtype of rows."""
+        """Return a tensor of known size, with the dtype of rows."""
         if self.selections.is_unknown(node) or any(isinstance(operand, Node) for operand in arguments["size"]):
             return None
         args, kwargs = map_arg((node.args, node.kwargs), lambda operand: self.full.get(operand, operand))
         return self.call(node.target, *args, **kwargs)
 
     def added(self, node: Node, name: str, arguments: dict[str, Any]) -> Node | None:
-        """Rows that are added to those of a table: of the others zeros are."""
+        """Write a sum of rows and rows of a table: other rows add zeros."""
         source = arguments["source" if name == "index_add" else "src"]
         index = arguments["index"]
         if not isinstance(source, Node) or source not in self.full or index not in self.full:
@@ -220,7 +220,7 @@ class RowSinks(RowValues):
         return self.call(node.target, *values.values(), **extra)
 
     def scaled(self, node: Node, name: str, arguments: dict[str, Any]) -> Node | None:
-        """A number by the number of selected rows."""
+        """Write a number times the number of selected rows."""
         layout = (
             self.by_size.get(arguments["other"].meta["val"].node.expr) if isinstance(arguments["other"], Node) else None
         )

@@ -1,4 +1,4 @@
-"""Where an exported graph selects rows by a mask, and which of its calls have as many rows as are selected."""
+"""Find where an exported graph selects rows by a mask, and which of its calls have one row per selected row."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _CHECKS = ("assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size
 
 
 PLACES = frozenset({"aten.nonzero.default", "aten.nonzero_numpy.default", "aten.where.default"})
-"""Operators that give the places of what is true."""
+"""Operators that return the indices of true elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A mask and the symbol of how many of its elements are true. shape: the mask's."""
+    """A mask and the symbol for the number of its true elements. shape: the mask's."""
 
     symbol: Any
     mask: Node
@@ -35,26 +35,29 @@ class Selection:
 
 
 class Source(NamedTuple):
-    """An index of a call's first operand by the mask of a selection, whose dims begin at `start`."""
+    """An index into a call's first operand by the mask of a selection, whose dims begin at `start`."""
 
     selection: Selection
     start: int
 
 
 class Selections:
-    """by_symbol: the selections of a graph. sources: calls that select rows. positions: tensors of the places along a
-    dim of the mask. Empty where any size comes from elsewhere."""
+    """The selections of a graph, by symbol.
+
+    sources: calls that select rows. positions: tensors of indices along a dim of the mask. Empty where any size comes
+    from elsewhere.
+    """
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self.by_symbol: dict[Any, Selection] = {}
         self.sources: dict[Node, Source] = {}
         self.positions: dict[Node, tuple[Selection, int]] = {}
         self.fake: Any = None
-        self._masks: dict[Any, Selection] = {}  # by how they are computed
+        self._masks: dict[Any, Selection] = {}  # by their computation
         self._nodes = list(graph.nodes)
         if not any(map(self.is_unknown, self._nodes)):
             return
-        self._changing: set[Node] = set()  # tensors that are written to after they are made
+        self._changing: set[Node] = set()  # tensors that a later call writes to
         self._ids = self._numbered()
         for node in self._nodes:
             if not self._read(node):
@@ -62,7 +65,7 @@ class Selections:
                 return
 
     def _numbered(self) -> dict[Node, int]:
-        """A number for each call; two that compute the same of the same have one."""
+        """Return a number for each call; calls that compute the same from the same operands share one."""
         numbers: dict[Node, int] = {}
         number_of: dict[Any, int] = {}
         for node in self._nodes:
@@ -82,7 +85,7 @@ class Selections:
         return numbers
 
     def _read(self, node: Node) -> bool:
-        """Notes a call; False for one that makes a size of values other than a mask's."""
+        """Note a call; return False for one that makes a size of values other than a mask's."""
         if not self.is_unknown(node):
             return True
         if self.fake is None:
@@ -127,7 +130,7 @@ class Selections:
         return Source(*place) if place is not None else None
 
     def place(self, node: Node, arguments: dict[str, Any]) -> tuple[Selection, int] | None:
-        """The selection by which a call indexes its first operand, and the first dim that the mask is for."""
+        """Return the selection by which a call indexes its first operand, and the first dim of the mask."""
         indices = arguments.get("indices")
         if indices is None:
             index, dim = arguments["index"], arguments["dim"] % len(arguments["self"].meta["val"].shape)
@@ -147,7 +150,7 @@ class Selections:
         return (selection, start) if dims == list(range(len(selection.shape))) else None
 
     def _of(self, node: Node, mask: Any) -> Selection | None:
-        """The selection by a mask that a call makes, or has part in; None where the mask may change, or is none."""
+        """Return the selection by a mask that a call makes, or uses; None where the mask may change, or is none."""
         symbols = set().union(*map(_symbols, _sizes(node)))
         if len(symbols) != 1 or not isinstance(mask, Node) or mask.meta["val"].dtype != torch.bool:
             return None
@@ -165,11 +168,11 @@ class Selections:
     # --- sizes -------------------------------------------------------------------------------------------------
 
     def is_unknown(self, node: Node) -> bool:
-        """Whether a call makes tensors of which a dim has a size that depends on values."""
+        """Return whether a call makes tensors with a dim whose size depends on values."""
         return any(isinstance(v, Tensor) and any(map(_symbols, v.shape)) for v in _leaves(node.meta.get("val")))
 
     def is_of_size(self, node: Node) -> bool:
-        """Whether a call makes such a size, or a number of it, or checks it."""
+        """Return whether a call makes such a size, or computes with it, or checks it."""
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return bool(_symbols(value))
@@ -179,13 +182,13 @@ class Selections:
         )
 
     def size(self, node: Node) -> Any:
-        """The size of the dim that depends on values, as torch writes it."""
+        """Return the size of the dim that depends on values, as torch writes it."""
         value = node.meta["val"]
         dim = self.dim(node)
         return None if dim is None else value.shape[dim].node.expr
 
     def dim(self, node: Node) -> int | None:
-        """The dim whose size depends on values, where it is one."""
+        """Return the dim whose size depends on values, if there is one."""
         return self.dim_of(node.meta["val"])
 
     @staticmethod
@@ -194,20 +197,20 @@ class Selections:
         return dims[0] if len(dims) == 1 else None
 
     def number(self, node: Node) -> int:
-        """A size where all rows are counted."""
+        """Return a size where all rows are counted."""
         return self.padded(node.meta["val"])
 
     def padded(self, size: Any) -> int:
-        """A size of the trace where all rows are counted."""
+        """Return a size of the trace where all rows are counted."""
         sizes = {symbol: selection.num_rows for symbol, selection in self.by_symbol.items()}
         return int(size.node.expr.subs(sizes)) if _symbols(size) else int(size)
 
     def is_changing(self, node: Node) -> bool:
-        """Whether a tensor is written to after it is made."""
+        """Return whether a later call writes to a tensor."""
         return node in self._changing
 
     def of_other_operators(self, names: Container[str]) -> set[Any]:
-        """Symbols of sizes of what operators without a place among `names` take."""
+        """Return symbols for sizes of operands of operators that have no position among `names`."""
         symbols: set[Any] = set()
         for node in self._nodes:
             if not isinstance(node.target, torch._ops.OpOverload) or self.is_of_size(node):
@@ -222,7 +225,7 @@ class Selections:
 
 
 def _symbols(size: Any) -> set[Any]:
-    """Symbols of a size, or of a condition on one, that no number is known of."""
+    """Return symbols without a known number in a size, or in a condition on one."""
     node = getattr(size, "node", None)
     if node is None or node.is_constant():
         return set()
@@ -238,7 +241,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _is_written(mask: Node) -> bool:
-    """Whether a call writes to a mask, or to a view of it, after it was made."""
+    """Return whether a call writes to a mask, or to a view of it, after it was made."""
     for user in mask.users:
         if not isinstance(user.target, torch._ops.OpOverload):
             continue

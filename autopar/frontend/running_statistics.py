@@ -1,8 +1,8 @@
-"""Running statistics that torch brings forward inside of an operator, or by a number of steps, written out in a trace.
+"""Write out updates of running statistics that torch makes inside an operator, or by a count of steps.
 
 Cumulative averages of batch norm (momentum=None) weigh a step by a counter, and instance norm averages over the rows of
-the batch. Here the operator leaves its statistics as they are (momentum 0), and calls of plain operators follow that
-compute their next values.
+the batch. Here the operator leaves its statistics unchanged (momentum 0), and calls of plain operators compute their
+next values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DEFAULTS = {**dict.fromkeys(_ARGUMENTS[1:5]), "use_input_stats": True, "momentu
 
 @contextlib.contextmanager
 def written_statistics() -> Iterator[None]:
-    """Within it, updates of running statistics that no operator of a program makes are calls of their own."""
+    """Context manager in which updates of running statistics that no operator of a program makes are separate calls."""
     original = batchnorm._BatchNorm.forward
 
     def forward(module: Any, input: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def _cumulative(module: Any, input: Tensor) -> Tensor:
 
 
 class _InstanceNorms(TorchFunctionMode):
-    """Within it, instance norm leaves its running statistics to calls of their own."""
+    """Context manager in which instance norm leaves its running statistics to separate calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is not F.instance_norm:
@@ -69,7 +69,7 @@ class _InstanceNorms(TorchFunctionMode):
 
 
 def _moments(input: Tensor, dims: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The mean over some dims and the variance about it, divided by one less than the number of values."""
+    """Return the mean over some dims and the variance about it, divided by the number of values less one."""
     x = input.detach().to(dtype)
     count = x.numel() // max(1, int(torch.Size([x.shape[d] for d in range(x.dim()) if d not in dims]).numel()))
     mean = x.mean(dims, keepdim=True)

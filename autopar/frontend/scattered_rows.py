@@ -1,12 +1,11 @@
-"""Rows that a mask puts into a tensor, as multimodal models put features of images among those of words.
+"""Rewrite a masked scatter of rows, by which multimodal models put image features among word embeddings.
 
-`x.masked_scatter(mask, source)` takes elements of the source in turn, so that each depends on all of the mask before it
-and no rank could do a part. Where the mask is one of whole rows, which have D features, rows are taken in turn:
+`x.masked_scatter(mask, source)` takes elements of the source in turn: each depends on all of the mask before it, and no
+rank could compute a part. If the mask selects rows of D features, rows are taken in turn: x [..., D], mask [..., 1],
+source as rows [N, D] -> where(mask, rows[cumsum(mask) - 1], x).
 
-    x [..., D], mask [..., 1], source as rows [N, D]        where(mask, rows[cumsum(mask) - 1], x)
-
-The numbers of the rows are all that depends on the whole batch. A mask with more rows than there are raises an
-IndexError where torch raises an error of its own.
+Only the row numbers depend on the whole batch. A mask with more rows than the source raises an IndexError where torch
+raises another error.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _EXPANDS = frozenset({"expand", "expand_as", "broadcast_to"})
 
 
 def write_scattered_rows(flat: FlatGraph) -> None:
-    """Rewrite every such call, as this file's docstring tells."""
+    """Rewrite every such call, as the module docstring describes."""
     if any(base_name(node.op) == "masked_scatter" for node in flat.nodes):
         writer = _Writer(flat)
         flat.nodes = [call for node in flat.nodes for call in writer.written(node)]
@@ -37,7 +36,7 @@ class _Writer:
         self.taken = {ref.node for ref in self.metas}
 
     def written(self, node: Node) -> list[Node]:
-        """What stands for one call."""
+        """Return the calls in place of one call."""
         if base_name(node.op) != "masked_scatter" or len(node.inputs) != 3:
             return [node]
         x, mask, source = node.inputs
@@ -68,7 +67,7 @@ class _Writer:
         return [*calls, replace(node, op="aten.where.self", args=(rows_mask, looked_up, x), kwargs=())]
 
     def before_expansion(self, mask: Ref) -> Ref | None:
-        """The mask [..., 1] of rows that this one is expanded from; None where it is none."""
+        """Return the mask [..., 1] of rows that this one is expanded from; None if there is none."""
         node = self.made_by.get(mask.node)
         while node is not None and base_name(node.op) in SAME and self.metas[node.inputs[0]].dtype == torch.bool:
             node = self.made_by.get(node.inputs[0].node)

@@ -1,7 +1,7 @@
-"""Attention with a sink that a model writes out, as the one call that it is.
+"""Join attention with a sink, which a model writes out, into one call.
 
-A sink is a logit per head that has a share of every softmax, and no value. Models join it to the scores as a column,
-and leave its probabilities out (transformers' GPT-OSS):
+A sink is a logit per head with a share of every softmax, and without a value. Models join it to the scores as a column,
+and drop its probabilities (transformers' GPT-OSS):
 
     scores  = q k^T * scale                     also divided
     masked  = scores + mask                     also where(mask, scores, -inf), or masked_fill
@@ -9,10 +9,10 @@ and leave its probabilities out (transformers' GPT-OSS):
     shifted = joined - max(joined, -1)          may be missing: a softmax does not change, nor its gradient
     result  = softmax(shifted, -1)[..., :-1] v
 
-which is `sink_attention(q, k, v, sinks)` [B, H, S, F], without any scores in memory, if nothing else reads what lies
-between, if nothing is dropped of the probabilities, and if the mask is a window (mask_windows.py) in which each query
-sees its own key at least. Casts between floating dtypes, which round only, may lie anywhere. Keys and values that are
-repeated for the heads that share them are taken as they were. All else is left as it was written.
+This is `sink_attention(q, k, v, sinks)` [B, H, S, F], without scores in memory, under three conditions. No other call
+reads an intermediate result, no probabilities are dropped, and the mask is a window (mask_windows.py) in which each
+query sees at least its own key. Casts between floating dtypes, which only round, may occur anywhere. Keys and values
+that are repeated for heads that share them are taken unrepeated. Any other form stays unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from codegen.runtime.windows import Window
 
 
 def write_sinks(flat: FlatGraph, constants: Mapping[Ref, torch.Tensor]) -> None:
-    """Rewrite every such attention, as this file's docstring tells. constants: values of what depends on nothing."""
+    """Rewrite every such attention, as the module docstring describes. constants: values of nodes that depend on no
+    input.
+    """
     names = {base_name(node.op) for node in flat.nodes}
     if not {"cat", "softmax", "matmul", "slice"} <= names:
         return
@@ -42,7 +44,7 @@ def write_sinks(flat: FlatGraph, constants: Mapping[Ref, torch.Tensor]) -> None:
 
 
 class _OtherError(Exception):
-    """It is not attention with a sink."""
+    """The calls are not attention with a sink."""
 
 
 def _is(holds: bool) -> None:
@@ -78,7 +80,7 @@ class _Written:
         return self._forms
 
     def calls(self, node: Node) -> Iterator[Node]:
-        """What stands for one call."""
+        """Yield the calls in place of one call."""
         if base_name(node.op) == "matmul" and len(node.meta.shape) == 4:
             try:
                 yield from self.attention(node)
@@ -90,12 +92,12 @@ class _Written:
     # --- walking back -------------------------------------------------------------------------------------------------
 
     def maker(self, ref: Ref, *names: str) -> Node | None:
-        """The call that makes a tensor as its first result, if it is one of these."""
+        """Return the call whose first result is a tensor, if it is one of these."""
         node = self.made_by.get(ref.node)
         return node if node is not None and ref.index == 0 and base_name(node.op) in names else None
 
     def only(self, ref: Ref, *names: str, num_uses: int = 1) -> Node:
-        """`maker` of a tensor that nothing reads beside the pattern."""
+        """Return `maker` of a tensor that no call outside the pattern reads."""
         node = self.maker(ref, *names)
         _is(node is not None and ref != self.loss)
         assert node is not None
@@ -104,20 +106,20 @@ class _Written:
         return node
 
     def uncast(self, ref: Ref) -> Ref:
-        """A tensor before casts of it between floating dtypes, of which nothing else reads a step."""
+        """Return a tensor before casts between floating dtypes, if no other call reads a step of them."""
         while (node := self.maker(ref, "to", "to_copy")) is not None:
             _is(self.uses[ref] == 1 and ref != self.loss and self.metas[node.inputs[0]].dtype.is_floating_point)
             ref = node.inputs[0]
         return ref
 
     def is_last(self, dims: Any) -> bool:
-        """Whether a dim of a tensor [B, H, S, T] is its last."""
+        """Return whether a dim of a tensor [B, H, S, T] is its last."""
         return (dims if isinstance(dims, int) else dims[0] if len(dims) == 1 else None) in (3, -1)
 
     # --- the pattern, from its end ------------------------------------------------------------------------------------
 
     def attention(self, node: Node) -> list[Node]:
-        """The call that stands for the last product, and what it needs. Raises _OtherError."""
+        """Return the call in place of the last product, and its operands. Raises _OtherError."""
         weights, values = node.inputs
         cut = self.only(self.uncast(weights), "slice")
         cut_arguments = arguments_of(cut)
@@ -135,7 +137,7 @@ class _Written:
         return self.written(node, scores, values, column)
 
     def joined(self, ref: Ref) -> Node:
-        """The scores and the sinks, before their largest is subtracted."""
+        """Return the scores and the sinks, before their largest is subtracted."""
         shifted = self.maker(ref, "sub")
         if shifted is None:
             return self.only(ref, "cat")
@@ -152,12 +154,12 @@ class _Written:
         return self.only(source, "cat", num_uses=2)
 
     def detached(self, ref: Ref) -> Ref:
-        """A tensor, or what it is the detached one of."""
+        """Return a tensor, or the operand of its detach."""
         node = self.maker(ref, "detach")
         return self.only(ref, "detach").inputs[0] if node is not None else ref
 
     def scores(self, ref: Ref) -> _Scores:
-        """What masked scores are made of."""
+        """Return the parts of masked scores."""
         window = Window()
         node = self.only(ref, "add", "where", "masked_fill", "mul", "div", "matmul")
         if base_name(node.op) in ("add", "where", "masked_fill"):
@@ -176,7 +178,7 @@ class _Written:
         return _Scores(query, keys, scale, window)
 
     def unmasked(self, node: Node) -> tuple[Ref, Window]:
-        """(scores, the window that they are seen through) of a call that masks them."""
+        """Return (scores, the window that hides some of them) for a call that masks scores."""
         arguments, name = arguments_of(node), base_name(node.op)
         if name == "add":
             _is(len(node.inputs) == 2 and arguments["alpha"] == 1)
@@ -195,8 +197,10 @@ class _Written:
         raise _OtherError
 
     def window(self, mask: Ref, masked: Node, is_kept: bool = True) -> Window | None:
-        """The window that a mask is; None where it is none, or hides a query's own key. is_kept: whether it is true
-        where a key is seen, else where it is not."""
+        """Return the window of a mask; None if it is no window, or hides a query's own key.
+
+        is_kept: whether the mask is true where a key is seen, else where it is hidden.
+        """
         is_added = base_name(masked.op) == "add"
         meta = self.metas[mask]
         if len(meta.shape) < 2 or meta.dtype.is_floating_point != is_added or meta.requires_grad:
@@ -212,7 +216,7 @@ class _Written:
         return None if window is None or min(window.before or 0, window.after or 0) < 0 else window
 
     def number(self, value: Any) -> float | None:
-        """A number, or that of a constant of one element."""
+        """Return a number, or the value of a constant of one element."""
         if isinstance(value, Ref):
             constant = self.constants.get(value)
             return float(constant.item()) if constant is not None and constant.numel() == 1 else None
@@ -221,7 +225,7 @@ class _Written:
     # --- what is written ----------------------------------------------------------------------------------------------
 
     def written(self, node: Node, scores: _Scores, values: Ref, column: Ref) -> list[Node]:
-        """The call, after views that it needs."""
+        """Return the call, after views that it needs."""
         calls: list[Node] = []
         keys = self.untransposed(scores.keys, node, calls)
         metas = [self.metas[ref] for ref in (scores.query, keys, values)]
@@ -238,7 +242,7 @@ class _Written:
         return [*calls, replace(node, op=SINK_ATTENTION, args=args, kwargs=tuple(kwargs.items()))]
 
     def append_call(self, node: Node, calls: list[Node], op: str, args: tuple[Any, ...], shape: tuple[int, ...]) -> Ref:
-        """The result of a new call before `node`, of the first argument in another shape."""
+        """Append a call before `node` that reshapes its first argument; return its result."""
         name = unused_name(f"{node.name}_{base_name(op)}", self.taken)
         self.taken.add(name)
         meta: TensorMeta = replace(self.metas[args[0]], shape=shape)
@@ -247,7 +251,7 @@ class _Written:
         return Ref(name)
 
     def untransposed(self, ref: Ref, node: Node, calls: list[Node]) -> Ref:
-        """The keys [B, H, T, E] of [B, H, E, T]."""
+        """Return the keys [B, H, T, E] of [B, H, E, T]."""
         _is(len(self.metas[ref].shape) == 4)
         flip = self.maker(ref, "transpose")
         if flip is not None and {arguments_of(flip)[name] % 4 for name in ("dim0", "dim1")} == {2, 3}:
@@ -256,10 +260,10 @@ class _Written:
         return self.append_call(node, calls, "aten.transpose.int", (ref, 2, 3), (*shape[:2], shape[3], shape[2]))
 
     def per_head(self, column: Ref, node: Node, calls: list[Node]) -> Ref:
-        """The sinks [H] that a column [B, H, S, 1] of them is made of."""
+        """Return the sinks [H] of a column [B, H, S, 1]."""
         num_heads, ref = node.meta.shape[1], self.uncast(column)
         _is(len(self.metas[ref].shape) == 4 and self.uses[column] == 1)
-        at = -3  # where the heads are, from the end
+        at = -3  # the dim of heads, from the end
         while self.metas[ref].shape != (num_heads,):
             view = self.maker(ref, "expand", *RESHAPES)
             if view is None or (source := self.metas[view.inputs[0]].shape) == ():

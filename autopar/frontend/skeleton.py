@@ -1,4 +1,4 @@
-"""The model without memory: a deep copy of fake tensors, which is traced in its place."""
+"""Build the model without memory: a deep copy of fake tensors, which is traced in its place."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from autopar.frontend.depth import Dropped, Truncation, dropped_blocks
 Module = TypeVar("Module", bound=nn.Module)
 
 VALUE = "_autopar_value"
-"""The attribute of a fake buffer that has the value of the model's, if that is small."""
+"""The attribute of a fake buffer with the value of the model's, if that is small."""
 _SMALL = 16
-"""Elements of buffers whose values a trace is told of."""
+"""The most elements of buffers whose values a trace knows."""
 
 
 def skeleton_of(
@@ -30,10 +30,10 @@ def skeleton_of(
     param_dtype: torch.dtype | None = None,
     cuts: tuple[Truncation, ...] = (),
 ) -> nn.Module:
-    """A deep copy of `model`, `in_training`, with every parameter and buffer fake; ties are kept.
+    """Return a deep copy of `model`, `in_training`, with every parameter and buffer fake; ties are kept.
 
-    On the CPU, not on meta, since that is where a tensor lies that forward makes without naming a device. cuts: runs
-    that will be shortened: what is deleted then is not copied.
+    On the CPU, not on meta, since tensors that forward makes without naming a device are there. cuts: runs that will be
+    shortened: blocks to be deleted are not copied.
     """
     dropped, kept = dropped_blocks(model, cuts)
     memo: dict[int, Any] = {id(block): Dropped() for block in dropped}
@@ -52,7 +52,7 @@ def skeleton_of(
     if attribute(config, "use_cache") is not None:
         with contextlib.suppress(Exception):  # a frozen one
             config.use_cache = False
-    # Not by the copy's: what stands for a dropped block has a mode of its own.
+    # Not the copy's mode: a placeholder for a dropped block has a mode of its own.
     if not _is_in_training(model):
         skeleton.train()
         return skeleton
@@ -61,8 +61,10 @@ def skeleton_of(
 
 
 def _telling_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """Small buffers with values that are equal in all modules of a class, as equal blocks are traced once. Of floats
-    only single numbers: norms write to the others within operators."""
+    """Yield small buffers with equal values in all modules of a class, as equal blocks are traced once.
+
+    Of floats only single numbers: norms write to the others within operators.
+    """
     buffers_of: dict[tuple[type, str], list[Tensor]] = {}
     for module in modules_of(model):
         for name, buffer in module._buffers.items():
@@ -80,7 +82,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def loss_skeleton(loss_fn: Any, fake: FakeTensorMode) -> Any:
-    """A copy of the loss, of a module with fake tensors: a forward that is recorded writes to what it holds."""
+    """Return a copy of the loss; of a module with fake tensors, since a recorded forward writes to them."""
     if not is_a(loss_fn, nn.Module):
         return own_numbers(loss_fn)
     memo: dict[int, Any] = {}
@@ -93,7 +95,10 @@ def loss_skeleton(loss_fn: Any, fake: FakeTensorMode) -> Any:
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """The model, in training mode if all of it is in evaluation mode, as pretrained ones come; parts are on purpose."""
+    """Return the model, in training mode if it is in evaluation mode as a whole, as pretrained ones are.
+
+    Parts in evaluation mode are taken as intended.
+    """
     if not _is_in_training(model):
         model.train()
     return model
@@ -104,8 +109,10 @@ def _is_in_training(model: nn.Module) -> bool:
 
 
 def _check_modes(skeleton: nn.Module) -> None:
-    """Raises ModelError where a model's own `train()` leaves parts in evaluation mode that are in training mode now: a
-    training loop begins with it, so what is meant to be frozen would be trained."""
+    """Raise ModelError where a model's own `train()` leaves parts in evaluation mode that are in training mode now.
+
+    A training loop begins with `train()`, and would train parts that are meant to be frozen.
+    """
     if all(getattr(module.train, "__func__", None) is nn.Module.train for module in modules_of(skeleton)):
         return
     before = [(path, module, module.training) for path, module in named_modules(skeleton)]

@@ -1,6 +1,6 @@
 """Which attributes, globals and class data a forward reads, and where: noted while it runs on fake tensors.
 
-A trace takes all of them for constants. `model_state.py` watches those that were read, so that a change is not missed.
+A trace treats all of them as constants. `model_state.py` watches those that were read, so that no change is missed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LIBRARIES = (_TORCH, *_SELF_ASKING, f"{Path(np.__file__).parent}/", *_FRAMEWORK
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
 
 Fields = Mapping[type, set[str]]
-"""The attributes that were read of objects, by their classes; of other classes all may have been."""
+"""Class -> the attributes of its objects that were read; of other classes all may have been."""
 
 Line = tuple[str, int]
 """A file and the number of a line."""
@@ -47,12 +47,12 @@ Line = tuple[str, int]
 
 @dataclass(slots=True)
 class Reads:
-    """What was read. is_complete: a forward was seen whole.
+    """The reads of a forward. is_complete: a whole forward was observed.
 
     attributes: of modules, by their class, each with the line that read it first. variables: of namespaces (a module's
-    globals, or a class), by name. fields: of objects that modules and the loss hold. advanced: numbers, flags
-    and texts that every forward changes itself, by kinds of places (`ModelState.kind_of`), with their names. deciding:
-    the last names of buffers whose values decided what forward does. specialization: values of the batch that did.
+    globals, or a class), by name. fields: of objects of modules and of the loss. advanced: numbers, flags and texts
+    that every forward changes itself, by kinds of places (`ModelState.kind_of`), with their names. deciding: the last
+    names of buffers whose values decided what forward does. specialization: values of the batch that did.
     """
 
     attributes: dict[type, dict[str, Line]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Reads:
     specialization: Specialization = field(default_factory=Specialization)
 
     def joined(self, other: Reads) -> Reads:
-        """Both: each read with the line that was noted first."""
+        """Return the union: each read with the line that was noted first."""
         kinds = self.attributes.keys() | other.attributes.keys()
         return Reads(
             attributes={k: {**other.attributes.get(k, {}), **self.attributes.get(k, {})} for k in kinds},
@@ -77,7 +77,7 @@ class Reads:
         )
 
     def asks_mode(self) -> bool:
-        """Whether the model's own code may do in training what it does not in evaluation."""
+        """Return whether the model's code may behave differently in training and in evaluation."""
         asked = any("training" in read and home_of(kind) != "torch" for kind, read in self.attributes.items())
         return asked or not self.is_complete
 
@@ -119,7 +119,7 @@ def _globals_of(module: str) -> Globals:
 
 @dataclass(frozen=True, slots=True)
 class ClassData:
-    """What a class holds for all its instances."""
+    """Attributes that a class shares with all its instances."""
 
     kind: type
 
@@ -144,7 +144,7 @@ class Environment:
 
 
 class _Stamps(dict[str, Any]):
-    """When files were written last, and their sizes: asked of the disk each time."""
+    """Times of the last write to files, and their sizes: read from the disk each time."""
 
     def get(self, path: str, default: Any = None) -> Any:
         try:
@@ -169,14 +169,16 @@ _noting = threading.local()
 
 
 def note_deciding(names: Iterable[str]) -> None:
-    """Buffers were asked for their values, which decide what forward does."""
+    """Note that forward asked for values of buffers, which decide what it does."""
     if (reads := getattr(_noting, "reads", None)) is not None:
         reads.deciding.update(name.rpartition(".")[2] for name in names)
 
 
 @contextlib.contextmanager
 def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
-    """Within it, what this thread's forwards read is added to `reads`. kinds: of objects whose attributes are."""
+    """Context manager that adds the reads of this thread's forwards to `reads`. kinds: classes of
+    objects to observe.
+    """
     thread, seen = threading.get_ident(), set[CodeType]()
 
     def read(module: nn.Module, name: str) -> Any:
@@ -190,7 +192,7 @@ def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
             seen.add(frame.f_code)
             _note_variables(reads, frame)
 
-    # A debugger or a measure of coverage may be tracing already; profilers are told of more, which takes longer.
+    # A debugger or coverage may be tracing already; profilers get more events, which takes longer.
     is_free = sys.gettrace() is None
     switch: Any = sys.settrace if is_free else sys.setprofile
     before = None if is_free else sys.getprofile()
@@ -217,7 +219,7 @@ def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _asked(kind: type, reads: Reads) -> Iterator[None]:
-    """Within it, attributes that are asked of a class's objects are noted, where the class lets itself be changed."""
+    """Context manager that notes reads of attributes of a class's objects, where the class can be changed."""
     original, ask = vars(kind).get("__getattribute__"), cast(Any, kind.__getattribute__)
 
     def read(value: Any, name: str) -> Any:
@@ -241,7 +243,7 @@ def _asked(kind: type, reads: Reads) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment_noted(reads: Reads) -> Iterator[None]:
-    """Within it, environment variables that the user's code of this thread reads are noted, but for torchrun's."""
+    """Context manager that notes environment variables that the user's code of this thread reads, except torchrun's."""
     kind, thread = type(os.environ), threading.get_ident()
     owns = {name: vars(kind).get(name) for name in ("__getitem__", "__contains__")}
 
@@ -271,7 +273,7 @@ def _note_environment(reads: Reads, name: str, frame: FrameType) -> None:
 
 
 def _asking(frame: FrameType) -> Line | None:
-    """The line that makes a call, perhaps through the standard library, if it is the user's."""
+    """Return the line that makes a call, perhaps through the standard library, if it is the user's."""
     caller: FrameType | None = frame
     while caller is not None and _is_standard(caller.f_code.co_filename):
         caller = caller.f_back
@@ -286,7 +288,7 @@ def _is_standard(file: str) -> bool:
 
 @contextlib.contextmanager
 def _files_noted(reads: Reads) -> Iterator[None]:
-    """Within it, files that the user's code of this thread opens to read are noted."""
+    """Context manager that notes files that the user's code of this thread opens to read."""
     thread, open_file = threading.get_ident(), io.open
 
     def opened(file: Any, mode: Any = "r", *args: Any, **named: Any) -> Any:
@@ -309,7 +311,7 @@ def _note_attribute(reads: Reads, kind: type, name: str, frame: FrameType) -> No
 
 
 def _line_of(frame: FrameType) -> Line:
-    """The innermost line of the user's code."""
+    """Return the innermost line of the user's code."""
     caller: FrameType | None = frame
     while caller is not None and caller.f_code.co_filename.startswith((_TORCH, _HOME + "autopar/", _STANDARD, "<")):
         caller = caller.f_back
@@ -318,7 +320,7 @@ def _line_of(frame: FrameType) -> Line:
 
 
 def _note_variables(reads: Reads, frame: FrameType) -> None:
-    """Globals that a function of the user's names, and what it names of modules and classes among them."""
+    """Note globals that a user's function names, and the names that it reads of modules and classes among them."""
     code = frame.f_code
     file = code.co_filename
     is_library = file.startswith("<") or any(part in file for part in _LIBRARIES)
@@ -340,7 +342,7 @@ def _note_variables(reads: Reads, frame: FrameType) -> None:
 
 
 def _namespace(value: Any) -> Globals | ClassData | None:
-    """A module or class of the user's."""
+    """Return a module or class of the user's."""
     if is_a(value, types.ModuleType):
         file = dict_of(value).get("__file__")
         if type(file) is not str or not file or file.startswith(_STANDARD) or any(part in file for part in _LIBRARIES):
@@ -352,25 +354,25 @@ def _namespace(value: Any) -> Globals | ClassData | None:
 
 
 def home_of(kind: type) -> str:
-    """The package that a class is of; "" where it does not say."""
+    """Return the package of a class; "" if unknown."""
     module = attribute(kind, "__module__")
     return module.partition(".")[0] if type(module) is str else ""
 
 
 def _is_watched(value: Any) -> bool:
-    """Whether a script may put another value in this one's place: data, and functions."""
+    """Return whether a script may replace this value: data, and functions."""
     return is_data(value) or is_a(value, types.FunctionType, types.BuiltinFunctionType)
 
 
 def is_data(value: Any) -> bool:
-    """Whether a value is no code: no function, class, module or property of the interpreter's."""
+    """Return whether a value is not code: no function, class, module or property of the interpreter's."""
     if is_a(value, type, types.ModuleType, types.MethodType, types.BuiltinFunctionType, nn.Module):
         return False
     return not (callable(value) or any("__get__" in vars(kind) for kind in type(value).__mro__))
 
 
 def text_of(line: Line | None) -> str:
-    """`file:number: text` of a line; "" where it is not known."""
+    """Return `file:number: text` of a line; "" if unknown."""
     if line is None or line[0].startswith("<"):
         return ""
     return f"{line[0]}:{line[1]}: {linecache.getline(*line).strip()}"

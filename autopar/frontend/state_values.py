@@ -1,7 +1,7 @@
-"""Values that a model, its loss and their script hold: what is in them, and whether they are as they were.
+"""Compare values in a model, its loss and their script with earlier ones.
 
-Nothing here runs the user's code: what is in values is asked as `attributes.py` does, and equality is that of the
-interpreter's own types and of the classes below.
+Nothing here runs the user's code: values are read as `attributes.py` does, and equality is that of the interpreter's
+own types and of the classes below.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _KINDS = (*_PLAIN, np.number, enum.Enum)
 _EXACT = frozenset(_PLAIN)
 """Types whose equality and hash are the interpreter's own."""
 FOREIGN = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "numpy", "logging", "threading"})
-"""Packages whose objects are not looked into."""
+"""Packages whose objects are not examined."""
 _MOST_LEAVES, _MOST_DEPTH = 2000, 10
 
 _NO_PARTS = (type, nn.Module, types.FunctionType, types.MethodType, types.ModuleType, enum.Enum)
 
 Key = tuple[str, str, tuple[Any, ...]]
-"""Where a value is: a kind of place, the path of it, and the steps within what is there."""
+"""The place of a value: a kind of place, its path, and the steps within the value there."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is no longer as it was. name: in words. old, new: the values. line: that read it.
+    """One changed value. name: in words. old, new: the values. line: that read it.
 
-    key: where another process has it; None for what cannot be moved there. buffer, parameter: its name, of a buffer, or
-    of a parameter whose requires_grad it is. is_of_parts: of what the model is made of, and not of what is in it.
+    key: its place in another process; None if it cannot be moved there. buffer, parameter: the name of a buffer, or of
+    a parameter whose requires_grad it is. is_of_parts: a part of the model was replaced, rather than a value in a part.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Change:
 
     @property
     def is_of_values(self) -> bool:
-        """Whether a program may only need other numbers: all else may decide what forward does."""
+        """Return whether a program may only need other numbers: any other change may decide what forward does."""
         return self.is_number or self.is_tensor
 
     @property
     def is_movable(self) -> bool:
-        """Whether another process can be given it."""
+        """Return whether it can be sent to another process."""
         return self.key is not None and (is_plain(self.new) or is_a(self.new, Tensor))
 
     @property
@@ -82,7 +82,7 @@ class Change:
 
 
 class Missing:
-    """Stands for the value of something that is not there."""
+    """Stands for a missing value."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -92,7 +92,7 @@ MISSING = Missing()
 
 
 class Root:
-    """A value that holds others: where it is, and what was in it. get, put: read and replace it."""
+    """A value that contains others: its place and its former contents. get, put: read and replace it."""
 
     def __init__(
         self,
@@ -109,18 +109,18 @@ class Root:
         self.is_opaque = type(self.leaves.get(())) is Held or is_plain(self.value)
 
     def of(self, get: Callable[[], Any]) -> Root:
-        """The same value, read in another way."""
+        """Return the same value, read in another way."""
         root = object.__new__(Root)
         vars(root).update({**vars(self), "get": get})
         return root
 
     def is_same(self) -> bool:
-        """Whether nothing in it has changed."""
+        """Return whether nothing in it has changed."""
         now = self.get()
         return (self.is_opaque and now is self.value) or are_alike(leaves_of(now, self.fields), self.leaves)
 
     def changes(self) -> Iterator[Change]:
-        """What has changed in it."""
+        """Yield its changes."""
         now = leaves_of(self.get(), self.fields)
         for steps in dict.fromkeys((*self.leaves, *now)):
             old, new = self.leaves.get(steps, MISSING), now.get(steps, MISSING)
@@ -137,7 +137,7 @@ class Root:
 
 
 class SeenTensor:
-    """A tensor as it was: another one, or another number of writes to it, is not equal."""
+    """A tensor at one time: another tensor, or another number of writes to it, is unequal."""
 
     def __init__(self, value: Tensor) -> None:
         self.value, self._version, self._place = value, _version(value), place_of(value)
@@ -151,7 +151,7 @@ class SeenTensor:
 
 
 class Held:
-    """An object of which only the identity counts."""
+    """An object that is compared by identity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -166,7 +166,7 @@ class Held:
 
 
 class Alike:
-    """Plain data of a class that may have an equality of its own."""
+    """Plain data of a class that may define its own equality."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -178,7 +178,7 @@ class Alike:
 
 
 class KeyOf:
-    """A key of a dict, or an element of a set, that may have an equality of its own: its identity counts."""
+    """A key of a dict, or an element of a set, that may define its own equality: compared by identity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -194,7 +194,7 @@ class KeyOf:
 
 
 class Length(NamedTuple):
-    """Of what class a container or an object is, and how much is in it."""
+    """The class and the length of a container or an object."""
 
     kind: type
     size: int
@@ -204,7 +204,7 @@ class Length(NamedTuple):
 
 
 def leaves_of(value: Any, fields: Fields) -> dict[tuple[Any, ...], Any]:
-    """Return what is in a value, by the steps to it: plain values, tensors, and the identities of all else.
+    """Return the contents of a value, by the steps to them: plain values, tensors, and identities of other objects.
 
     fields: of objects, as `Reads` has them.
     """
@@ -235,7 +235,7 @@ def leaves_of(value: Any, fields: Fields) -> dict[tuple[Any, ...], Any]:
 
 
 def are_alike(leaves: dict[tuple[Any, ...], Any], others: dict[tuple[Any, ...], Any]) -> bool:
-    """Whether two values have equal leaves, 1 and 1.0 and True apart."""
+    """Return whether two values have equal leaves; 1, 1.0 and True differ."""
     return leaves == others and all(map(operator.is_, map(type, leaves.values()), map(type, others.values())))
 
 
@@ -246,10 +246,10 @@ def _is_same_method(method: Any, other: Any) -> bool:
 
 
 def _items(value: Any, fields: Fields) -> list[tuple[tuple[str, Any], Any]] | None:
-    """The parts of a container or of an object that is made of plain attributes; None of all else."""
+    """Return the parts of a container or of an object that consists of plain attributes; None for any other value."""
     kind = type(value)
     if kind is types.MappingProxyType:
-        (value,) = gc.get_referents(value)  # what it is a view of
+        (value,) = gc.get_referents(value)  # the object that it is a view of
         kind = type(value)
     if issubclass(kind, functools.partial):
         return [((".", name), getattr(value, name)) for name in ("func", "args", "keywords")]
@@ -260,7 +260,7 @@ def _items(value: Any, fields: Fields) -> list[tuple[tuple[str, Any], Any]] | No
     if (items := items_of(value)) is not None:
         if issubclass(kind, (set, frozenset)):
             return [(("{", _step(inner)), True) for _, inner in items]
-        # No other process can be given one item of a tuple.
+        # No other process can get one item of a tuple.
         return [(("(" if issubclass(kind, tuple) else "[", index), inner) for index, inner in items]
     if issubclass(kind, _NO_PARTS) or not (kind.__dictoffset__ or any("__slots__" in vars(k) for k in kind.__mro__)):
         return None
@@ -280,8 +280,9 @@ def _step(key: Any) -> Any:
 
 
 def _is_read(kind: type, name: str, fields: Fields) -> bool:
-    """Whether forward reads an attribute of a class's objects, also under the name that a configuration of transformers
-    has for it."""
+    """Return whether forward reads an attribute of a class's objects, also under its alias in a transformers
+    configuration.
+    """
     names = fields.get(kind)
     if names is None or name in names or "__dict__" in names:
         return True
@@ -290,7 +291,7 @@ def _is_read(kind: type, name: str, fields: Fields) -> bool:
 
 
 def object_kinds(values: Iterable[Any]) -> set[type]:
-    """The classes of objects with attributes that are in these values."""
+    """Return the classes of objects with attributes in these values."""
     kinds: set[type] = set()
     seen: set[int] = set()
     waiting = list(values)
@@ -307,7 +308,7 @@ def object_kinds(values: Iterable[Any]) -> set[type]:
 
 
 def _are_numbers(old: Any, new: Any) -> bool:
-    """Whether both are numbers, or tuples that differ in numbers alone."""
+    """Return whether both are numbers, or tuples that differ in numbers alone."""
     if type(old) is tuple and type(new) is tuple and len(old) == len(new):
         pairs = zip(old, new, strict=True)
         return all(_are_numbers(*pair) or (type(pair[0]) is type(pair[1]) and is_equal(*pair)) for pair in pairs)
@@ -315,7 +316,7 @@ def _are_numbers(old: Any, new: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, a member of an enum or the like, or a tuple of those."""
+    """Return whether a value is a number, a text, a member of an enum or the like, or a tuple of those."""
     kind = type(value)
     if kind in _EXACT:
         return True
@@ -325,7 +326,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _is_exact(value: Any) -> bool:
-    """Whether a value's equality is the interpreter's own."""
+    """Return whether a value's equality is the interpreter's."""
     return type(value) in _EXACT or (type(value) is tuple and all(type(item) in _EXACT for item in value))
 
 
@@ -335,7 +336,7 @@ def is_class_data(value: Any) -> bool:
 
 
 def is_equal(value: Any, other: Any) -> bool:
-    """Whether plain values are equal; of all else, whether it is the same."""
+    """Return whether plain values are equal; other values are compared by identity."""
     kind = type(value)
     if value is other:
         return True
@@ -366,13 +367,13 @@ def place_of(tensor: Tensor) -> int:
 
 
 def has_moved(old: Tensor, new: Tensor) -> bool:
-    """Whether one tensor has the values of another, as after a visit to another device, or was freed."""
+    """Return whether one tensor has the values of another, as after a visit to another device, or was freed."""
     is_alike = (old.shape, old.dtype) == (new.shape, new.dtype) and not (old.is_meta or new.is_meta)
     return is_freed(old, new) or (is_alike and torch.equal(old.cpu(), new.cpu()))
 
 
 def is_freed(old: Tensor, new: Tensor) -> bool:
-    """Whether a tensor is as it was, or on meta now: a script wants its memory."""
+    """Return whether a tensor is unchanged, or on meta now: a script frees its memory."""
     return old is new or (new.is_meta and (old.shape, old.dtype) == (new.shape, new.dtype))
 
 

@@ -1,7 +1,7 @@
-"""`as_strided`, which reads memory as it lies, written by positions of its operand: reshape, unfold and slices.
+"""Write `as_strided`, which reads memory by strides, by positions of its operand: reshape, unfold and slices.
 
-A program lays tensors out otherwise than one process does. Of dims that lie in memory as one dim does, each stride of
-the result is a whole number of steps: one such dim of the result is a slice, two are windows that may overlap.
+A program's tensors have other layouts than one process'. For dims that are contiguous as one dim, each stride of the
+result is a whole number of steps: one such dim of the result is a slice, two are windows that may overlap.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from autopar.errors import TraceError
 
 @dataclass(slots=True)
 class _Line:
-    """A dim of the operand, or neighbouring ones that are one in memory: ``size`` elements, ``stride`` apart. start: of
-    what is read. ways: (dim of the result, its size, positions per step), largest steps first."""
+    """A dim of the operand, or neighboring dims that are one in memory: ``size`` elements, ``stride`` apart.
+
+    start: of the read. ways: (dim of the result, its size, positions per step), largest steps first.
+    """
 
     size: int
     stride: int
@@ -31,13 +33,16 @@ class _Line:
 
     @property
     def last(self) -> int:
-        """The last position that is read."""
+        """Return the last position that is read."""
         return self.start + sum((size - 1) * step for _, size, step in self.ways)
 
 
 class ByPosition(TorchFunctionMode):
-    """Within it `as_strided` calls what its result is by positions, and `stft`, whose frames are such, unfolds them.
-    Raises TraceError where strides are nothing known."""
+    """Context manager in which `as_strided` calls its equivalent by positions, and `stft`, whose frames overlap,
+    unfolds.
+
+    Raises TraceError where strides are unknown.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -52,7 +57,7 @@ class ByPosition(TorchFunctionMode):
 
 
 def by_position(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None) -> Tensor:
-    """`x.as_strided(size, stride, offset)`. Raises TraceError where that reads what is not in x, or along no line."""
+    """Return `x.as_strided(size, stride, offset)`. Raises TraceError where it reads outside x, or along no line."""
     lines = _lines(x)
     rest = 0 if offset is None else offset - int(x.storage_offset())
     count = math.prod(size)
@@ -90,13 +95,13 @@ def by_position(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offse
 
 
 def _is_packed(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements lie one behind the other, the last dim's next to one another."""
+    """Return whether elements are contiguous, those of the last dim adjacent."""
     inner = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
     return all(actual == wanted for n, actual, wanted in zip(size, stride, inner, strict=True) if n != 1)
 
 
 def refused_strides(values: str) -> TraceError:
-    """The error for what has no such form."""
+    """Return the error for strides without such a form."""
     return TraceError(
         "as_strided reads memory as it lies, which is otherwise in a program",
         values=values,
@@ -105,7 +110,7 @@ def refused_strides(values: str) -> TraceError:
 
 
 def _lines(x: Tensor) -> list[_Line]:
-    """The dims of x, in order."""
+    """Return the dims of x, in order."""
     lines = [_Line(int(size), int(stride)) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
     if not lines or any(line.stride <= 0 or line.size == 0 for line in lines):
         raise refused_strides(f"a tensor of shape {tuple(x.shape)}, stride {x.stride()}")
@@ -113,7 +118,7 @@ def _lines(x: Tensor) -> list[_Line]:
 
 
 def _merged(lines: list[_Line]) -> list[_Line]:
-    """The same with a line that is read beyond its end joined to the one before it, if in memory it goes on there."""
+    """Return the lines; one that is read beyond its end joins the one before it, if memory continues there."""
     merged: list[_Line] = []
     for line in reversed(lines):
         merged.insert(0, line)
@@ -139,7 +144,7 @@ def _stft(
     return_complex: bool | None = None,
     **others: Any,
 ) -> Tensor:
-    """`torch.stft`: the frames, windowed, and their transform."""
+    """Return `torch.stft`: the frames, windowed, and their transform."""
     if others.get("align_to_window") is not None or return_complex is not True or x.is_complex():
         raise refused_strides("torch.stft of complex numbers, as real numbers, or with align_to_window")
     length = n_fft if win_length is None else win_length

@@ -1,11 +1,11 @@
-"""Calls that a model makes in training alone (stochastic depth, noise, averages that it updates), and what takes the
-place of their results.
+"""Find calls that a model makes in training alone (stochastic depth, noise, averages that it updates), and replacements
+for their results.
 
 Two records of forward are read side by side, one in each mode. A call of the training record that the evaluation record
 lacks is skipped. Where a later call of both reads a skipped result `m` in training and `r` in evaluation, and training
 has computed `r` before, the graph gets `in_training(m, r)` there: m in training, r in evaluation. After these, the
-training graph in evaluation mode makes every call of the model's own evaluation, by construction. Of a buffer that
-training alone writes to, m is what was written and r the buffer as forward found it.
+training graph in evaluation mode makes every call of the model's own evaluation, by construction. For a buffer that
+training alone writes to, m is the written value and r the buffer as forward found it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from autopar.ir.graph import Node, Ref, with_refs
 from autopar.ir.operators import may_be_view
 
 Name = tuple[Any, ...]
-"""Where a value of a record comes from, as recorder.py has it: ("result", position, index), ("input", name), ..."""
+"""The origin of a value of a record, as recorder.py has it: ("result", position, index), ("input", name), ..."""
 
 _CLONE = "aten.clone.default"
 _MODES = ("enter", "grad mode")
-"""Entries that mean nothing to an evaluation, which has no gradients."""
+"""Entries without meaning in an evaluation, which has no gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """`training` is read as `evaluation` by an evaluation, from the call at `position` on."""
+    """An evaluation reads `evaluation` in place of `training`, from the call at `position` on."""
 
     training: Name
     evaluation: Name
@@ -41,12 +41,14 @@ class Replacement:
 
 
 def replacements(training: Record, evaluation: Record) -> tuple[Replacement, ...]:
-    """Raises UnlikeError, which says what differs, where evaluation does something that training does not."""
+    """Return the replacements. Raises UnlikeError, which names the difference, where evaluation has a call that
+    training lacks.
+    """
     return _Comparison(training, evaluation).run()
 
 
 def write_training_only(flat: FlatGraph, training: Record, evaluation: Record) -> None:
-    """Puts `in_training` calls into the imported graph of the training record. Raises UnlikeError."""
+    """Put `in_training` calls into the imported graph of the training record. Raises UnlikeError."""
     replaced = replacements(training, evaluation)
     if not replaced:
         return
@@ -96,8 +98,8 @@ def write_training_only(flat: FlatGraph, training: Record, evaluation: Record) -
 class _Comparison:
     """counterparts: a value in training -> in evaluation. bound: a skipped value -> (evaluation's, reader's position).
 
-    homes: a view, or what was written in place -> the tensor whose memory it is in. written: of these tensors those
-    that training alone writes to. stale: views of them from before.
+    homes: a view, or the result of a write in place -> the tensor that owns its memory. written: owners that training
+    alone writes to. stale: views of them from before.
     """
 
     training: Record
@@ -139,7 +141,7 @@ class _Comparison:
         )
 
     def results(self, ours: Any, theirs: Any) -> list[tuple[Any, Any, str]]:
-        """The loss, and the logits where the records have them."""
+        """Return the loss, and the logits where the records have them."""
         if isinstance(ours, Source) or isinstance(theirs, Source):
             return [(ours, theirs, "loss")]
         return [(*pair, what) for *pair, what in zip(ours, theirs, ("loss", "logits"), strict=True)]
@@ -150,7 +152,7 @@ class _Comparison:
         return name
 
     def note_memory(self, call: RecordedCall, first: RecordedCalls) -> None:
-        """Note whose memory the results of a call are in."""
+        """Note which tensors own the memory of a call's results."""
         operands = [first.source(value) for _, value in call.what[0]]
         if operands and isinstance(operands[0], Source) and (call.writes or may_be_view(call.name)):
             self.homes |= {(*call.key, index): operands[0][1] for index in range(len(call.what[1]))}
@@ -171,7 +173,7 @@ class _Comparison:
     def is_alike(
         self, call: RecordedCall, other: RecordedCall, first: RecordedCalls, second: RecordedCalls, metas: Any
     ) -> bool:
-        """Whether both are one call, with skipped results replaced where that makes them so."""
+        """Return whether both are one call, if skipped results are replaced suitably."""
         if call.name != other.name or call.what[1] != other.what[1]:
             return False
         matches = self.matched(call.what[0], other.what[0], first, second, metas, call.key[1])
@@ -185,7 +187,7 @@ class _Comparison:
     def matched(
         self, ours: Any, theirs: Any, first: RecordedCalls, second: RecordedCalls, metas: Any, position: int
     ) -> dict[Name, tuple[Name, int]] | None:
-        """Replacements that make two arguments one; None where nothing does."""
+        """Return replacements that make two arguments equal; None if none do."""
         ours, theirs = first.source(ours), second.source(theirs)
         if isinstance(ours, Source) and isinstance(theirs, Source):
             return self.matched_values(ours[1], theirs[1], metas, position)

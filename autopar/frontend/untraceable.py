@@ -1,4 +1,4 @@
-"""Why torch could not trace a model, in words that are true: kinds of reasons, by where and how torch stopped."""
+"""Explain why torch could not trace a model: kinds of reasons, by where and how torch stopped."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _CONTROL_FLOW = frozenset({"cond", "while_loop", "map", "scan", "associative_sca
 
 _BY_VALUE = ("DataDependent", "DynamicOutputShape", "Unsupported", "UserError", "SpecViolationError")
 _FLEX_ON_CPU = "FlexAttention does not support backward on CPU"
-"""How torch begins where it refuses to train flex_attention without a GPU, as which a trace appears to it."""
+"""The beginning of torch's message where it refuses to train flex_attention without a GPU; a trace looks like that."""
 
 
 class UntraceableError(TraceError):
-    """An error of forward, or of tracing it: whether forward runs in one process is for `trace.py` to find out."""
+    """An error of forward, or of tracing it: `trace.py` finds out whether forward runs in one process."""
 
 
 def untraceable(error: Exception, drawn: Sequence[str] = ()) -> TraceError:
-    """Return the error of ours for one of torch.export, with the user's line.
+    """Return autopar's error for one of torch.export, with the user's line.
 
     drawn: functions of Python that forward asked for random numbers before.
     """
@@ -104,7 +104,7 @@ def failing(error: Exception, dtype: torch.dtype | None = None) -> TraceError:
 
 
 def takes_number(line: str) -> TraceError:
-    """Return the error for a forward that computes with a number which it took out of a tensor."""
+    """Return the error for a forward that computes with a number taken out of a tensor."""
     return TraceError(
         "forward takes a number out of a tensor, so its computation depends on values",
         values=line,
@@ -116,7 +116,7 @@ def takes_number(line: str) -> TraceError:
 
 
 def control_flow(name: str, place: str) -> TraceError:
-    """Return the error for an operator of torch that runs functions of the user's under a condition or in a loop."""
+    """Return the error for an operator of torch that runs user functions under a condition or in a loop."""
     return TraceError(
         "forward calls a control flow operator of torch, which no generated program has",
         values=f"torch's {name}{place}",

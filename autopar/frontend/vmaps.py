@@ -1,8 +1,8 @@
-"""`torch.vmap` as the batched calls that it makes.
+"""Write `torch.vmap` as the batched calls that it makes.
 
 An export keeps a vmap as brackets with calls of one element between them. They are replayed, below vmap, into the calls
-that torch makes for all elements at once, which are ordinary operators. Brackets that cannot be (with regions without
-gradients, or kernels of one kind of device between them) are left as they are, and refused where they are read.
+that torch makes for all elements at once, which are ordinary operators. Brackets that cannot be replayed (with regions
+without gradients, or kernels of one kind of device between them) stay unchanged, and are refused at their readers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ BRACKETS = frozenset(
         "_remove_batch_dim",
     }
 )
-"""Functions of torch that an export has calls of where forward calls `torch.vmap`."""
+"""Functions of torch that an export contains where forward calls `torch.vmap`."""
 
 _OF_A_DEVICE = ("_for_cpu", "_flash_", "_efficient_", "_cudnn_")
 
 
 def write_out(program: torch.export.ExportedProgram) -> None:
-    """Every vmap of a program as the calls that it makes."""
+    """Write every vmap of a program as the calls that it makes."""
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for region in _regions(module.graph):
@@ -39,7 +39,7 @@ def write_out(program: torch.export.ExportedProgram) -> None:
 
 
 def _regions(graph: torch.fx.Graph) -> list[list[torch.fx.Node]]:
-    """The calls of each outermost vmap, its brackets included."""
+    """Return the calls of each outermost vmap, its brackets included."""
     regions: list[list[torch.fx.Node]] = []
     depth = 0
     for node in graph.nodes:
@@ -104,7 +104,7 @@ def _replace(graph: torch.fx.Graph, region: list[torch.fx.Node]) -> None:
 
 
 def _is_plain(node: torch.fx.Node) -> bool:
-    """Whether a call of a region can be made again: a bracket, an operator, or a result taken out of several."""
+    """Return whether a call of a region can be repeated: a bracket, an operator, or a result taken out of several."""
     is_operator = isinstance(node.target, torch._ops.OpOverload)
     return node.op == "call_function" and (is_operator or _name(node) in BRACKETS or _name(node) == "getitem")
 
