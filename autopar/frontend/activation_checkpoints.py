@@ -138,7 +138,7 @@ class _Body:
         self.settled: list[tuple[Tensor, int]] = []
 
     def moves_twice(self, *operands: Tensor | None) -> bool:
-        """Whether torch runs a batch norm of these operands again for backward."""
+        """Return whether torch runs a batch norm of these operands again for backward."""
         if self.is_nested:
             raise _refused("batch norm in a checkpointed function that another one calls")
         is_repeated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)

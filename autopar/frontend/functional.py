@@ -317,7 +317,7 @@ class _Functionaliser:
 
 
 def dtype_of(node: Node, metas: Mapping[Ref, TensorMeta]) -> torch.dtype:
-    """The dtype of a call's result, as torch promotes those of its operands."""
+    """Return the dtype of a call's result, as torch promotes those of its operands."""
     empty = {ref: torch.empty(metas[ref].shape, dtype=metas[ref].dtype, device="meta") for ref in node.inputs}
     overload = find_op(node.op)
     assert overload is not None

@@ -98,7 +98,9 @@ def unused_name(wish: str, taken: Container[str], first: int = 1) -> str:
 
 
 def is_view(node: Node, metas: Mapping[Ref, TensorMeta]) -> bool:
-    """Whether the results share memory with the first operand. A `contiguous` that is left in a trace is a copy."""
+    """Return whether the results share memory with the first operand. A `contiguous` that is left in a
+    trace is a copy.
+    """
     if not node.args or not isinstance(node.args[0], Ref):
         return False
     name = base_name(node.op)

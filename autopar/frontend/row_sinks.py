@@ -203,7 +203,7 @@ class RowSinks(RowValues):
         return self.call(node.target, *args, **kwargs)
 
     def added(self, node: Node, name: str, arguments: dict[str, Any]) -> Node | None:
-        """Write a sum of rows and rows of a table: other rows add zeros."""
+        """Write rows that are added to rows of a table: unselected rows add zeros."""
         source = arguments["source" if name == "index_add" else "src"]
         index = arguments["index"]
         if not isinstance(source, Node) or source not in self.full or index not in self.full:
@@ -220,7 +220,7 @@ class RowSinks(RowValues):
         return self.call(node.target, *values.values(), **extra)
 
     def scaled(self, node: Node, name: str, arguments: dict[str, Any]) -> Node | None:
-        """Write a number times the number of selected rows."""
+        """Write a number times or divided by the number of selected rows."""
         layout = (
             self.by_size.get(arguments["other"].meta["val"].node.expr) if isinstance(arguments["other"], Node) else None
         )

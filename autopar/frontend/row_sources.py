@@ -210,7 +210,7 @@ class Selections:
         return node in self._changing
 
     def of_other_operators(self, names: Container[str]) -> set[Any]:
-        """Return symbols for sizes of operands of operators that have no position among `names`."""
+        """Return symbols in sizes of operands of operators that are not among `names`."""
         symbols: set[Any] = set()
         for node in self._nodes:
             if not isinstance(node.target, torch._ops.OpOverload) or self.is_of_size(node):

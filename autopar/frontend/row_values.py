@@ -29,7 +29,7 @@ class RowValues:
         self.renamed: dict[Node, Node] = {}
         self.masks: dict[tuple[Layout, bool], Node] = {}
         self.kept: dict[tuple[Node, Layout], Node] = {}
-        self.sharp = sharp  # symbols of rows that go through operators undefined at zero
+        self.sharp = sharp  # symbols of rows that go through operators that may not be finite at zero
         self.at: Node = next(iter(graph.nodes))
 
     def from_end(self, node: Node) -> int:

@@ -150,7 +150,7 @@ class _Writer(RowSinks):
         return self.call(_aten.where.self, self.mask(layout, trailing), full, row)
 
     def by_row(self, node: Node) -> Layout:
-        """Return a call of the same operator on all rows, which its rule treats each alone."""
+        """Write a call of the same operator on all rows, which its rule treats each alone; return their layout."""
         layouts = {self.layouts[operand] for operand in node.all_input_nodes if operand in self.full}
         if not layouts:
             layouts = {self.by_size.get(self.selections.size(node), ())}

@@ -331,7 +331,7 @@ def _is_exact(value: Any) -> bool:
 
 
 def is_class_data(value: Any) -> bool:
-    """Whether a class attribute is data."""
+    """Return whether a class attribute is data."""
     return is_plain(value) or is_a(value, list, dict, set, Tensor, types.SimpleNamespace)
 
 
