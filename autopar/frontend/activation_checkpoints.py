@@ -157,12 +157,12 @@ class _Body:
         self.outside |= {_memory(tensor) for tensor in tensors} - self.inside
         reads = any(_memory(tensor) in self.counters for tensor in tensors)
         if func is torch.batch_norm and torch.is_grad_enabled():
-            raise _refused("torch.batch_norm, where torch.nn.functional.batch_norm is followed")
+            raise _refused("torch.batch_norm; autopar follows torch.nn.functional.batch_norm")
         if may_write(func, name, kwargs):
             self._write(name, args, kwargs)
         result = func(*args, **kwargs)
         if reads and not isinstance(result, _METADATA):
-            raise _refused("a counter that the function reads, too")
+            raise _refused("a counter that the function also reads")
         return self._note_results(result)
 
     def _note_results(self, result: Any) -> Any:
@@ -181,7 +181,7 @@ class _Body:
             number = args[1] if len(args) == 2 and not kwargs else None
             is_sum = name in ("add_", "__iadd__") and not target.is_floating_point()
             if not isinstance(number, int) or not is_sum or self.is_nested:
-                raise _refused(f"a tensor of shape {tuple(target.shape)} that the function does not make itself")
+                raise _refused(f"a tensor of shape {tuple(target.shape)} that the function did not create")
             self.counters[_memory(target)] = target, number
 
     def close(self) -> None:
@@ -203,7 +203,7 @@ def _refused(what: str) -> TraceError:
         "a function under activation checkpointing writes to state of the model, and torch writes again in backward",
         values=what,
         alternatives=[
-            "the write outside of the function that torch.utils.checkpoint.checkpoint calls",
-            "no checkpointing in the model: plans choose what to recompute, and write once",
+            "move the write out of the function that torch.utils.checkpoint.checkpoint calls",
+            "remove checkpointing from the model: plans choose what to recompute, and write once",
         ],
     )

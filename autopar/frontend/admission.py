@@ -48,13 +48,13 @@ def check_model(model: Any, param_dtype: torch.dtype | None = None) -> None:
         raise ModelError(
             "the model is not a torch.nn.Module",
             values=f"{type(model).__name__}: {str(model)[:80]}",
-            alternatives="an instance of a class derived from torch.nn.Module",
+            alternatives="pass an instance of a class derived from torch.nn.Module",
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(
             "the model is a TorchScript module, which cannot be traced",
             values=type(model).__name__,
-            alternatives="the Python module that it was scripted from",
+            alternatives="pass the Python module that it was scripted from",
         )
     _check_materialised(model)
     _check_module_hooks(model)
@@ -63,7 +63,7 @@ def check_model(model: Any, param_dtype: torch.dtype | None = None) -> None:
             raise ModelError(
                 "a tensor that was made under torch.inference_mode cannot be trained",
                 values=name,
-                alternatives="the model made, or loaded, outside of it",
+                alternatives="make or load the model outside torch.inference_mode",
             )
     for name, parameter in named_parameters(model):
         _check_parameter(name, parameter, param_dtype)
@@ -79,18 +79,18 @@ def check_loss(model: nn.Module, loss_fn: Any) -> None:
     trained = [name for name, parameter in named_parameters(loss_fn) if parameter.requires_grad]
     if trained:
         raise ModelError(
-            "loss_fn has parameters of its own, and what is trained are the model's",
+            "loss_fn has trainable parameters, but only the model's are trained",
             values=", ".join(trained),
             alternatives=[
-                "a model that holds both and returns the loss",
+                "pass a model that contains both and returns the loss",
                 "loss_fn.requires_grad_(False), if they are constants",
             ],
         )
     if is_a(attribute(model, "loss_fn"), nn.Module) and loss_fn.state_dict():
         raise ModelError(
-            "the model has a module called loss_fn, beside the loss_fn that is given",
+            "the model has a module named loss_fn, like the argument loss_fn",
             values=", ".join(loss_fn.state_dict()),
-            alternatives="another name for the model's own",
+            alternatives="rename the model's module",
         )
 
 
@@ -98,9 +98,10 @@ def warn_of_gradients(model: nn.Module) -> None:
     """Warn where parameters already have gradients: a training step begins with zero_grad()."""
     names = [name for name, parameter in named_parameters(model) if parameter.grad is not None]
     if names:
+        first = names[0] if len(names) == 1 else f"{len(names)} parameters, such as {names[0]},"
         warnings.warn(
-            f"{len(names)} parameters hold gradients ({names[0]}, ...): they are not used, since every step of the "
-            f"program begins without gradients",
+            f"the program ignores the gradients of {first} since every step begins without gradients; "
+            f"model.zero_grad() drops them",
             stacklevel=6,
         )
 
@@ -133,9 +134,9 @@ def require_traits(model: nn.Module, traits: dict[str, str]) -> None:
         some = [f"{name}: {traits.get(name, 'not there')} then, {now.get(name, 'not there')} now" for name in changed]
         some = some[:5] + ([f"and {len(some) - 5} more"] if len(some) > 5 else [])
         raise ModelError(
-            "the model is no longer as it was compiled, and the program would train it as it was",
+            "the model has changed since it was compiled, and the program would train it without the change",
             values="\n".join(some),
-            alternatives="compile it again, as it is to be trained",
+            alternatives="compile the model again",
         )
 
 
@@ -192,7 +193,7 @@ def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | No
         raise ModelError(
             "complex parameters cannot be trained",
             values=f"{name}: {parameter.dtype}",
-            alternatives="real parameters, and torch.view_as_complex in forward",
+            alternatives="use real parameters, and torch.view_as_complex in forward",
         )
     is_half = parameter.is_floating_point() and parameter.dtype.itemsize < 4
     if is_half and param_dtype is None:
@@ -201,7 +202,7 @@ def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | No
             values=f"{name}: {str(parameter.dtype).removeprefix('torch.')}",
             alternatives=[
                 'precision="bf16": the model computes in bf16, with fp32 masters and fp32 gradient sums',
-                'precision="fp16", which is the same in fp16 with a loss that is scaled',
+                'precision="fp16": the same in fp16, with a scaled loss',
                 "model.float(), which trains in fp32",
             ],
         )
@@ -218,7 +219,7 @@ def _check_hidden(model: nn.Module) -> None:
         raise ModelError(
             "parameters() of the model leaves out parameters that require gradients, so a loop would not train them",
             values=", ".join(hidden[:4]) + (f" and {len(hidden) - 4} more" if len(hidden) > 4 else ""),
-            alternatives="requires_grad_(False) on those that are not trained, or torch's own parameters()",
+            alternatives="call requires_grad_(False) on those that stay fixed, or remove the override of parameters()",
         )
 
 
@@ -244,8 +245,8 @@ def _check_memory(model: nn.Module) -> None:
                     "two tensors of the model share memory, and training one changes the other",
                     values=f"{other} and {name}",
                     alternatives=[
-                        "one nn.Parameter that both modules hold (tied weights), or views taken in forward",
-                        "a copy: nn.Parameter(tensor.clone())",
+                        "assign one nn.Parameter to both modules (tied weights), or take views in forward",
+                        "copy it: nn.Parameter(tensor.clone())",
                     ],
                 )
         ranges.append((start, stop, name, tensor.requires_grad))
@@ -259,14 +260,14 @@ def _check_state_dict(model: nn.Module) -> None:
         raise TraceError(
             "state_dict() of the model cannot be called as torch calls it",
             values=f"state_dict(keep_vars=True) raises {type(error).__name__}: {error}",
-            alternatives="the arguments of torch.nn.Module.state_dict in the one that overrides it",
+            alternatives="give the override the arguments of torch.nn.Module.state_dict",
         ) from error
     parameters = {name for name, _ in named_parameters(model, remove_duplicate=False)}
     buffers = {name for name, _ in named_buffers(model, remove_duplicate=False)}
     unlike = sorted(keys - parameters - buffers) + sorted(parameters - keys)
     if unlike:
         raise TraceError(
-            "the model's state dict is not its parameters and buffers by their names, as the program's is",
+            "the model's state dict differs from its parameters and buffers by name, which the program saves",
             values=", ".join(unlike[:5]),
             alternatives="remove the state-dict hooks, get_extra_state or state_dict() that change it",
         )

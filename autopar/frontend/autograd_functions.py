@@ -45,7 +45,7 @@ def call_function(function: type, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _called(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or unknown_arguments(args):
         kinds = sorted({type(value).__name__ for value in unknown_arguments(args)} | set(kwargs))
-        raise _refused(function, f"takes what is neither a tensor nor plain data: {', '.join(kinds)}")
+        raise _refused(function, f"takes arguments other than tensors and plain data: {', '.join(kinds)}")
     if not can_import(function):
         raise _refused(function, "cannot be imported by this name, so that no program could call it")
     with ThreadPoolExecutor(1) as alone:  # settings of the calling trace, which do not apply in here
@@ -63,8 +63,8 @@ def _refused(function: type, reason: str) -> TraceError:
     return TraceError(
         f"the model calls a custom autograd.Function that {reason}",
         values=f"{function.__module__}.{function.__qualname__}",
-        alternatives="a Function of a module, of tensors and plain data, that computes new tensors from them alone; "
-        "or an operator made by torch.library.custom_op and register_autograd",
+        alternatives="define the Function at module level, and compute new tensors from tensors and plain data alone; "
+        "or define an operator with torch.library.custom_op and register_autograd",
     )
 
 
@@ -96,7 +96,7 @@ class _Trial:
                 raise _refused(function, "writes to its operands")
             tensors = results if isinstance(results, tuple) else (results,)
             if not tensors or not all(isinstance(value, Tensor) for value in tensors):
-                raise _refused(function, "returns what is no tensor")
+                raise _refused(function, "returns a value that is not a tensor")
             self.num_outputs = len(results) if isinstance(results, tuple) else None
             self.constant = {i for i, value in enumerate(tensors) if not value.requires_grad}
             trained = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]

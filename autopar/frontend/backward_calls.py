@@ -46,9 +46,9 @@ def traced_below(function: Traced, *tensors: Tensor) -> torch.fx.GraphModule:
     for node in graph.graph.nodes:
         if any(word in str(node.target) for word in _WITHOUT_SECOND):
             raise TraceError(
-                "forward differentiates an operator whose gradient has no gradient of its own",
+                "forward differentiates an operator that torch cannot differentiate twice",
                 values=str(node.target),
-                alternatives="operators that torch differentiates twice, such as matmul and softmax for attention",
+                alternatives="use operators that torch differentiates twice, such as matmul and softmax for attention",
             )
     return graph
 

@@ -142,7 +142,7 @@ def _index(value: Any, codes: Mapping[int, str]) -> str:
 def _text(value: Any, codes: Mapping[int, str]) -> str:
     if isinstance(value, Tensor):
         if id(value) not in codes:
-            raise NoExpressionError("a tensor that is not of the batch")
+            raise NoExpressionError("a tensor from outside the batch")
         return codes[id(value)]
     if value is None or value is Ellipsis or type(value) in (bool, str, int):
         return "..." if value is Ellipsis else repr(value)

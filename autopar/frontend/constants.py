@@ -53,11 +53,11 @@ class Constants(TorchFunctionMode):
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
         if kind is None and (names := sorted(self._asked & self._written)):
             raise TraceError(
-                "a buffer decides what forward does, which forward itself writes: a program is made for one value",
+                "a buffer that forward writes decides what forward does, but a program is made for one value",
                 values=", ".join(names),
                 alternatives=[
-                    "a number or a flag as an attribute of the module, which is followed",
-                    "torch.where, which keeps both",
+                    "use a number or a flag as an attribute of the module, which autopar follows",
+                    "use torch.where, which computes both cases",
                 ],
             )
 

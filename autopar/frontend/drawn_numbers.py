@@ -42,10 +42,12 @@ def drawn_numbers(names: list[str]) -> Iterator[None]:
             yield
         except ArrayError as error:
             raise TraceError(
-                "forward draws an array of numpy, or calls a random function of Python in a form that autopar does not "
-                "know",
+                "forward draws a numpy array, or calls a random function of Python in an unsupported form",
                 values=str(error),
-                alternatives=["torch.rand, torch.randn or torch.randint of the same shape", "one number at a time"],
+                alternatives=[
+                    "use torch.rand, torch.randn or torch.randint of the same shape",
+                    "draw one number at a time",
+                ],
             ) from None
 
 
@@ -98,11 +100,11 @@ class _Drawn(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise TraceError(
-                "forward draws random numbers from a torch.Generator of its own, whose state no plan can follow",
+                "forward draws random numbers from a torch.Generator, whose state no plan can follow",
                 values=f"{name or func}(..., generator=...)",
                 alternatives=[
-                    "no generator: torch's default numbers are drawn alike under every plan, by the seed of the step",
-                    "for noise that is to stay the same: a buffer that is filled in the constructor",
+                    "drop the generator: torch's default one draws alike under every plan, by the seed of the step",
+                    "for fixed noise: fill a buffer in the constructor",
                 ],
             )
         if name == "item" and self.is_drawn(args[0]):

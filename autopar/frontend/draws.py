@@ -125,9 +125,9 @@ class _Writer:
                 values[part] = Ref(calls[-1].name)
             else:
                 raise TraceError(
-                    "an operator that draws random numbers and cannot be taken apart",
+                    "forward calls a random operator that autopar cannot write as draws",
                     values=f"{node.op}{at(self.flat, node)}",
-                    alternatives="random tensors as inputs of the batch",
+                    alternatives="pass random tensors as inputs of the batch",
                 )
         for index, result in enumerate(results if isinstance(results, tuple) else (results,)):
             self.renamed[Ref(node.name, index)] = result

@@ -47,9 +47,9 @@ def refuse_effects(flat: FlatGraph) -> None:
         dtypes = {metas[ref].dtype for ref in node.inputs if metas[ref].dtype.is_floating_point}
         if base_name(node.op) in _PRODUCTS and len(dtypes) > 1:
             raise TraceError(
-                "a product of tensors of different dtypes, which torch refuses when the model runs",
+                "forward multiplies tensors of different dtypes, which torch refuses when the model runs",
                 values=f"{node.op} of {' and '.join(sorted(str(d) for d in dtypes))}{at(flat, node)}",
-                alternatives="inputs of the parameters' dtype, or a cast in forward",
+                alternatives="pass inputs of the parameters' dtype, or cast in forward",
             )
 
 
@@ -59,9 +59,9 @@ def refused_random(op: str, place: str) -> TraceError:
         "forward draws random numbers that no parallel plan can draw as one process does",
         values=f"{op}{place}",
         alternatives=[
-            "another distribution: uniform, normal, exponential and Bernoulli numbers, integers and what follows from "
-            "them (dropout, Gumbel, multinomial) are drawn alike under every plan",
-            "random tensors as inputs of the batch",
+            "use another distribution: uniform, normal, exponential and Bernoulli numbers, integers, and draws made "
+            "from these (dropout, Gumbel, multinomial) are alike under every plan",
+            "pass random tensors as inputs of the batch",
         ],
     )
 
@@ -90,13 +90,13 @@ def _refuse_lookup(flat: FlatGraph, node: Node) -> None:
         raise TraceError(
             "scale_grad_by_freq divides gradients by counts over the whole batch, which no rank sees",
             values=f"{node.op}{at(flat, node)}",
-            alternatives="scale_grad_by_freq=False",
+            alternatives="set scale_grad_by_freq=False",
         )
     if arguments.get("sparse"):
         raise TraceError(
-            "an embedding with sparse gradients, which the program's optimiser would get dense",
+            "an embedding has sparse gradients, but the program's optimizer would get dense ones",
             values=f"{node.op}{at(flat, node)}",
-            alternatives="sparse=False",
+            alternatives="set sparse=False",
         )
 
 
@@ -107,7 +107,7 @@ def _refuse_statistics(flat: FlatGraph, node: Node) -> None:
         raise TraceError(
             "instance norm updates running statistics inside of the operator",
             values=f"{arguments['running_mean'].node}{at(flat, node)}",
-            alternatives="torch.nn.functional.instance_norm or a module of torch.nn, which are followed",
+            alternatives="call torch.nn.functional.instance_norm or a module of torch.nn, which autopar follows",
         )
 
 
@@ -118,12 +118,12 @@ def refuse_untrained(flat: FlatGraph) -> None:
     trained = [p.name for p in flat.parameters.values() if p.meta.requires_grad and not p.is_buffer]
     if not trained:
         raise TraceError(
-            "there is nothing to train",
+            "the model has nothing to train",
             values=f"no parameter of {sum(not p.is_buffer for p in flat.parameters.values())} requires a gradient",
-            alternatives="requires_grad_(True) on what is to be trained",
+            alternatives="call requires_grad_(True) on the parameters to train",
         )
     raise TraceError(
         "the loss depends on no trained parameter",
         values=f"{len(trained)} parameters have requires_grad=True, such as {trained[0]}",
-        alternatives="a loss that no detach(), torch.no_grad() or argmax cuts off from the parameters",
+        alternatives="remove the detach(), torch.no_grad() or argmax that cuts the loss off from the parameters",
     )

@@ -165,9 +165,7 @@ def indexed_masks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def custom_backward() -> Iterator[None]:
-    """Context manager in which a custom autograd.Function is an operator, and hooks and gradients that a trace drops
-    raise.
-    """
+    """Context manager in which a custom autograd.Function is an operator, and calls that a trace drops raise."""
 
     # A classmethod of Python until torch 2.14, in C since.
     registered = torch.autograd.Function.__dict__["apply"]
@@ -186,10 +184,10 @@ def custom_backward() -> Iterator[None]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             raise TraceError(
-                f"forward calls {name}, of which a traced graph shows nothing",
+                f"forward calls {name}, which a traced graph does not show",
                 alternatives=[
                     instead,
-                    "compute what it does with torch operators, or in a torch.library.custom_op with register_autograd",
+                    "write it with torch operators, or as a torch.library.custom_op with register_autograd",
                 ],
             )
 

@@ -141,15 +141,15 @@ class _Functionaliser:
                     values=f"{root.node}: {node.op}{at(self.flat, node)}",
                     alternatives=[
                         "change it in the training loop, or compute the changed value from the parameter in forward",
-                        "torch.nn.utils.parametrize for a constrained parameter, max_norm=None for an embedding",
-                        "requires_grad_(False) for a parameter that forward alone changes (an average of others)",
+                        "use torch.nn.utils.parametrize for a constrained parameter, max_norm=None for an embedding",
+                        "call requires_grad_(False) on a parameter that forward alone changes (an average of others)",
                     ],
                 )
             if not target.is_buffer and target.meta.dtype.itemsize < 4 and target.meta.dtype.is_floating_point:
                 raise TraceError(
-                    "forward updates a frozen parameter, and half precision would round what each update adds away",
+                    "forward updates a frozen parameter, and half precision would round the updates away",
                     values=f"{root.node} in {str(target.meta.dtype).removeprefix('torch.')}{at(self.flat, node)}",
-                    alternatives=['precision="fp32"', "a buffer in its place, which keeps its dtype (register_buffer)"],
+                    alternatives=['precision="fp32"', "use a buffer (register_buffer), which keeps its dtype"],
                 )
         elif not node.meta.requires_grad and any(self.metas[self.now(r)].requires_grad for r in (node.args[0], root)):
             raise TraceError(
@@ -166,7 +166,7 @@ class _Functionaliser:
         for earlier in (other for other in before if other.op.startswith(f"{NAMESPACE}.")):
             if any(self.chain(ref)[-1] == root for ref in earlier.inputs):
                 raise TraceError(
-                    "forward writes to a tensor that it gave to a custom autograd.Function before",
+                    "forward writes to a tensor after passing it to a custom autograd.Function",
                     values=f"{node.op} after {earlier.op}{at(self.flat, node)}",
                     alternatives="write it out of place in the model",
                 )
@@ -384,7 +384,7 @@ def functional_name(op: str) -> str | None:
     overload = functional_overload(find_op(plain))
     if overload is None:
         raise TraceError(
-            "an in-place operator without a functional form",
+            "forward calls an in-place operator that has no functional form",
             values=op,
             alternatives="write it out of place in the model",
         )

@@ -181,7 +181,7 @@ class _Importer:
             raise TraceError(
                 "forward uses the .data of a tensor, which a traced graph takes for a constant",
                 values=line or f"a tensor of shape {tuple(value.shape)}",
-                alternatives="detach() to read it; change parameters and buffers in the training loop",
+                alternatives="use detach() to read it; change parameters and buffers in the training loop",
             )
         if node.users and (value.is_meta or (memory_name := _name_of_memory(value, self.model))):
             line = user_line(next(iter(node.users)).meta.get("stack_trace"))
@@ -190,9 +190,9 @@ class _Importer:
                 "parameters and buffers for constants",
                 values=("a tensor on meta" if value.is_meta else memory_name) + f" at {line}" * bool(line),
                 alternatives=[
-                    "for a forward that is set on an instance: types.MethodType(function, module), where the function "
-                    "has its module from its first argument",
-                    "for a loss_fn: outputs of forward as its arguments, or a model that computes the loss itself",
+                    "for a forward that is set on an instance: types.MethodType(function, module), whose first "
+                    "argument is the module",
+                    "for a loss_fn: pass it outputs of forward, or compute the loss in the model",
                 ],
             )
         name = _root(target)
@@ -211,7 +211,11 @@ class _Importer:
             elif node.op == "get_attr":
                 self.values[node] = getattr(graph_module, str(node.target))
             elif node.op != "placeholder":
-                raise TraceError("an fx node that autopar does not know", values=f"{node.op} {node.target}")
+                raise TraceError(
+                    "the exported graph has a node that autopar does not support",
+                    values=f"{node.op} {node.target}",
+                    alternatives="write this call with torch operators",
+                )
         return ()
 
     def _call(self, owner: torch.fx.GraphModule, node: torch.fx.Node, no_grad: bool) -> Any:
@@ -241,11 +245,11 @@ class _Importer:
             raise takes_number(user_line(node.meta.get("stack_trace")) or f"{name} at {_module_path(node)}")
         if not isinstance(target, torch._ops.OpOverload):
             line = user_line(node.meta.get("stack_trace")) or _module_path(node) or "in forward"
-            of_vmap = "what torch.vmap computes written for all elements at once (torch.einsum, torch.bmm)"
+            of_vmap = "write what torch.vmap computes for all elements at once (torch.einsum, torch.bmm)"
             raise TraceError(
-                "an operator that autopar cannot carry over",
+                "forward calls an operator that autopar does not support",
                 values=f"{name} at {line}",
-                alternatives=of_vmap if name in BRACKETS else "a torch.library.custom_op, or an aten operator",
+                alternatives=of_vmap if name in BRACKETS else "use an aten operator, or a torch.library.custom_op",
             )
         parts = definition(target, node)
         if parts is not None:
@@ -334,7 +338,8 @@ def _static(value: torch.Tensor, requires_grad: bool, node: torch.fx.Node) -> Te
         raise TraceError(
             "the shape of a result depends on values",
             values=f"{node.target}" + (f" at {line}" if line else ""),
-            alternatives="torch.where, or a product with the mask, not an index by it (nonzero, unique, masked_select)",
+            alternatives="use torch.where, or a product with the mask, not an index by it (nonzero, unique, "
+            "masked_select)",
         )
     return _meta(value, requires_grad)
 

@@ -178,7 +178,7 @@ class _Region:
             raise TraceError(
                 "forward draws random numbers in a function that it differentiates with torch.func",
                 values=drawn,
-                alternatives="random numbers drawn before, as an argument of the function",
+                alternatives="draw them before, and pass them as an argument of the function",
             )
 
     def result(self) -> Any:
@@ -213,13 +213,14 @@ def _like(value: Tensor) -> Tensor:
 def _marked(outputs: tuple[Any, ...], inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...], is_graph: bool) -> Any:
     if not inputs:
         raise TraceError(
-            "forward calls backward, of which a traced graph shows nothing",
-            alternatives="torch.autograd.grad for gradients that forward uses, else backward in the training loop",
+            "forward calls backward, which a traced graph does not show",
+            alternatives="use torch.autograd.grad for gradients that forward needs, else call backward in the "
+            "training loop",
         )
     if not all(isinstance(tensor, Tensor) for tensor in (*outputs, *inputs)):
         raise TraceError(
-            "torch.autograd.grad of graph edges, which a traced graph does not have",
-            alternatives="tensors as its outputs and inputs",
+            "forward calls torch.autograd.grad on graph edges, which a traced graph does not have",
+            alternatives="pass tensors as its outputs and inputs",
         )
     ones = [torch.ones_like(out) if one is None else one for out, one in zip(outputs, grad_outputs, strict=True)]
     return tuple(GRADIENT(list(outputs), list(inputs), ones, is_graph))
@@ -250,7 +251,7 @@ class _Gradient:
         return TraceError(
             "torch.autograd.grad in forward cannot be traced",
             values=f"{why}{f' at {other}' * bool(other)}" + f"\ncalled at {line}" * bool(line),
-            alternatives="torch.func.grad or torch.func.vjp of a function, or the derivative written out",
+            alternatives="use torch.func.grad or torch.func.vjp of a function, or write the derivative out",
         )
 
     def calls(self) -> list[torch.fx.Node]:
@@ -275,7 +276,7 @@ class _Gradient:
                 needed |= {source for source in call_node.all_input_nodes if source in reached}
         missing = [str(call_node) for call_node in self.inputs if call_node not in needed]
         if missing:
-            raise self.refused("the outputs do not depend on all inputs, of which it returns None")
+            raise self.refused("the outputs do not depend on all inputs, and it returns None for these")
         for call_node in [
             call_node
             for call_node in needed

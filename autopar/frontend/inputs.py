@@ -117,9 +117,9 @@ def name_inputs(
     moved = [field for field, name in zip(fields, model_names, strict=False) if field != name and field in model_names]
     if moved:
         raise TraceError(
-            "a named tuple's fields are in another order than forward's arguments, and items go by their places",
+            "a named tuple's fields are in another order than forward's arguments, and items are passed by position",
             values=f"{', '.join(fields)} for forward({', '.join(names)})",
-            alternatives="batch._asdict(), a dict by name, or a plain tuple in forward's order",
+            alternatives="pass batch._asdict(), a dict by name, or a plain tuple in forward's order",
         )
     target_names = ["target" if i == 0 else f"target{i}" for i in range(num_targets)]
     return _checked(dict(zip(model_names + target_names, items, strict=True)))
@@ -141,19 +141,21 @@ def _checked(batch: dict[str, Any]) -> NamedBatch:
                 containers[name] = Container(tree_flatten(value)[1], tuple(leaves))
         flat = NamedBatch(flat_batch(batch), containers)
     except BatchError as error:
-        raise TraceError("inputs of the batch have no names of their own", values=str(error)) from None
+        raise TraceError(
+            "two inputs of the batch have one name", values=str(error), alternatives="rename one of them"
+        ) from None
     for name, value in (*batch.items(), *flat.items()):
         if not isinstance(name, str) or not is_plain_name(name) or name.startswith("__") or name == "self":
             raise TraceError(
                 "an input of the batch has a name that no argument of forward can have",
                 values=repr(name),
-                alternatives="a Python identifier that is neither a keyword nor self",
+                alternatives="use a Python identifier that is neither a keyword nor self",
             )
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             raise TraceError(
                 "an input of the batch is not a dense tensor",
                 values=f"{name}: {value.layout}",
-                alternatives=f"{name}.to_dense()",
+                alternatives=f"pass {name}.to_dense()",
             )
     return flat
 
@@ -220,7 +222,7 @@ def common_batch(tensors: Mapping[str, torch.Tensor]) -> int:
         raise TraceError(
             "the batch of example_inputs is empty",
             values=", ".join(f"{name}: {tuple(value.shape)}" for name, value in tensors.items()),
-            alternatives="at least one row",
+            alternatives="pass at least one row",
         )
     return int(sizes[0])
 

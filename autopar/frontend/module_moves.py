@@ -33,7 +33,10 @@ def moved_in_place() -> Iterator[None]:
                 raise TraceError(
                     "forward casts its own parameters or buffers to another dtype",
                     values=f"{name} of {type(module).__name__}: {tensor.dtype} to {dtypes[tensor.dtype]}",
-                    alternatives=["the cast before the model is compiled", "tensor.to(dtype) where forward reads it"],
+                    alternatives=[
+                        "cast the model before it is compiled",
+                        "call tensor.to(dtype) where forward reads it",
+                    ],
                 )
         return module
 

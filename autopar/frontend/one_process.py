@@ -239,11 +239,11 @@ def _refused(name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         line = called_at()
         raise TraceError(
-            "forward or the loss asks torch.distributed for what one process does not have",
+            "forward or the loss calls a function of torch.distributed that one process cannot answer",
             values=f"torch.distributed.{name.removeprefix('distributed_c10d.')}" + (f" at {line}" if line else ""),
             alternatives=[
                 "leave it out: the program distributes the whole batch's computation itself",
-                "dist.get_rank(), dist.get_world_size() and collectives, which are those of one process",
+                "use dist.get_rank(), dist.get_world_size() and collectives, which answer as in one process",
             ],
         )
 

@@ -79,12 +79,12 @@ class OwnNumbers:
 def changes_state(change: str) -> TraceError:
     """Return the error for state of Python that a program would leave unchanged."""
     return TraceError(
-        "forward changes Python state, which the generated program would not",
+        "forward changes Python state, and the generated program would not",
         values=change,
         alternatives=[
             "change it in the training loop",
-            "a number as an attribute of the module, which is followed",
-            "a buffer that is changed in place, which is kept",
+            "use a number as an attribute of the module, which autopar follows",
+            "use a buffer that is changed in place, which is kept",
         ],
     )
 

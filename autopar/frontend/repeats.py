@@ -112,7 +112,7 @@ def check_repeats(
         raise TraceError(
             "forward computes something else when it is called again",
             values=_difference(first, second),
-            alternatives="a forward that depends on its inputs, parameters and buffers alone",
+            alternatives="make forward depend on its inputs, parameters and buffers alone",
         )
 
 
@@ -160,9 +160,9 @@ def _refuse_specialized(changed: Iterable[str]) -> None:
     """Raise TraceError for state that a forward changes while values of the batch decide what it does."""
     if names := sorted(changed):
         raise TraceError(
-            "forward changes state of Python, and values of the batch decide what it does",
+            "forward changes Python state, and values of the batch decide what it does",
             values=", ".join(names[:3]),
-            alternatives="the state, or what it depends on, as an input of the batch",
+            alternatives="pass the state, or the values behind it, as an input of the batch",
         )
 
 
@@ -241,7 +241,7 @@ def _refuse_replaced(places: Iterable[Any], tensors: Mapping[Any, Tensor], names
             "forward replaces a buffer or parameter by another tensor, which the program would not keep",
             values=names[id(tensors[place])],
             alternatives=[
-                "a counter that is changed in place (self.count += 1), which is kept",
+                "use a counter that is changed in place (self.count += 1), which is kept",
                 "return the value and assign it in the training loop",
             ],
         )
@@ -251,19 +251,19 @@ def _refuse_unseen(generator: str, silent: list[str]) -> None:
     """Raise TraceError for draws from a generator and for hooks that only observe, which a trace cannot see."""
     if generator:
         raise TraceError(
-            "forward draws random numbers in Python by a function that autopar does not know, which a trace takes for "
-            "constants",
+            "forward draws random numbers by an unsupported function of Python, which a trace takes for constants",
             values=f"the state of {generator} changes",
             alternatives=[
-                "torch's random numbers, or those of random.random, uniform, gauss, expovariate, randint and randrange",
-                "random tensors as inputs of the batch",
+                "use torch's random numbers, or those of random.random, uniform, gauss, expovariate, randint and "
+                "randrange",
+                "pass random tensors as inputs of the batch",
             ],
         )
     if silent:
         raise TraceError(
             "a forward hook returns nothing, so the generated program would not run it",
             values=", ".join(silent),
-            alternatives=["remove it before compiling", "return the output that it is to have (a new tensor)"],
+            alternatives=["remove the hook before compiling", "return the output, a new tensor, from the hook"],
         )
 
 
@@ -286,7 +286,7 @@ def _refuse_kept(
             raise TraceError(
                 "forward keeps a tensor of its first batch and uses it later",
                 values=f"{name} of {where(path)}",
-                alternatives="compute it in every forward, or in the constructor as a buffer",
+                alternatives="compute it in every forward, or as a buffer in the constructor",
             )
 
 

@@ -86,9 +86,10 @@ class RowValues:
         """Return the error for a call that mixes rows of unknown number."""
         line = user_line(node.meta.get("stack_trace"))
         return TraceError(
-            "the shape of a result depends on values, and what is computed of it mixes rows that a mask selects",
+            "the shape of a result depends on values, and a later call mixes rows that a mask selects",
             values=f"{node.target}" + (f" at {line}" if line else ""),
-            alternatives="torch.where, or a product with the mask, not an index by it (nonzero, unique, masked_select)",
+            alternatives="use torch.where, or a product with the mask, not an index by it (nonzero, unique, "
+            "masked_select)",
         )
 
 

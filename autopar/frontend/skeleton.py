@@ -124,5 +124,5 @@ def _check_modes(skeleton: nn.Module) -> None:
         raise ModelError(
             "train() of the model leaves parts in evaluation mode, and has not been called",
             values=", ".join(frozen[:4]) + (f" and {len(frozen) - 4} more" if len(frozen) > 4 else ""),
-            alternatives="model.train() before the model is given, as a training loop calls it",
+            alternatives="call model.train() before compiling, as a training loop does",
         )

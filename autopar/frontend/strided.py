@@ -103,9 +103,9 @@ def _is_packed(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 def refused_strides(values: str) -> TraceError:
     """Return the error for strides without such a form."""
     return TraceError(
-        "as_strided reads memory as it lies, which is otherwise in a program",
+        "as_strided reads memory by strides, which differ in a program",
         values=values,
-        alternatives="unfold, slices, transposes and expand, which go by positions",
+        alternatives="use unfold, slices, transposes and expand, which go by positions",
     )
 
 

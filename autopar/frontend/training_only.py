@@ -76,7 +76,7 @@ def write_training_only(flat: FlatGraph, training: Record, evaluation: Record) -
 
     def insert(replacement: Replacement, module: str) -> None:
         if replacement.training not in refs or replacement.evaluation not in refs:
-            raise UnlikeError("what evaluation reads is not in the exported graph")
+            raise UnlikeError("a tensor that evaluation reads is not in the exported graph")
         ref, other = refs[replacement.training], before_writes(refs[replacement.evaluation], module)
         name = unused_name(f"{ref.node}_in_training", names)
         names.add(name)
@@ -133,7 +133,7 @@ class _Comparison:
         for mine, theirs, what in self.results(first.loss, second.loss):
             matches = self.matched(mine, theirs, first, second, metas, len(first.entries))
             if matches is None or (matches and what != "loss"):
-                raise UnlikeError(f"the {what} is computed otherwise in evaluation mode than in training")
+                raise UnlikeError(f"the {what} is computed differently in evaluation mode and in training")
             self.bound |= matches
         home = {theirs: ours for ours, theirs in self.counterparts.items()}
         return tuple(
@@ -163,7 +163,7 @@ class _Comparison:
             is_own = isinstance(target, Source) and (target[1] in self.skipped or target[1][0] == "tensor")
             if not is_own:
                 raise UnlikeError(
-                    f"the model calls {call.name} in training alone, which writes to what evaluation reads"
+                    f"the model calls {call.name} in training alone, which writes to a tensor that evaluation reads"
                 )
             home = self.home(target[1])
             self.written.add(home)
@@ -180,7 +180,7 @@ class _Comparison:
         if matches is None:
             return False
         if call.writes and self.home(first.source(call.what[0][0][1])[1]) in self.written:
-            raise UnlikeError(f"the model calls {call.name} on what training alone has written to before")
+            raise UnlikeError(f"the model calls {call.name} on a tensor that training alone has written to")
         self.bound |= matches
         return True
 
@@ -212,7 +212,7 @@ class _Comparison:
             return {} if self.bound[ours][0] == theirs else None
         if ours not in self.skipped:
             if ours in self.stale:
-                raise UnlikeError("evaluation reads a view of what training alone writes to")
+                raise UnlikeError("evaluation reads a view of a tensor that training alone writes to")
             return {} if self.counterparts.get(ours, ours) == theirs else None
         is_known = theirs[0] != "result" or theirs in self.counterparts.values()
         is_same = metas[0].get(ours) == metas[1].get(theirs)

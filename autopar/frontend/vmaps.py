@@ -78,9 +78,9 @@ def _replace(graph: torch.fx.Graph, region: list[torch.fx.Node]) -> None:
     drawn = [node for node in written.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
     if drawn:
         raise TraceError(
-            "forward draws random numbers within torch.vmap, where they are of one element at a time",
+            "forward draws random numbers within torch.vmap, for one element at a time",
             values=f"{drawn[0].target} at {user_line(region[0].meta.get('stack_trace')) or 'a call of torch.vmap'}",
-            alternatives="random numbers of all elements at once, drawn before torch.vmap and handed to it",
+            alternatives="draw the numbers of all elements before torch.vmap, and pass them to it",
         )
     copies: dict[torch.fx.Node, Any] = {}
     sources = iter(operands)
