@@ -104,12 +104,12 @@ class _Calls(TorchFunctionMode):
         if func is F.batch_norm:
             arguments = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
             if arguments["training"] and isinstance(arguments["running_mean"], Tensor) and arguments["momentum"]:
-                return self._normed(arguments)
+                return self._batch_norm_twice(arguments)
         if not self._bodies:
             return func(*args, **kwargs)
         return self._bodies[-1].call(func, args, kwargs)
 
-    def _normed(self, arguments: dict[str, Any]) -> Tensor:
+    def _batch_norm_twice(self, arguments: dict[str, Any]) -> Tensor:
         """Call batch norm that moves running statistics: twice, with one average over both calls."""
         memory = _memory(arguments["running_mean"])
         self._alive.append(arguments["running_mean"])

@@ -56,7 +56,7 @@ def check_model(model: Any, param_dtype: torch.dtype | None = None) -> None:
             values=type(model).__name__,
             alternatives="pass the Python module that it was scripted from",
         )
-    _check_materialised(model)
+    _check_materialized(model)
     _check_module_hooks(model)
     for name, value in named_tensors(model):
         if value.is_inference():
@@ -145,7 +145,7 @@ def where(path: str) -> str:
     return path or "the model itself"
 
 
-def _check_materialised(model: nn.Module) -> None:
+def _check_materialized(model: nn.Module) -> None:
     tensors = named_tensors(model)
     lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if lazy is not None:

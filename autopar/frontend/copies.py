@@ -47,7 +47,7 @@ def deep_copy(model: Module, memo: dict[int, Any] | None = None) -> Module:
         return copied if _is_apart(copied, model, known_copies) else _by_attributes(model, known_copies)
 
 
-def own_numbers(function: Any) -> Any:
+def callable_copy(function: Any) -> Any:
     """Return a copy of a callable object with its own numbers, which a call may change; tensors and modules are shared.
 
     Functions, and objects that cannot be copied, are returned unchanged.

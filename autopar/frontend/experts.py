@@ -93,7 +93,7 @@ def _is_ascending(sort: Node) -> bool:
     return not arguments_of(sort)["descending"]
 
 
-class _StrangerError(Exception):
+class _UnsupportedCallError(Exception):
     """A call outside the patterns reads a sorted value."""
 
 
@@ -118,7 +118,7 @@ class _Region:
         """Return all calls, with the region in the order of the tokens; None if it is no mixture of experts."""
         try:
             written = [[node] if node is self.sort else self.unsorted(node) for node in self.nodes]
-        except _StrangerError:
+        except _UnsupportedCallError:
             return None
         nodes = list(itertools.chain.from_iterable(written))
         return nodes if any(node.op == EXPERT_LINEAR and self.ids in node.inputs for node in nodes) else None
@@ -150,7 +150,7 @@ class _Region:
         rule = rule_for(node, tuple(self.metas[ref] for ref in node.inputs))
         rows = [ref for ref in node.inputs if ref in self.kinds]
         if rule is None or not row_factor(node, rule, rows) or any(self.kinds[ref] != _ROWS for ref in rows):
-            raise _StrangerError
+            raise _UnsupportedCallError
         return self.recorded(node)
 
     def tokens(self, node: Node) -> Node:
@@ -184,7 +184,7 @@ class _Region:
         )
         is_whole = self.are_tokens(index, total, base_name(node.op) == "scatter_add") and source[1:] == total[1:]
         if not is_plain or not is_whole or self.metas[rows].dtype != node.meta.dtype:
-            raise _StrangerError
+            raise _UnsupportedCallError
         by_token = replace(self.metas[rows], shape=(total[0], self.choices[index], *total[1:]))
         names = [f"{node.name}_{word}" for word in ("by_token", "sum")]
         summed = replace(node.meta, requires_grad=by_token.requires_grad)
@@ -203,7 +203,7 @@ class _Region:
         if not arguments["train"] or not arguments["p"]:
             return [self.row_by_row(node)]
         if not self.is_a(_ROWS, rows) or not _EXACT.issuperset([node.meta.dtype]):
-            raise _StrangerError
+            raise _UnsupportedCallError
         order = Ref(self.sort.name, len(self.sort.outputs) - 1)
         mask = replace(node.meta, requires_grad=False)
         places, ones, drawn, taken = (f"{node.name}_{word}" for word in ("places", "ones", "all", "mask"))
@@ -236,14 +236,14 @@ class _Region:
         if len(node.inputs) == 1:
             is_inverse = self.is_a("order", node.inputs[0]) and _is_ascending(node)
         elif len(node.inputs) != 3:
-            raise _StrangerError
+            raise _UnsupportedCallError
         else:
             memory, order, values = node.inputs
             numbers = self.made_by.get(values.node)
             counts = numbers is not None and numbers.op == "aten.arange.default" and numbers.args[0] == self.num_rows
             is_inverse = self.is_a("blank", memory) and self.is_a("order", order) and counts
         if not is_inverse or len(node.outputs) > 1:
-            raise _StrangerError
+            raise _UnsupportedCallError
         return self.recorded(node, "inverse")
 
     def histogram(self, node: Node) -> Node:
@@ -253,7 +253,7 @@ class _Region:
         if is_sum and (self.metas[source].dtype.is_floating_point or not is_over_rows):
             return self.row_by_row(node)
         if not self.is_a(_ROWS, source):
-            raise _StrangerError
+            raise _UnsupportedCallError
         return node
 
     def taken(self, node: Node) -> Node:
@@ -265,7 +265,7 @@ class _Region:
         kind, is_plain = self.kinds.get(index), len(node.inputs) == 2 and source not in self.kinds
         shape, by_element = self.metas[source].shape or (0,), base_name(node.op) == "gather"
         if by_element and kind in ("inverse", "order") and len(shape) > 1:
-            raise _StrangerError
+            raise _UnsupportedCallError
         if kind == "inverse" and self.is_a(_ROWS, source):
             self.renamed[Ref(node.name)] = source
             return node
@@ -280,12 +280,12 @@ class _Region:
     def product(self, node: Node) -> Node:
         """Write a grouped product over all sorted rows, without a bias, in their dtype."""
         if len(node.inputs) != 3:
-            raise _StrangerError
+            raise _UnsupportedCallError
         rows, weight, offsets = node.inputs
         weight_meta = self.metas[weight]
         is_plain = len(weight_meta.shape) == 3 and weight not in self.kinds and weight_meta.dtype == node.meta.dtype
         if not is_plain or not self.is_a(_ROWS, rows) or not self.ends_of_experts(offsets, weight_meta.shape[0]):
-            raise _StrangerError
+            raise _UnsupportedCallError
         return self.recorded(replace(node, op=EXPERT_LINEAR, args=(rows, weight, self.ids), kwargs=()))
 
     def is_of_ids(self, ref: Ref) -> bool:

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from autopar.frontend.uncollected import uncollected
+from autopar.frontend.garbage_collection import collection_paused
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def probing() -> Iterator[None]:
     share random numbers. Torch logs nothing of this thread: it prints a traceback for a failing call on fake tensors.
     Here such a failure is an answer (a model that cannot run with fewer rows), or becomes an error of autopar.
     """
-    with _alone, uncollected(), deep_stack(_FRAMES), contextlib.ExitStack() as stack:
+    with _alone, collection_paused(), deep_stack(_FRAMES), contextlib.ExitStack() as stack:
         quiet = _Quiet()
         for handler in _handlers():
             handler.addFilter(quiet)

@@ -34,15 +34,15 @@ _RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view", "reshape"
 _SAME = frozenset({"alias", "detach", "to", "lift_fresh", "dropout"})
 
 
-def functionalise(flat: FlatGraph) -> None:
+def functionalize(flat: FlatGraph) -> None:
     """Rewrite all writes. Raises TraceError for a write whose effect on tensors of the same memory
     cannot be written.
     """
     write_each(flat)
-    _Functionaliser(flat).run()
+    _Functionalizer(flat).run()
 
 
-class _Functionaliser:
+class _Functionalizer:
     def __init__(self, flat: FlatGraph) -> None:
         self.flat = flat
         self.metas = flat.metas()

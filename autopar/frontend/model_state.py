@@ -27,8 +27,8 @@ from autopar.frontend.state_reads import ClassData, Environment, Files, Line, Re
 from autopar.frontend.state_values import (
     FOREIGN,
     MISSING,
+    ByIdentity,
     Change,
-    Held,
     Key,
     Root,
     are_alike,
@@ -364,7 +364,7 @@ class ModelState:
                 continue
             if not are_alike(leaves_of(old, self.reads.fields), leaves_of(new, self.reads.fields)):
                 name = f"{key[2][0]} of {where(key[1])}" if key[0] == "attribute" else key[1]
-                yield Change(name, Held(old), Held(new))
+                yield Change(name, ByIdentity(old), ByIdentity(new))
 
     # Places -----------------------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ _LEFT = frozenset(
 """Functions that need nothing from other ranks."""
 
 
-class _Done:
+class _FinishedWork:
     """Handle of a finished collective."""
 
     def wait(self, *args: Any) -> bool:
@@ -69,7 +69,7 @@ class _Done:
         return True
 
 
-class _Itself:
+class _SelfGroup:
     """Process group whose only member is this process."""
 
     def size(self) -> int:
@@ -79,8 +79,8 @@ class _Itself:
         return 0
 
 
-def _ended(is_asynchronous: bool) -> _Done | None:
-    return _Done() if is_asynchronous else None
+def _ended(is_asynchronous: bool) -> _FinishedWork | None:
+    return _FinishedWork() if is_asynchronous else None
 
 
 def _in_place(tensor: Any, *args: Any, async_op: bool = False, **named: Any) -> Any:
@@ -140,7 +140,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "get_world_size": lambda *args, **named: 1,
     "get_process_group_ranks": lambda *args, **named: [0],
     "get_backend": lambda *args, **named: "gloo",
-    "new_group": lambda *args, **named: _Itself(),
+    "new_group": lambda *args, **named: _SelfGroup(),
     "barrier": lambda *args, async_op=False, **named: _ended(async_op),
     "monitored_barrier": _none,
     "all_reduce": _in_place,

@@ -33,14 +33,14 @@ _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MAX_CONSTANT = 2**26  # bytes up to which a constant tensor is compared by value; larger ones count as unequal
 
 
-class _Itself:
+class _SameTensor:
     """A tensor in a key, equal only to an entry for the same tensor object."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and other.tensor is self.tensor
+        return isinstance(other, _SameTensor) and other.tensor is self.tensor
 
     def __hash__(self) -> int:
         return id(self.tensor)
@@ -197,7 +197,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         are.
         """
         meta = _meta(tensor)
-        identity: Any = _Itself(tensor)
+        identity: Any = _SameTensor(tensor)
         if not isinstance(tensor, FakeTensor) and not tensor.is_meta and tensor.nbytes <= _MAX_CONSTANT:
             with _disable_current_modes():
                 numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()

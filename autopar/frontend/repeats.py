@@ -5,7 +5,7 @@ globals), buffers and parameters that it replaces, Python's and numpy's random n
 cannot see what they do), and records that differ, as where one forward reads values that the one before has left.
 Values that forward computes once and keeps, as tables of positions, are allowed if they depend on constants alone. So
 are numbers of modules that it counts or anneals: it does the same again once they are set back, and the program follows
-them (`own_numbers.py`).
+them (`forward_counters.py`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from autopar.frontend.attributes import (
     named_tensors,
     summary,
 )
+from autopar.frontend.forward_counters import ForwardCounters, changes_state
 from autopar.frontend.function_caches import is_filled
 from autopar.frontend.kept_values import compute_alike
-from autopar.frontend.own_numbers import OwnNumbers, changes_state
 from autopar.frontend.recorder import Record, sources_in
 from autopar.frontend.specialization import current_guards
-from autopar.frontend.state_reads import Reads, home_of, noted
+from autopar.frontend.state_reads import Reads, home_of, noting_reads
 from autopar.frontend.state_values import object_kinds
 
 State = dict[tuple[str, str], Any]
@@ -68,10 +68,10 @@ def check_repeats(
     names = {id(tensor): name for name, tensor in named_tensors(model)}
     with _own_random_state() as drawn:
         tensors, before, of_classes = _tensors(model), _state(model, functions), _class_state(model, functions)
-        numbers = OwnNumbers(model, functions[0] if functions else None)
+        numbers = ForwardCounters(model, functions[0] if functions else None)
         try:
             attributes = [member for module in modules_of(model) for member in attributes_of(module).values()]
-            with noted(reads or Reads(), object_kinds([*attributes, *functions])):
+            with noting_reads(reads or Reads(), object_kinds([*attributes, *functions])):
                 first = run(model)
         except TraceError:
             raise

@@ -18,7 +18,7 @@ from autopar.frontend.chosen_experts import write_chosen
 from autopar.frontend.draws import write_draws
 from autopar.frontend.effects import refuse_effects, refuse_untrained
 from autopar.frontend.experts import join_biases, write_unsorted
-from autopar.frontend.functional import functionalise
+from autopar.frontend.functional import functionalize
 from autopar.frontend.fx_import import LOGITS, FlatGraph
 from autopar.frontend.gradients import settle_gradients
 from autopar.frontend.grouped_keys import share_keys
@@ -47,7 +47,7 @@ def simplify(flat: FlatGraph) -> FlatGraph:
     """Run all passes, then remove unused calls."""
     drop_no_effect(flat)
     write_draws(flat)
-    functionalise(flat)
+    functionalize(flat)
     drop_identities(flat)
     keep_numbers(flat)
     eliminate_dead(flat)

@@ -39,17 +39,17 @@ def write_sinks(flat: FlatGraph, constants: Mapping[Ref, torch.Tensor]) -> None:
     names = {base_name(node.op) for node in flat.nodes}
     if not {"cat", "softmax", "matmul", "slice"} <= names:
         return
-    written = _Written(flat, constants)
+    written = _SinkWriter(flat, constants)
     flat.nodes = [call for node in flat.nodes for call in written.calls(node)]
 
 
-class _OtherError(Exception):
+class _NoSinkError(Exception):
     """The calls are not attention with a sink."""
 
 
 def _is(holds: bool) -> None:
     if not holds:
-        raise _OtherError
+        raise _NoSinkError
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _Scores:
     window: Window
 
 
-class _Written:
+class _SinkWriter:
     """A graph in which attention may be written out."""
 
     def __init__(self, flat: FlatGraph, constants: Mapping[Ref, torch.Tensor]) -> None:
@@ -84,7 +84,7 @@ class _Written:
         if base_name(node.op) == "matmul" and len(node.meta.shape) == 4:
             try:
                 yield from self.attention(node)
-            except _OtherError:
+            except _NoSinkError:
                 yield node
         else:
             yield node
@@ -119,7 +119,7 @@ class _Written:
     # --- the pattern, from its end ------------------------------------------------------------------------------------
 
     def attention(self, node: Node) -> list[Node]:
-        """Return the call in place of the last product, and its operands. Raises _OtherError."""
+        """Return the call in place of the last product, and its operands. Raises _NoSinkError."""
         weights, values = node.inputs
         cut = self.only(self.uncast(weights), "slice")
         cut_arguments = arguments_of(cut)
@@ -194,7 +194,7 @@ class _Written:
         return (arguments["self"], window) if window is not None else self.no_mask()
 
     def no_mask(self) -> Any:
-        raise _OtherError
+        raise _NoSinkError
 
     def window(self, mask: Ref, masked: Node, is_kept: bool = True) -> Window | None:
         """Return the window of a mask; None if it is no window, or hides a query's own key.

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.errors import ModelError
 from autopar.frontend import fakes
 from autopar.frontend.attributes import attribute, is_a, modules_of, named_modules
-from autopar.frontend.copies import deep_copy, own_numbers
+from autopar.frontend.copies import callable_copy, deep_copy
 from autopar.frontend.depth import Dropped, Truncation, dropped_blocks
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -44,7 +44,7 @@ def skeleton_of(
     for buffer in (b for module in kept for b in module._buffers.values() if b is not None):
         if id(buffer) not in memo:
             memo[id(buffer)] = fakes.empty(fake, tuple(buffer.shape), buffer.dtype)
-    for buffer in _telling_buffers(model):
+    for buffer in _valued_buffers(model):
         if id(buffer) in memo:
             setattr(memo[id(buffer)], VALUE, buffer.detach().clone())
     skeleton = deep_copy(model, memo)
@@ -60,7 +60,7 @@ def skeleton_of(
     return skeleton
 
 
-def _telling_buffers(model: nn.Module) -> Iterator[Tensor]:
+def _valued_buffers(model: nn.Module) -> Iterator[Tensor]:
     """Yield small buffers with equal values in all modules of a class, as equal blocks are traced once.
 
     Of floats only single numbers: norms write to the others within operators.
@@ -84,7 +84,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 def loss_skeleton(loss_fn: Any, fake: FakeTensorMode) -> Any:
     """Return a copy of the loss; of a module with fake tensors, since a recorded forward writes to them."""
     if not is_a(loss_fn, nn.Module):
-        return own_numbers(loss_fn)
+        return callable_copy(loss_fn)
     memo: dict[int, Any] = {}
     for module in modules_of(loss_fn):
         for parameter in (p for p in module._parameters.values() if p is not None):

@@ -8,9 +8,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from autopar.frontend.attributes import is_a
-from autopar.frontend.state_values import Alike, Held, Length, SeenTensor, is_equal, is_plain
+from autopar.frontend.state_values import ByIdentity, Length, PlainValue, SeenTensor, is_equal, is_plain
 
-_LEAVES = (SeenTensor, Held, Alike, Length)
+_LEAVES = (SeenTensor, ByIdentity, PlainValue, Length)
 
 
 class Constants:
@@ -33,7 +33,7 @@ class Constants:
 def _leaf(value: Any) -> Any:
     if is_plain(value) or is_a(value, *_LEAVES):
         return value
-    return SeenTensor(value) if is_a(value, Tensor) else Held(value)
+    return SeenTensor(value) if is_a(value, Tensor) else ByIdentity(value)
 
 
 def _are_same(one: Any, two: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.frontend.attributes import is_a
 from autopar.frontend.state_reads import ClassData, Environment, Globals
-from autopar.frontend.state_values import MISSING, KeyOf
+from autopar.frontend.state_values import MISSING, KeyByIdentity
 
 
 def held_by(label: str, function: Any) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None] | None]]:
@@ -91,4 +91,4 @@ def named(path: str, table: Mapping[str, Tensor | None]) -> Iterator[tuple[str, 
 
 def _parsed(step: Any) -> tuple[str, Any]:
     how, name = step if isinstance(step, tuple) else (".", step)
-    return how, name.value if isinstance(name, KeyOf) else name
+    return how, name.value if isinstance(name, KeyByIdentity) else name

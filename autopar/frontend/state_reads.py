@@ -76,7 +76,7 @@ class Reads:
             specialization=self.specialization if self.specialization.is_traced else other.specialization,
         )
 
-    def asks_mode(self) -> bool:
+    def depends_on_mode(self) -> bool:
         """Return whether the model's code may behave differently in training and in evaluation."""
         asked = any("training" in read and home_of(kind) != "torch" for kind, read in self.attributes.items())
         return asked or not self.is_complete
@@ -175,7 +175,7 @@ def note_deciding(names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
+def noting_reads(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
     """Context manager that adds the reads of this thread's forwards to `reads`. kinds: classes of
     objects to observe.
     """
@@ -201,10 +201,10 @@ def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
     switch(called)
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_environment_noted(reads))
-            stack.enter_context(_files_noted(reads))
+            stack.enter_context(_noting_environment(reads))
+            stack.enter_context(_noting_files(reads))
             for kind in kinds:
-                stack.enter_context(_asked(kind, reads))
+                stack.enter_context(_noting_attributes(kind, reads))
             _noting.reads = reads
             yield
         reads.is_complete = True
@@ -218,7 +218,7 @@ def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _asked(kind: type, reads: Reads) -> Iterator[None]:
+def _noting_attributes(kind: type, reads: Reads) -> Iterator[None]:
     """Context manager that notes reads of attributes of a class's objects, where the class can be changed."""
     original, ask = vars(kind).get("__getattribute__"), cast(Any, kind.__getattribute__)
 
@@ -242,7 +242,7 @@ def _asked(kind: type, reads: Reads) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _environment_noted(reads: Reads) -> Iterator[None]:
+def _noting_environment(reads: Reads) -> Iterator[None]:
     """Context manager that notes environment variables that the user's code of this thread reads, except torchrun's."""
     kind, thread = type(os.environ), threading.get_ident()
     owns = {name: vars(kind).get(name) for name in ("__getitem__", "__contains__")}
@@ -268,11 +268,11 @@ def _environment_noted(reads: Reads) -> Iterator[None]:
 
 
 def _note_environment(reads: Reads, name: str, frame: FrameType) -> None:
-    if name not in PLACE and (line := _asking(frame)) is not None:
+    if name not in PLACE and (line := _calling_line(frame)) is not None:
         reads.variables.setdefault((Environment(), name), line)
 
 
-def _asking(frame: FrameType) -> Line | None:
+def _calling_line(frame: FrameType) -> Line | None:
     """Return the line that makes a call, perhaps through the standard library, if it is the user's."""
     caller: FrameType | None = frame
     while caller is not None and _is_standard(caller.f_code.co_filename):
@@ -287,14 +287,14 @@ def _is_standard(file: str) -> bool:
 
 
 @contextlib.contextmanager
-def _files_noted(reads: Reads) -> Iterator[None]:
+def _noting_files(reads: Reads) -> Iterator[None]:
     """Context manager that notes files that the user's code of this thread opens to read."""
     thread, open_file = threading.get_ident(), io.open
 
     def opened(file: Any, mode: Any = "r", *args: Any, **named: Any) -> Any:
         is_path = type(file) is str or isinstance(file, Path)
         if is_path and mode in ("r", "rb", "rt") and threading.get_ident() == thread:
-            line = _asking(sys._getframe(1))
+            line = _calling_line(sys._getframe(1))
             if line is not None:
                 reads.variables.setdefault((Files(), os.path.abspath(file)), line)
         return open_file(file, mode, *args, **named)

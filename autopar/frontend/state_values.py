@@ -106,7 +106,7 @@ class Root:
         self.key, self.name, self.line, self.get, self.put = key, name, line, get, put
         self.value, self.fields = get(), fields
         self.leaves = leaves_of(self.value, fields)
-        self.is_opaque = type(self.leaves.get(())) is Held or is_plain(self.value)
+        self.is_opaque = type(self.leaves.get(())) is ByIdentity or is_plain(self.value)
 
     def of(self, get: Callable[[], Any]) -> Root:
         """Return the same value, read in another way."""
@@ -126,8 +126,8 @@ class Root:
             old, new = self.leaves.get(steps, MISSING), now.get(steps, MISSING)
             if type(old) is type(new) and old == new:
                 continue
-            old, new = (leaf.value if type(leaf) in (SeenTensor, Alike) else leaf for leaf in (old, new))
-            old, new = (MISSING if type(leaf) is Held and leaf.value is MISSING else leaf for leaf in (old, new))
+            old, new = (leaf.value if type(leaf) in (SeenTensor, PlainValue) else leaf for leaf in (old, new))
+            old, new = (MISSING if type(leaf) is ByIdentity and leaf.value is MISSING else leaf for leaf in (old, new))
             kind, path, first_steps = self.key
             inner = "".join(f".{step}" if how == "." else "" if how == "#" else f"[{step!r}]" for how, step in steps)
             head, _, rest = self.name.partition(" ")
@@ -150,14 +150,14 @@ class SeenTensor:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Held:
+class ByIdentity:
     """An object that is compared by identity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Held) and (other.value is self.value or _is_same_method(self.value, other.value))
+        return isinstance(other, ByIdentity) and (other.value is self.value or _is_same_method(self.value, other.value))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -165,26 +165,26 @@ class Held:
         return f"a {type(self.value).__name__}"
 
 
-class Alike:
+class PlainValue:
     """Plain data of a class that may define its own equality."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Alike) and is_equal(self.value, other.value)
+        return isinstance(other, PlainValue) and is_equal(self.value, other.value)
 
     __hash__ = None  # type: ignore[assignment]
 
 
-class KeyOf:
+class KeyByIdentity:
     """A key of a dict, or an element of a set, that may define its own equality: compared by identity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, KeyOf) and other.value is self.value
+        return isinstance(other, KeyByIdentity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -215,20 +215,20 @@ def leaves_of(value: Any, fields: Fields) -> dict[tuple[Any, ...], Any]:
         if type(part) in _EXACT:
             leaves[steps] = part
         elif part is MISSING:
-            leaves[steps] = Held(part)
+            leaves[steps] = ByIdentity(part)
         elif issubclass(type(part), Tensor):
             leaves[steps] = SeenTensor(part)
         elif is_plain(part):
-            leaves[steps] = part if _is_exact(part) else Alike(part)
+            leaves[steps] = part if _is_exact(part) else PlainValue(part)
         elif len(leaves) > _MOST_LEAVES or len(steps) >= _MOST_DEPTH or id(part) in seen:
-            leaves[steps] = Held(part)
+            leaves[steps] = ByIdentity(part)
         elif (items := _items(part, fields)) is not None:
             seen.add(id(part))
             leaves[(*steps, ("#", "length"))] = Length(type(part), len(items))
             for step, inner in items:
                 visit(inner, (*steps, step))
         else:
-            leaves[steps] = Held(part)
+            leaves[steps] = ByIdentity(part)
 
     visit(value, ())
     return leaves
@@ -276,7 +276,7 @@ def _items(value: Any, fields: Fields) -> list[tuple[tuple[str, Any], Any]] | No
 
 
 def _step(key: Any) -> Any:
-    return key if _is_exact(key) else KeyOf(key)
+    return key if _is_exact(key) else KeyByIdentity(key)
 
 
 def _is_read(kind: type, name: str, fields: Fields) -> bool:
@@ -390,7 +390,7 @@ def _shown(value: Any) -> str:
         return f"{kind.__name__}.{value._name_}"
     if issubclass(kind, types.FunctionType):
         return f"a function of line {value.__code__.co_firstlineno}"
-    if not (_is_exact(value) or kind in (Missing, Held, Length)):
+    if not (_is_exact(value) or kind in (Missing, ByIdentity, Length)):
         if issubclass(kind, np.number):
             return _short(repr(np.generic.item(value)))
         plain: Any = next((plain_type for plain_type in _PLAIN if issubclass(kind, plain_type)), None)

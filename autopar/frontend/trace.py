@@ -54,7 +54,7 @@ class Cuts(tuple[Truncation, ...]):
     One object belongs to one model, batch and loss_fn, and is handed to traces of these only.
     """
 
-    first: _First | None = None
+    first: _FirstExport | None = None
     is_repeatable: bool = False  # forward was tested to do the same each time
     reads: Reads
     """The reads of that forward: of the model, the loss and the script."""
@@ -76,7 +76,7 @@ class Cuts(tuple[Truncation, ...]):
 
 
 @dataclass(frozen=True, slots=True)
-class _First:
+class _FirstExport:
     """The export of the model at one number of rows, before any simplification."""
 
     flat: FlatGraph
@@ -198,7 +198,7 @@ def _flat_graph(
         return record(candidate, (), named_batch, forward, results, loss, keeps_caches=keeps_caches)
 
     def followed(flat: FlatGraph, training: Record | None = None) -> FlatGraph:
-        if asks_mode or any(is_random(node) for node in flat.nodes):
+        if depends_on_mode or any(is_random(node) for node in flat.nodes):
             _follow_evaluation(flat, training, lambda mode: recorded(short(mode), batch))
         return flat
 
@@ -212,7 +212,7 @@ def _flat_graph(
             )
         if isinstance(cuts, Cuts):
             cuts.is_repeatable = True
-    asks_mode = not isinstance(cuts, Cuts) or cuts.reads.asks_mode()
+    depends_on_mode = not isinstance(cuts, Cuts) or cuts.reads.depends_on_mode()
     first = cuts.first if isinstance(cuts, Cuts) else None
     if first is not None and first.param_dtype == param_dtype:
         # Forward cannot be recorded: an export may succeed, or says why not.
@@ -227,7 +227,7 @@ def _flat_graph(
     flat.unchecked = tuple(unchecked)
     rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
     if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
-        cuts.first = _First(flat.copy(), batch, param_dtype)
+        cuts.first = _FirstExport(flat.copy(), batch, param_dtype)
     return followed(flat)
 
 

@@ -27,7 +27,7 @@ from autopar.frontend.fakes import in_this_thread
 
 _HOME = f"{Path(__file__).parents[1]}/"
 _TORCH = f"{Path(torch.__file__).parent}/"
-_TELLS = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "debug", "print"})
+_WARNINGS = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "debug", "print"})
 _CHECKS = ("_check_tensor_all", "_check_tensor_all_with", "_assert_async")
 _PARTED = (ast.BoolOp, ast.UnaryOp)
 
@@ -126,7 +126,7 @@ def _statement(file: str, position: tuple[int | None, ...]) -> ast.If | ast.Asse
     for node in _tree(file):
         if isinstance(node, (ast.If, ast.Assert)) and _holds(node.test, position):
             is_pure = not any(isinstance(part, (ast.NamedExpr, ast.Await)) for part in ast.walk(node.test))
-            return node if is_pure and (isinstance(node, ast.Assert) or _only_tells(node)) else None
+            return node if is_pure and (isinstance(node, ast.Assert) or _only_warns(node)) else None
     return None
 
 
@@ -146,18 +146,18 @@ def _holds(node: ast.expr, position: tuple[int | None, ...]) -> bool:
     return (node.lineno, node.col_offset) <= (line, column) and (last, end) <= (node.end_lineno, node.end_col_offset)
 
 
-def _only_tells(node: ast.If) -> bool:
+def _only_warns(node: ast.If) -> bool:
     """Return whether the code under the condition only raises, warns or prints."""
     *before, last = node.body
     ends = isinstance(last, ast.Raise)
-    return all(map(_is_told, before)) and (ends or (_is_told(last) and not node.orelse))
+    return all(map(_is_warning, before)) and (ends or (_is_warning(last) and not node.orelse))
 
 
-def _is_told(statement: ast.stmt) -> bool:
+def _is_warning(statement: ast.stmt) -> bool:
     call = statement.value if isinstance(statement, ast.Expr) else None
     name = call.func if isinstance(call, ast.Call) else None
-    return (isinstance(name, ast.Attribute) and name.attr in _TELLS) or (
-        isinstance(name, ast.Name) and name.id in _TELLS
+    return (isinstance(name, ast.Attribute) and name.attr in _WARNINGS) or (
+        isinstance(name, ast.Name) and name.id in _WARNINGS
     )
 
 

@@ -249,7 +249,11 @@ def test_the_report_names_what_is_cut() -> None:
 
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [(Noisy, "draws random numbers"), (Writes, "writes to its operands"), (Counts, "returns a value that is not a tensor")],
+    [
+        (Noisy, "draws random numbers"),
+        (Writes, "writes to its operands"),
+        (Counts, "returns a value that is not a tensor"),
+    ],
 )
 def test_what_no_program_could_repeat_is_refused(function: Any, reason: str) -> None:
     with pytest.raises(TraceError, match=reason) as caught:

@@ -20,7 +20,7 @@ from autopar.frontend.state_reads import Reads
 from autopar.frontend.state_values import MISSING, Change, Key
 
 
-class OwnNumbers:
+class ForwardCounters:
     """The numbers that one model's forwards change, in modules, in objects of theirs and in the loss."""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:

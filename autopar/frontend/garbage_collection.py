@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def collection_paused() -> Iterator[None]:
     """Context manager without cyclic collection; reference counts still free memory. It nests."""
     if not gc.isenabled():
         yield
