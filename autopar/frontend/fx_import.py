@@ -98,9 +98,7 @@ def unused_name(wish: str, taken: Container[str], first: int = 1) -> str:
 
 
 def is_view(node: Node, metas: Mapping[Ref, TensorMeta]) -> bool:
-    """Return whether the results share memory with the first operand. A `contiguous` that is left in a
-    trace is a copy.
-    """
+    """Return whether the results share memory with the first operand. A `contiguous` left in a trace is a copy."""
     if not node.args or not isinstance(node.args[0], Ref):
         return False
     name = base_name(node.op)
@@ -287,9 +285,7 @@ class _Importer:
         return refs if isinstance(value, (tuple, list)) else Ref(name)
 
     def _follow_memory(self, node: Node) -> None:
-        """Mark tensors that share memory with a differentiable write as differentiated from then on, views and bases
-        included.
-        """
+        """Mark memory that a differentiable write reaches as differentiated from then on, views and bases included."""
         is_write = node.op.split(".")[1].endswith("_")
         shares = is_view(node, self.metas) and base_name(node.op) not in CONSTANT
         if not (is_write or shares) or not node.args or not isinstance(node.args[0], Ref):
@@ -375,10 +371,7 @@ def _name_of_memory(value: torch.Tensor, model: nn.Module) -> str:
 
 
 def _parameters(module: nn.Module) -> dict[str, Parameter]:
-    """Return the user's parameters and buffers by first name, with tied names as aliases.
-
-    Tensors of a loss are constants, and not part of the model's state.
-    """
+    """Return the user's parameters and buffers by first name, tied names as aliases; a loss's tensors are constants."""
     names = _first_names(module)
     aliases: dict[str, list[str]] = {}
     for name, first in names.items():

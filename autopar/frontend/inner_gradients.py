@@ -42,7 +42,7 @@ _did_differentiate: ContextVar[list[bool] | None] = ContextVar("_did_differentia
 
 @torch.library.custom_op("autopar_inner::gradient", mutates_args=())
 def _gradient(outputs: list[Tensor], inputs: list[Tensor], grad_outputs: list[Tensor], is_graph: bool) -> list[Tensor]:
-    """Return the gradients of outputs by inputs. given: those of the outputs, all ones if the list is empty."""
+    """Return the gradients of outputs by inputs. grad_outputs: those of the outputs, all ones if the list is empty."""
     return [torch.empty_like(tensor) for tensor in inputs]
 
 
@@ -64,12 +64,10 @@ def traceable_gradients() -> Iterator[None]:
     """Context manager in which gradients that forward takes are traced."""
     engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    def run(
-        outputs: Any, grad_outputs: Any, keep: Any, is_graph: Any, inputs: Any = (), *rest: Any, **named: Any
-    ) -> Any:
+    def run(outputs: Any, grads: Any, keep: Any, is_graph: Any, inputs: Any = (), *rest: Any, **named: Any) -> Any:
         if _is_inside.get():
-            return engine(outputs, grad_outputs, keep, is_graph, inputs, *rest, **named)
-        return _marked(tuple(outputs), tuple(inputs), tuple(grad_outputs), bool(is_graph))
+            return engine(outputs, grads, keep, is_graph, inputs, *rest, **named)
+        return _marked(tuple(outputs), tuple(inputs), tuple(grads), bool(is_graph))
 
     owners: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch.autograd, "_engine_run_backward", run),
@@ -277,14 +275,10 @@ class _Gradient:
         missing = [str(call_node) for call_node in self.inputs if call_node not in needed]
         if missing:
             raise self.refused("the outputs do not depend on all inputs, and it returns None for these")
-        for call_node in [
-            call_node
-            for call_node in needed
-            if is_write(call_node) and base_name(str(call_node.target)) != "batch_norm"
-        ]:
-            for written in written_by(call_node):  # whose memory has been written to by the time the calls run again
+        for write in [w for w in needed if is_write(w) and base_name(str(w.target)) != "batch_norm"]:
+            for written in written_by(write):  # whose memory has been written to by the time the calls run again
                 if not isinstance(written.target, torch._ops.OpOverload):
-                    raise self.refused(f"{call_node.target} writes to a tensor that is used otherwise", call_node)
+                    raise self.refused(f"{write.target} writes to a tensor that is used otherwise", write)
                 needed.add(written)
         calls = [call_node for call_node in before if call_node in needed and call_node not in self.inputs]
         self.check_writes(before[before.index(calls[0]) if calls else 0 :], calls)
@@ -336,10 +330,8 @@ class _Gradient:
                 for call_node in calls:
                     mapped: Any = map_arg((call_node.args, call_node.kwargs), results.__getitem__)
                     args, kwargs = mapped
-                    if (
-                        getattr(call_node.target, "_overloadname", "")
-                        and base_name(str(call_node.target)) == "batch_norm"
-                    ):
+                    target = call_node.target
+                    if getattr(target, "_overloadname", "") and base_name(str(target)) == "batch_norm":
                         # Its statistics are updated once.
                         args = (*args[:3], None, None, *args[5:]) if args[5] else args
                     results[call_node] = targets[call_node](*args, **kwargs)
@@ -368,9 +360,8 @@ class _Gradient:
                 elif written_node.op == "output":
                     results = list(map_arg(written_node.args[0], copies.__getitem__))
                 else:
-                    if None in (
-                        written_node.meta.get("val") if isinstance(written_node.meta.get("val"), (tuple, list)) else ()
-                    ):
+                    value = written_node.meta.get("val")
+                    if isinstance(value, (tuple, list)) and None in value:
                         raise self.refused(f"{written_node.target} has no form that autopar can differentiate")
                     copies[written_node] = self.graph.node_copy(written_node, copies.__getitem__)
                     copies[written_node].meta = {**copies[written_node].meta, **about}

@@ -47,9 +47,7 @@ _SMALL, _MOST_SMALL = 4096, 8
 
 
 class ModelState:
-    """A model's state and its loss's. reads: the attributes that a trace read, or None if unknown: then all are
-    watched.
-    """
+    """A model's state and its loss's. reads: the attributes that a trace read; without them all are watched."""
 
     def __init__(self, model: nn.Module, loss_fn: Any = None, reads: Reads | None = None) -> None:
         self.model, self.loss_fn, self.reads = model, loss_fn, reads or Reads()
@@ -65,16 +63,11 @@ class ModelState:
     # What there is ----------------------------------------------------------------------------------------------------
 
     def twin(self) -> ModelState:
-        """Return another state of the same model: its numbers and other program constants are this state's.
-
-        Parts, buffers and modes are taken from the model now.
-        """
+        """Return a state of the same model with this one's constants; parts, buffers and modes are the present ones."""
         twin = object.__new__(ModelState)
         vars(twin).update(vars(self))
         modules = dict(self._modules())
-        twin._attributes = [
-            attributes.of(modules.get(attributes.path, attributes.module)) for attributes in self._attributes
-        ]
+        twin._attributes = [plain.of(modules.get(plain.path, plain.module)) for plain in self._attributes]
         twin._roots = {key: root.of(_getter(key, root.get, modules)) for key, root in self._roots.items()}
         twin._aliases = [(_getter(key, get, modules), key, value) for get, key, value in self._aliases]
         twin._join_attributes()
@@ -132,11 +125,8 @@ class ModelState:
 
     def _constants(self) -> Iterator[tuple[Any, Any]]:
         yield from alike_modes(self._modes).items()
-        for attributes in self._attributes:
-            yield from (
-                ((attributes.path, n), value)
-                for n, value in zip(attributes.names[1:], attributes.values[1:], strict=False)
-            )
+        for plain in self._attributes:
+            yield from (((plain.path, n), value) for n, value in zip(plain.names[1:], plain.values[1:], strict=False))
         yield from ((("", key), value) for _, key, value in self._aliases)
         for key, root in self._roots.items():
             yield from (((key, steps), leaf) for steps, leaf in root.leaves.items())
@@ -147,10 +137,8 @@ class ModelState:
         """Put all plain attributes into one row, which compares faster than one by one."""
         self._getters = [(attributes.get, attributes.attributes) for attributes in self._attributes]
         self._plain = [value for attributes in self._attributes for value in attributes.values]
-        self._own, self._own_lengths = (
-            [attributes.attributes for attributes in self._attributes],
-            [e.length for e in self._attributes],
-        )
+        self._own = [attributes.attributes for attributes in self._attributes]
+        self._own_lengths = [attributes.length for attributes in self._attributes]
 
     def _note_parts(self, modes: Mapping[str, bool] | None) -> None:
         """Take parts, buffers and hooks as they are now; modes, too, unless `modes` is given."""
@@ -294,9 +282,7 @@ class ModelState:
     def plain_changes(self) -> list[Change]:
         """Return the numbers, flags and texts that have changed, anywhere. A new one has MISSING as its old value."""
         changes = itertools.chain(self._changed_attributes(), self._changed_roots())
-        return [
-            change for change in changes if is_plain(change.new) and (is_plain(change.old) or change.old is MISSING)
-        ]
+        return [c for c in changes if is_plain(c.new) and (is_plain(c.old) or c.old is MISSING)]
 
     def kind_of(self, key: Key) -> Any:
         """Return a key, equal for corresponding places in modules of one class."""
@@ -350,9 +336,8 @@ class ModelState:
         now_there = {name: b for path, m in self._modules() for name, b in named(path, m._buffers)}
         for name in sorted(buffers & now_there.keys()):
             path, _, leaf = name.rpartition(".")
-            yield Change(
-                name, self._buffers.get(name, MISSING), now_there[name], key=("buffer", path, (leaf,)), buffer=name
-            )
+            old, key = self._buffers.get(name, MISSING), ("buffer", path, (leaf,))
+            yield Change(name, old, now_there[name], key=key, buffer=name)
 
     def _changed_roots(self) -> Iterator[Change]:
         for root in self._roots.values():

@@ -280,9 +280,7 @@ def _step(key: Any) -> Any:
 
 
 def _is_read(kind: type, name: str, fields: Fields) -> bool:
-    """Return whether forward reads an attribute of a class's objects, also under its alias in a transformers
-    configuration.
-    """
+    """Return whether forward reads an attribute of a class's objects, also by its alias in a transformers config."""
     names = fields.get(kind)
     if names is None or name in names or "__dict__" in names:
         return True
