@@ -62,9 +62,10 @@ class ForwardCounters:
         def left(key: Key | None) -> Any:
             return self._once[key].new if key in self._once else self._found.get(key)  # type: ignore[arg-type]
 
-        _refuse(
-            change for change in self.changes if now.get(change.key, self._found.get(change.key)) != left(change.key)
-        )  # type: ignore[arg-type]
+        def value(key: Key | None) -> Any:
+            return now.get(key, self._found.get(key))  # type: ignore[arg-type]
+
+        _refuse(change for change in self.changes if value(change.key) != left(change.key))
 
     def places(self) -> set[tuple[str, str]]:
         """Return (module, attribute) of followed values, the module by its path and as errors name it."""

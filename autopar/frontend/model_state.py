@@ -336,8 +336,8 @@ class ModelState:
         now_there = {name: b for path, m in self._modules() for name, b in named(path, m._buffers)}
         for name in sorted(buffers & now_there.keys()):
             path, _, leaf = name.rpartition(".")
-            old, key = self._buffers.get(name, MISSING), ("buffer", path, (leaf,))
-            yield Change(name, old, now_there[name], key=key, buffer=name)
+            old, place = self._buffers.get(name, MISSING), ("buffer", path, (leaf,))
+            yield Change(name, old, now_there[name], key=place, buffer=name)
 
     def _changed_roots(self) -> Iterator[Change]:
         for root in self._roots.values():
