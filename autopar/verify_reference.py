@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from autopar.compiled import CompiledProgram
-from autopar.frontend.copies import deep_copy, own_numbers
+from autopar.frontend.copies import callable_copy, deep_copy
 from autopar.frontend.inputs import NamedBatch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
@@ -90,7 +90,7 @@ def _untrained(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def copied_loss(loss_fn: Any, dtype: torch.dtype | None = None) -> Any:
     """Return the loss, copied where a call may change its state; in dtype, if it is a module and dtype is given."""
-    return copy.deepcopy(loss_fn).to(dtype) if isinstance(loss_fn, nn.Module) else own_numbers(loss_fn)
+    return copy.deepcopy(loss_fn).to(dtype) if isinstance(loss_fn, nn.Module) else callable_copy(loss_fn)
 
 
 class Reference:

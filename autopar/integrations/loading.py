@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ModelError
 from autopar.files.text_files import parse_json, shown
-from autopar.frontend.uncollected import uncollected
+from autopar.frontend.garbage_collection import collection_paused
 from autopar.integrations.lazy_weights import NotOneToOne, lazy_model
 
 _FORMS = (
@@ -45,7 +45,7 @@ class LoadedModel:
     loss_fn: Callable[..., Tensor] | None = None
 
 
-@uncollected()
+@collection_paused()
 def load_model(spec: str, *, meta: bool = False, lazy: bool = False, **options: Any) -> LoadedModel:
     """Load the model that `spec` names, in training mode.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError, InfeasibleError
-from autopar.frontend.uncollected import uncollected
+from autopar.frontend.garbage_collection import collection_paused
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_data import whole_mesh_text
@@ -94,7 +94,7 @@ def is_only_polished(request: Request) -> bool:
     return request.mixed is not None or is_equal
 
 
-@uncollected()
+@collection_paused()
 def search_plans(
     request: Request, shared: Solved | LayerPool | None = None, exact_devices: int = ONE_STAGE_DEVICES
 ) -> SearchResult:

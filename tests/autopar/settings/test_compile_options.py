@@ -107,7 +107,7 @@ def coupled(parameters: Any) -> torch.optim.Optimizer:
         ({"compression": {"gather": "int8"}, "constraints": {"dp": 2, "zero": 0}}, "compression changes nothing"),
         ({"optimizer": coupled}, "the search considers only such plans"),
         ({"fp8": True}, "fp8 changes nothing"),
-        ({}, "1 parameters hold gradients"),
+        ({}, "ignores the gradients of 0.weight"),
     ],
 )
 def test_warnings_name_the_callers_line(options: dict[str, Any], text: str) -> None:

@@ -6,13 +6,13 @@ import gc
 
 import pytest
 
-from autopar.frontend.uncollected import uncollected
+from autopar.frontend.garbage_collection import collection_paused
 
 
 def test_collector_is_held_back_and_comes_back_after_an_error() -> None:
     assert gc.isenabled()
-    with pytest.raises(ValueError), uncollected():
-        with uncollected():
+    with pytest.raises(ValueError), collection_paused():
+        with collection_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
         raise ValueError
@@ -22,7 +22,7 @@ def test_collector_is_held_back_and_comes_back_after_an_error() -> None:
 def test_collector_that_was_off_stays_off() -> None:
     gc.disable()
     try:
-        with uncollected():
+        with collection_paused():
             pass
         assert not gc.isenabled()
     finally:

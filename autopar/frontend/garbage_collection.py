@@ -1,7 +1,7 @@
-"""Python's cyclic garbage collector held back while a model is loaded and a plan made.
+"""Hold back Python's cyclic garbage collector while a model is loaded and a plan made.
 
 Loading, tracing and searching allocate millions of small objects that live to the end, beside those of torch's modules.
-Each full collection looks at all of them and frees next to nothing: measured, it is a tenth of the CPU time.
+Each full collection visits all of them and frees next to nothing: measured, it is a tenth of the CPU time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """No cyclic collection within it; reference counts still free what they can. It may be nested."""
+def collection_paused() -> Iterator[None]:
+    """Context manager without cyclic collection; reference counts still free memory. It nests."""
     if not gc.isenabled():
         yield
         return
