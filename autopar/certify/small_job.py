@@ -38,6 +38,7 @@ from autopar.verify import roundings, verify_program
 from autopar.verify_report import VerifyReport
 from codegen.logits import without_logits
 from codegen.program import Call, PipelineProgram, Program
+from cost_models.schedule import schedule_named
 
 STEPS, MOST_MICRO_BATCHES, MOST_LAYERS = 3, 4, 16
 Miniature = tuple[nn.Module, Mapping[str, Any] | tuple[Any, ...], Callable[..., torch.Tensor] | None]
@@ -181,7 +182,7 @@ def constraints_of(compiled: CompiledProgram, degrees: Mapping[str, int], folder
     found["dp"] = degrees.get("dp", 1) * degrees.get("ddp", 1) * degrees.get("ep", 1)
     if degrees.get("pp", 1) > 1:
         found["schedule"] = plan.pipeline.schedule
-        if plan.pipeline.schedule == "interleaved":
+        if schedule_named(plan.pipeline.schedule).chooses_chunks:
             found["chunks"] = plan.pipeline.num_chunks
     zero = {s.zero for scope in plan.scopes.values() for s in scope.parameters.values()} - {0}
     if len(zero) == 1 and any(degrees.get(axis, 1) > 1 for axis in ZERO_AXES):

@@ -296,7 +296,7 @@ class _Reader:
             raise self.fail(("pipeline", "offload"), f"{shown(offload)} is unknown", legal)
         path, schedule = ("pipeline", "schedule"), data.get("schedule", "")
         if schedule or num_pipeline_ranks > 1:
-            schedule = self.word(path, schedule, SCHEDULES)
+            schedule = self.word(path, schedule, tuple(SCHEDULES))
         offload = "" if offload == "none" else offload
         return Pipeline(
             num_pipeline_ranks=num_pipeline_ranks,

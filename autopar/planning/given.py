@@ -131,7 +131,7 @@ def _check_stage_count(plan: Plan) -> None:
     """Raises PlanError where the schedule gives the pipeline ranks another number of stages than the plan has."""
     pipeline = plan.pipeline
     found, pipeline_ranks = len(pipeline.stages), pipeline.num_pipeline_ranks
-    given = pipeline.num_chunks if pipeline.schedule == "interleaved" else None
+    given = pipeline.num_chunks if SCHEDULES[pipeline.schedule].chooses_chunks else None
     wanted = len(placement(pipeline.schedule, pipeline_ranks, given))
     if wanted != found:
         raise PlanError(

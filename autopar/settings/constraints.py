@@ -48,13 +48,14 @@ from autopar.options.strategies import (
 from autopar.rules.attention import EXCHANGES, HEADS
 from autopar.rules.rule import AxisOption
 from autopar.settings.arguments import whole, word
+from autopar.units import either_text
 from cost_models.schedule import SCHEDULES
 
 _AXES = AXIS_NAMES
 _SHARDING_AXES = AXIS_NAMES[1:]
 _SCALARS = ("etp", "zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload", "context")
 _WORDS: Mapping[str, tuple[str, ...]] = {
-    "schedule": SCHEDULES,
+    "schedule": tuple(SCHEDULES),
     "recompute": RECOMPUTE_MODES,
     "context": (*EXCHANGES, "heads"),
 }
@@ -140,13 +141,14 @@ class Constraints:
     def _check_together(self) -> None:
         """Raises ConstraintError for pins that no plan can have all of."""
         pipeline_ranks, chunks = self.degrees.get("pp"), self.chunks or 1
-        is_chosen = self.schedule in (None, "interleaved") or (self.schedule == "zero-bubble-v" and chunks == 2)
+        is_chosen = self.schedule is None or SCHEDULES[self.schedule].allows(chunks)
+        choosing = [name for name, schedule in SCHEDULES.items() if schedule.chooses_chunks]
         rules = (
             (pipeline_ranks == 1 and self.schedule, "a schedule is of a pipeline", f"schedule={self.schedule}, pp=1"),
             (pipeline_ranks == 1 and chunks > 1, "several chunks are of a pipeline", f"chunks={chunks}, pp=1"),
             (
                 chunks > 1 and not is_chosen,
-                "the schedule interleaved alone has a number of stages per pipeline rank that can be chosen",
+                f"the number of stages per pipeline rank can be chosen for the schedule {either_text(choosing)} alone",
                 f"chunks={chunks}, schedule={self.schedule}",
             ),
             (

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from cost_models.schedules.actions import Action, Schedule
+from cost_models.schedules.actions import Action, Lines
 
 Edges: TypeAlias = Sequence[tuple[int, int]]
 """(source stage, target stage) of tensors that go forward, and whose gradients come back."""
@@ -99,7 +99,7 @@ def _lists(num_stages: int) -> list[list[_Edge]]:
 
 
 def sweep(
-    schedule: Schedule, shape: Shape, edges: Edges, seconds: Mapping[str, Sequence[float]], transfers: Sequence[float]
+    schedule: Lines, shape: Shape, edges: Edges, seconds: Mapping[str, Sequence[float]], transfers: Sequence[float]
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Start and end of each action, per pipeline rank.
 
@@ -150,7 +150,7 @@ def sweep(
     return starts, ends
 
 
-def _deadlock(schedule: Schedule, shape: Shape, wiring: _Wiring, heads: list[int]) -> str:
+def _deadlock(schedule: Lines, shape: Shape, wiring: _Wiring, heads: list[int]) -> str:
     """Follows who waits for whom until a pipeline rank comes again."""
     rank = next(index for index, line in enumerate(schedule) if heads[index] < len(line))
     chain: list[tuple[int, str]] = []
