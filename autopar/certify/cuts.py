@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.plan import Plan
 
 MOST_RANKS, MOST_MINIATURES, MOST_UNLIKE = 8, 3, 2
@@ -55,7 +55,7 @@ def cuts_of(plan: Plan) -> tuple[list[Cut], tuple[str, ...]]:
 def _axes(plan: Plan) -> tuple[str, ...]:
     """Axes of the plan with several ranks, that of the pipeline first."""
     own = tuple(axis for axis, size in zip(plan.mesh.axes, plan.mesh.sizes, strict=True) if size > 1)
-    return (("pp",) if plan.pipeline.num_pipeline_ranks > 1 else ()) + own
+    return ((PIPELINE_AXIS,) if plan.pipeline.num_pipeline_ranks > 1 else ()) + own
 
 
 def axis_sets(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -95,7 +95,7 @@ def _unlike(axes: tuple[str, ...], one: Mesh, other: Mesh) -> Cut:
             break
         sizes[axis] = 1, 1
     meshes = tuple(Mesh(axes, tuple(sizes[a][i] for a in axes)) for i in (0, 1))
-    return Cut({"pp": 2} | {axis: max(pair) for axis, pair in sizes.items() if max(pair) > 1}, meshes)
+    return Cut({PIPELINE_AXIS: 2} | {axis: max(pair) for axis, pair in sizes.items() if max(pair) > 1}, meshes)
 
 
 def _pair(one: int, other: int) -> tuple[int, int]:

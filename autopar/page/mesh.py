@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.ir.mesh import DATA_AXES
+from autopar.ir.mesh import DATA_AXES, PIPELINE_AXIS
 from autopar.page.colours import AXES
 from autopar.page.markup import Markup, element, section
 from autopar.program import GeneratedProgram
@@ -40,7 +40,7 @@ def places_of(compiled: GeneratedProgram) -> list[Place]:
         program = compiled.program
         pipeline_rank, own = program.place(rank) if isinstance(program, PipelineProgram) else (0, rank)
         mesh = meshes[pipeline_rank].mesh.compact
-        stages = {"pp": pipeline_rank} if len(meshes) > 1 else {}
+        stages = {PIPELINE_AXIS: pipeline_rank} if len(meshes) > 1 else {}
         found.append(Place(rank, nodes[rank], stages | mesh.coordinate(own)))
     return found
 

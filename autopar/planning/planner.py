@@ -17,7 +17,7 @@ from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError, InfeasibleError
 from autopar.frontend.uncollected import uncollected
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import PIPELINE_AXIS, SHARDING_AXES, Mesh
 from autopar.ir.plan_data import whole_mesh_text
 from autopar.options.assignment import Assignment, Candidate
 from autopar.options.strategies import Operator
@@ -39,6 +39,7 @@ from autopar.planning.solved_layers import SolvedLayers
 from autopar.planning.stage_points import CLOSED_FORMS, SEARCHED_SCHEDULES
 from autopar.planning.stage_problem import Found
 from autopar.units import bytes_text
+from codegen.axes import AXES
 
 ONE_STAGE_DEVICES = 8
 """Devices up to which one stage is searched exactly; on larger clusters that search only polishes the mesh on which
@@ -47,7 +48,7 @@ POLISH_ONLY = 0
 """The same number where one stage need not be searched exactly on every mesh, which takes ten times as long."""
 UNEQUAL_DEVICES = 16
 """On more devices, and on a power of two of them, all ranks of a pipeline over equal nodes have equal stage meshes."""
-NEVER_UNLIKE = ("ddp", "cp", "ep", "ttp")
+NEVER_UNLIKE = tuple(axis for axis in SHARDING_AXES if not AXES[axis].is_basic)
 """Axes that pipelines with unlike stage meshes do not have."""
 MOST_CANDIDATES = 4
 """Parallel configs, best first, that are told of as runners-up."""
@@ -278,12 +279,11 @@ def _one_stage(request: Request, found: list[Candidate], exact_devices: int) -> 
     if not is_open or limits.schedule is not None:
         return None
     if request.cluster.num_devices > exact_devices:
-        plain = [c.plan for c in found if c.plan.pipeline.is_plain and "ddp" not in c.plan.mesh.axes]
+        plain = [c.plan for c in found if c.plan.pipeline.is_plain and c.plan.mesh.size("ddp") == 1]
         if not plain:
             return None
         best = min(plain, key=chosen)
-        mesh = best.mesh
-        pinned = {"pp": 1, "dp": mesh.num_data_ranks} | {axis: mesh.size(axis) for axis in ("cp", "ep", "ttp", "tp")}
+        pinned = {PIPELINE_AXIS: 1, **best.mesh.degrees}
         limits = replace(limits, degrees=pinned, micro_batches=best.num_micro_batches)
     return OneStageSearch(replace(request, constraints=limits))
 

@@ -32,7 +32,7 @@ from typing import Any
 from autopar.errors import ConstraintError
 from autopar.files.text_files import near, shown
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import AXIS_NAMES, TENSOR_AXES, Mesh
+from autopar.ir.mesh import AXIS_NAMES, SHARDING_AXES, TENSOR_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES, is_offload
 from autopar.options.scopes import Scope, scopes_of
@@ -49,10 +49,10 @@ from autopar.rules.attention import EXCHANGES, HEADS
 from autopar.rules.rule import AxisOption
 from autopar.settings.arguments import whole, word
 from autopar.units import either_text
+from codegen.axes import AXES
 from cost_models.schedule import SCHEDULES
 
 _AXES = AXIS_NAMES
-_SHARDING_AXES = AXIS_NAMES[1:]
 _SCALARS = ("etp", "zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload", "context")
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "schedule": tuple(SCHEDULES),
@@ -249,10 +249,10 @@ class Constraints:
         heads, and where ttp x tp does not divide the experts or the positions of their rows."""
         if self.etp is not None and operator.multiplies_by_expert:
             return self._folded(operator, options, mesh)
-        is_free = self.context is None or "cp" not in mesh.axes
-        if is_free or operator.positions is None or not can_cut_context(operator):
+        cutting = [number for number, axis in enumerate(mesh.axes) if AXES[axis].cuts_sequence]
+        if self.context is None or not cutting or operator.positions is None or not can_cut_context(operator):
             return options
-        number = mesh.axes.index("cp")
+        (number,) = cutting
         kept = tuple(option for option in options if _exchange(option.axes[number]) == self.context)
         if not kept:
             queries, keys = (operator.inputs[i].shape[-3:-1] for i in (0, 1))
@@ -376,9 +376,9 @@ def _patterns(key: str, given: Any) -> tuple[Pattern, ...]:
                 f"{key}[{glob!r}] is not axis -> placement", values=repr(wanted), alternatives=str(error)
             ) from None
         for axis, _ in pairs:
-            if axis not in _SHARDING_AXES:
+            if axis not in SHARDING_AXES:
                 raise ConstraintError(
-                    f"{key}[{glob!r}] names an unknown axis", values=axis, alternatives=" or ".join(_SHARDING_AXES)
+                    f"{key}[{glob!r}] names an unknown axis", values=axis, alternatives=" or ".join(SHARDING_AXES)
                 )
         found.append((str(glob), pairs))
     return tuple(found)
