@@ -11,6 +11,9 @@ from typing import NamedTuple
 import networkx as nx
 import pytest
 
+from codegen.axes import AXES
+from cost_models.schedule import SCHEDULES
+
 REPOSITORY = Path(__file__).parent.parent
 ROOTS = ("autopar", "codegen", "cost_models", "search")
 
@@ -187,8 +190,6 @@ def test_what_is_by_position_is_seen() -> None:
     )
 
 
-AXES = frozenset({"pp", "ddp", "dp", "cp", "ep", "ttp", "tp"})
-SCHEDULES = frozenset({"gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"})
 RECORDS = {"codegen/axes.py": AXES, "cost_models/schedules/generate.py": SCHEDULES}
 """The modules that have the records of axes and schedules."""
 ROTARY = ("codegen/fusion/rotary.py", "codegen/kernels/rotary.py")
@@ -207,7 +208,7 @@ DEGREES_BY_NAME = {
 def named(node: ast.expr) -> Iterator[str]:
     """The names of axes and schedules in a constant, or in a display of constants."""
     for part in node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else (node,):
-        if isinstance(part, ast.Constant) and part.value in AXES | SCHEDULES:
+        if isinstance(part, ast.Constant) and part.value in {*AXES, *SCHEDULES}:
             yield part.value
         elif isinstance(part, (ast.Tuple, ast.List, ast.Set)):
             yield from named(part)
@@ -231,7 +232,7 @@ def test_only_records_tell_axes_and_schedules_apart_by_name() -> None:
     compared, keys = [], {}
     for path in (path for root in ROOTS for path in files(root)):
         file = str(path.relative_to(REPOSITORY))
-        own = RECORDS.get(file, frozenset({"interleaved"}) if file in ROTARY else frozenset())
+        own = RECORDS.get(file, ("interleaved",) if file in ROTARY else ())
         compared += [f"{file}: {name}" for node in nodes(path) for name in compared_names(node) if name not in own]
         displays = (node for node in nodes(path) if isinstance(node, ast.Dict))
         count = sum(name not in own for node in displays for key in node.keys if key for name in named(key))

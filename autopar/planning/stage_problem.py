@@ -22,7 +22,7 @@ from autopar.planning.config_costs import ConfigCosts
 from autopar.planning.memory_fit import Fitting, solve_in_rounds
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.solved_layers import SolvedLayer
-from autopar.planning.stage_points import hidden_weights, holding_of, pipeline_of, point, stretch_of
+from autopar.planning.stage_points import CLOSED_FORMS, hidden_weights, holding_of, pipeline_of, point, stretch_of
 from cost_models.schedule import placement
 from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, Tied, objective
 
@@ -62,7 +62,7 @@ class StageProblem:
         solved_layer = self.costs.solved_layer(self.config, self.config.stage_meshes[0])
         pipeline, seconds = self.pipeline(solution), solution.objective
         beside = self._late(pipeline)
-        if any(map(sum, beside)) and self.config.chunks == 1:  # with more the simulation says how long it takes
+        if any(map(sum, beside)) and self.config.schedule in CLOSED_FORMS:  # of others the simulation says how long
             seconds = objective(self.problem(self.fitting().memory_bytes), solution.stages, beside)
         return Found(seconds, self.config, pipeline, solved_layer)
 
