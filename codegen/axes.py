@@ -18,7 +18,6 @@ from codegen.runtime.parameters import ZERO_AXES
 class AxisKind:
     """A kind of mesh axis. Ranks that differ on it alone are a group.
 
-    summary: the parallelism, in a few words.
     has_stages: ranks of a group run different stages. cuts_batch: they have different rows of the batch.
     cuts_sequence: they have different positions of each sequence. cuts_features: they have different features.
     cuts_experts: they may have different experts of a mixture; with `cuts_batch` the rows go to their experts.
@@ -26,7 +25,6 @@ class AxisKind:
     """
 
     name: str
-    summary: str
     has_stages: bool = False
     cuts_batch: bool = False
     cuts_sequence: bool = False
@@ -46,13 +44,18 @@ class AxisKind:
 
 
 _KINDS = (
-    AxisKind("pp", "pipeline parallelism", has_stages=True),
-    AxisKind("ddp", "data parallelism between groups that each have all ZeRO shards", cuts_batch=True),
-    AxisKind("dp", "data parallelism, inside a ZeRO group", cuts_batch=True, is_basic=True),
-    AxisKind("cp", "context parallelism", cuts_sequence=True, cuts_experts=True),
-    AxisKind("ep", "expert parallelism, of ranks with different rows", cuts_batch=True, cuts_experts=True),
-    AxisKind("ttp", "tensor parallelism, the outer axis of a grid", cuts_features=True, cuts_experts=True),
-    AxisKind("tp", "tensor parallelism", cuts_features=True, cuts_experts=True, is_basic=True),
+    # Pipeline parallelism.
+    AxisKind("pp", has_stages=True),
+    # Data parallelism: between groups that each have all ZeRO shards, and inside such a group.
+    AxisKind("ddp", cuts_batch=True),
+    AxisKind("dp", cuts_batch=True, is_basic=True),
+    # Context parallelism.
+    AxisKind("cp", cuts_sequence=True, cuts_experts=True),
+    # Expert parallelism.
+    AxisKind("ep", cuts_batch=True, cuts_experts=True),
+    # Tensor parallelism: the outer axis of a grid, and the inner one.
+    AxisKind("ttp", cuts_features=True, cuts_experts=True),
+    AxisKind("tp", cuts_features=True, cuts_experts=True, is_basic=True),
 )
 
 AXES: Final[Mapping[str, AxisKind]] = {name: next(k for k in _KINDS if k.name == name) for name in AXIS_NAMES}

@@ -39,6 +39,7 @@ from autopar.settings.arguments import check_numbers
 from autopar.settings.compile_options import CompileOptions
 from autopar.training.loop import resolve_cluster
 from autopar.units import bytes_text, either_text, seconds_text
+from codegen.axes import AXES
 from cost_models.mixed import AnyCluster
 from cost_models.schedule import SCHEDULES
 
@@ -83,7 +84,8 @@ Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="a constraint; may be repeated. pp=2, ddp=2, dp=4, ttp=2, tp=2: degrees; micro_batches=8; zero=3; "
+        help=f"a constraint; may be repeated. {', '.join(f'{axis}=2' for axis in AXES)}: degrees; "
+        "micro_batches=8; zero=3; "
         f"schedule={either_text(SCHEDULES)}; chunks=2: stages per pipeline rank, "
         f"{either_text(name for name, schedule in SCHEDULES.items() if schedule.chooses_chunks)}; "
         "recompute=none, offload, selective or full; offload=none, optimizer or parameters; memory=20GiB",
