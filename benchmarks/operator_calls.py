@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import Node, Ref, TensorMeta
-from autopar.ir.operators import find_op
+from autopar.operators.schemas import find_op
 from codegen.schemas import Argument, Schema, schema_of
 
 Written = tuple[str, tuple[Any, ...], dict[str, Any]]

@@ -36,7 +36,8 @@ import torch
 import autopar
 from autopar.compiled import CompiledProgram
 from autopar.costs.contractions import contraction_flops
-from autopar.ir.graph import ATTENTION, MATMULS, base_name
+from autopar.ir.graph import base_name
+from autopar.operators.traits import ATTENTION, MATMULS
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import Operator
 from autopar.verify import sgd_with_momentum

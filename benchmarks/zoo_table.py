@@ -18,15 +18,20 @@ from examples.zoo import ZOO
 TARGET = ROOT / "docs" / "models.md"
 TITLE = """# Models
 
-Tiny models of {models} architectures (`examples/zoo.py`), compiled for four processes on
-`examples/clusters/ideal.toml`, run for three SGD steps beside eager training in one process, and compared. A cell has
-the mesh and the largest relative error of losses, gradients, and parameters, or why there is no program. "64" behind
-an error says that it is that of fp64, because rounding alone took the fp32 program over 1e-5. Operators that every
-rank computes whole are named with their share of the forward's work. "-" says that the model does not offer the plan's
-axis, "?" that it was not run.
+Look up whether autopar trains your model's architecture. To test your own model, run
+`autopar verify my_module:factory --cluster "4 cpu"` ([Your own model](howto/custom_model.md)).
 
-Made by `python -m benchmarks.zoo_table` of `benchmarks/results/zoo.csv`, which `python -m benchmarks.zoo --csv` writes;
-the latest row of a model and plan counts.
+We compiled tiny models of {models} architectures (`examples/zoo.py`) for four processes on
+`examples/clusters/ideal.toml`.
+Each ran three SGD steps next to eager training in one process. Each cell has the mesh and the largest relative error
+of losses, gradients and parameters, or the reason why autopar refuses the model.
+
+- "64": the error is that of fp64, because rounding alone took the fp32 program over 1e-5.
+- "-": the model does not offer the plan's axis. "?": not run.
+- The last column names operators that every rank computes whole, with their share of the forward's work.
+
+`python -m benchmarks.zoo_table` writes this page from `benchmarks/results/zoo.csv`, which `python -m benchmarks.zoo
+--csv` writes. The latest row of a model and plan counts.
 """
 
 

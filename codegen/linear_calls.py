@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from codegen.fusion.match import Flow
+from codegen.fusion.template import VIEWS
 from codegen.program import Call, Statement, TensorType, Var
 
 LINEAR: Final = "aten.linear.default"
 ADDMM: Final = "aten.addmm.default"
-VIEWS: Final = ("aten.view.default", "aten.reshape.default")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Small single-GPU models and a text corpus. Nothing here knows of autopar, processes or devices."""
+"""Small single-GPU models and a text corpus. They import no autopar and no torch.distributed."""

@@ -1,4 +1,4 @@
-"""`accelerate_loop.py` on all processes that torchrun starts: one line added, and its import.
+"""`accelerate_loop.py` under torchrun, with one line and its import added.
 
 torchrun --standalone --nproc-per-node 4 -m examples.accelerate_loop_parallel FOLDER --out runs/tuned
 """

@@ -1,8 +1,8 @@
-"""`make demo`: two small language models learn Python on four processes of this machine, under plans that autopar made.
+"""`make demo`: train two small language models on Python code, on four local processes, under autopar's plans.
 
-The machine is measured first. Then, for each model: plan, print the report, train on the processes, train the same
-model on one process, and show the losses side by side; the demo ends with an error where they differ by more than
-round-off. The generated programs stay in ./autopar_out.
+Measure the machine. Then, for each model: plan, print the report, train on four processes and on one, and show the
+losses side by side. The demo fails if they differ by more than round-off. The generated programs stay in
+./autopar_out.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from examples.text import VOCAB_SIZE, Corpus, standard_library
 SHOWN_STEPS = 8
 MIB = 2**20
 ROUND_OFF = 1e-5
-"""Relative error of a loss or a gradient in float32 whose sums are added in another order: what `autopar.verify`
-allows."""
+"""Relative float32 error of a loss or a gradient under another order of summation, as `autopar.verify` allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ MODELS: dict[str, tuple[str, Callable[[Sizes], nn.Module]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Batches of the corpus from a sample on."""
+    """Batches of the corpus, starting at a sample."""
 
     corpus: Corpus
     batch_size: int
@@ -169,7 +168,7 @@ def _show_model(console: Console, name: str, sizes: Sizes, corpus: Corpus, confi
 
 
 def round_off_bound(model: nn.Module, config: TrainerConfig) -> float:
-    """The relative difference that losses of the same training may have whose sums are added in another order.
+    """Return the largest relative difference of losses under another order of summation.
 
     A step of AdamW moves each of n parameters by about the learning rate, however small its gradient. So gradients that
     are off by a share e move the loss by up to rate * sqrt(n) * e times their length, which is taken to be no more than
@@ -180,7 +179,7 @@ def round_off_bound(model: nn.Module, config: TrainerConfig) -> float:
 
 
 def _losses(alone: TrainResult, together: TrainResult, differences: Sequence[float], bound: float) -> Table:
-    """Some steps' losses side by side, and the largest difference over all of them beside what it may be."""
+    """Print some losses side by side, and the largest difference of all with its bound."""
     table = _table("Loss", ("step", "one process", "all processes", "relative difference"))
     count = len(differences)
     shown = sorted({round(i * (count - 1) / (SHOWN_STEPS - 1)) for i in range(SHOWN_STEPS)}) if count else []
@@ -194,7 +193,7 @@ def _losses(alone: TrainResult, together: TrainResult, differences: Sequence[flo
 
 
 def _costs(alone: TrainResult, together: TrainResult, sizes: Sizes) -> Table:
-    """Time and memory, measured beside predicted."""
+    """Print measured and predicted time and memory."""
     assert together.program is not None
     prediction = together.program.plan.prediction
     tokens = sizes.batch_size * sizes.seq_len

@@ -3,8 +3,8 @@
     python -m examples.hf_trainer FOLDER --out runs/tuned
     torchrun --standalone --nproc-per-node 4 -m examples.hf_trainer_parallel FOLDER --out runs/tuned
 
-FOLDER is a model as `save_pretrained` writes it. `hf_trainer_parallel.py` is this script with one line added and the
-import that it needs; the losses are the same.
+FOLDER is a folder of `save_pretrained`. `hf_trainer_parallel.py` adds one line and its import.
+The losses are the same.
 """
 
 import torch

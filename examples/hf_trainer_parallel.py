@@ -1,4 +1,4 @@
-"""`hf_trainer.py` on all processes that torchrun starts: one line added, and its import.
+"""`hf_trainer.py` under torchrun, with one line and its import added.
 
 torchrun --standalone --nproc-per-node 4 -m examples.hf_trainer_parallel FOLDER --out runs/tuned
 """

@@ -3,8 +3,8 @@
     python -m examples.lightning_module FOLDER --out runs/tuned
     torchrun --standalone --nproc-per-node 4 -m examples.lightning_module_parallel FOLDER --out runs/tuned
 
-FOLDER is a model as `save_pretrained` writes it. `lightning_module_parallel.py` is this script with the strategy, and
-the import that it needs; the losses are the same.
+FOLDER is a folder of `save_pretrained`. `lightning_module_parallel.py` adds the strategy and its import.
+The losses are the same.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""`lightning_module.py` on all processes that torchrun starts: one line added, and its import.
+"""`lightning_module.py` under torchrun, with one line and its import added.
 
 torchrun --standalone --nproc-per-node 4 -m examples.lightning_module_parallel FOLDER --out runs/tuned
 """

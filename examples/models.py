@@ -1,7 +1,7 @@
-"""Tiny single-GPU models with a batch each: `EXAMPLES[name]()`, or `examples.models:name` on the command line.
+"""Tiny single-GPU models, each with a batch: `EXAMPLES[name]()`, or `examples.models:name` on the command line.
 
-Sizes are such that batch, sequence, heads, widths and vocabulary all divide by four. Every factory is seeded, so two
-processes that call it hold equal weights and equal batches, and takes
+Four divides batch, sequence, heads, widths and vocabulary. Every factory is seeded, so two processes get equal
+weights and equal batches. It takes
 
     layers      number of repeated blocks (or of linears, for the MLP)
     dropout     every dropout probability of the model, attention's included
@@ -27,10 +27,10 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A model with a batch it takes.
+    """A model with a batch.
 
-    inputs: forward's arguments by name; with a `loss_fn`, also what the loss takes after the model's output, last.
-    loss_fn: None for a model whose output holds its own loss.
+    inputs: forward's arguments by name; with a `loss_fn`, then the loss's arguments after the model's output.
+    loss_fn: None for a model whose output has a loss.
     """
 
     model: nn.Module
@@ -38,7 +38,7 @@ class Example:
     loss_fn: Callable[..., Tensor] | None = None
 
     def loss(self) -> Tensor:
-        """The scalar mean loss of the batch, computed the plain way on one device."""
+        """Return the scalar mean loss of the batch, on one device."""
         if self.loss_fn is not None:
             names = list(self.inputs)
             output = self.model(**{name: self.inputs[name] for name in names[:-1]})
@@ -152,7 +152,7 @@ def rotary_lm(
     ffn_width: int | None = None,
     **config: Any,
 ) -> Example:
-    """The Llama family: attention dropout is the only dropout these models have."""
+    """A model of the Llama family, whose only dropout is attention's."""
     settings = {
         "vocab_size": vocab_size,
         "max_position_embeddings": seq_len,
@@ -181,7 +181,7 @@ def bert(
     num_heads: int = 4,
     **config: Any,
 ) -> Example:
-    """BERT for masked language modelling: bidirectional, post-norm, most rows padded at their end."""
+    """BERT for masked language modeling: bidirectional, post-norm, most rows padded at their end."""
     settings = {
         "vocab_size": vocab_size,
         "max_position_embeddings": seq_len,
@@ -406,7 +406,7 @@ def transformers_model(class_name: str, config_name: str, seed: int, settings: M
 
 
 def tokens_and_labels(seed: int, batch_size: int, seq_len: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Random tokens, and labels equal to them except for some ignored ones, fewer in each later row.
+    """Return random tokens, and labels equal to them except for some ignored ones, fewer in each later row.
 
     Both int64 [batch_size, seq_len]. Unequal counts per row are what makes an average of averages wrong.
     """

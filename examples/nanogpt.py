@@ -1,4 +1,4 @@
-"""A hand-written GPT, as a researcher would write it for one GPU: one fused QKV projection, tied embeddings.
+"""A hand-written GPT for one GPU: one fused QKV projection, tied embeddings.
 
 Shape suffixes: B batch, S sequence, D width, N heads, H width of a head, V vocabulary.
 """
@@ -30,7 +30,7 @@ class NanoGPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention of each position to itself and those before it."""
+    """Causal multi-head attention."""
 
     def __init__(self, config: NanoGPTConfig) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linears with a GELU between, four times as wide inside."""
+    """Two linears with a GELU between, with a hidden width of four times the input's."""
 
     def __init__(self, config: NanoGPTConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The model of the README: nothing in it knows of more than one device."""
+"""The model of the README, written for one device."""
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 def net(width=8192, depth=16, batch_size=4096, device="meta"):
-    """A model, a batch and a loss. On meta nothing takes memory: that is enough to plan, to explain and to read."""
+    """Return a model, a batch and a loss. On meta they take no memory, which is enough to plan."""
     with torch.device(device):
         batch = {"x": torch.randn(batch_size, width), "target": torch.randn(batch_size, width)}
         return Net(width, depth), batch, F.mse_loss

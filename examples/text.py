@@ -1,4 +1,4 @@
-"""Bytes of the Python standard library's own source as a language-modelling corpus: real text on every machine.
+"""Bytes of the Python standard library's own source as a language-modeling corpus: real text on every machine.
 
 A sample is a window of bytes, and its place in the stream is one global counter. Sample `i` depends on the seed and
 `i` alone, not on the batch size or on how often training was stopped: resume with `start=` the samples seen so far.
@@ -58,10 +58,10 @@ class Corpus:
 
 
 def standard_library(split: str = "train", max_bytes: int | None = None, folder: Path | None = None) -> Corpus:
-    """The source of the running Python's standard library, files joined in the order of their paths.
+    """Return the source of the running Python's standard library, files joined in the order of their paths.
 
     split: "train" or "validation". max_bytes: stop after that many. folder: other sources than the library's.
-    Raises ValueError for another split, FileNotFoundError when the folder holds no source.
+    Raises ValueError for another split, FileNotFoundError when the folder has no source.
     """
     if split not in ("train", "validation"):
         raise ValueError(f"split is 'train' or 'validation', got {split!r}")
@@ -81,7 +81,7 @@ def standard_library(split: str = "train", max_bytes: int | None = None, folder:
 
 
 def _sources(home: Path) -> list[Path]:
-    """Every .py file below `home`, tests and installed packages left out, ordered by its path's parts."""
+    """Return every .py file below `home`, except tests and installed packages, ordered by its path's parts."""
     found: list[Path] = []
     for folder, subfolders, names in os.walk(home):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]

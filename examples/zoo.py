@@ -1,6 +1,6 @@
-"""Tiny models of many architectures with a batch each: `ZOO[name].build()`.
+"""Tiny models of many architectures, each with a batch: `ZOO[name].build()`.
 
-examples/models.py has the models that autopar is developed on; this table asks how far a model may differ from them.
+examples/models.py has the models that autopar is developed on. This table has models that differ from them.
 Configurations of transformers' classes are in examples/zoo_configs.py and zoo_encoders.py, modules written by hand in
 zoo_models.py and zoo_modules.py. Most have two layers; batches hold 8 rows of 16 positions, 16 x 16 pixels or a few
 features, of a vocabulary of 96. No dropout; every factory is seeded.
@@ -43,7 +43,7 @@ ROWS = 8
 class Entry:
     """One architecture.
 
-    build: gives a model with its batch. axes: those of "ep" (experts) and "cp" (causal attention, state spaces) that
+    build: returns a model with its batch. axes: "ep" (experts) and "cp" (causal attention, state spaces), if they
     suit its calls.
     """
 
@@ -53,7 +53,7 @@ class Entry:
 
 
 def _no_dropout(family: str) -> dict[str, float]:
-    """Zero for each field of the configuration that has a rate of some dropout by default."""
+    """Return zero for each field of the configuration that is a dropout rate by default."""
     import transformers
 
     defaults = getattr(transformers, f"{family}Config")().to_dict()
@@ -304,7 +304,7 @@ def _graph_network() -> Example:
 
 
 def _weighted(losses: dict[str, Tensor], target: Tensor) -> Tensor:
-    """The squared error of what was made, and the autoencoder's other losses. target: float [B, F]."""
+    """Return the squared error of the output, plus the autoencoder's other losses. target: float [B, F]."""
     return F.mse_loss(losses["made"], target) + 0.1 * losses["prior"] + 0.01 * losses["fooled"]
 
 
@@ -315,7 +315,7 @@ def _autoencoder() -> Example:
 
 
 def _triplet(vectors: tuple[Tensor, Tensor, Tensor], margin: Tensor) -> Tensor:
-    """Mean of what the positive is not nearer than the negative, by a margin per row, float [B]."""
+    """Return the mean triplet loss, with a margin per row, float [B]."""
     anchor, positive, negative = vectors
     return (margin + (anchor - positive).norm(dim=-1) - (anchor - negative).norm(dim=-1)).relu().mean()
 

@@ -1,4 +1,4 @@
-"""Tiny models written by hand for `examples/zoo.py`: what Hugging Face's configurations do not build.
+"""Tiny hand-written models for `examples/zoo.py` that Hugging Face has no configuration for.
 
 B batch, S sequence, V vocabulary, W width, C channels, H height, T tables, F dense features.
 """
@@ -91,7 +91,7 @@ def with_lora(model: nn.Module, names: tuple[str, ...] = ("q_proj", "v_proj")) -
 
 
 class DLRM(nn.Module):
-    """Recommendation: an embedding bag per table, a dense MLP, all products of pairs, and an MLP above them."""
+    """Recommendation: an embedding bag per table, a dense MLP, all pairwise products, and an MLP above them."""
 
     def __init__(self, num_tables: int = 3, rows: int = 64, num_features: int = 8, width: int = 16) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class TwoTower(nn.Module):
 
 
 class SwitchMLP(nn.Module):
-    """A mixture of experts as a loop over them: each row of the batch goes to the expert that its router prefers."""
+    """A mixture of experts as a loop over them. Each row of the batch goes to the router's top expert."""
 
     def __init__(self, width: int = 16, num_experts: int = 4, num_classes: int = 8) -> None:
         super().__init__()

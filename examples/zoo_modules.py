@@ -34,7 +34,7 @@ class DiTBlock(nn.Module):
 
 
 class DiT(nn.Module):
-    """A diffusion transformer: patches, sines of the time, DiTBlocks, and the patches put together again."""
+    """A diffusion transformer: patches, sines of the time, DiTBlocks, and the patches joined again."""
 
     def __init__(self, side: int = 16, patch: int = 4, width: int = 32, num_heads: int = 4, layers: int = 2) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class ConformerBlock(nn.Module):
 
 
 class Conformer(nn.Module):
-    """Two strided convolutions over frames, ConformerBlocks, and a class per frame that is left."""
+    """Two strided convolutions over frames, ConformerBlocks, and a class per remaining frame."""
 
     def __init__(self, num_mels: int = 8, width: int = 32, num_classes: int = 12, layers: int = 2) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class GraphNetwork(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """A variational autoencoder with a critic of what it makes: a dictionary of several losses, weighted in the last.
+    """A variational autoencoder with a critic. It returns a dictionary of losses, weighted in the last.
 
     Its noise is an input, and its decoder's last weight the encoder's first, transposed.
     """

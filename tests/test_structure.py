@@ -13,6 +13,7 @@ import pytest
 
 from codegen.axes import AXES
 from cost_models.schedule import SCHEDULES
+from tests.operator_tables import HOMONYMS, operator_tables, tables_in
 
 REPOSITORY = Path(__file__).parent.parent
 ROOTS = ("autopar", "codegen", "cost_models", "search")
@@ -40,6 +41,10 @@ TYPE_IMPORTS = {
 """Imports of autopar for type checkers alone, with the reason."""
 
 MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 60
+
+OPERATOR_TABLES = 47
+"""Tables outside of `autopar/operators/` and `autopar/rules/` that name two or more operators of torch. `python -m
+tests.operator_tables` prints them. Each is about its only reader; a trait that two readers need has its record."""
 
 MOST_POSITIONAL = 4
 """Fields of a dataclass or named tuple that may be given by position."""
@@ -248,3 +253,25 @@ def test_comparisons_with_names_are_seen() -> None:
     assert seen('schedule == "1f1b"') == ["1f1b"] and seen('axis in ("tp", "ttp")') == ["tp", "ttp"]
     assert seen('axes[:1] in (("tp",),)') == ["tp"] and seen('"cp" not in mesh.axes') == ["cp"]
     assert not seen('"cp" in limits.degrees') and not seen('kind == "forward"')
+
+
+def test_traits_of_operators_have_one_home() -> None:
+    """A new table belongs into the records (`autopar/operators/records.py`); a table less lowers the number."""
+    tables = operator_tables("autopar", "codegen")
+    assert len(tables) == OPERATOR_TABLES, "\n".join(f"{table.file}:{table.line} {table.name}" for table in tables)
+
+
+def test_tables_of_operators_are_seen() -> None:
+    def seen(text: str) -> list[str]:
+        return [name for table in tables_in(text, "") for name in table.operators]
+
+    assert seen("A = frozenset({'view', 'reshape'})") == ["view", "reshape"]
+    assert seen("class A:\n    B = {'aten.mm.default': 1, **dict.fromkeys(('bmm', 'linear'), 2)}")
+    assert seen("A = (torch.ops.aten.mm, aten.bmm.default)") == ["torch.ops.aten.mm", "aten.bmm.default"]
+    assert not seen("A = ('view',)") and not seen("A = ('tp', 'dp')") and not seen("def a():\n    return 'view', 'mm'")
+
+
+def test_homonyms_of_operators_are_there() -> None:
+    for file, names in HOMONYMS.items():
+        tables = tables_in((REPOSITORY / file).read_text(encoding="utf-8"), file)
+        assert names <= {table.name for table in tables}, file

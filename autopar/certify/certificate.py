@@ -14,8 +14,7 @@ from rich.console import RenderableType
 from autopar.certify.findings import Findings
 from autopar.files.outputs import write_output
 from autopar.plan import Plan
-from autopar.report.summary import short_table
-from autopar.report.tables import WIDTH, plain_text
+from autopar.report.tables import WIDTH, plain_text, short_table
 
 FILE = "certificate.yaml"
 TITLES = {

@@ -21,7 +21,7 @@ from autopar.certify.schedules import check_schedule
 from autopar.certify.small_job import Miniature
 from autopar.compiled import CompiledProgram
 from autopar.profiling.machine import own_version
-from autopar.running.surroundings import check_starting
+from autopar.running.process_state import check_starting
 from codegen.program import PipelineProgram
 
 

@@ -11,14 +11,12 @@ from autopar.costs.context import AttentionSeconds, ContextCall, NearCall, conte
 from autopar.costs.expert_exchange import ID_BYTES, Nodes, OncePerNode, nodes_of, pays
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
 from autopar.costs.sinks import Sinks, sinks
-from autopar.ir.graph import ATTENTION, CONVOLUTIONS, SINK_ATTENTION, WINDOW_ATTENTION, base_name, is_causal
+from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, base_name, is_causal
 from autopar.ir.mesh import Mesh
+from autopar.operators.traits import ATTENTION, BATCHED_PRODUCTS, CONVOLUTIONS
 from autopar.options.strategies import Operator, Option, num_local, routed_axes
 from autopar.rules.experts import EXPERT_LINEAR
 from cost_models import compute, routing
-
-BATCHED = frozenset({"bmm", "baddbmm", "matmul"})
-"""Calls that multiply a matrix per element of their leading dims, where both operands have such."""
 
 VALUE_FEATURES = "f"
 """The factor of values and result that attention's scores lack (rules/attention.py)."""
@@ -254,7 +252,7 @@ class Contractions(Rates):
         is_convolution = base_name(operator.node.op) in CONVOLUTIONS
         of_columns = 1 - len(operator.inputs[1].shape) if is_convolution else -1
         columns = num_local_dim(output, placements, self.mesh, of_columns)
-        if base_name(operator.node.op) in BATCHED and min(len(meta.shape) for meta in operator.inputs) > 2:
+        if base_name(operator.node.op) in BATCHED_PRODUCTS and min(len(meta.shape) for meta in operator.inputs) > 2:
             # A product per element of the leading dims, of which flops counts all.
             rows = num_local_dim(output, placements, self.mesh, -2)
             batch = max(num_local(output, placements, self.mesh) // (rows * columns), 1)

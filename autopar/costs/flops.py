@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.costs.contractions import contraction_flops
-from autopar.ir.graph import ATTENTION, MATMULS, Graph, base_name
+from autopar.ir.graph import Graph, base_name
+from autopar.operators.traits import ADDED, ATTENTION, MATMULS
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import Operator
 from cost_models.mixed import AnyCluster
-
-ADDED_FIRST = ("addmm", "baddbmm")
-"""Products whose first input is what is added; others have it behind their factors."""
 
 
 def model_flops(graph: Graph, operators: Mapping[tuple[str, str], Operator]) -> float:
@@ -44,6 +42,6 @@ def _with_backward(operator: Operator) -> float:
     if name in ATTENTION:  # two products, of which each has two in backward
         backward = 2.0 * any(meta.requires_grad for meta in operator.inputs[:3])
     else:
-        first = int(name in ADDED_FIRST)
+        first = int(ADDED.get(name) == "self")  # others have what they add behind their factors
         backward = float(sum(meta.requires_grad for meta in operator.inputs[first : first + 2]))
     return contraction_flops(operator) * (1.0 + backward)

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu, num_local_dim
-from autopar.ir.graph import DEFERRABLE, base_name
+from autopar.ir.graph import base_name
 from autopar.ir.placement import local_shape
+from autopar.operators.traits import DEFERRABLE
 from autopar.options.strategies import Operator, Option, num_local
 from codegen.fp8 import MULTIPLE
 

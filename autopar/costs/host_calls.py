@@ -30,7 +30,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.ir.graph import ATTENTION, MATMULS, VIEWS, base_name
+from autopar.ir.graph import base_name
+from autopar.operators.traits import ATTENTION, MATMULS, VIEWS
 from codegen.fusion import PATTERNS
 from codegen.program import Call, LayerLoop, Reshard, Statement, reads
 

@@ -28,10 +28,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.frontend.fakes import empty, mode, probing
-from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name, has_dropout, map_refs
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_dropout, map_refs
 from autopar.ir.mesh import Mesh
-from autopar.ir.operators import may_be_view
+from autopar.ir.operators import shares_memory
 from autopar.ir.placement import local_shape
+from autopar.operators.traits import CHOSEN_BY_DEVICE, VIEWS
 from autopar.options.fused import OTHER_RESULT
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.rules.attention import EXCHANGES
@@ -41,13 +42,6 @@ from autopar.rules.rule import AxisOption
 from codegen.fusion import PATTERNS
 
 Metas = tuple[TensorMeta, ...]
-
-_BY_DEVICE = frozenset({"scaled_dot_product_attention", "batch_norm", "lstm", "gru", "rnn_tanh", "rnn_relu"})
-"""Calls that choose an implementation by device: these run on fake tensors of a CPU, all others on meta tensors, which
-is faster and gives the same answer."""
-
-_COPIES = frozenset({"contiguous", "to"})
-"""Calls that return their input if they can, and mostly cannot."""
 
 _RECORDED = {
     "autopar.sink_attention": "codegen.runtime.sink_attention",
@@ -123,8 +117,7 @@ def made_bytes(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> 
 
 def is_view(node: Node) -> bool:
     """Whether the results share memory with the first input."""
-    name = base_name(node.op)
-    return bool(node.inputs) and (name in VIEWS or (name not in _COPIES and may_be_view(node.op)))
+    return bool(node.inputs) and shares_memory(node.op)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -144,8 +137,9 @@ def _found(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
     if name in VIEWS:
         return Kept()
     try:
+        # What torch chooses by device runs on fake tensors of a CPU. Meta tensors are faster and do for all others.
         # With dropout attention is the run time's own, of calls that do the same everywhere.
-        return _asked(node, inputs, on_fakes=name in _BY_DEVICE and not (is_attention and has_dropout(node)))
+        return _asked(node, inputs, on_fakes=name in CHOSEN_BY_DEVICE and not (is_attention and has_dropout(node)))
     except Exception:  # no kernel for tensors without memory, or one that reads values
         return Kept(tuple(range(len(inputs))))
 

@@ -19,15 +19,13 @@ from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.saved import Saved
 from autopar.ir.draws import DRAW
-from autopar.ir.graph import DEFERRABLE, VIEWS, Ref, TensorMeta, base_name, has_dropout
+from autopar.ir.graph import Ref, TensorMeta, base_name, has_dropout
 from autopar.ir.placement import Placements
+from autopar.operators.traits import DEFERRABLE, JOINS, PARTS, VIEWS
 from autopar.options.scopes import Scope
 from autopar.options.strategies import num_local
 
-PARTS = frozenset(["slice", "select", "split", "split_with_sizes", "chunk", "narrow", "unbind"])
-"""Views of a part of their input, whose gradient is a part of the whole's."""
-
-HANDED_ON = VIEWS - PARTS | {"contiguous", "clone", "add", "sub", "cat", "stack"}
+HANDED_ON = VIEWS - PARTS | JOINS | {"contiguous", "clone", "add", "sub"}
 """Operators whose backward gives (a view of) the gradient itself where shapes and dtypes are equal."""
 
 BACKWARD_TEMPORARIES: Mapping[str, int] = {"pow": 1, "rsqrt": 2, "sqrt": 1, "div": 1}
@@ -323,7 +321,7 @@ class Walk:
             if not meta.requires_grad or (ref.node in self.parameters):
                 continue
             size = self._bytes(meta, placements)
-            is_same = size == gradients.sizes[given] or name in VIEWS or name in ("cat", "stack")
+            is_same = size == gradients.sizes[given] or name in VIEWS | JOINS
             hands_on = name in HANDED_ON and is_same and not (name == "sub" and position == 1)
             hands_on = hands_on or (name == "to" and meta.dtype == output.dtype)
             found.append(((ref, placements), given if hands_on else gradients.new(size)))

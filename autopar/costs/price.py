@@ -19,23 +19,15 @@ from autopar.costs.rates import is_cpu
 from autopar.costs.saved import Saved
 from autopar.costs.specials import specials
 from autopar.ir.draws import DRAW
-from autopar.ir.graph import (
-    ATTENTION,
-    DEFERRABLE,
-    MATMULS,
-    SINK_ATTENTION,
-    VIEWS,
-    WINDOW_ATTENTION,
-    base_name,
-)
+from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, base_name
 from autopar.ir.operators import arguments_of
+from autopar.operators.traits import ATTENTION, DEFERRABLE, JOINS, MATMULS, VIEWS
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.rules.convolution import HALO
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.norm import SYNCHRONISED
 from cost_models import compute
 
-JOINS = frozenset({"cat", "stack"})
 DRAW_BYTES = 256.0
 """What a draw moves per element: codegen/runtime/draws.py makes a dozen passes over 64-bit integers in chunks, and
 three over fp32."""

@@ -23,8 +23,9 @@ from autopar.costs.host_calls import PRODUCT
 from autopar.costs.layer_costs import LayerCost, Mode
 from autopar.costs.liveness import Liveness
 from autopar.costs.price import Pricer
-from autopar.ir.graph import ATTENTION, MATMULS, Graph, LayerRun, Ref, TensorMeta, base_name
+from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta, base_name
 from autopar.ir.placement import Placements
+from autopar.operators.traits import ATTENTION, MATMULS
 from autopar.options.assignment import Assignment
 from autopar.options.scopes import Scope
 from autopar.options.strategies import Operator, num_local

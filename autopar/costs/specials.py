@@ -8,33 +8,12 @@ with AVX2 (an EPYC; nanoseconds per element less 0.3 for memory): exp 0.8, sigmo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from autopar.ir.graph import Node, base_name
+from autopar.operators.traits import SPECIALS
 
 Counts = tuple[float, float]
 """Special functions per element, in forward and in backward."""
 
-COUNTS: Mapping[str, Counts] = {
-    "exp": (0.6, 0.0),
-    "sigmoid": (0.7, 0.0),
-    "silu": (0.8, 1.0),
-    "tanh": (2.4, 0.0),
-    "gelu": (1.0, 2.0),
-    "erf": (1.3, 0.6),
-    "log": (1.6, 0.0),
-    "sin": (1.3, 1.3),
-    "cos": (1.3, 1.3),
-    "sqrt": (0.6, 0.0),
-    "rsqrt": (0.3, 0.0),
-    "reciprocal": (0.3, 0.0),
-    "pow": (6.0, 6.0),
-    "softmax": (1.0, 0.3),
-    "log_softmax": (1.0, 0.6),
-    "cross_entropy_loss": (1.0, 0.6),
-    "layer_norm": (1.0, 1.0),
-    "rms_norm": (1.0, 1.0),
-}
 GELU_TANH: Counts = (3.0, 3.0)
 """GELU's approximation by tanh."""
 PRODUCTS = (0.5, -0.5, 1.0, -1.0, 2.0, -2.0, 3.0)
@@ -48,4 +27,4 @@ def specials(node: Node) -> Counts:
         return GELU_TANH
     if name == "pow" and any(argument in PRODUCTS for argument in node.args if isinstance(argument, (int, float))):
         return 0.0, 0.0
-    return COUNTS.get(name, (0.0, 0.0))
+    return SPECIALS.get(name, (0.0, 0.0))

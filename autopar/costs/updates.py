@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.rates import Training
@@ -139,10 +140,6 @@ class _Probe:
         self.moved_bytes = moved.num_bytes - (gradients if moved.names_gradients else 0)
 
 
-_aten = torch.ops.aten
-_PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm)
-
-
 class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class hook
     """`with MovedBytes() as moved:` counts what operators read and write, each tensor once per operator; views are
     free. names_gradients: whether a fused update was among them. product_dtype: of the last product of matrices.
@@ -161,8 +158,9 @@ class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         schema = func._schema
-        if func.overloadpacket in _PRODUCTS:
-            self.flops += 2 * result.numel() * args[-1].shape[-2]
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
             self.product_dtype = "bf16" if result.dtype == torch.bfloat16 else "fp32"
         self.names_gradients |= str(func.overloadpacket.__name__).startswith("_fused_")
         named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | dict(kwargs or {})

@@ -1,4 +1,4 @@
-"""The decisions of a plan, and the constraints that make one of them differently and leave the others open."""
+"""The decisions of a plan, and the constraints that change one decision and leave the others open."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PINS = (*AXIS_NAMES, "etp", "zero", "micro_batches", "schedule", "chunks", "reco
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision made differently. dimension: a name of constraints; value: what it is set to, "" for not at all."""
+    """One changed decision. dimension: a name of constraints; value: its new value, "" for a removed pin."""
 
     dimension: str
     value: str
@@ -32,7 +32,7 @@ class Decision:
 
 
 def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]:
-    """Every decision of a plan, a step to each side, with the user's other pins kept."""
+    """Yield every decision of a plan, changed by one step to each side. The user's other pins stay."""
     limits = request.constraints
     for name in pins_of(limits):
         yield Decision(name, "", without(limits, (name,)))
@@ -55,7 +55,7 @@ def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[De
         counts = list(filter(request.splits, micro_batch_counts(request.global_batch_size // data_ranks, None)))
         degrees = {**limits.degrees}
         if not plan.pipeline.stage_meshes:
-            # The count that a rank's rows allow depends on dp, which is therefore kept.
+            # The possible counts depend on a rank's rows and so on dp, which therefore stays.
             degrees |= {axis: plan.mesh.size(axis) for axis in ("ddp", "cp", "ep", "ttp") if axis in plan.mesh.axes}
             degrees["dp"] = data_ranks // plan.mesh.size("ddp")
         for count in neighbours(counts, plan.num_micro_batches):
@@ -68,7 +68,7 @@ def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[De
 
 
 def _degrees(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]:
-    """A step up and down on each axis that is not pinned."""
+    """Yield a step up and a step down on each axis that is not pinned."""
     limits = request.constraints
     if request.mixed is not None:
         yield from _degrees_of_groups(request, plan, num_units)
@@ -91,7 +91,7 @@ def _degrees(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]
 
 
 def _degrees_of_groups(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]:
-    """The other degrees over groups of unlike nodes, where `dp` differs from one pipeline rank to the next."""
+    """Yield other degrees for groups of unlike nodes, where `dp` differs between pipeline ranks."""
     limits, groups = request.constraints, request.whole.groups
     pipeline_ranks = list(range(len(groups), num_units + 1))
     degrees = divisors(math.lcm(*(g.devices_per_node for g in groups)))
@@ -102,19 +102,19 @@ def _degrees_of_groups(request: Request, plan: Plan, num_units: int) -> Iterator
 
 
 def neighbours(values: Sequence[int], chosen: int) -> list[int]:
-    """The next smaller and the next larger of ascending values."""
+    """Return the next smaller and the next larger of ascending values."""
     return [v for v in values if v < chosen][-1:] + [v for v in values if v > chosen][:1]
 
 
 def pins_of(limits: Constraints) -> list[str]:
-    """Names of the single decisions that a user pinned, and of the tables of placements."""
-    found = [name for name in PINS if name in limits.degrees or getattr(limits, name, None) is not None]
+    """Return the names of the decisions and of the tables of placements that a user pinned."""
+    names = [name for name in PINS if name in limits.degrees or getattr(limits, name, None) is not None]
     tables = ("parameters", "activations", "forbid_parameters", "forbid_activations")
-    return found + [name for name in tables if getattr(limits, name)]
+    return names + [name for name in tables if getattr(limits, name)]
 
 
 def pin_text(limits: Constraints, name: str) -> str:
-    """`tp=2`, or the table's name."""
+    """Return `tp=2`, or the table's name."""
     if name in limits.degrees:
         return f"{name}={limits.degrees[name]}"
     value = getattr(limits, name)
@@ -122,7 +122,7 @@ def pin_text(limits: Constraints, name: str) -> str:
 
 
 def without(limits: Constraints, names: Sequence[str]) -> Constraints:
-    """The constraints less some pins."""
+    """Return the constraints without some pins."""
     degrees = {axis: n for axis, n in limits.degrees.items() if axis not in names}
     cleared: dict[str, Any] = {
         name: () if isinstance(getattr(limits, name), tuple) else None for name in names if name not in AXIS_NAMES
@@ -130,8 +130,8 @@ def without(limits: Constraints, names: Sequence[str]) -> Constraints:
     return replace(limits, degrees=degrees, **cleared)
 
 
-def is_made(plan: Plan, decision: Decision) -> bool:
-    """Whether a plan really has what was asked for; not every model can have every mode and stage."""
+def has_decision(plan: Plan, decision: Decision) -> bool:
+    """Return whether a plan really makes a decision; some models cannot have every mode and stage."""
     value = decision.value
     if decision.dimension == "recompute":
         return bool(recompute_modes(plan)[value]) if value != "none" else not recompute_modes(plan)

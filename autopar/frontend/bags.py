@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from autopar.frontend.fx_import import FlatGraph, unused_name
-from autopar.frontend.grouped_keys import RESHAPES
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name
 from autopar.ir.operators import arguments_of
+from autopar.operators.traits import RESHAPES
 from autopar.rules.lookup import BAGS
 
 _MODES = ("sum", "mean", "max")

@@ -20,6 +20,7 @@ from typing import Any
 from autopar.frontend.fx_import import FlatGraph, unused_name
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name
 from autopar.ir.operators import arguments_of
+from autopar.operators.traits import RESHAPES, SAME_VALUES
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.registry import rule_for
 from autopar.rules.rule import Dims, Rule
@@ -27,7 +28,7 @@ from autopar.rules.rule import Dims, Rule
 _PLACES: Mapping[str, int] = {"topk": 1, "sort": 1, "max": 1, "min": 1, "argmax": 0, "argmin": 0, "argsort": 0}
 """Calls of which a result is places along a dim, and which."""
 
-_SHAPES = frozenset(["view", "reshape", "flatten", "squeeze", "unsqueeze", "to", "to_copy", "contiguous", "clone"])
+_KEEPING = RESHAPES | SAME_VALUES
 """Calls that keep whole numbers as they are."""
 
 
@@ -66,7 +67,7 @@ class _Writer:
         chosen = self.chosen(node)
         if chosen is not None:
             return self.product(node, chosen)
-        source = self.rows_of.get(node.inputs[0]) if len(node.inputs) == 1 and base_name(node.op) in _SHAPES else None
+        source = self.rows_of.get(node.inputs[0]) if len(node.inputs) == 1 and base_name(node.op) in _KEEPING else None
         if source is not None and self.metas[source] == node.meta:
             self.renamed[Ref(node.name)] = source
         return [node]
@@ -149,7 +150,7 @@ class _Writer:
 
     def are_places(self, ids: Ref) -> bool:
         """Whether they are places along a dim."""
-        while ids.node in self.made_by and base_name(self.made_by[ids.node].op) in _SHAPES:
+        while ids.node in self.made_by and base_name(self.made_by[ids.node].op) in _KEEPING:
             ids = self.made_by[ids.node].inputs[0]
         maker = self.made_by.get(ids.node)
         return maker is not None and _PLACES.get(base_name(maker.op)) == ids.index

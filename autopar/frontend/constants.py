@@ -22,14 +22,13 @@ from autopar.errors import TraceError
 from autopar.frontend.attributes import named_modules
 from autopar.frontend.skeleton import VALUE
 from autopar.frontend.state_reads import note_deciding
+from autopar.operators.traits import FILLED_FROM_OPERAND
 
 MOST_ELEMENTS = 1 << 22
 ASKS = frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "equal", "allclose"}
 )
-_LIKE = frozenset(f"{what}_like" for what in ("ones", "zeros", "full"))
-_NEW = frozenset(f"new_{what}" for what in ("ones", "zeros", "full", "tensor"))
-_SHAPED = _LIKE | _NEW
+_SHAPED = FILLED_FROM_OPERAND | {"new_tensor"}
 """Of which only the shape, dtype and device of the operand count."""
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 """Types of arguments that are leaves."""

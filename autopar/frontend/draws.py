@@ -19,11 +19,11 @@ from autopar.frontend import fakes
 from autopar.frontend.effects import at, draws, is_random, refused_random
 from autopar.frontend.fx_import import FlatGraph, unused_name
 from autopar.frontend.overloads import kept_kwargs
-from autopar.frontend.recurrent_dropout import RECURRENT, layer_by_layer
+from autopar.frontend.recurrent_dropout import PADDED, layer_by_layer
 from autopar.ir.draws import DRAW, IN_TRAINING
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_gradients, map_refs, refs_in
-from autopar.ir.operators import find_op
-from autopar.rules.buffers import CONSTANT
+from autopar.operators.schemas import find_op
+from autopar.operators.traits import CONSTANT
 from codegen.runtime.random_operators import Draws, UndrawnError
 
 _RRELU = "aten.rrelu.default"
@@ -57,7 +57,7 @@ class _Writer:
         overload = find_op(node.op)
         if overload is None or not draws(overload):
             return [node]
-        if node.op in RECURRENT:
+        if node.op in PADDED:
             return self.by_layers(node) if is_random(node) else [node]
         try:
             made = self.inlined(node, self.parts(node, overload))

@@ -15,12 +15,9 @@ from autopar.frontend.fx_import import FlatGraph
 from autopar.frontend.strided import refused_strides
 from autopar.frontend.user_line import user_line
 from autopar.ir.graph import Node, Ref, base_name
-from autopar.ir.operators import arguments_of, find_op
-
-_KEYED = frozenset({"aten.dropout.default", "aten.dropout_.default", "aten.scaled_dot_product_attention.default"})
-"""Random operators whose numbers a program draws by the element's place in the whole, and so as one process does."""
-
-_PRODUCTS = frozenset({"linear", "mm", "addmm", "bmm", "baddbmm", "matmul", "addmv", "mv", "dot", "conv1d", "conv2d"})
+from autopar.ir.operators import arguments_of
+from autopar.operators.schemas import find_op, is_seeded
+from autopar.operators.traits import DRAWN, ONE_DTYPE
 
 
 def at(flat: FlatGraph, node: Node) -> str:
@@ -46,7 +43,7 @@ def refuse_effects(flat: FlatGraph) -> None:
         _refuse_lookup(flat, node)
         _refuse_statistics(flat, node)
         dtypes = {metas[ref].dtype for ref in node.inputs if metas[ref].dtype.is_floating_point}
-        if base_name(node.op) in _PRODUCTS and len(dtypes) > 1:
+        if base_name(node.op) in ONE_DTYPE and len(dtypes) > 1:
             raise TraceError(
                 "a product of tensors of different dtypes, which torch refuses when the model runs",
                 values=f"{node.op} of {' and '.join(sorted(str(d) for d in dtypes))}{at(flat, node)}",
@@ -69,8 +66,9 @@ def refused_random(op: str, place: str) -> TraceError:
 
 def draws(overload: Any) -> bool:
     """Whether an operator of torch draws random numbers, or may, other than by keys of its own."""
-    is_operator = isinstance(overload, torch._ops.OpOverload)
-    return is_operator and torch.Tag.nondeterministic_seeded in overload.tags and str(overload) not in _KEYED
+    if not isinstance(overload, torch._ops.OpOverload) or not is_seeded(overload):
+        return False
+    return overload.namespace != "aten" or base_name(str(overload)) not in DRAWN
 
 
 def is_random(node: Node) -> bool:

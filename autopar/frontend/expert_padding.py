@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from autopar.frontend.padding import SAME, lengthened
+from autopar.frontend.padding import lengthened
 from autopar.ir.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, base_name
 from autopar.ir.operators import arguments_of
+from autopar.operators.traits import SAME_VALUES
 from autopar.rules.experts import EXPERT_LINEAR
 
 
@@ -68,7 +69,7 @@ def _chain(ref: Ref, makers: dict[Ref, Node], metas: dict[Ref, TensorMeta]) -> l
     while chain[-1] in makers:
         node = makers[chain[-1]]
         name, arguments, num_dims = base_name(node.op), arguments_of(node), len(node.meta.shape)
-        is_same = name in SAME and len(node.inputs) == 1
+        is_same = name in SAME_VALUES and len(node.inputs) == 1
         is_turned = name == "transpose" and all(arguments[dim] % num_dims for dim in ("dim0", "dim1"))
         if not is_same and not is_turned:
             return []

@@ -35,6 +35,7 @@ import torch
 from autopar.frontend.fx_import import FlatGraph
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, with_refs
 from autopar.ir.operators import arguments_of
+from autopar.operators.traits import FILLS, RESHAPES, SAME_PLACES
 from autopar.rules.experts import EXPERT_LINEAR, row_factor
 from autopar.rules.registry import rule_for
 
@@ -75,7 +76,7 @@ def _bias_of(product: Node, bias: Node, metas: Mapping[Ref, TensorMeta], made_by
     """The table of which `bias` takes the rows of the experts; None where it does not."""
 
     def viewed(ref: Ref) -> Ref:
-        while ref in made_by and base_name(made_by[ref].op) in ("view", "reshape", "flatten"):
+        while ref in made_by and base_name(made_by[ref].op) in RESHAPES:
             ref = made_by[ref].inputs[0]
         return ref
 
@@ -186,7 +187,7 @@ class _Region:
         view, total_of = (replace(node, name=name, kwargs=(), outputs=(summed,)) for name in names)
         view = replace(view, op="aten.view.default", args=(rows, by_token.shape), outputs=(by_token,))
         total_of = replace(total_of, op="aten.sum.dim_IntList", args=(Ref(names[0]), (1,)))
-        if base.node in self.made_by and base_name(self.made_by[base.node].op) in ("zeros", "zeros_like", "new_zeros"):
+        if base.node in self.made_by and FILLS.get(base_name(self.made_by[base.node].op)) == 0.0:
             return [view, replace(total_of, name=node.name)]
         return [view, total_of, replace(node, op="aten.add.Tensor", args=(base, Ref(names[1])), kwargs=())]
 
@@ -287,8 +288,8 @@ class _Region:
 
     def elements_of(self, ref: Ref, are_whole: bool = False) -> Ref:
         """What has the same numbers in the same order. are_whole: they are so before they are cast to whole numbers."""
-        while ref.node in self.made_by and base_name(self.made_by[ref.node].op) in _SAME_NUMBERS:
-            (before,) = self.made_by[ref.node].inputs
+        while ref.node in self.made_by and base_name(self.made_by[ref.node].op) in RESHAPES | SAME_PLACES:
+            before = self.made_by[ref.node].inputs[0]
             source, target = self.metas[before].dtype, self.metas[ref].dtype
             is_rounded = source.is_floating_point and not target.is_floating_point and not are_whole
             if not _EXACT.issuperset([source, target]) or is_rounded:
@@ -316,9 +317,6 @@ class _Region:
 
 _EXACT = frozenset([torch.int32, torch.int64, torch.float32, torch.float64])
 """Dtypes in which numbers of experts and of their rows are exact."""
-
-_SAME_NUMBERS = frozenset(["to", "to_copy", "view", "reshape", "flatten", "contiguous", "clone", "detach"])
-"""Calls that change nothing but shapes and dtypes."""
 
 _WRITERS_OF_SEVERAL: Mapping[str, Callable[[_Region, Node], list[Node]]] = {
     "index_add": _Region.added,

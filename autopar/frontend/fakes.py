@@ -30,6 +30,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from autopar.frontend.uncollected import uncollected
+from autopar.ir.graph import base_name
+from autopar.operators.traits import ONE_DTYPE
 
 CPU = torch.device("cpu")
 
@@ -115,11 +117,6 @@ def mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
 
 
-_ONE_DTYPE = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "linear", "_convolution")
-)
-"""Operators whose kernels take operands of one dtype."""
 _NORMS = frozenset({torch.ops.aten.native_layer_norm, torch.ops.aten.native_group_norm})
 """Operators whose kernels take parameters of half precision for operands of half precision only."""
 _ACROSS = frozenset(
@@ -141,7 +138,7 @@ class Strict(TorchDispatchMode):  # type: ignore[no-untyped-call]
             devices = {each.device.type for each in tensors if each.ndim or each.device != CPU}
             if len(devices) > 1 and func.overloadpacket not in _ACROSS:
                 raise RuntimeError(f"{func} takes tensors of one device, got {' and '.join(sorted(devices))}")
-            is_single = func.overloadpacket in _ONE_DTYPE
+            is_single = func.namespace == "aten" and base_name(str(func)) in ONE_DTYPE
             is_single = is_single or (func.overloadpacket in _NORMS and tensors[0].dtype == torch.float32)
             if is_single and len({each.dtype for each in tensors}) > 1:
                 raise RuntimeError(f"{func} takes one dtype, got {', '.join(str(each.dtype) for each in tensors)}")

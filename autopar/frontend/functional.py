@@ -20,7 +20,8 @@ from autopar.frontend.layers import layer_path
 from autopar.frontend.overloads import functional_overload
 from autopar.frontend.tables import carried
 from autopar.ir.graph import UPDATE_BUFFER, Node, Ref, TensorMeta, base_name, map_refs, with_refs
-from autopar.ir.operators import find_op
+from autopar.operators.schemas import find_op
+from autopar.operators.traits import RESHAPES, SAME_PLACES
 from codegen.functions import NAMESPACE
 
 _COPY = "aten.copy_.default"
@@ -30,8 +31,6 @@ _PLAIN = {
     for kind in ("Tensor", "Scalar")
 }
 """In-place operators of Python, as their named forms."""
-_RESHAPES = frozenset({"view", "unsqueeze", "squeeze", "_unsafe_view", "reshape", "flatten", "unflatten", "view_as"})
-_SAME = frozenset({"alias", "detach", "to", "lift_fresh", "dropout"})
 
 
 def functionalise(flat: FlatGraph) -> None:
@@ -247,9 +246,9 @@ class _Functionaliser:
         """`source` with the elements that `view` shows replaced by their new value."""
         value, name = self.now(ref), view.op.split(".")[1]
         arguments = (*view.args[1:], *(v for _, v in view.kwargs))
-        if name in _SAME and self.metas[ref].dtype == meta.dtype:
+        if (name in SAME_PLACES or name == "dropout") and self.metas[ref].dtype == meta.dtype:
             return value
-        if name in _RESHAPES:
+        if name in RESHAPES:
             return self.add(write, "aten.reshape.default", (value, meta.shape), meta)
         if name in ("transpose", "t", "swapaxes", "swapdims"):
             return self.add(write, "aten.transpose.int", (value, *(arguments or (0, 1))), meta)

@@ -26,19 +26,9 @@ from autopar.frontend.untraceable import takes_number
 from autopar.frontend.user_line import user_line
 from autopar.frontend.vmaps import BRACKETS
 from autopar.ir.batch_names import input_name
-from autopar.ir.graph import (
-    VIEWS,
-    Node,
-    Parameter,
-    Ref,
-    TensorMeta,
-    base_name,
-    has_gradients,
-    refs_in,
-    with_refs,
-)
-from autopar.ir.operators import arguments_of, may_be_view
-from autopar.rules.buffers import CONSTANT
+from autopar.ir.graph import Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in, with_refs
+from autopar.ir.operators import arguments_of, shares_memory
+from autopar.operators.traits import CONSTANT
 
 LOGITS = "autopar.logits.default"
 """The op of a node, the last one, that reads the model's logits: as long as a trace is simplified they are
@@ -106,7 +96,7 @@ def is_view(node: Node, metas: Mapping[Ref, TensorMeta]) -> bool:
     if name == "dropout":  # which hands its operand on where it drops nothing
         arguments = arguments_of(node)
         return not arguments["train"] or arguments["p"] == 0
-    return name in VIEWS or (name != "contiguous" and may_be_view(node.op))
+    return shares_memory(node.op)
 
 
 def import_program(

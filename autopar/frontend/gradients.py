@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autopar.frontend.fx_import import FlatGraph, unused_name
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_gradients, with_refs
-from autopar.rules.buffers import CONSTANT
+from autopar.operators.traits import CONSTANT
 
 _DETACH = "aten.detach.default"
 

@@ -13,11 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.frontend.fx_import import FlatGraph
-from autopar.ir.graph import ATTENTION, SINK_ATTENTION, WINDOW_ATTENTION, Node, Ref, TensorMeta, base_name
+from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, Node, Ref, TensorMeta, base_name
 from autopar.ir.operators import arguments_of
-
-RESHAPES = ("view", "reshape", "unsqueeze", "squeeze", "flatten", "unsafe_view")
-"""Calls that change the dims of a tensor and leave its elements in their order."""
+from autopar.operators.traits import ATTENTION, RESHAPES
 
 
 def share_keys(flat: FlatGraph) -> None:

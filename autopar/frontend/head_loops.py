@@ -13,27 +13,17 @@ from typing import Any
 
 import torch
 
-from autopar.frontend.padding import SAME
-from autopar.ir.graph import ATTENTION, Node, Ref, TensorMeta, base_name, map_refs
-from autopar.ir.operators import arguments_of, find_op
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name, map_refs
+from autopar.ir.operators import arguments_of
+from autopar.operators.schemas import find_op
+from autopar.operators.traits import ADDED, ATTENTION, FINITE_EVERYWHERE, LINEAR_PRODUCTS, MOVING, REPEATS
 from autopar.rules.pointwise import LINEAR, NONLINEAR
 from autopar.rules.registry import rule_for
 from autopar.rules.rule import Dims, Rule
 
-VIEWS = frozenset({"view", "reshape", "unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze"})
-PIECES = frozenset({"split", "unsafe_split", "split_with_sizes", "chunk", "slice"})
-MOVES = VIEWS | PIECES | SAME | {"transpose", "permute", "t", "select", "unbind", "cat", "stack"}
-"""Calls whose results hold elements of what they take."""
-COPIES = frozenset({"expand", "repeat", "repeat_interleave"})
-PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "einsum"})
 NORMS = frozenset({"layer_norm", "rms_norm"})
 SUMS = frozenset({"mean", "sum"})
-SMOOTH = frozenset(
-    {"add", "sub", "rsub", "mul", "neg", "square", "where", "masked_fill", "cos", "sin", "erf"}
-    | {"sigmoid", "tanh", "relu", "silu", "gelu", "softplus"}
-)
-"""Pointwise calls whose values and derivatives are finite at all finite numbers."""
-POINTWISE = frozenset({*LINEAR, *NONLINEAR}) - MOVES - COPIES - {"dropout"}
+POINTWISE = frozenset({*LINEAR, *NONLINEAR}) - MOVING - {"dropout"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +88,7 @@ class Scope:
     def _with(self, node: Node, ref: Ref, longer: Longer) -> list[tuple[Ref, Longer]] | None:
         """What a call takes and makes that is longer with one of them; None for a call that mixes heads."""
         name, rule = base_name(node.op), rule_for(node, tuple(self.metas[each] for each in node.inputs))
-        is_known = name in MOVES | COPIES | PRODUCTS | NORMS | SUMS | POINTWISE | ATTENTION | {"softmax"}
+        is_known = name in MOVING | LINEAR_PRODUCTS | NORMS | SUMS | POINTWISE | ATTENTION | {"softmax"}
         if rule is None or not is_known:
             return None
         taken, made = [*zip(node.inputs, rule.inputs, strict=True)], [*zip(_results(node), rule.outputs, strict=True)]
@@ -111,7 +101,7 @@ class Scope:
         longer_ones = [(each, other) for each, other in with_it if other is not None]
         is_taken = any(other for _, other in with_it[: len(taken)])
         is_made = any(other for _, other in with_it[len(taken) :])
-        is_kept = factor not in rule.blocked and (is_taken or name in COPIES) and (is_made or name in PRODUCTS)
+        is_kept = factor not in rule.blocked and (is_taken or name in REPEATS) and (is_made or name in LINEAR_PRODUCTS)
         # One tensor in two roles: x @ x.T
         is_clear = len({each for each, _ in longer_ones}) == len(set(longer_ones)) and not any(
             other is None and any(each == one for one, _ in longer_ones) for each, other in with_it
@@ -180,8 +170,8 @@ def _filling(node: Node, known: Mapping[Ref, float | None]) -> float | None:
         if arguments.get("dropout_p"):  # whose masks are numbered by head
             raise Unproven
         return 0.0 if known.get(arguments["value"]) == 0.0 else None
-    if name in PRODUCTS:
-        added = arguments.get("bias" if name == "linear" else "self" if name in ("addmm", "baddbmm") else "")
+    if name in LINEAR_PRODUCTS:
+        added = arguments.get(ADDED.get(name, ""))
         factors = [known.get(ref) for ref in node.inputs if ref != added]
         return 0.0 if 0.0 in factors and (added is None or known.get(added) == 0.0) else None
     if name in NORMS:
@@ -190,7 +180,7 @@ def _filling(node: Node, known: Mapping[Ref, float | None]) -> float | None:
         return same if same == 0.0 and arguments.get("bias") is None else None
     if name in SUMS:
         return same if same == 0.0 or name == "mean" else None
-    return same if name in MOVES | COPIES else _pointwise(node, name, arguments, known)
+    return same if name in MOVING else _pointwise(node, name, arguments, known)
 
 
 def _pointwise(node: Node, name: str, arguments: Mapping[str, Any], known: Mapping[Ref, float | None]) -> float | None:
@@ -198,7 +188,7 @@ def _pointwise(node: Node, name: str, arguments: Mapping[str, Any], known: Mappi
     if None not in numbers and name != "softmax":
         return _at(node, [each for each in numbers if each is not None])
     is_scaled = name == "div" and isinstance(arguments["other"], int | float) and arguments["other"] != 0
-    if name not in SMOOTH and name != "softmax" and not is_scaled:
+    if name not in FINITE_EVERYWHERE and name != "softmax" and not is_scaled:
         raise Unproven
     return 0.0 if name == "mul" and 0.0 in numbers else None
 

@@ -16,22 +16,10 @@ import torch
 
 from autopar.frontend.fx_import import unused_name
 from autopar.frontend.head_loops import Longer, Scope, not_zero
-from autopar.ir.graph import (
-    ATTENTION,
-    Graph,
-    LayerRun,
-    Node,
-    Parameter,
-    Ref,
-    TensorMeta,
-    base_name,
-    map_refs,
-    with_refs,
-)
-from autopar.ir.operators import arguments_of, find_op
-
-_SIZED = frozenset({"view", "reshape", "unsafe_view", "expand"})
-"""Calls whose second argument is the shape of the result."""
+from autopar.ir.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, base_name, map_refs, with_refs
+from autopar.ir.operators import arguments_of
+from autopar.operators.schemas import find_op
+from autopar.operators.traits import ATTENTION, SHAPES
 
 
 def with_whole_heads(graph: Graph, multiple: int) -> Graph:
@@ -164,8 +152,8 @@ class _Padding:
         name, arguments = base_name(node.op), arguments_of(node)
         shape = node.outputs[0].shape
         changed: dict[str, Any] = {}
-        if name in _SIZED:
-            key = "shape" if "shape" in arguments else "size"
+        if name in SHAPES:
+            key = SHAPES[name]
             lead = len(shape) - len(arguments[key])
             changed[key] = tuple(-1 if n == -1 else shape[lead + i] for i, n in enumerate(arguments[key]))
         elif name == "unflatten":

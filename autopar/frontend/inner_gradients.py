@@ -29,10 +29,9 @@ from autopar.frontend.fakes import in_this_thread
 from autopar.frontend.overloads import functional_overload, is_write, written_by
 from autopar.frontend.user_line import user_line
 from autopar.ir.graph import base_name
-from autopar.ir.operators import may_be_view
-from autopar.rules.creation import LIKE, PLAIN
+from autopar.operators.schemas import may_be_view
+from autopar.operators.traits import CONSTANT
 
-_CONSTANT = frozenset((*PLAIN, *LIKE, "detach"))
 _is_inside: ContextVar[bool] = ContextVar("_is_inside", default=False)
 """Whether a region is being traced, in which torch's own functions run."""
 
@@ -260,7 +259,7 @@ class _Gradient:
                 continue
             name = getattr(each.target, "__name__", "")
             if isinstance(each.target, torch._ops.OpOverload):
-                if base_name(str(each.target)) not in _CONSTANT and _is_float(each):
+                if base_name(str(each.target)) not in CONSTANT and _is_float(each):
                     reached.add(each)
             elif name == "getitem":
                 reached.add(each)

@@ -17,13 +17,11 @@ from torch._ops import OpOverload
 
 from autopar.frontend.recorder import Record, Source, sources_in
 from autopar.ir.graph import base_name
+from autopar.operators.traits import JOINS, MOVING, PERMUTATIONS
 
 Name = tuple[Any, ...]
 """Where a tensor of a record comes from."""
-_IDENTITIES = frozenset(
-    ["alias", "detach", "lift_fresh", "lift_fresh_copy", "clone", "contiguous", "to", "copy", "slice", "expand"]
-    + ["view", "reshape", "type_as", "expand_as", "view_as"]
-)
+_IDENTITIES = MOVING - PERMUTATIONS - JOINS | {"copy", "type_as"}
 """Operators that return a constant as it is where shape and dtype stay."""
 
 

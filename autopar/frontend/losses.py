@@ -13,26 +13,22 @@ from typing import Any
 import torch
 
 from autopar.frontend.fx_import import FlatGraph, unused_name
-from autopar.ir.graph import Node, Ref, TensorMeta
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name
+from autopar.operators.schemas import argument_names, find_op
+from autopar.operators.traits import CLASS_LOSSES
 
 _MEAN, _SUM = 1, 2
-_NAMES = {
-    "aten.cross_entropy_loss.default": ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing"),
-    "aten.nll_loss_nd.default": ("self", "target", "weight", "reduction", "ignore_index"),
-    "aten.nll_loss.default": ("self", "target", "weight", "reduction", "ignore_index"),
-    "aten.nll_loss2d.default": ("self", "target", "weight", "reduction", "ignore_index"),
-}
 
 
 def split_means(flat: FlatGraph) -> None:
     """Every such mean becomes `sum / (sum of the weights of the targets)`, as torch defines it."""
-    if not any(node.op in _NAMES for node in flat.nodes):
+    if not any(base_name(node.op) in CLASS_LOSSES for node in flat.nodes):
         return
     metas = flat.metas()
     taken = {ref.node for ref in metas}
     nodes: list[Node] = []
     for node in flat.nodes:
-        nodes += _Split(node, metas, taken).nodes() if node.op in _NAMES else [node]
+        nodes += _Split(node, metas, taken).nodes() if base_name(node.op) in CLASS_LOSSES else [node]
     flat.nodes = nodes
 
 
@@ -41,9 +37,11 @@ class _Split:
 
     def __init__(self, node: Node, metas: dict[Ref, TensorMeta], taken: set[str]) -> None:
         self.node, self.metas, self.taken = node, metas, taken
-        names = _NAMES[node.op]
+        op = find_op(node.op)
+        assert op is not None
+        self.names = argument_names(op)
         defaults: dict[str, Any] = {"weight": None, "reduction": _MEAN, "ignore_index": -100}
-        self.arguments = defaults | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        self.arguments = defaults | dict(zip(self.names, node.args, strict=False)) | dict(node.kwargs)
         self.made: list[Node] = []
 
     def nodes(self) -> list[Node]:
@@ -60,7 +58,7 @@ class _Split:
     def summed(self) -> tuple[Any, ...]:
         """The loss' own arguments, for a sum."""
         given = {**self.arguments, "reduction": _SUM}
-        return tuple(given[name] for name in _NAMES[self.node.op] if name in given)
+        return tuple(given[name] for name in self.names if name in given)
 
     def weights_of_targets(self, target: Ref, meta: TensorMeta, weight: Ref | None) -> Ref:
         """The weights of all targets that are not ignored, added up; without weights, how many there are."""

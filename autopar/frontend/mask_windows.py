@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Node, Ref, TensorMeta
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name
 from autopar.ir.operators import arguments_of
+from autopar.operators.traits import FILLS, REPEATS, RESHAPES, SAME_PLACES, VIEWS
 from codegen.runtime.windows import Window
 
 QUERIES, KEYS = -2, -1
@@ -178,7 +179,8 @@ def _arange(given: Mapping[str, Any], node: Node) -> Form | None:
 
 
 def _filled(given: Mapping[str, Any], node: Node) -> Form | None:
-    value = given.get("fill_value", 1.0 if "ones" in node.op else 0.0)
+    fill = FILLS[base_name(node.op)]
+    value = given[fill] if isinstance(fill, str) else fill
     if node.meta.dtype == torch.bool:
         return Truth() if value else Truth((Numbers(-1),))
     if node.meta.dtype.is_floating_point:
@@ -194,7 +196,7 @@ def hides(value: float, dtype: torch.dtype) -> bool:
 
 _MAKERS = {
     "arange": _arange,
-    **dict.fromkeys(("ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like", "zeros_like"), _filled),
+    **dict.fromkeys(FILLS, _filled),
 }
 
 
@@ -217,8 +219,8 @@ def _reshaped(source: tuple[int, ...], result: tuple[int, ...]) -> Moves:
 
 
 _MOVES = {
-    **dict.fromkeys(("unsqueeze", "squeeze", "view", "reshape"), _reshaped),
-    **dict.fromkeys(("expand", "clone", "contiguous", "alias", "detach", "to", "to_copy", "lift_fresh_copy"), _same),
+    **dict.fromkeys(RESHAPES, _reshaped),
+    **dict.fromkeys(SAME_PLACES | (REPEATS & VIEWS), _same),
 }
 
 

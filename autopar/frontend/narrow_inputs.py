@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from autopar.frontend.fx_import import FlatGraph
-from autopar.ir.graph import VIEWS, Node, Ref, TensorMeta, base_name
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name
 from autopar.ir.operators import arguments_of
+from autopar.operators.traits import VIEWS
 
 _CASTS = ("aten.to.dtype", "aten._to_copy.default")
 

@@ -25,12 +25,9 @@ from autopar.frontend.recorder import Record, Source
 from autopar.frontend.simplify import drop_no_effect
 from autopar.ir.batch_names import batch_key
 from autopar.ir.graph import Node, Ref, TensorMeta, refs_in
+from autopar.operators.schemas import argument_names, find_op
 
 _LIFTED = {"aten.lift_fresh.default": "aten.lift_fresh_copy.default"}
-
-
-_WITH_CUDNN = frozenset({"aten.batch_norm.default", "aten.instance_norm.default"})
-"""Norms whose last argument is whether cuDNN may be used, which an export says otherwise than a record."""
 
 
 class UnlikeError(ValueError):
@@ -160,8 +157,9 @@ def _renumbered(node: Node, entry: list[Any]) -> Node:
 
 
 def _as_exported(node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Recorded arguments with what an export says of cuDNN."""
-    is_said = node.op in _WITH_CUDNN and len(args) == len(node.args)
+    """Recorded arguments with what an export says of cuDNN, the last argument of norms."""
+    op = find_op(node.op)
+    is_said = op is not None and argument_names(op)[-1:] == ("cudnn_enabled",) and len(args) == len(node.args)
     return (*args[:-1], node.args[-1]) if is_said else args
 
 

@@ -17,13 +17,12 @@ import torch
 from autopar.frontend.fx_import import unused_name
 from autopar.ir.graph import Graph, LayerRun, Node, Parameter, Ref, TensorMeta, base_name
 from autopar.ir.operators import arguments_of
+from autopar.operators.traits import RESHAPES, SAME_VALUES, SHAPES
 from autopar.rules.loss import is_plain_cross_entropy
 
 LOWEST = -1e30
 """What is added to logits of padding; in fp16, which has no such number, half of the lowest."""
-SAME = frozenset({"to", "contiguous", "clone", "alias"})
-"""Calls of one tensor that leave every element where it is."""
-_VIEWS = frozenset({"view", "reshape", "unsafe_view"})
+_SIZED = RESHAPES & SHAPES.keys()
 
 
 def padded(graph: Graph, multiple: int) -> Graph:
@@ -115,9 +114,9 @@ class _Search:
             is_plain = is_plain_cross_entropy(node, metas, any_dims=True) and not arguments["label_smoothing"]
             return {} if is_plain and position == 0 and dim == min(1, len(metas[0].shape) - 1) else None
         shape, last = self.metas[ref].shape, len(self.metas[ref].shape) - 1
-        if name in SAME and len(node.inputs) == 1 and node.meta.dtype.is_floating_point:
+        if name in SAME_VALUES and len(node.inputs) == 1 and node.meta.dtype.is_floating_point:
             return {result: dim}
-        if name in _VIEWS and dim == last and node.meta.shape[-1:] == shape[-1:]:
+        if name in _SIZED and dim == last and node.meta.shape[-1:] == shape[-1:]:
             return {result: len(node.meta.shape) - 1}
         if name == "slice" and arguments["dim"] % len(shape) != dim:
             return {result: dim}
@@ -163,7 +162,7 @@ class _Rewriting:
                 added = replace(both, outputs=(replace(both.meta, requires_grad=self._is_trained(bias)),))
                 yield added
             yield replace(piece, args=(*piece.args[:2], Ref(added.name)), kwargs=(), outputs=(meta,))
-        elif base_name(piece.op) in _VIEWS:
+        elif base_name(piece.op) in _SIZED:
             sizes = piece.args[1]
             last = sizes[-1] if sizes[-1] == -1 else meta.shape[-1]
             yield replace(piece, args=(piece.args[0], (*sizes[:-1], last), *piece.args[2:]), outputs=(meta,))

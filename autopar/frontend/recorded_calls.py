@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.frontend.recorder import Source
-from autopar.frontend.recurrent_dropout import RECURRENT
-from autopar.ir.operators import may_be_view, named_arguments
+from autopar.frontend.recurrent_dropout import PADDED
+from autopar.operators.schemas import may_be_view, named_arguments
 
 FLAGS: Mapping[str, tuple[str, Any]] = {
     "aten.dropout.default": ("train", False),
     "aten.dropout_.default": ("train", False),
     "aten.rrelu.default": ("training", False),
-    **dict.fromkeys(sorted(RECURRENT), ("train", False)),
+    **dict.fromkeys(sorted(PADDED), ("train", False)),
     "aten.scaled_dot_product_attention.default": ("dropout_p", 0.0),
     "aten.batch_norm.default": ("training", False),
     "aten.instance_norm.default": ("use_input_stats", False),

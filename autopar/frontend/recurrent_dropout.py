@@ -11,9 +11,10 @@ from typing import Any
 
 from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.ir.operators import arguments_of
+from autopar.operators.traits import RECURRENT
 
-RECURRENT = frozenset(f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
-"""Operators that run several layers over padded sequences."""
+PADDED = frozenset(f"aten.{name}.input" for name in RECURRENT)
+"""Recurrent operators over padded sequences; the other overloads take packed ones."""
 
 
 def layer_by_layer(

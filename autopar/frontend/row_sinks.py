@@ -10,16 +10,10 @@ from torch.fx.node import Node, map_arg
 
 from autopar.frontend.row_values import RowValues, count, value_of
 from autopar.ir.graph import base_name
-from autopar.ir.operators import named_arguments
+from autopar.operators.schemas import named_arguments
+from autopar.operators.traits import CLASS_LOSSES, ELEMENT_LOSSES, FILLED_NEW
 
 _aten = torch.ops.aten
-_LOSSES = frozenset(
-    {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
-)
-_CLASSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd"})
-LENT = frozenset({"new_zeros", "new_ones", "new_full"})
-"""Operators that take no more than a dtype of their first operand."""
-_PUT, _ADD, _COPY = {"index_put"}, {"index_add", "scatter_add"}, {"index_copy"}
 
 
 class RowSinks(RowValues):
@@ -31,15 +25,15 @@ class RowSinks(RowValues):
         given = named_arguments(node.target, node.args, node.kwargs) if name else {}  # type: ignore[arg-type]
         ways: tuple[tuple[Any, Callable[[Node, str, dict[str, Any]], Node | None]], ...] = (
             ({"sum", "mean"}, self.reduced),
-            (_LOSSES, self.loss),
-            (_CLASSES, self.class_loss),
-            (_PUT | _COPY, self.put),
+            (ELEMENT_LOSSES, self.loss),
+            (CLASS_LOSSES, self.class_loss),
+            ({"index_put", "index_copy"}, self.put),
             ({"index_put"}, self.put_elsewhere),
-            (_ADD, self.added),
+            ({"index_add", "scatter_add"}, self.added),
             ({"scatter_reduce", "scatter"}, self.scattered),
             ({"div", "mul"}, self.scaled),
             ({"max", "amax"}, self.largest),
-            (LENT, self.like_rows),
+            (FILLED_NEW, self.like_rows),
         )
         found = (way(node, name, given) for names, way in ways if name in names)
         made = next((each for each in found if each is not None), None)

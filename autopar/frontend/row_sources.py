@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx.node import Node, map_arg
 
 from autopar.ir.graph import base_name
-from autopar.ir.operators import may_be_view, named_arguments
+from autopar.operators.schemas import may_be_view, named_arguments
 
 _CHECKS = ("assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size", "assert_tensor_metadata")
 

@@ -18,10 +18,8 @@ from typing import Any
 import torch
 
 from autopar.frontend.fx_import import FlatGraph, unused_name
-from autopar.frontend.padding import SAME
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name
-
-_EXPANDS = frozenset({"expand", "expand_as", "broadcast_to"})
+from autopar.operators.traits import REPEATS, SAME_VALUES, VIEWS
 
 
 def write_scattered_rows(flat: FlatGraph) -> None:
@@ -70,8 +68,8 @@ class _Writer:
     def before_expansion(self, mask: Ref) -> Ref | None:
         """The mask [..., 1] of rows that this one is expanded from; None where it is none."""
         node = self.made_by.get(mask.node)
-        while node is not None and base_name(node.op) in SAME and self.metas[node.inputs[0]].dtype == torch.bool:
+        while node is not None and base_name(node.op) in SAME_VALUES and self.metas[node.inputs[0]].dtype == torch.bool:
             node = self.made_by.get(node.inputs[0].node)
-        if node is None or base_name(node.op) not in _EXPANDS:
+        if node is None or base_name(node.op) not in REPEATS & VIEWS:
             return None
         return node.inputs[0] if self.metas[node.inputs[0]].dtype == torch.bool else None

@@ -14,29 +14,14 @@ import torch
 from torch import Tensor
 from torch.fx.node import Node, map_arg
 
-from autopar.frontend.row_sinks import LENT, RowSinks
+from autopar.frontend.row_sinks import RowSinks
 from autopar.frontend.row_sources import PLACES, Selection, Selections
 from autopar.frontend.row_values import Layout, count, value_of
 from autopar.ir import graph as ir
+from autopar.operators.traits import FILLED_NEW, FINITE_AT_ZERO, SHAPES
 from autopar.rules.registry import rule_for
 
 _aten = torch.ops.aten
-_SIZED = frozenset({"view", "reshape", "expand", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full"})
-"""Operators that may be given the number of selected rows, as a size."""
-_SMOOTH = frozenset({
-    "view", "reshape", "expand", "expand_as", "view_as", "type_as", "unsqueeze", "squeeze", "select", "slice",
-    "transpose", "permute", "t", "flatten", "unflatten", "clone", "contiguous", "detach", "to", "alias", "split",
-    "chunk", "unbind", "cat", "stack", "linear", "matmul", "mm", "add", "sub", "rsub", "mul", "neg", "where",
-    "masked_fill", "relu", "gelu", "silu", "sigmoid", "tanh", "softplus", "leaky_relu", "elu", "softmax",
-    "log_softmax", "layer_norm", "sum", "mean", "gather", "index_select", "embedding", "cumsum", "pad", "sin",
-    "cos", "abs", "clamp", "maximum", "minimum", "square", "logsigmoid", "hardtanh", "ge", "gt", "le", "lt", "eq",
-    "ne", "and", "or", "not", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or",
-    "logical_not", "argmax", "fill", "copy", "dropout", "zeros", "ones", "full", "new_zeros", "new_ones",
-    "new_full", "zeros_like", "ones_like", "broadcast_tensors", "cross_entropy_loss", "mse_loss", "l1_loss",
-    "smooth_l1_loss", "huber_loss", "index_put", "binary_cross_entropy_with_logits", "index_add", "scatter_add",
-    "index_copy", "masked_select", "index", "nonzero", "nonzero_numpy", "scatter_reduce", "max", "amax", "min", "amin",
-})  # fmt: skip
-"""Operators whose values and gradients are finite at zero."""
 
 
 def write_out(program: torch.export.ExportedProgram) -> None:
@@ -45,7 +30,7 @@ def write_out(program: torch.export.ExportedProgram) -> None:
         if isinstance(module, torch.fx.GraphModule):
             selections = Selections(module.graph)
             if selections.by_symbol:
-                _Writer(module.graph, selections, selections.of_other_operators(_SMOOTH)).run()
+                _Writer(module.graph, selections, selections.of_other_operators(FINITE_AT_ZERO)).run()
 
 
 class _Writer(RowSinks):
@@ -154,11 +139,12 @@ class _Writer(RowSinks):
         name = ir.base_name(str(node.target)) if isinstance(node.target, torch._ops.OpOverload) else ""
         takes_size = any(self.selections.is_of_size(each) for each in node.all_input_nodes)
         is_ready = all(each in self.full or not self.selections.is_unknown(each) for each in node.all_input_nodes)
-        if others or not layout or not name or not is_ready or (takes_size and name not in _SIZED):
+        is_sized = name in FINITE_AT_ZERO & SHAPES.keys()
+        if others or not layout or not name or not is_ready or (takes_size and not is_sized):
             raise self.mixed(node)
         args, kwargs = map_arg((node.args, node.kwargs), lambda each: self.operand(each, layout))
         self.full[node] = made = self.call(node.target, *args, **kwargs)
-        is_made = name in LENT and self.by_size.get(self.selections.size(node)) == layout
+        is_made = name in FILLED_NEW and self.by_size.get(self.selections.size(node)) == layout
         if not is_made and not self.keeps_rows(node, made):
             raise self.mixed(node)
         return layout

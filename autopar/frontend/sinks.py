@@ -25,10 +25,11 @@ from typing import Any
 import torch
 
 from autopar.frontend.fx_import import FlatGraph, unused_name
-from autopar.frontend.grouped_keys import RESHAPES, shared_keys
+from autopar.frontend.grouped_keys import shared_keys
 from autopar.frontend.mask_windows import Form, forms_of, hides, negated, window_of
 from autopar.ir.graph import SINK_ATTENTION, Node, Ref, TensorMeta, base_name
 from autopar.ir.operators import arguments_of
+from autopar.operators.traits import RESHAPES
 from codegen.runtime.windows import Window
 
 

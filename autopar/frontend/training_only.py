@@ -21,7 +21,7 @@ from autopar.frontend.recorder import Record, Source
 from autopar.frontend.simplify import drop_no_effect
 from autopar.ir.draws import IN_TRAINING
 from autopar.ir.graph import Node, Ref, with_refs
-from autopar.ir.operators import may_be_view
+from autopar.operators.schemas import may_be_view
 
 Name = tuple[Any, ...]
 """Where a value of a record comes from, as recorder.py has it: ("result", position, index), ("input", name), ..."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.graph import Node, base_name, has_dropout
+from autopar.operators.traits import ATTENTION, DRAWN
 
 DRAW = "autopar.draw.default"
 """`draw(distribution, size, dtype, p, low, high)`, of codegen/runtime/draws.py: what random operators are written as
@@ -15,7 +16,7 @@ IN_TRAINING = "autopar.in_training.default"
 def is_keyed(node: Node) -> bool:
     """Whether a call draws random numbers by a key of its own: dropout, attention with dropout, and draws."""
     name = base_name(node.op)
-    return node.op == DRAW or name == "dropout" or (name == "scaled_dot_product_attention" and has_dropout(node))
+    return name in DRAWN and (name not in ATTENTION or has_dropout(node))
 
 
 def is_single_draw(node: Node) -> bool:

@@ -15,6 +15,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from autopar.operators.schemas import find_op, is_seeded
+from autopar.operators.traits import ATTENTION, VIEWS
+
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
@@ -260,45 +263,6 @@ def layer_names(graph: Graph) -> frozenset[str]:
     return frozenset(piece.layer.name for piece in graph.body if isinstance(piece, LayerRun))
 
 
-VIEWS = frozenset(
-    [
-        "view",
-        "reshape",
-        "transpose",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "slice",
-        "select",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "flatten",
-        "unflatten",
-        "t",
-        "detach",
-        "alias",
-        "getitem",
-        "narrow",
-        "unbind",
-        "_unsafe_view",
-        "view_as",
-    ]
-)
-"""Operators whose output shares memory with their first input (reshape: when it can)."""
-
-
-CONVOLUTIONS = frozenset(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)) | {"convolution"}
-MATMULS = CONVOLUTIONS | {
-    *("linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum"),
-    *("grouped_mm", "expert_linear"),
-}
-DEFERRABLE: Mapping[str, int] = {"linear": 1, "addmm": 2}
-"""Calls whose weight gradients can be deferred (codegen/runtime/deferred.py), and which input is the weight."""
-
-ATTENTION = frozenset({"scaled_dot_product_attention", "window_attention", "sink_attention"})
-
 WINDOW_ATTENTION = "autopar.window_attention.default"
 """`window_attention(query, key, value, before, after, chunk, scale, enable_gqa)`, of codegen/runtime/windows.py: what
 calls of attention are written as whose mask is proven to be a window."""
@@ -339,10 +303,6 @@ def base_name(op: str) -> str:
     return op.split(".")[1].removeprefix("_").removesuffix("_")
 
 
-_COSTLY_OR_RANDOM = ("dropout", "rand", "bernoulli", "multinomial", "normal_", "uniform_", "scaled_dot_product")
-"""Words in names of operators whose calls are not repeated even where they need no gradient."""
-
-
 def repeated_calls(graph: Graph) -> frozenset[str]:
     """Names of top-level calls that depend on the batch and on buffers alone and need no gradient.
 
@@ -353,7 +313,8 @@ def repeated_calls(graph: Graph) -> frozenset[str]:
     for piece in graph.body:
         if isinstance(piece, LayerRun) or any(meta.requires_grad for meta in piece.outputs):
             continue
-        is_plain = piece.op != UPDATE_BUFFER and not any(word in base_name(piece.op) for word in _COSTLY_OR_RANDOM)
+        is_costly = base_name(piece.op) in ATTENTION or is_seeded(find_op(piece.op))
+        is_plain = piece.op != UPDATE_BUFFER and not is_costly
         if is_plain and all(ref.node in sources or ref.node in found for ref in piece.inputs):
             found.add(piece.name)
     return frozenset(found)

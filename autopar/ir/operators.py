@@ -1,37 +1,17 @@
-"""torch's operators by their names, and the arguments of a call by the names that the operator's schema has."""
+"""The operators that a function calls, and the arguments of a node by the names that the operator's schema has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.ir.graph import Node
-
-
-def find_op(name: str) -> torch._ops.OpOverload | None:
-    """The overload called `name` ("aten.linear.default"), or None if torch does not have it."""
-    return _find_known(name) if name.startswith("aten.") else _find(name)
-
-
-def _find(name: str) -> torch._ops.OpOverload | None:
-    parts = name.split(".")
-    if len(parts) != 3:
-        return None
-    namespace, packet, overload = parts
-    try:
-        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    except AttributeError:
-        return None
-    return found if isinstance(found, torch._ops.OpOverload) else None
-
-
-_find_known = cache(_find)
-"""The same for torch's own operators, which do not come and go."""
+from autopar.ir.graph import Node, base_name
+from autopar.operators.schemas import find_op, may_be_view, named_arguments
+from autopar.operators.traits import MOVING, VIEWS
 
 
 def calls_of(
@@ -47,27 +27,11 @@ def calls_of(
     return make_fx(functionalize(joint))(*tensors)
 
 
-def may_be_view(name: str) -> bool:
-    """Whether a result of the operator may share memory with an operand that it does not write to, by its schema."""
-    op = find_op(name)
-    infos = [] if op is None else [each.alias_info for each in op._schema.returns]
-    return any(info is not None and not info.is_write for info in infos)
-
-
-def named_arguments(op: torch._ops.OpOverload, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name, in the schema's order, with the defaults of those that are left out."""
-    names, defaults = _arguments(op)
-    given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-    return {name: given[name] for name in names if name in given}
-
-
-@lru_cache(maxsize=4096)
-def _arguments(op: torch._ops.OpOverload) -> tuple[tuple[str, ...], Mapping[str, Any]]:
-    """The names of an operator's arguments, and the defaults of those that have one."""
-    schema = op._schema.arguments
-    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in defaults.items()}
-    return tuple(a.name for a in schema), given
+def shares_memory(op: str) -> bool:
+    """Return whether the results of a call share memory with its first operand. A `contiguous` or `to` that is left in
+    a trace is a copy."""
+    name = base_name(op)
+    return name in VIEWS or (name not in MOVING and may_be_view(op))
 
 
 def arguments_of(node: Node) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 
 from autopar.ir.batch_names import batch_key
-from autopar.ir.graph import ATTENTION, Graph, Ref, base_name, derived, layer_borders
+from autopar.ir.graph import Graph, Ref, base_name, derived, layer_borders
+from autopar.operators.traits import ATTENTION
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import rule_or_blank
 from codegen.runtime.names import argument

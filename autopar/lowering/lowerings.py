@@ -15,7 +15,6 @@ import torch
 
 from autopar.ir.draws import IN_TRAINING
 from autopar.ir.graph import (
-    DEFERRABLE,
     SINK_ATTENTION,
     UPDATE_BUFFER,
     WINDOW_ATTENTION,
@@ -29,6 +28,7 @@ from autopar.ir.graph import (
 from autopar.ir.mesh import Mesh
 from autopar.ir.operators import arguments_of
 from autopar.ir.placement import Placement, R, S
+from autopar.operators.traits import DEFERRABLE
 from autopar.options.strategies import Operator, Option
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.call import Call as RuleCall

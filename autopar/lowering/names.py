@@ -22,54 +22,17 @@ from autopar.ir.graph import (
     base_name,
     derived,
 )
+from autopar.operators.traits import PERMUTATIONS, RESHAPES, ROLES, SHORT_NAMES
 from autopar.options.scopes import scopes_of
 from autopar.rules.lookup import BAGS
 from codegen.names import is_plain_name, shortened
 from codegen.runtime.names import ARGUMENTS, argument
 
-_RESHAPING = frozenset(
-    [
-        "view",
-        "reshape",
-        "transpose",
-        "permute",
-        "contiguous",
-        "unsqueeze",
-        "squeeze",
-        "flatten",
-        "unflatten",
-        "to",
-        "expand",
-    ]
-)
+_RESHAPING = RESHAPES | PERMUTATIONS | {"contiguous", "to", "expand"}
 
 RESERVED = ARGUMENTS | {"hidden"}
 """What generated code uses itself, and built-ins that a variable should not hide."""
 
-_SHORT = {
-    "scaled_dot_product_attention": "attention",
-    "window_attention": "attention",
-    "sink_attention": "attention",
-    "cross_entropy_loss": "loss",
-    "layer_norm": "norm",
-    "addmm": "linear",
-    "dropout": "dropped",
-    "arange": "positions",
-    "slice": "sliced",
-    "pow": "power",
-    "sum": "total",
-    "max": "largest",
-    "abs": "magnitude",
-}
-"""Names for what an operator makes, where its own name is taken or long."""
-
-_ARGUMENT_ROLES = {
-    "scaled_dot_product_attention": ("q", "k", "v"),
-    "window_attention": ("q", "k", "v"),
-    "sink_attention": ("q", "k", "v", "sinks"),
-    "cross_entropy_loss": ("logits", "targets"),
-}
-"""Operator -> what its arguments are, whatever made them."""
 _GATES = frozenset({"silu", "gelu", "sigmoid"})
 
 
@@ -101,7 +64,7 @@ def readable_names(graph: Graph, scope_name: str = "", results: tuple[Ref, ...] 
             names[Ref(piece.name)] = names[followed[piece.name]]
             continue
         wish = wishes.get(piece.name) or _plain(piece)
-        wish = _SHORT.get(wish, wish)
+        wish = SHORT_NAMES.get(wish, wish)
         for index in range(len(piece.outputs)):
             own = roles.get(Ref(piece.name, index), wish if len(piece.outputs) == 1 else f"{wish}_{index}")
             names[Ref(piece.name, index)] = _unique(own, taken)
@@ -154,7 +117,7 @@ def _roles(
     made = {node.name: base_name(node.op) for node in nodes}
     for node in nodes:
         op, result = base_name(node.op), Ref(node.name)
-        for ref, role in zip(node.inputs, _ARGUMENT_ROLES.get(op, ()), strict=False):
+        for ref, role in zip(node.inputs, ROLES.get(op, ()), strict=False):
             while ref.node in followed:
                 ref = followed[ref.node]
             found.setdefault(ref, role)

@@ -13,26 +13,13 @@ from typing import Any
 
 from autopar.ir.graph import Node, base_name
 from autopar.ir.placement import P, Placement, R
+from autopar.operators.traits import CREATED_LIKE, SIZES
 from autopar.options.scopes import Scope
 from autopar.rules.call import Call, Operand
-from autopar.rules.creation import LIKE
 from autopar.rules.pointwise import CASTS
 from autopar.rules.rule import Rule
 
 ONE = Fraction(1)
-
-SIZES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("view", "_unsafe_view", "expand", "broadcast_to", "full", "zeros", "ones", "empty"), ("size",)),
-    **dict.fromkeys(("new_full", "new_zeros", "new_ones", "new_empty"), ("size",)),
-    "unsafe_view": ("size",),
-    "draw": ("size",),
-    "reshape": ("shape",),
-    "unflatten": ("sizes",),
-    "slice": ("end",),
-    "narrow": ("length",),
-    "repeat": ("repeats",),
-}
-"""Arguments that say nothing but the result's shape, which is compared by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +104,7 @@ def lent(call: Call, index: int, share: Share) -> Share:
     """SAME for an input that lends the call its dtype or shape only."""
     is_made = call.packet.startswith("new_") and call.inputs[index].shape != call.outputs[0].shape
     is_lent = is_made or (call.packet in CASTS and index > 0)
-    return SAME if is_lent or (share.is_sum and call.packet in LIKE) else share
+    return SAME if is_lent or (share.is_sum and call.packet in CREATED_LIKE) else share
 
 
 def linear_sets(site: Site) -> list[tuple[frozenset[int], bool]]:
@@ -139,7 +126,7 @@ def numbers_of(site: Site, whole: Call, micro: Call) -> dict[str, Fraction]:
     found = {}
     for name, value in whole.arguments.items():
         other = micro.arguments.get(name)
-        if _equal(value, other) or name in SIZES.get(whole.packet, ()):
+        if _equal(value, other) or name == SIZES.get(whole.packet.removeprefix("_")):
             continue
         numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (value, other))
         if not numeric or not other or not value or not math.isfinite(value) or not math.isfinite(other):

@@ -12,14 +12,15 @@ import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from autopar.ir.graph import MATMULS, Node, Ref, base_name
+from autopar.ir.graph import Node, Ref, base_name
 from autopar.ir.placement import Placement, S
+from autopar.operators.traits import BATCHED_PRODUCTS, MATMULS
 from autopar.options.followed import Key, Rules, factor_of
 from autopar.options.scopes import Scope
 from autopar.rules.experts import EXPERT_LINEAR
 from autopar.rules.rule import Dims, Rule, find_factor
 
-BATCHED = frozenset(["bmm", "baddbmm", "matmul", "einsum"])
+BATCHED = BATCHED_PRODUCTS | {"einsum"}
 """Products that may have a matrix for each index of a dim."""
 
 

@@ -43,6 +43,7 @@ from fractions import Fraction
 from autopar.frontend.effects import is_random
 from autopar.ir.graph import Accumulation, Graph, LayerRun, Node, Ref, TensorMeta
 from autopar.ir.placement import P, R, S
+from autopar.operators.traits import DRAWN, FILLS
 from autopar.options.batch_shares import (
     ONE,
     SAME,
@@ -60,10 +61,6 @@ from autopar.rules.call import Call
 from autopar.rules.loss import is_plain_cross_entropy
 from autopar.rules.registry import rule_for
 from autopar.rules.rule import AxisOption, find_factor, shard_option
-
-CONSTRUCTORS = ("full", "new_full", "full_like", "scalar_tensor")
-DRAWING = ("dropout", "scaled_dot_product_attention", "draw")
-"""Random operators whose numbers the run time draws by global position."""
 
 
 def accumulation(whole: Graph, micro: Graph) -> Accumulation:
@@ -169,7 +166,7 @@ class _Proof:
             found = self.of_nothing(site)
         else:
             found = (Share(R, self.scale_of(site)),) * len(node.outputs)
-        if site.packet in DRAWING:
+        if site.packet in DRAWN:
             self.draw(site, found[0])
         return {Ref(node.name, index): self.result(site, index, share) for index, share in enumerate(found)}
 
@@ -187,7 +184,7 @@ class _Proof:
         site = Site(scope=scope, node=node, twin=twin, call=call, rule=rule_for(node, metas), inputs=inputs, numbers={})
         if node.op != twin.op or node.inputs != twin.inputs or len(node.outputs) != len(twin.outputs):
             raise site.error("is another call for a micro-batch than for the whole batch")
-        if site.packet not in DRAWING and is_random(node):
+        if site.packet not in DRAWN and is_random(node):
             raise site.error("draws random numbers")
         twins = Call.of(twin, tuple(other.metas[ref] for ref in twin.inputs))
         return replace(site, numbers=numbers_of(site, call, twins))
@@ -234,7 +231,7 @@ class _Proof:
         placements = [R if p.is_replicated else p for p in option.outputs]
         if option.lowering in ("mean", "cross_entropy"):
             scale /= self.count
-        elif option.lowering in DRAWING or option.lowering == "attention":
+        elif option.lowering in DRAWN or option.lowering == "attention":
             if placements[0] != S(0):
                 raise site.error("draws a mask whose first dim is not the batch, and would draw it anew")
         elif option.lowering is not None:
@@ -286,7 +283,7 @@ class _Proof:
             return math.prod([*scales.values(), *site.numbers.values()], start=ONE)
         if site.packet == "div" and site.call.get("rounding_mode") is None:
             return self.quotient(site, scales)
-        if site.packet in CONSTRUCTORS and not site.inputs and set(site.numbers) <= {"fill_value", "s"}:
+        if site.packet in FILLS and not site.inputs and set(site.numbers) <= {FILLS[site.packet]}:
             return math.prod(site.numbers.values(), start=ONE)
         if site.adds_number and set(site.numbers) == {"other"}:
             number = site.numbers["other"]

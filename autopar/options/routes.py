@@ -21,12 +21,10 @@ from dataclasses import dataclass, replace
 from autopar.ir.graph import Node, Ref, base_name
 from autopar.ir.operators import arguments_of
 from autopar.ir.placement import Placements
+from autopar.operators.traits import PARTS
 from autopar.rules.experts import EXPERT_LINEAR, row_factor
 from autopar.rules.localize import REWRITES
 from autopar.rules.rule import Rule
-
-SLICING = frozenset({"split", "split_with_sizes", "slice", "narrow"})
-"""Of the calls whose arguments are sizes, those whose sizes are not those of rows, of which any number may arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,8 @@ def routes_of(
     for node in nodes:
         sorted_by = {ids[ref] for ref in node.inputs if ref in ids}
         if node.op != EXPERT_LINEAR and len(sorted_by) == 1:
-            is_sized = base_name(node.op) in set(REWRITES) - SLICING
+            # Sizes of parts are not those of rows, of which any number may arrive.
+            is_sized = base_name(node.op) in set(REWRITES) - PARTS
             factor = "" if is_sized else row_factor(node, rules[node.name], [ref for ref in node.inputs if ref in ids])
             if factor and batches.get(node.name) == (factor, 1):
                 ids |= {Ref(node.name, index): next(iter(sorted_by)) for index in range(len(node.outputs))}

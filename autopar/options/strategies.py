@@ -17,21 +17,10 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import (
-    ATTENTION,
-    MATMULS,
-    Graph,
-    Input,
-    LayerRun,
-    Node,
-    Ref,
-    TensorMeta,
-    base_name,
-    derived,
-    is_causal,
-)
+from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, base_name, derived, is_causal
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, R, Rp, divides
+from autopar.operators.traits import ATTENTION, MATMULS
 from autopar.options.expert_dims import ExpertDims, expert_dims
 from autopar.options.followed import follow, follow_sections
 from autopar.options.fused import Fusion, Fusions

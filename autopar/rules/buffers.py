@@ -5,11 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import UPDATE_BUFFER, base_name
-from autopar.rules.creation import LIKE, PLAIN
-
-CONSTANT = frozenset((*PLAIN, *LIKE, "detach", base_name(UPDATE_BUFFER)))
-"""Operators whose results are constants to backward, whatever they take."""
+from autopar.ir.graph import UPDATE_BUFFER
 
 
 @torch.library.custom_op(UPDATE_BUFFER.replace(".", "::", 1).removesuffix(".default"), mutates_args=())

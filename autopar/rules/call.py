@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.graph import Node, TensorMeta, map_refs
-from autopar.ir.operators import find_op, named_arguments
+from autopar.operators.schemas import find_op, named_arguments
 from autopar.rules.rule import Dims, Joint, Lowering, Rule
 
 

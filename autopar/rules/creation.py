@@ -7,11 +7,9 @@ from typing import Any, cast
 import torch
 
 from autopar.ir.draws import DRAW
+from autopar.operators.traits import CREATED
 from autopar.rules.call import Call, make_rule
 from autopar.rules.rule import Lowering, Rule
-
-PLAIN = ("full", "zeros", "ones", "empty", "scalar_tensor", "new_zeros", "new_ones", "new_full", "new_empty")
-LIKE = ("zeros_like", "ones_like", "full_like", "empty_like")
 
 
 def creation(call: Call) -> Rule:
@@ -70,7 +68,7 @@ def whole(call: Call) -> Rule:
 
 
 TABLE = {
-    **{f"aten.{name}": creation for name in (*PLAIN, *LIKE)},
+    **{f"aten.{name}": creation for name in CREATED},
     "aten.arange": arange,
     DRAW.removesuffix(".default"): draw,
     **{f"aten.{name}": whole for name in ("eye", "linspace", "logspace", "tril_indices", "triu_indices")},

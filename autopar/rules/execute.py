@@ -15,7 +15,8 @@ from torch import Tensor
 
 from autopar.ir.draws import IN_TRAINING
 from autopar.ir.graph import Node, TensorMeta, base_name, map_refs
-from autopar.ir.operators import arguments_of, find_op
+from autopar.ir.operators import arguments_of
+from autopar.operators.schemas import find_op
 from autopar.rules.attention import EXCHANGES
 from autopar.rules.call import Call, Operand
 from autopar.rules.convolution import HALO, halo_dim

@@ -20,11 +20,11 @@ from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.ir.graph import Node, Ref, TensorMeta, has_gradients
+from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_gradients
 from autopar.ir.operators import arguments_of, calls_of
 from autopar.ir.placement import P, Placement, R, S, local_shape
+from autopar.operators.traits import CREATED, FILLS
 from autopar.rules.call import Call, Operand, make_rule, packet_name
-from autopar.rules.creation import LIKE, PLAIN
 from autopar.rules.localize import local_call
 from autopar.rules.pointwise import CASTS
 from autopar.rules.rule import AxisOption, Rule, axis_options
@@ -46,9 +46,6 @@ _BACKWARDS = {
 _MOST_RANKS = 64
 """Up to so many ranks, and for one row each, all numbers that divide a dim are tried."""
 
-_CONSTRUCTORS = tuple(f"aten.{name}" for name in (*PLAIN, *LIKE))
-_ZEROS = ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
-_FULL = ("aten.full", "aten.full_like", "aten.new_full", "aten.scalar_tensor")
 _CASTS = tuple(f"aten.{name}" for name in CASTS)
 
 
@@ -279,7 +276,7 @@ def _placements(
     if packet_name(node.op) in _CASTS and node.outputs[0].dtype.is_floating_point:
         options = (*options, AxisOption("P", (P,), (P,)))  # as sums of gradients in the type of their parts
     given = [places[ref] for ref in node.inputs]
-    if packet_name(node.op) in _CONSTRUCTORS:  # which do not read what they take
+    if base_name(node.op) in CREATED:  # which do not read what they take
         given = [may | {R} if P in may else may for may in given]
     found = []
     for option in options:
@@ -300,7 +297,5 @@ def _placements(
 
 def _is_zero(node: Node) -> bool:
     """Whether a call makes zeros, which are the sum of zeros over ranks."""
-    values = arguments_of(node)
-    return packet_name(node.op) in _ZEROS or (
-        packet_name(node.op) in _FULL and values.get("fill_value", values.get("s")) == 0
-    )
+    fill = FILLS.get(base_name(node.op))
+    return (arguments_of(node)[fill] if isinstance(fill, str) else fill) == 0

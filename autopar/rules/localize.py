@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.graph import Node, TensorMeta
-from autopar.ir.operators import find_op
 from autopar.ir.placement import Placement, Placements, R, S, divides, local_shape
+from autopar.operators.schemas import find_op
+from autopar.operators.traits import DRAWN, SHAPES
 from autopar.rules.call import Call, normal_dim
 from autopar.rules.rule import AxisOption, Rule, find_factor
 from autopar.rules.shape import slice_bounds, squeezed_dims
@@ -265,13 +266,8 @@ def _squeeze(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> t
 
 
 REWRITES: Mapping[str, Rewrite] = {
-    "view": _sizes("size"),
+    **{name: _sizes(argument) for name, argument in SHAPES.items() if name not in DRAWN},
     "_unsafe_view": _sizes("size"),
-    "reshape": _sizes("shape"),
-    "expand": _sizes("size"),
-    "broadcast_to": _sizes("size"),
-    **{name: _sizes("size") for name in ("full", "zeros", "ones", "empty")},
-    **{name: _sizes("size") for name in ("new_full", "new_zeros", "new_ones", "new_empty")},
     "unflatten": _unflatten,
     "split": _split,
     "unsafe_split": _split,

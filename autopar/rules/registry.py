@@ -12,7 +12,7 @@ from functools import cache, partial
 from types import MappingProxyType
 
 from autopar.ir.graph import Node, TensorMeta
-from autopar.ir.operators import find_op
+from autopar.operators.schemas import find_op
 from autopar.rules import (
     attention,
     buffers,

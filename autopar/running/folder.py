@@ -1,7 +1,7 @@
-"""Writing a program's folder: generated source, the plan, and the run-time modules that the source imports.
+"""Write a program's folder: generated source, the plan, and the run-time modules that the source imports.
 
-The folder carries a mark that lists its files with their checksums. Only what the mark lists, and is still as it was
-written, is ever removed: a folder with anything else in it is refused.
+The folder carries a mark that lists its files with their checksums. autopar removes only files that the mark lists and
+that are still as it wrote them. It refuses a folder with anything else in it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from codegen.text import plain
 
 
 def save_program(compiled: GeneratedProgram, directory: str | Path, *, weights: bool = True) -> Path:
-    """Write the program as a folder that needs torch only; returns it.
+    """Write the program as a folder that needs torch only; return it.
 
-    weights: also write the model's values to `weights.safetensors`, or to several files where they are more than 5 GB,
-    which `main.py` starts from (not for models on meta without values). The folder is complete or absent: it is written
-    beside its place and renamed. Raises ModelError as build.
+    weights: also write the model's values to `weights.safetensors`, or to several files above 5 GB. `main.py` starts
+    from them. Models on meta without values have none. The folder is complete or absent: autopar writes a sibling and
+    renames it. Raises ModelError as build does.
     """
     require_traits(compiled.model, compiled.traits)
     return write_folder(compiled, Path(directory), weights, tuned=True)
 
 
 def write_folder(compiled: GeneratedProgram, directory: Path, weights: bool, tuned: bool) -> Path:
-    """Write everything to a sibling folder, then put it into place (an older one of ours is replaced).
+    """Write everything to a sibling folder, then put it into place. An older folder of ours is replaced.
 
-    tuned: kernels measure their launch parameters, and keep them in the folder; those of an older one stay. Raises
-    OutputError for a folder that is not ours to replace, and where it cannot be written.
+    tuned: kernels measure their launch parameters and keep them in the folder; an older folder's are copied. Raises
+    OutputError where the folder is not ours to replace or cannot be written.
     """
     with new_folder(directory, "the program") as fresh:
         _write_files(compiled, fresh, directory, weights, tuned)
@@ -73,17 +73,17 @@ def _write_files(compiled: GeneratedProgram, fresh: Path, directory: Path, weigh
 
 
 def nodes_of(program: GeneratedProgram) -> Nodes:
-    """The nodes of the program's cluster, as far as starting its ranks goes."""
+    """Return the nodes of the program's cluster, as a launcher needs them."""
     groups = tuple(
         NodeGroup(g.num_nodes, g.devices_per_node, device=g.device.name, is_gpu=not is_cpu(g))
         for g in program.cluster.groups
     )
-    found = Nodes(groups)
-    return found if found.num_ranks == program.plan.num_ranks else single_node(program.plan.num_ranks)
+    nodes = Nodes(groups)
+    return nodes if nodes.num_ranks == program.plan.num_ranks else single_node(program.plan.num_ranks)
 
 
 def _write_weights(compiled: GeneratedProgram, folder: Path) -> None:
-    """One tensor after the other, so that the values of a model whose weights lie in files are never all in memory."""
+    """Write one tensor after another, so that a model whose weights are in files is never in memory as a whole."""
     value = ValueSource(compiled.model, None, compiled.loss_fn, tables_of(compiled.best.graph))
     names = dict.fromkeys(p.name for p in compiled.best.graph.parameters) | dict.fromkeys(
         name for name, _ in compiled.model.named_buffers() if name in compiled.model.state_dict(keep_vars=True)

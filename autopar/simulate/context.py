@@ -24,8 +24,9 @@ from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.ir.chain import segments
-from autopar.ir.graph import ATTENTION, Graph, TensorMeta, base_name, is_causal
+from autopar.ir.graph import Graph, TensorMeta, base_name, is_causal
 from autopar.ir.mesh import Mesh
+from autopar.operators.traits import ATTENTION
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.planning.solved_layers import SolvedLayer

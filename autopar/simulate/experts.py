@@ -34,9 +34,10 @@ from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
 from autopar.ir.chain import segments
-from autopar.ir.graph import MATMULS, Graph, Node, base_name, view_root
+from autopar.ir.graph import Graph, Node, base_name, view_root
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R, Stored
+from autopar.operators.traits import MATMULS
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.planning.solved_layers import SolvedLayer

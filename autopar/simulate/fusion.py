@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.costs.price import FREE
-from autopar.ir.graph import ATTENTION, MATMULS, VIEWS, Graph, LayerRun, Node, Ref, base_name, view_root
+from autopar.ir.graph import Graph, LayerRun, Node, Ref, base_name, view_root
+from autopar.operators.traits import ATTENTION, MATMULS, VIEWS
 from autopar.options.scopes import Scope, scopes_of
 
 ALONE = MATMULS | ATTENTION | {"embedding", "cross_entropy_loss", "layer_norm", "rms_norm"}

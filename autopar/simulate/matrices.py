@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from autopar.costs.price import FREE
 from autopar.ir.chain import homes_of, segments
-from autopar.ir.graph import ATTENTION, MATMULS, VIEWS, Graph, base_name, view_root
+from autopar.ir.graph import Graph, base_name, view_root
 from autopar.ir.placement import R, S
+from autopar.operators.traits import ATTENTION, MATMULS, VIEWS
 from autopar.options.scopes import scopes_of
 from autopar.settings.constraints import Constraints
 from autopar.simulate.experts import Experts

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
-from autopar.ir.graph import ATTENTION, MATMULS, TensorMeta, base_name, has_dropout, is_causal
+from autopar.ir.graph import TensorMeta, base_name, has_dropout, is_causal
 from autopar.ir.placement import Placements, Stored
+from autopar.operators.traits import ATTENTION, MATMULS
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.simulate.fusion import Part
 from cost_models import compute

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from codegen.expressions import expression, literal
-from codegen.fusion.template import Bindings, Either, Leaf, Op, Pattern, Template, Value, is_dtype
+from codegen.fusion.template import VIEWS, Bindings, Either, Leaf, Op, Pattern, Template, Value, is_dtype
 from codegen.program import Call, Raw, TensorType, Var
 
 ITEM_BYTES: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -80,13 +80,12 @@ def _linear_cross_entropy_template() -> Op:
     made = Either((_wide(linear), linear))
     part = Op("aten.slice.Tensor", (made, Value("dim"), Value("start"), Value("stop")), name="slice")
     rows = Either((made, part, Op("aten.contiguous.default", (part,))))
-    viewed = Either(tuple(Op(target, (rows, Value("sizes"))) for target in _VIEWS))
+    viewed = Either(tuple(Op(target, (rows, Value("sizes"))) for target in VIEWS))
     args = (Either((viewed, _wide(viewed), rows)), Leaf("target"), Value("num_targets"))
     return Op("runtime.cross_entropy", args, keywords=("ignore_index", "vocab_axis", "own_classes"), name="loss")
 
 
 _LINEARS: Final = ("aten.linear.default", "deferred.linear")
-_VIEWS: Final = ("aten.view.default", "aten.reshape.default")
 
 
 def _wide(x: Template) -> Op:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from codegen.program import Call, TensorType
+
+VIEWS: Final = ("aten.view.default", "aten.reshape.default")
+"""Calls that give a tensor another shape."""
 
 
 @dataclass(frozen=True, slots=True)

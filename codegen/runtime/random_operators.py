@@ -250,8 +250,11 @@ _WRITTEN: Mapping[Any, Callable[..., Tensor]] = {
 """Operators that fill their first operand: what they write."""
 
 _BY_REJECTION = "which draws as many numbers for an element as their values ask for"
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+"""Operators that run several layers over padded sequences, with dropout between them."""
+
 _REASONS: Mapping[str, str] = {
     **dict.fromkeys(("poisson", "binomial", "_standard_gamma", "_sample_dirichlet"), _BY_REJECTION),
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "whose dropout is of packed sequences"),
+    **dict.fromkeys(RECURRENT, "whose dropout is of packed sequences"),
 }
 """Why an operator has no definition."""

@@ -19,7 +19,7 @@ from .draws import draw
 from .dropout import dropout, dropout_key
 from .layout import whole
 from .python_random import by_torch
-from .random_operators import Draws
+from .random_operators import RECURRENT, Draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,14 +203,11 @@ def _is_random(func: Callable[..., Any]) -> bool:
     return getattr(func, "__name__", "") in _RANDOM
 
 
-_RECURRENT = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
-
-
 def _drops_between_layers(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Whether `func` is a recurrent function with dropout. Raises NotImplementedError for one of packed sequences."""
     name = getattr(func, "__name__", "")
     # (..., dropout, train, ...) stand side by side in both signatures (padded and packed).
-    if name not in _RECURRENT or not any(isinstance(p, float) and p > 0.0 and t is True for p, t in pairwise(args)):
+    if name not in RECURRENT or not any(isinstance(p, float) and p > 0.0 and t is True for p, t in pairwise(args)):
         return False
     if not isinstance(args[3], bool):
         raise NotImplementedError(f"{name} of packed sequences with dropout has no counterpart in a generated program")

@@ -1,4 +1,4 @@
-"""What both scripts train on, and their arguments: text that is on every machine, in windows of bytes."""
+"""The data and arguments of both scripts: text that every machine has, in windows of bytes."""
 
 import argparse
 import sysconfig

@@ -1,8 +1,8 @@
-"""Fine-tunes a Hugging Face model on all processes that torchrun starts: `plain.py` with eight lines changed.
+"""Fine-tune a Hugging Face model under torchrun: `plain.py` with eight lines changed.
 
     torchrun --standalone --nproc-per-node 4 -m examples.finetune.parallel FOLDER --out tuned
 
-The losses are those of `plain.py`, and so is the folder that is written.
+Losses and folder are those of `plain.py`.
 """
 
 from itertools import islice

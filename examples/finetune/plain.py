@@ -1,8 +1,8 @@
-"""Fine-tunes a Hugging Face model on one process: a schedule, clipping, evaluation, groups without decay.
+"""Fine-tune a Hugging Face model on one process: a schedule, clipping, evaluation, groups without decay.
 
     python -m examples.finetune.plain FOLDER --out tuned
 
-FOLDER is a model as `save_pretrained` writes it; `parallel.py` is the same script on any number of processes.
+FOLDER is a folder of `save_pretrained`. `parallel.py` is the same script on any number of processes.
 """
 
 from itertools import islice

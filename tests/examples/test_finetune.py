@@ -1,4 +1,4 @@
-"""The fine-tuning script on four processes gives the losses and the folder of the one on a single process."""
+"""The fine-tuning script on two processes gives the losses and the folder of the one on a single process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lines_of(*command: str, is_launched: bool = False) -> list[str]:
     """What a script prints of its steps, once."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOME)}
     if is_launched:
-        launch = ("-m", "torch.distributed.run", "--standalone", "--local-ranks-filter", "0", "--nproc-per-node", "4")
+        launch = ("-m", "torch.distributed.run", "--standalone", "--local-ranks-filter", "0", "--nproc-per-node", "2")
         words = [sys.executable, *launch, *command]
         found = subprocess.run(words, cwd=HOME, env=environment, capture_output=True, text=True, timeout=300)
     else:
@@ -40,9 +40,8 @@ def test_losses_and_folder_are_those_of_one_process(tmp_path: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     given = (str(tmp_path / "model"), "--steps", str(STEPS), "--length", "32")
     plain = lines_of("-m", "examples.finetune.plain", *given, "--out", str(tmp_path / "plain"))
-    parallel = lines_of(
-        "-m", "examples.finetune.parallel", *given, "--out", str(tmp_path / "parallel"), is_launched=True
-    )
+    more = ("--cluster", "2 cpu", "--out", str(tmp_path / "parallel"))
+    parallel = lines_of("-m", "examples.finetune.parallel", *given, *more, is_launched=True)
     assert len(plain) == STEPS + STEPS // 10
     for ours, theirs in zip(parallel, plain, strict=True):
         assert ours.split()[:3] == theirs.split()[:3]

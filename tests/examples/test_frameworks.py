@@ -18,6 +18,6 @@ def test_two_lines_are_added_and_none_changed(number: int, name: str) -> None:
     changes = [
         line for line in difflib.unified_diff(*code, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))
     ]
-    shown = re.findall(r"```diff\n(.*?)```", (HOME / "docs/integrations.md").read_text(), flags=re.DOTALL)[number]
+    shown = re.findall(r"```diff\n(.*?)```", (HOME / "docs/frameworks.md").read_text(), flags=re.DOTALL)[number]
     assert len(changes) == 2
     assert changes == shown.splitlines()

@@ -11,7 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.costs.contractions import contraction_flops
-from autopar.ir.graph import MATMULS, base_name
+from autopar.ir.graph import base_name
+from autopar.operators.traits import MATMULS
 from autopar.options.strategies import Operator
 from autopar.rules.execute import call_op
 from autopar.rules.registry import rule_for

@@ -121,7 +121,7 @@ def test_unreadable_entries_name_line_and_alternatives(text: str, says: str) -> 
         (lambda t: t.replace("micro_batches: 1\n", ""), "micro_batches"),
         (lambda t: t.replace("micro_batches: 1\n", "micro_batches: some\n"), "micro_batches"),
         (lambda t: t.replace("global_batch_size: 8\n", "global_batch_size: []\n"), "global_batch_size"),
-        (lambda t: t + "\n  : : [", "not YAML"),
+        (lambda t: t + "\n  : : [", "not valid YAML"),
         (lambda t: "just text", "not a plan"),
         (lambda t: re.sub(r"(?s)top:.*?layers:", "top: none\nlayers:", t), "top"),
     ],

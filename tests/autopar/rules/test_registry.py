@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.ir.graph import Node, Ref, TensorMeta
-from autopar.ir.operators import find_op
+from autopar.operators.schemas import find_op
 from autopar.rules import Call, Registry, Rule, known_ops, prove_rule, register_rule, rule_for
 from autopar.rules.call import make_rule
 from autopar.rules.registry import builtin_table

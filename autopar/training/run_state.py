@@ -1,4 +1,4 @@
-"""What of a run a checkpoint holds beside parameters and optimiser: the schedule, the data's position, the best so far.
+"""State of a run that a checkpoint holds besides parameters and optimizer: schedule, position in the data, best metric.
 
 It goes into the manifest's notes, which are texts.
 """
@@ -17,19 +17,19 @@ from autopar.errors import CheckpointError
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What remembers where it is, as torchdata's StatefulDataLoader and torch's schedulers do."""
+    """An object that remembers its position, such as torchdata's StatefulDataLoader or torch's schedulers."""
 
     def state_dict(self) -> Any:
-        """The place."""
+        """Return the position."""
         ...
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from there."""
+        """Continue from there."""
         ...
 
 
-def written(name: str, value: Stateful) -> str:
-    """The state as a text. Raises CheckpointError for one that could not be read back safely."""
+def state_text(name: str, value: Stateful) -> str:
+    """Return the state as a text. Raises CheckpointError for a state that cannot be read back safely."""
     state = value.state_dict()
     file = io.BytesIO()
     try:
@@ -39,18 +39,18 @@ def written(name: str, value: Stateful) -> str:
         raise CheckpointError(
             f"the state of the {name} cannot be saved",
             values=f"{type(value).__name__}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-            alternatives="numbers, texts, tensors, and lists and dicts of them in its state_dict()",
+            alternatives="keep numbers, texts, tensors, and lists and dicts of them in its state_dict()",
         ) from None
     return base64.b64encode(file.getvalue()).decode()
 
 
-def read_into(value: Stateful, text: str) -> None:
-    """Go on from what `written` gave."""
+def restore_state(value: Stateful, text: str) -> None:
+    """Continue from the text of `state_text`."""
     value.load_state_dict(torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True))
 
 
 class Best:
-    """The best evaluation so far, and how many in a row have not improved on it.
+    """The best evaluation so far, and the number of evaluations since then.
 
     patience: evaluations without an improvement after which `is_over`; None for never.
     """
@@ -62,16 +62,16 @@ class Best:
         self.num_without = 0
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Takes one evaluation. Raises KeyError where it has no such metric."""
-        found = self._sign * metrics[self.metric]
-        if self.value is None or found < self._sign * self.value - self._min_delta:
-            self.value, self.num_without = self._sign * found, 0
+        """Take one evaluation. Raises KeyError where it lacks the metric."""
+        value = self._sign * metrics[self.metric]
+        if self.value is None or value < self._sign * self.value - self._min_delta:
+            self.value, self.num_without = self._sign * value, 0
         else:
             self.num_without += 1
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no hope left."""
+        """Whether training should stop for lack of improvement."""
         return self._patience is not None and self.num_without >= self._patience
 
     def state_dict(self) -> dict[str, Any]:

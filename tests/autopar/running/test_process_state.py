@@ -1,4 +1,4 @@
-"""What a stranger's script has beside the model: modes, losses with tensors, loaders, another's process group."""
+"""A script may have more than a model: modes, losses with tensors, loaders, another's process group."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def test_trained_as_by_a_plain_loop(make, constraints):
         optimizer.step()
         losses.append(float(loss.detach()))
     compiled = autopar.compile(model, "2 cpu", example_inputs=inputs, optimizer=sgd, constraints=constraints)
-    found = run_ranks(train, (compiled, inputs), 2)[0]
-    torch.testing.assert_close(found[0], losses, rtol=1e-5, atol=1e-6)
-    assert found[1].keys() == plain.state_dict().keys()
+    outcome = run_ranks(train, (compiled, inputs), 2)[0]
+    torch.testing.assert_close(outcome[0], losses, rtol=1e-5, atol=1e-6)
+    assert outcome[1].keys() == plain.state_dict().keys()
     for name, value in plain.state_dict().items():
-        torch.testing.assert_close(torch.as_tensor(found[1][name]), value, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(torch.as_tensor(outcome[1][name]), value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.slow

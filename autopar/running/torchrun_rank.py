@@ -1,5 +1,5 @@
-"""Ranks that torchrun started, each of which starts a process of its own for every run, so that one that fails ends
-alone: the runs of a trial on several nodes."""
+"""Ranks that torchrun started for a trial on several nodes. Each starts a new process for every run: a run that fails
+ends alone."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch.distributed as dist
 from autopar.errors import ConstraintError
 
 _numbers = itertools.count()
-"""Of what a process makes of these one after the other, as every rank does."""
+"""Numbers the `TorchrunRank`s of this process. Every rank makes them in the same order."""
 LONGEST_SECONDS = 24 * 3600.0
-"""A rank waits for what another one's process answers, which its own starter limits; torchrun ends all with one."""
+"""How long a rank waits for the others' outcomes. Each rank limits its own runs; torchrun ends all ranks together."""
 
 
-class Beside:
-    """This process among torchrun's: which rank, and what passes between them (by torchrun's store, without a group).
+class TorchrunRank:
+    """This process as a rank of torchrun. Ranks exchange outcomes through torchrun's store, without a process group.
 
     rank, size: over all nodes; local_rank, local_size: on this one.
     """
@@ -31,7 +31,7 @@ class Beside:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
             raise ConstraintError(
-                "ranks of a trial are started by itself, or by torchrun",
+                "a trial starts its ranks itself, or runs under torchrun",
                 values="a process group" if dist.is_initialized() else "another launcher",
                 alternatives=[
                     "torchrun ... -m autopar trial MODEL",
@@ -40,16 +40,16 @@ class Beside:
             )
         self.rank, self.size, self.local_rank, self.local_size = (int(os.environ[name]) for name in names)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._name, self._num_runs = f"autopar/beside_{attempt}/{next(_numbers)}", 0
+        self._name, self._num_runs = f"autopar/trial_{attempt}/{next(_numbers)}", 0
         self._store = _store(self._name, self.size, LONGEST_SECONDS)
 
     def next_run(self) -> Callable[[float], Any]:
-        """What makes the store by which the processes of the coming run meet, of the seconds that they wait."""
+        """Return a factory of the store through which the next run's processes meet. It takes a timeout in seconds."""
         self._num_runs += 1
         return partial(_store, f"{self._name}/run_{self._num_runs}", self.size)
 
     def exchange(self, outcome: Any) -> list[Any]:
-        """What every rank has, by rank."""
+        """Return the outcomes of all ranks, by rank."""
         self._store.set(f"{self._num_runs}/{self.rank}", pickle.dumps(outcome))
         keys = [f"{self._num_runs}/{rank}" for rank in range(self.size)]
         self._store.wait(keys, timedelta(seconds=LONGEST_SECONDS))

@@ -54,8 +54,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("bare", ["would begin again", "line 24 of", "__main__", "torchrun"]),
-        ("guarded", ["must be in a module", "Guarded under", "module of its own", "torchrun"]),
+        ("bare", ["would make this call again", "line 24 of", "__main__", "torchrun"]),
+        ("guarded", ["must be in a module", "Guarded under", "in another module", "torchrun"]),
         pytest.param("local", ["must be picklable", "local.<locals>.Local", "torchrun"], marks=pytest.mark.slow),
     ],
 )
