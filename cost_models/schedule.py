@@ -1,4 +1,4 @@
-"""Pipeline schedules: who runs what in which order, and how long it takes.
+"""Pipeline schedules: which rank runs what in which order, and how long it takes.
 
     SCHEDULES                    a record of each schedule, by name                        schedules/generate.py
     make_schedule(...)           the actions of each pipeline rank, for a schedule by name      schedules/generate.py
@@ -9,10 +9,9 @@
 A pipeline rank is the group of ranks that runs one stage, or several (chunks). Stages are numbered in model order.
 """
 
-from cost_models.schedules.actions import Action, Kind, Lines, schedule_text
+from cost_models.schedules.actions import Action, Kind, Lines, StageTimes, schedule_text
 from cost_models.schedules.generate import PLAIN, SCHEDULES, make_schedule, num_chunks, placement, schedule_named
 from cost_models.schedules.record import ClosedForm, Schedule
-from cost_models.schedules.stage_times import StageTimes
 from cost_models.schedules.sweep import Edges, Shape
 from cost_models.schedules.timeline import Event, Timeline, chrome_trace, simulate
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from autopar.certify import certify_program
 from autopar.certify.certificate import FILE
 from autopar.certify.certify import cpu_seconds
-from autopar.certify.small_job import Miniature
+from autopar.certify.miniature_run import Miniature
 from autopar.cli.options import (
     Flags,
     Force,

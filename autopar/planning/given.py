@@ -11,7 +11,7 @@ from autopar.ir.chain import buffer_across_units, chain
 from autopar.ir.graph import Graph, layer_names
 from autopar.ir.mesh import PIPELINE_AXIS, ZERO_AXES
 from autopar.options.assignment import Candidate, expand
-from autopar.options.offers import Offers
+from autopar.options.legal_placements import LegalPlacements
 from autopar.options.strategies import options_of
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult, price_plan
@@ -59,7 +59,7 @@ def reprice(request: Request, plan: Plan, before: Graph | None = None) -> Search
     graph, operators = operators_at(request, plan.global_batch_size // plan.num_micro_batches)
     if before is not None:
         options = {key: options_of(operator, plan.mesh) for key, operator in operators.items()}
-        plan = refit(plan, before, graph, Offers(graph, options, plan.mesh))
+        plan = refit(plan, before, graph, LegalPlacements(graph, options, plan.mesh))
     check_pipeline(plan, graph)
     assignment = expand(graph, operators, plan)
     candidate: Candidate = price_plan(graph, operators, request, plan, assignment)

@@ -17,12 +17,12 @@ from autopar.ir.graph import Graph, Input, Ref, TensorMeta
 from autopar.ir.mesh import DATA_AXES
 from autopar.ir.placement import Placements, R, Rp, Stored
 from autopar.ir.plan_data import ScopePlan, StagePlan
-from autopar.options.offers import Offers
+from autopar.options.legal_placements import LegalPlacements
 from autopar.options.scopes import Scope, scopes_of
 from autopar.plan import Plan
 
 
-def refit(plan: Plan, before: Graph, graph: Graph, offers: Offers) -> Plan:
+def refit(plan: Plan, before: Graph, graph: Graph, offers: LegalPlacements) -> Plan:
     """The decisions of a plan for `before` that `graph`, to which offers belong, asks for, and no others."""
     old = {scope.name: scope for scope in scopes_of(before)}
     stored = {
@@ -51,7 +51,7 @@ def _parameters(scope: Scope, graph: Graph) -> Iterator[tuple[str, str]]:
         yield from ((f"{path}.{p.name}", p.name) for path in scope.instances for p in scope.layer.parameters)
 
 
-def _stored(scope: Scope, own: str, meta: TensorMeta, before: Stored | None, offers: Offers) -> Stored:
+def _stored(scope: Scope, own: str, meta: TensorMeta, before: Stored | None, offers: LegalPlacements) -> Stored:
     """How a parameter lies: as before, as far as it has a gradient where it had one; else whole on every rank."""
     legal = offers.parameter(scope, Ref(own), meta)
     if before is not None and not meta.requires_grad:
@@ -64,7 +64,7 @@ def _stored(scope: Scope, own: str, meta: TensorMeta, before: Stored | None, off
     return Stored(usual if usual in whole or not whole else whole[0])
 
 
-def _cut(given: Input, offers: Offers) -> Placements:
+def _cut(given: Input, offers: LegalPlacements) -> Placements:
     """How an input of the batch lies that was not read before: cut into rows, as far as ranks take other ones."""
     legal = offers.batch_input(given.name, given.meta, given.batch_dim)
     axes = offers.mesh.axes
@@ -76,7 +76,12 @@ def _cut(given: Input, offers: Offers) -> Placements:
 
 
 def _refitted(
-    scope: Scope, graph: Graph, plan: Plan, old: Mapping[str, Scope], stored: Mapping[str, Stored], offers: Offers
+    scope: Scope,
+    graph: Graph,
+    plan: Plan,
+    old: Mapping[str, Scope],
+    stored: Mapping[str, Stored],
+    offers: LegalPlacements,
 ) -> ScopePlan:
     metas = {p.name: p.meta for p in (scope.layer.parameters if scope.layer else graph.parameters)}
     parameters = {

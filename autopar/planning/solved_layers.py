@@ -26,7 +26,7 @@ from autopar.ir.mesh import ZERO_AXES, Mesh, zero_axes
 from autopar.ir.placement import Stored
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.assignment import Assignment, axis_sources, on_axes
-from autopar.options.carried import carried, covers
+from autopar.options.batch_rescaling import covers, rescaled
 from autopar.options.strategies import Operator, num_experts, operators_of
 from autopar.planning.call_costs import CallCosts
 from autopar.planning.known_costs import KnownCosts
@@ -77,7 +77,7 @@ class SolvedLayer:
     def assignment(self, zero: int, rows: int) -> Assignment:
         """The assignment on the mesh for a graph of `rows` rows over all ranks, with a ZeRO stage wherever one is
         possible."""
-        here = carried(self.solved, self.operators, self.solved_rows, rows)
+        here = rescaled(self.solved, self.operators, self.solved_rows, rows)
         placed = on_axes(here, self.solved_axes, self.mesh.axes)
         return Assignment(placed.operators, placed.tensors, self.parameters(zero))
 
@@ -234,7 +234,7 @@ class SolvedLayers:
         decisions = None if is_cpu(self.request.cluster) else (key[2], len(self.operators(whole)))
         if key not in self._call_costs:
             solved_rows = solved_key.whole_rows
-            here = carried(assignment, self.operators(solved_rows), solved_rows, whole)
+            here = rescaled(assignment, self.operators(solved_rows), solved_rows, whole)
             self._call_costs[key] = CallCosts(
                 graph=self.request.trace.estimate(whole),
                 operators=self.operators(whole),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autopar.ir.graph import Graph, Ref, ancestors, base_name, layer_borders
 from autopar.ir.placement import Placement, S
 from autopar.operators.traits import ATTENTION, CONVOLUTIONS, LINEAR_PRODUCTS
-from autopar.options.followed import factor_of
+from autopar.options.followed_dims import factor_of
 from autopar.options.strategies import Operator
 from autopar.rules.rule import find_factor
 

@@ -25,14 +25,14 @@ EXCHANGES = 4
 def notes_of(compiled: GeneratedProgram) -> tuple[str, ...]:
     """Return the notes, one sentence each."""
     notes: list[str] = []
-    unknown = sorted({op.node.op for op in compiled.best.operators.values() if not op.known})
+    unknown = sorted({op.node.op for op in compiled.best.operators.values() if not op.has_rule})
     if unknown:
         notes.append(
             f"every rank computes these without sharding, as they have no sharding rule: {', '.join(unknown)} "
             "(see autopar.register_rule)"
         )
     functions = {
-        op.node.op.split(".")[1] for op in compiled.best.operators.values() if op.known and function_of(op.node.op)
+        op.node.op.split(".")[1] for op in compiled.best.operators.values() if op.has_rule and function_of(op.node.op)
     }
     if functions:
         notes.append(f"custom Functions, sharded by the operators that they call: {', '.join(sorted(functions))}")

@@ -21,16 +21,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from cost_models.schedules import closed_forms, zero_bubble
-from cost_models.schedules.actions import Action, Kind, Lines, interned
+from cost_models.schedules.actions import Action, Kind, Lines, StageTimes, interned
 from cost_models.schedules.list_scheduler import Queue, Worker, list_schedule
 from cost_models.schedules.record import Schedule, folded, round_robin
-from cost_models.schedules.stage_times import StageTimes
 
 
 def num_chunks(schedule: str, chunks: int | None = None) -> int:
-    """Stages per pipeline rank: `chunks`, or the schedule's default.
+    """Return stages per pipeline rank: `chunks`, or the schedule's default.
 
-    Raises ValueError for an unknown schedule, or a number that it cannot have.
+    Raises ValueError for an unknown schedule, or a number that it does not support.
     """
     record = schedule_named(schedule)
     if chunks is None:
@@ -42,9 +41,9 @@ def num_chunks(schedule: str, chunks: int | None = None) -> int:
 
 
 def placement(schedule: str, num_pipeline_ranks: int, chunks: int | None = None) -> tuple[int, ...]:
-    """The pipeline rank of each stage.
+    """Return the pipeline rank of each stage.
 
-    Raises ValueError as `num_chunks`, and for less than one pipeline rank.
+    Raises ValueError as `num_chunks`, and for fewer than one pipeline rank.
     """
     chunks = num_chunks(schedule, chunks)
     if num_pipeline_ranks < 1:
@@ -58,9 +57,9 @@ def make_schedule(
     num_micro_batches: int,
     chunks: int | None = None,
 ) -> Lines:
-    """What each pipeline rank runs, in order, whatever the stages take.
+    """Return the actions of each pipeline rank, in order, independent of the stages' times.
 
-    chunks: see `num_chunks`. Raises ValueError as `placement`, and for less than one micro-batch.
+    chunks: see `num_chunks`. Raises ValueError as `placement`, and for fewer than one micro-batch.
     """
     pipeline_ranks = placement(schedule, num_pipeline_ranks, chunks)
     if num_micro_batches < 1:
@@ -70,7 +69,7 @@ def make_schedule(
 
 @lru_cache(maxsize=128)
 def _by_rule(schedule: str, num_pipeline_ranks: int, num_micro_batches: int, chunks: int) -> Lines:
-    """`make_schedule` of arguments that are legal."""
+    """Run `make_schedule` for checked arguments."""
     return schedule_named(schedule).make_lines(num_pipeline_ranks, num_micro_batches, chunks)
 
 
@@ -97,19 +96,19 @@ def _one_stage_each(p: int, m: int, warmups: Sequence[int]) -> Lines:
 def _one_forward_one_backward(
     forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int
 ) -> tuple[Action, ...]:
-    """`num_warmup` forwards, forward and backward in turn, the remaining backwards."""
+    """Return `num_warmup` forwards, forward and backward in turn, then the remaining backwards."""
     num_warmup = min(num_warmup, len(forwards))
     steady = [action for pair in zip(forwards[num_warmup:], backwards, strict=False) for action in pair]
     return (*forwards[:num_warmup], *steady, *backwards[len(forwards) - num_warmup :])
 
 
 def _interleaved(p: int, m: int, v: int) -> Lines:
-    """The published order; where m is no multiple of p, what its rule makes of a smaller last group.
+    """Return the published order, or, where p does not divide m, the order its rule gives with a smaller last group.
 
-    With a smaller group a pipeline rank cannot always alternate: the next forward's input may come later than the next
-    backward's. So pipeline ranks are list-scheduled with the same two sequences, the same number of activations at
-    most, and forwards first. Where p divides m that takes as long as the published order, from which it then differs
-    only in what comes first of two actions that are both ready.
+    With a smaller group a pipeline rank cannot always alternate: the next forward's input may arrive after the next
+    backward's. So pipeline ranks are list-scheduled with the same two sequences, the same limit on activations, and
+    forwards first. Where p divides m, this takes as long as the published order and differs only in the order of two
+    actions that are both ready.
     """
     if v == 1:
         return _1f1b(p, m, v)

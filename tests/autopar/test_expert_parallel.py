@@ -181,7 +181,7 @@ def test_rows_in_the_order_of_experts_stay_where_they_are(tmp_path: Path) -> Non
     top = plan.scopes[""]
     for call, labels in (("silu", ("d0", "R")), ("grouped_mm_fallback_1", ("n+e", "a"))):
         edited = dataclasses.replace(top, calls={**top.calls, call: labels})
-        with pytest.raises(PlanError, match="rows of experts as they come"):
+        with pytest.raises(PlanError, match="rows that are sorted by expert"):
             autopar.compile(
                 Routed(), IDEAL, example_inputs=batch("mixed"), plan=dataclasses.replace(plan, scopes={"": edited})
             )

@@ -1,4 +1,4 @@
-"""What the tests of schedules compare them with: closed forms, and whether a schedule is whole."""
+"""Oracles of the tests of schedules: closed forms, and whether a schedule is complete."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_makespan_is_the_longest_path_and_cycles_are_refused(
 
 
 def test_makespans_equal_the_closed_forms() -> None:
-    known = 0
+    num_closed_forms = 0
     for name, p, m, chunks in CASES:
         for times in (EQUAL, StageTimes(1.0, 2.5, 1.7, 0.8), StageTimes(0.5, 0.25, 2.0, 0.5)):
             try:
@@ -123,8 +123,8 @@ def test_makespans_equal_the_closed_forms() -> None:
             except ValueError:
                 continue
             assert simulated(name, p, m, chunks, times).makespan == pytest.approx(expected), (name, p, m, chunks, times)
-            known += 1
-    assert known > 0.6 * 3 * len(CASES)
+            num_closed_forms += 1
+    assert num_closed_forms > 0.6 * 3 * len(CASES)
 
 
 def test_published_bubbles() -> None:
@@ -190,10 +190,10 @@ def test_in_flight_equals_a_count_over_time() -> None:
                 changes[event.action.stage].append((event.end, -1))
         peaks = []
         for stage in range(p * chunks):
-            held, peak = 0, 0
+            live, peak = 0, 0
             for _, change in sorted(changes[stage]):  # at one time, what ends comes before what starts
-                held += change
-                peak = max(peak, held)
+                live += change
+                peak = max(peak, live)
             peaks.append(peak)
         assert timeline.in_flight == tuple(peaks), (name, p, m, chunks)
 

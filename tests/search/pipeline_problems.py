@@ -120,7 +120,7 @@ def layers_problem(seed: int) -> PipelineProblem:
 
 
 def transformer_points(rng: np.random.Generator, scale: float, *, correlated: bool) -> tuple[Point, ...]:
-    """Ten points of a layer: three ZeRO stages times three recompute modes, and optimiser offload.
+    """Ten points of a layer: three ZeRO stages times three recompute modes, and optimizer offload.
 
     Not ``correlated``: random times, and memory roughly inverse to them.
     """

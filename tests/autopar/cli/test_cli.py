@@ -135,7 +135,7 @@ def test_typo_in_a_constraint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("mlp.c_fc.weight", "dp=Rp tp=S(7)", "cannot be cut into equal parts"),
+        ("mlp.c_fc.weight", "dp=Rp tp=S(7)", "does not divide into equal shards"),
         ("mlp.c_fc.weight", "dp=Rp tp=Q", "line "),
         ("mlp.c_fc.weight", "dp=S(0) tp=R zero=2", "dp=Rp"),
     ],

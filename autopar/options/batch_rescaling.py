@@ -1,9 +1,9 @@
-"""Decisions made at one number of rows, as those of another: what an option is does not depend on the batch.
+"""Convert decisions from one number of rows to another: an option's meaning does not depend on the batch.
 
-An option is the factors that each mesh axis shards (`rules/rule.py`), whose names do not depend on sizes. What does are
-section counts that the batch is a factor of. Where a dim is k_b sections of the batch B with more inside it, as a view
-to [B * S, V] makes it with k_b = 1, cutting what lies inside the batch is S(d/k) with k = k_b * B * k', and with b rows
-instead of B it is S(d / (k_b * b * k')). Section counts that do not reach beyond the batch stay.
+An option names the factors that each mesh axis shards (`rules/rule.py`), and these names do not depend on sizes. Only
+section counts that contain the batch do. If a dim is k_b sections of the batch B with more inside it, as a view to
+[B * S, V] makes it with k_b = 1, then sharding inside the batch is S(d/k) with k = k_b * B * k'. With b rows instead of
+B it is S(d / (k_b * b * k')). Section counts that do not contain the batch stay.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from autopar.rules.rule import AxisOption, find_factor, label_of
 Operators = Mapping[tuple[str, str], Operator]
 
 
-def carried(assignment: Assignment, operators: Operators, source_rows: int, rows: int) -> Assignment:
-    """Decisions for a graph of `source_rows` rows as those for one of `rows` rows, over all ranks. operators: of the
-    graph that they were made for; where that has one row, it has no batch to be told apart, and they stay."""
+def rescaled(assignment: Assignment, operators: Operators, source_rows: int, rows: int) -> Assignment:
+    """Convert decisions for a graph of `source_rows` rows to one of `rows` rows, over all ranks.
+
+    operators: of the source graph. If that graph has one row, its batch cannot be identified and the decisions stay.
+    """
     if source_rows in (rows, 1):
         return assignment
-    return _Carrier(operators, source_rows, rows).carry(assignment)
+    return _Rescaling(operators, source_rows, rows).apply(assignment)
 
 
 @dataclass(frozen=True, slots=True)
-class _Carrier:
+class _Rescaling:
     operators: Operators
     source_rows: int
     rows: int
 
-    def carry(self, assignment: Assignment) -> Assignment:
+    def apply(self, assignment: Assignment) -> Assignment:
         marks = self._marks()
         return Assignment(
             {key: self._option(key, option, marks) for key, option in assignment.operators.items()},
@@ -45,7 +47,7 @@ class _Carrier:
         )
 
     def _marks(self) -> dict[tuple[str, Ref], Placement]:
-        """Tensor -> the shard that its batch is."""
+        """Return the shard that each tensor's batch is."""
         marks: dict[tuple[str, Ref], Placement] = {}
         for (scope, name), operator in self.operators.items():
             if operator.batch is None:
@@ -63,12 +65,12 @@ class _Carrier:
             return option
         inputs = [marks.get((key[0], ref)) for ref in operator.node.inputs]
         outputs = [marks.get((key[0], Ref(key[1], i))) for i in range(len(option.outputs))]
-        carried = Option(
+        scaled = Option(
             tuple(self._axis(operator, axis, inputs, outputs) for axis in option.axes),
             tuple(self._all(p, mark) for p, mark in zip(option.inputs, inputs, strict=True)),
             tuple(self._all(p, mark) for p, mark in zip(option.outputs, outputs, strict=True)),
         )
-        return option if carried == option else carried
+        return option if scaled == option else scaled
 
     def _axis(
         self, operator: Operator, axis: AxisOption, inputs: list[Placement | None], outputs: list[Placement | None]
@@ -100,12 +102,12 @@ class _Carrier:
 
 
 def _has_sections(option: Option) -> bool:
-    """Whether it puts a tensor in sections on some axis."""
+    """Whether the option shards a tensor in sections on some axis."""
     return any(p.sections > 1 for placements in (*option.inputs, *option.outputs) for p in placements)
 
 
 def covers(assignment: Assignment, graph: Graph) -> bool:
-    """Whether every call, parameter and layer input of the graph has its decision."""
+    """Whether every call, parameter and layer input of the graph has a decision."""
     for scope in scopes_of(graph):
         if any((scope.name, node.name) not in assignment.operators for node in scope.nodes):
             return False
@@ -119,7 +121,7 @@ def covers(assignment: Assignment, graph: Graph) -> bool:
 
 
 def suits(assignment: Assignment, graph: Graph, operators: Operators, mesh: Mesh) -> bool:
-    """Whether the assignment is all of this graph, and of what its calls have on the mesh."""
+    """Whether the assignment covers this graph, and its calls have these options on the mesh."""
     if not covers(assignment, graph):
         return False
     return all(assignment.operators[key] in options_of(operator, mesh) for key, operator in operators.items())

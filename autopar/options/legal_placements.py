@@ -1,5 +1,5 @@
-"""Which placements are open to the tensors that are no call's own: parameters, batch inputs, what a layer takes, and
-tensors that several calls use. The search chooses among them, and an edited plan is held to them.
+"""The legal placements of tensors that no single call determines: parameters, batch inputs, layer inputs, and tensors
+with several uses. The search chooses among them, and edited plans are checked against them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Uses = dict[Ref, list[tuple[str, str, int]]]
 """(kind, user, position) of every use of every Ref; kind is operator, run, output or loss."""
 
 
-class Offers:
-    """The placements open to the tensors of one graph on one mesh. options: those of every call that are open."""
+class LegalPlacements:
+    """The legal placements of one graph's tensors on one mesh. options: the available options of every call."""
 
     def __init__(self, graph: Graph, options: Mapping[tuple[str, str], tuple[Option, ...]], mesh: Mesh) -> None:
         self.graph, self.options, self.mesh = graph, options, mesh
@@ -30,7 +30,8 @@ class Offers:
         self._wanted: dict[tuple[str, Ref], frozenset[Placements]] = {}
 
     def parameter(self, scope: Scope, ref: Ref, meta: TensorMeta) -> tuple[Placements, ...]:
-        """What the consumers ask for; where one wants a partial sum (a bias), also R. On `cp` experts alone are cut."""
+        """Return the placements that consumers request; where one requests a partial sum (a bias), also R. Only expert
+        weights are sharded on `cp`."""
         per_axis: list[list[Placement]] = []
         wanted = self.wanted(scope, ref)
         for axis, name in enumerate(self.mesh.axes):
@@ -47,8 +48,8 @@ class Offers:
         return meta.requires_grad and bool(zero_axes(self.mesh.axes, placements))
 
     def batch_input(self, name: str, meta: TensorMeta, batch_dim: int | None) -> tuple[Placements, ...]:
-        """A batch tensor can be cut anywhere for free: data axes along the batch, `cp` as its users want it, other axes
-        along any other dim."""
+        """Return the placements of a batch tensor, which can be sharded anywhere for free: data axes along the batch,
+        `cp` as its users request, other axes along any other dim."""
         per_axis, wanted = [], self.wanted(self.scopes[""], Ref(name))
         for number, axis in enumerate(self.mesh.axes):
             kind = AXES[axis]
@@ -58,16 +59,16 @@ class Offers:
         return tuple(c for c in itertools.product(*per_axis) if divides(meta.shape, c, self.mesh.sizes))
 
     def tensor(self, scope: Scope, ref: Ref, produced: tuple[Placements, ...] = ()) -> tuple[Placements, ...]:
-        """Placements open to a layer's input or a tensor with several uses. produced: as its own call can leave it."""
+        """Return the placements of a layer's input or of a tensor with several uses. produced: by its own call."""
         offered = self.wanted(scope, ref) | set(produced)
         offered |= {(R,) * len(self.mesh.axes)} if not offered else set()
         return placement_choices(scope.metas[ref], sorted(offered), self.mesh)
 
     def wanted(self, scope: Scope, ref: Ref) -> frozenset[Placements]:
-        """Input placements that some option of some user of `ref` has, through layer borders."""
+        """Return the input placements of all options of all users of `ref`, through layer borders."""
         if (scope.name, ref) not in self._wanted:
             uses = self.uses[scope.name].get(ref, ())
-            found = {
+            placements = {
                 option.inputs[position]
                 for kind, name, position in uses
                 if kind == "operator"
@@ -75,21 +76,21 @@ class Offers:
             }
             entered = [(self._layers[name], position) for kind, name, position in uses if kind == "run"]
             for layer, formal in {(layer.name, layer.inputs[position][0]) for layer, position in entered}:
-                found |= self.wanted(self.scopes[layer], Ref(formal))
-            self._wanted[scope.name, ref] = frozenset(found)
+                placements |= self.wanted(self.scopes[layer], Ref(formal))
+            self._wanted[scope.name, ref] = frozenset(placements)
         return self._wanted[scope.name, ref]
 
     def _uses_in(self, scope: Scope) -> Uses:
-        found: Uses = {}
+        uses: Uses = {}
         for node in scope.nodes:
             for position, ref in enumerate(node.inputs):
-                found.setdefault(ref, []).append(("operator", node.name, position))
+                uses.setdefault(ref, []).append(("operator", node.name, position))
         if scope.layer:
             for position, ref in enumerate(scope.layer.outputs):
-                found.setdefault(ref, []).append(("output", scope.name, position))
-            return found
+                uses.setdefault(ref, []).append(("output", scope.name, position))
+            return uses
         for run in self.runs:
             for position, ref in enumerate(run.args):
-                found.setdefault(ref, []).append(("run", run.name, position))
-        found.setdefault(self.graph.loss, []).append(("loss", "", 0))
-        return found
+                uses.setdefault(ref, []).append(("run", run.name, position))
+        uses.setdefault(self.graph.loss, []).append(("loss", "", 0))
+        return uses

@@ -1,7 +1,7 @@
 """Bytes that each block of Megatron-Core keeps from its forward to its backward pass, on one rank.
 
-What is computed again or moved to the host is left out by the names that Megatron-Core's arguments have for it,
-`--recompute-modules` and `--offload-modules` (core/transformer/transformer_config.py).
+Recomputed and offloaded tensors are left out, by the names of Megatron-Core's arguments `--recompute-modules` and
+`--offload-modules` (core/transformer/transformer_config.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OFFLOADED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "moe_act": ("expert_act_in", "expert_act_out"),
     }
 )
-"""A name of --offload-modules -> the pieces that wait on the host."""
+"""A name of --offload-modules -> the pieces that are on the host."""
 
 
 def _rows(setup: Setup, positions: int) -> int:
@@ -48,17 +48,17 @@ def _rows(setup: Setup, positions: int) -> int:
 
 
 def between_bytes(model: Model, setup: Setup, block: Block) -> float:
-    """Bytes of a tensor that lies between two blocks."""
+    """Return the bytes of a tensor between two blocks."""
     return _rows(setup, block.queries) * model.hidden * HALF / setup.split
 
 
 def _linear_in(setup: Setup) -> int:
-    """Bytes of what a matmul keeps of its input."""
+    """Return the bytes per element that a matmul keeps of its input."""
     return 1 if setup.precision == "fp8" else HALF
 
 
 def _residual(model: Model, setup: Setup, block: Block) -> Pieces:
-    """The block's input, which its norm keeps, what the norm gives, and the mask of the dropout at its end."""
+    """Return the block's input, which its norm keeps, the norm's output, and the mask of the dropout at its end."""
     between = between_bytes(model, setup, block)
     statistics = _rows(setup, block.queries) * 4 * (1 if model.rms_norm else 2) / setup.split
     mask = between / HALF if setup.hidden_dropout else 0.0
@@ -66,11 +66,11 @@ def _residual(model: Model, setup: Setup, block: Block) -> Pieces:
 
 
 def _scores(model: Model, setup: Setup, block: Block, features: float) -> float:
-    """What lies between the products of attention, or what a kernel without scores keeps instead.
+    """Return the bytes between the products of attention, or those that a fused kernel keeps instead.
 
-    Unfused: the softmax in 16 bits (in fp32 where scale, mask and softmax are not one kernel, and a 16-bit copy), and
-    with dropout a mask of a byte and the product. Kernels keep a log-sum-exp per row, and their result once more where
-    it is laid out anew: rows of A100 and GB200 show that copy, those of H100 do not.
+    Unfused: the softmax in 16 bits (in fp32 with a 16-bit copy where scale, mask and softmax are not one kernel), and
+    with dropout a mask of one byte and the product. Fused kernels keep a log-sum-exp per row, and a second copy of
+    their result where it changes layout: rows of A100 and GB200 show that copy, those of H100 do not.
     """
     heads = model.heads / setup.tp
     if setup.attention != "unfused":
@@ -85,20 +85,21 @@ def _attention(model: Model, setup: Setup, block: Block) -> Pieces:
     if model.latent is not None:
         return _latent_attention(model, setup, block)
     rows = _rows(setup, block.queries)
-    own = model.heads * model.head_features / setup.tp
-    qkv = own + 2 * model.kv_heads * model.head_features / setup.tp
+    query_features = model.heads * model.head_features / setup.tp
+    qkv = query_features + 2 * model.kv_heads * model.head_features / setup.tp
     return {
         **_residual(model, setup, block),
-        # One tensor of BERT's layers is not cut: read off its cases of tp 1, 2 and 4, which one is not known.
+        # One tensor of BERT's layers is not sharded. Inferred from its cases of tp 1, 2 and 4; which tensor is
+        # unknown.
         "whole": rows * model.hidden * HALF * (1 - 1 / setup.tp) if model.family == "bert" else 0.0,
         "qkv": rows * qkv * HALF,
-        "scores": _scores(model, setup, block, own),
-        "context": rows * own * _linear_in(setup),
+        "scores": _scores(model, setup, block, query_features),
+        "context": rows * query_features * _linear_in(setup),
     }
 
 
 def _latent_attention(model: Model, setup: Setup, block: Block) -> Pieces:
-    """Both compressions before and after their norms; q and k with positions, and v beside the k projected with it."""
+    """Count both compressions before and after their norms, q and k with positions, and v with its k."""
     latent, rows, tp = model.latent, _rows(setup, block.queries), setup.tp
     assert latent is not None
     narrow = 2 * (latent.q_rank + latent.kv_rank) + latent.position_features
@@ -115,15 +116,15 @@ def _latent_attention(model: Model, setup: Setup, block: Block) -> Pieces:
 
 
 def _cross(model: Model, setup: Setup, block: Block) -> Pieces:
-    """Keys and values of the encoder's result, which each layer keeps as the input of their matrix."""
-    own = model.heads * model.head_features / setup.tp
+    """Count keys and values of the encoder's result, which each layer keeps as the input of their matrix."""
+    query_features = model.heads * model.head_features / setup.tp
     rows, others = _rows(setup, block.queries), _rows(setup, block.keys)
     return {
         **_residual(model, setup, block),
         "linear_in": others * model.hidden * HALF,
-        "qkv": (rows * own + others * 2 * own) * HALF,
-        "scores": _scores(model, setup, block, own),
-        "context": rows * own * HALF,
+        "qkv": (rows * query_features + others * 2 * query_features) * HALF,
+        "scores": _scores(model, setup, block, query_features),
+        "context": rows * query_features * HALF,
     }
 
 
@@ -133,20 +134,20 @@ def _mlp(model: Model, setup: Setup, block: Block) -> Pieces:
 
 
 def _activated(model: Model, setup: Setup, rows: float, ffn: float) -> tuple[float, float]:
-    """Bytes of (what the activation function reads, what it gives)."""
+    """Return the bytes of (the activation function's input, its output)."""
     return rows * ffn * HALF * (2 if model.gated else 1), rows * ffn * _linear_in(setup)
 
 
 def _moe(model: Model, setup: Setup, block: Block) -> Pieces:
-    """Rows are taken to be shared out evenly. What the function gives is kept before and after it is weighed."""
+    """Count rows as distributed evenly over experts. The function's output is kept before and after it is weighted."""
     rows = _rows(setup, block.queries)
-    own = rows / setup.split
-    routed = own * setup.etp * model.top_k
+    router_rows = rows / setup.split
+    routed = router_rows * setup.etp * model.top_k
     inputs, result = _activated(model, setup, routed, model.expert_ffn / setup.etp)
     shared = sum(_activated(model, setup, rows, model.shared_ffn / setup.tp)) if model.shared_ffn else 0.0
     return {
         **_residual(model, setup, block),
-        "router": own * model.experts * 4 * 3,
+        "router": router_rows * model.experts * 4 * 3,
         "expert_in": routed * model.hidden * _linear_in(setup),
         "expert_out": routed * model.hidden * HALF,
         "expert_act_in": inputs,
@@ -156,7 +157,7 @@ def _moe(model: Model, setup: Setup, block: Block) -> Pieces:
 
 
 def _mamba(model: Model, setup: Setup, block: Block) -> Pieces:
-    """in_proj's result, the scan's, and what the gated norm reads and gives (core/ssm/mamba_mixer.py)."""
+    """Count in_proj's result, the scan's, and input and output of the gated norm (core/ssm/mamba_mixer.py)."""
     mamba, rows = model.mamba, _rows(setup, block.queries)
     assert mamba is not None
     projected = 2 * mamba.inner + 2 * mamba.groups * mamba.states + mamba.heads
@@ -164,7 +165,7 @@ def _mamba(model: Model, setup: Setup, block: Block) -> Pieces:
 
 
 def _prediction(model: Model, setup: Setup, block: Block) -> Pieces:
-    """Both norms' inputs and outputs, which the matrix reads, and the input of the norm behind the layer."""
+    """Count inputs and outputs of both norms, read by the matrix, and the input of the norm behind the layer."""
     return {"prediction": 6 * between_bytes(model, setup, block)}
 
 
@@ -181,8 +182,8 @@ KEPT: Mapping[str, Callable[[Model, Setup, Block], Pieces]] = MappingProxyType(
 
 
 def kept_bytes(model: Model, setup: Setup, block: Block) -> float:
-    """Bytes kept by one block for one micro-batch."""
-    if "full" in setup.recompute:  # a layer's input alone
+    """Return the bytes kept by one block for one micro-batch."""
+    if "full" in setup.recompute:  # only a layer's input
         return between_bytes(model, setup, block) if block.kind in ("attention", "mamba") else 0.0
     pieces = KEPT[block.kind](model, setup, block)
     for name in setup.recompute:

@@ -1,9 +1,9 @@
-"""A call as it is, but small: every loop of its rule cut down, with what is sharded still divided as it was.
+"""Shrink a call: every loop of its rule gets shorter, and sharded loops still divide as before.
 
-The rule's factors are the loops of the call. Each gets a size that keeps its structure: the sections that axes cut it
-in, one part per rank of the axes that share it (which are cut to two or three ranks), and more than one element in each
-part where there was more than one. What the small call must show is checked, not assumed: torch gives its results the
-shapes that the factors say, and the rule of the small call has the factors, in the same dims, of the large one.
+The rule's factors are the loops of the call. The size of each keeps its structure: the sections in which axes shard it,
+one part per rank of its axes (which shrink to two or three ranks), and more than one element per part where there was
+more than one. The small call is checked: torch must give its results the shapes that the factors say, and its rule must
+have the factors of the large call, in the same dims.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from autopar.rules.rule import AxisOption, Dims, Rule, axis_options, label_of
 Sizes = tuple[int, ...]
 Shape = tuple[int, ...]
 FEW = 8
-"""Blocked loops that are no longer stay as they are: they count sections, pieces or elements of a window."""
+"""Blocked loops of at most this length keep their size: they count sections, pieces or elements of a window."""
 UNSHARDED = 4
 """Elements of a loop that no axis shards; with 2, a norm's results would not depend on its input."""
 MOST_ELEMENTS = 1 << 22
-"""Of the tensors of a call that is small enough to be run."""
+"""The most elements of all tensors of a small call."""
 
 
 class CannotShrink(ValueError):
-    """Why no small call stands for a call."""
+    """The reason why no small call represents a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class SmallCall:
-    """A small call with one option per axis that it is run on. axes: their names in the plan."""
+    """A small call with one option per axis. axes: their names in the plan."""
 
     node: Node
     inputs: tuple[TensorMeta, ...]
@@ -51,12 +51,12 @@ class SmallCall:
 
 
 def small_call(operator: Operator, option: Option, axes: tuple[str, ...], sizes: Sizes, ranks: int) -> SmallCall:
-    """The call under its option, small. Raises CannotShrink.
+    """Shrink a call under its option. Raises CannotShrink.
 
-    axes, sizes: of the plan's mesh. ranks: how many each axis has where its own number allows any. Axes on which all
-    ranks do the same are left out, but for one if there is no other.
+    axes, sizes: of the plan's mesh. ranks: the small number of ranks of each axis that has several. Axes on which all
+    ranks do the same are dropped, except one if there is no other.
     """
-    kept = [i for i, each in enumerate(option.axes) if each.label != "R"] or ([0] if axes else [])
+    kept = [i for i, choice in enumerate(option.axes) if choice.label != "R"] or ([0] if axes else [])
     chosen = tuple(option.axes[i] for i in kept)
     small = tuple(min(ranks, sizes[i]) if sizes[i] > 1 else 1 for i in kept)
     shards = _shards(operator.rule, chosen, tuple(sizes[i] for i in kept), small)
@@ -66,7 +66,7 @@ def small_call(operator: Operator, option: Option, axes: tuple[str, ...], sizes:
             node, inputs = _resized(operator, factors)
             rule = _same_rule(operator, node, inputs, factors)
             options = tuple(
-                _option_of(rule, each, size, node, inputs, shards) for each, size in zip(chosen, small, strict=True)
+                _option_of(rule, choice, size, node, inputs, shards) for choice, size in zip(chosen, small, strict=True)
             )
             _require_divided(node, inputs, rule, options, small)
             return SmallCall(
@@ -79,7 +79,7 @@ def small_call(operator: Operator, option: Option, axes: tuple[str, ...], sizes:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """One axis on one factor: sections in which it is cut, ranks of the axis; and the same of the small call."""
+    """One axis on one factor: sections in which it is sharded, ranks of the axis, and ranks in the small call."""
 
     axis: int
     sections: int
@@ -88,16 +88,16 @@ class _Shard:
 
 
 def _shards(rule: Rule, options: tuple[AxisOption, ...], sizes: Sizes, small: Sizes) -> dict[str, list[_Shard]]:
-    """What shards each factor."""
-    found: dict[str, list[_Shard]] = {}
+    """Return the shards of each factor."""
+    shards_of: dict[str, list[_Shard]] = {}
     for axis, (option, size, few) in enumerate(zip(options, sizes, small, strict=True)):
         for factor, sections in rule.sharded_by(option.label, size):
-            found.setdefault(factor, []).append(_Shard(axis, sections, size, few))
-    return found
+            shards_of.setdefault(factor, []).append(_Shard(axis, sections, size, few))
+    return shards_of
 
 
 def _factor_sizes(rule: Rule, shards: Mapping[str, list[_Shard]]) -> Iterator[dict[str, int]]:
-    """Sizes to try: all loops cut down; then blocked ones, and ones that no axis shards, as they are."""
+    """Yield sizes to try: all loops shrunk; then blocked loops unshrunk; then all unsharded loops unshrunk."""
     all_small = {name: small_size(size, shards.get(name, ())) for name, size in rule.sizes.items()}
     for name in rule.blocked:
         if rule.sizes[name] <= FEW:
@@ -110,7 +110,7 @@ def _factor_sizes(rule: Rule, shards: Mapping[str, list[_Shard]]) -> Iterator[di
 
 
 def small_size(size: int, shards: Any) -> int:
-    """A factor's small size, with as many levels as its shards have; see `small_sections`."""
+    """Return a factor's small size, with as many levels as its shards have; see `small_sections`."""
     levels = sorted({shard.sections for shard in shards})
     if not levels:
         return few_of(size, UNSHARDED)
@@ -121,23 +121,23 @@ def small_size(size: int, shards: Any) -> int:
 
 
 def small_sections(shards: Any) -> dict[int, int]:
-    """Number of sections -> that of the small factor, which nests in the parts of the coarser ones as the first did."""
-    found: dict[int, int] = {}
+    """Return the small factor's section counts by those of the large one; they nest in coarser shards as before."""
+    small_count: dict[int, int] = {}
     product = small_product = 1
     for level in sorted({shard.sections for shard in shards}):
-        found[level] = small_product * few_of(level // product, 2)
+        small_count[level] = small_product * few_of(level // product, 2)
         ways, small_ways = _ways(shards, level)
-        product, small_product = level * ways, found[level] * small_ways
-    return found
+        product, small_product = level * ways, small_count[level] * small_ways
+    return small_count
 
 
 def _ways(shards: Any, level: int) -> tuple[int, int]:
-    own = [shard for shard in shards if shard.sections == level]
-    return math.prod(s.ranks for s in own), math.prod(s.small_ranks for s in own)
+    at_level = [shard for shard in shards if shard.sections == level]
+    return math.prod(s.ranks for s in at_level), math.prod(s.small_ranks for s in at_level)
 
 
 def few_of(count: int, wanted: int) -> int:
-    """The smallest divisor of a count that is at least what is wanted; the wanted number itself for a large prime."""
+    """Return the smallest divisor of `count` that is at least `wanted`; `wanted` itself for a large prime."""
     for divisor in range(min(wanted, count), min(count, FEW) + 1):
         if count % divisor == 0:
             return divisor
@@ -145,36 +145,36 @@ def few_of(count: int, wanted: int) -> int:
 
 
 def _resized(operator: Operator, factors: Mapping[str, int]) -> tuple[Node, tuple[TensorMeta, ...]]:
-    """The call on tensors of these factor sizes, its arguments that name sizes with it. Raises CannotShrink."""
+    """Return the call on tensors of these factor sizes, with arguments that name sizes. Raises CannotShrink."""
     node, rule = operator.node, operator.rule
     inputs = tuple(_meta(m, dims, rule, factors) for m, dims in zip(operator.inputs, rule.inputs, strict=True))
     outputs = tuple(_meta(m, dims, rule, factors) for m, dims in zip(node.outputs, rule.outputs, strict=True))
     if sum(meta.numel for meta in (*inputs, *outputs)) > MOST_ELEMENTS:
         raise CannotShrink(f"its loops do not get smaller than {max(m.numel for m in (*inputs, *outputs))} elements")
-    made = _rewritten(Call.of(node, operator.inputs), inputs, outputs)
+    rewritten = _rewritten(Call.of(node, operator.inputs), inputs, outputs)
     numbers = itertools.count()
-    made = _distinct(replace(made, outputs=outputs), numbers)
-    _check_shapes(made, inputs)
-    return made, inputs
+    rewritten = _distinct(replace(rewritten, outputs=outputs), numbers)
+    _check_shapes(rewritten, inputs)
+    return rewritten, inputs
 
 
 def _distinct(node: Node, numbers: Iterator[int]) -> Node:
-    """The call with an input of its own for every tensor argument, so that each has its own gradient."""
+    """Give every tensor argument its own input, so that each has its own gradient."""
     return with_refs(node, lambda _: Ref(f"in{next(numbers)}"))
 
 
 def _meta(meta: TensorMeta, dims: Dims, rule: Rule, factors: Mapping[str, int]) -> TensorMeta:
     whole = tuple(math.prod(rule.sizes[f] for f in dim) for dim in dims)
     if whole != meta.shape:
-        raise CannotShrink(f"no rule says what loops {list(meta.shape)} is made of")
+        raise CannotShrink(f"no rule gives the loops of shape {list(meta.shape)}")
     return replace(meta, shape=tuple(math.prod(factors[f] for f in dim) for dim in dims))
 
 
 def _rewritten(call: Call, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta, ...]) -> Node:
     shapes = tuple(m.shape for m in inputs), tuple(m.shape for m in outputs)
-    own = _OWN.get(call.packet) or _OWN.get(call.node.op)
-    if own is not None:
-        args, kwargs = replace_arguments(call.node, own(call, *shapes))
+    replacement = _OWN.get(call.packet) or _OWN.get(call.node.op)
+    if replacement is not None:
+        args, kwargs = replace_arguments(call.node, replacement(call, *shapes))
         return replace(call.node, args=args, kwargs=kwargs)
     rewrite = REWRITES.get(call.packet)
     if rewrite is None or not call.node.op.startswith("aten.") or shapes == _shapes(call):
@@ -209,7 +209,7 @@ def _drawn(_: Call, __: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> dict[s
 
 
 def _window(call: Call, inputs: tuple[Shape, ...], _: tuple[Shape, ...]) -> dict[str, Any]:
-    """A window that hides as large a share of the keys as it did."""
+    """Return a window that hides as large a share of the keys as before."""
     key = call.tensor("key").index
     length, small = call.inputs[key].shape[-2], inputs[key][-2]
     named = {name: call.get(name) for name in ("before", "after", "chunk")}
@@ -223,7 +223,7 @@ def _window(call: Call, inputs: tuple[Shape, ...], _: tuple[Shape, ...]) -> dict
 
 
 def _section(call: Call, inputs: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> dict[str, Any]:
-    """A slice that is one of equal sections stays that section; one to the end, or from the beginning, stays so."""
+    """Return a slice that takes the same one of equal sections; one from the beginning or to the end stays so."""
     dim = call["dim"] % len(inputs[0])
     size, length, new, small = call.inputs[0].shape[dim], call.outputs[0].shape[dim], inputs[0][dim], outputs[0][dim]
     start = call.get("start") or 0
@@ -249,36 +249,38 @@ _OWN: Mapping[str, _Replace] = {
     WINDOW_ATTENTION: _window,
     SINK_ATTENTION: _window,
 }
-"""Arguments that name sizes which no axis shards, beyond REWRITES."""
+"""Arguments that name sizes no axis shards, beyond REWRITES."""
 
 
 def _check_shapes(node: Node, inputs: tuple[TensorMeta, ...]) -> None:
-    """Raises CannotShrink unless torch gives the small call's results the shapes that its factors say."""
-    given = [torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in inputs]
+    """Raise CannotShrink unless torch gives the small call's results the shapes that its factors say."""
+    tensors = [torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in inputs]
     try:
-        made = call_op(node.op, node.args, node.kwargs, given, device="meta")
-    except Exception as error:  # operators raise what they like for sizes that do not fit
+        results = call_op(node.op, node.args, node.kwargs, tensors, device="meta")
+    except Exception as error:  # operators raise arbitrary exceptions for sizes that do not fit
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CannotShrink(f"torch does not take the small call: {reason}") from None
-    shapes, wanted = [tuple(each.shape) for each in made], [meta.shape for meta in node.outputs]
-    if shapes != wanted:
-        raise CannotShrink(f"the small call gives {shapes}, its loops say {wanted}")
+    shapes, expected = [tuple(result.shape) for result in results], [meta.shape for meta in node.outputs]
+    if shapes != expected:
+        raise CannotShrink(f"the small call gives {shapes}, its loops say {expected}")
 
 
 def _same_rule(operator: Operator, node: Node, inputs: tuple[TensorMeta, ...], factors: Mapping[str, int]) -> Rule:
-    """The small call's own rule. Raises CannotShrink unless it is the large one's with these sizes."""
+    """Return the small call's own rule. Raises CannotShrink unless it is the large call's rule with these sizes."""
     names = {ref: meta for ref, meta in zip(node.inputs, inputs, strict=True)}
     rule, is_known = rule_or_blank(node, names)
-    own = operator.rule
+    large_rule = operator.rule
     if not is_known:
         raise CannotShrink("it has no rule")
     is_same = (rule.inputs, rule.outputs, rule.additive, set(rule.joints)) == (
-        own.inputs,
-        own.outputs,
-        own.additive,
-        set(own.joints),
+        large_rule.inputs,
+        large_rule.outputs,
+        large_rule.additive,
+        set(large_rule.joints),
     )
-    if not is_same or any(rule.sizes[f] != factors[f] for dims in (*own.inputs, *own.outputs) for d in dims for f in d):
+    if not is_same or any(
+        rule.sizes[f] != factors[f] for dims in (*large_rule.inputs, *large_rule.outputs) for d in dims for f in d
+    ):
         raise CannotShrink("the small call has other loops")
     return rule
 
@@ -291,7 +293,7 @@ def _option_of(
     inputs: tuple[TensorMeta, ...],
     shards: Mapping[str, list[_Shard]],
 ) -> AxisOption:
-    """The small call's option that does what this one does. Raises CannotShrink."""
+    """Return the small call's option that corresponds to this one. Raises CannotShrink."""
     factor, _, count = option.label.rpartition("/")
     label, sections = option.label, {}
     if factor and rule.joint(option.label) is None:
@@ -302,10 +304,10 @@ def _option_of(
         label, sections = label_of(factor, few), {joint.output: (few,)}
     offered = axis_options(rule, size, inputs, node.outputs, sections)
     kinds = _kinds(option)
-    found = [each for each in offered if each.label == label and _kinds(each) == kinds]
-    if not found:
+    matching = [offer for offer in offered if offer.label == label and _kinds(offer) == kinds]
+    if not matching:
         raise CannotShrink(f"the small call has no option {label}")
-    return found[0]
+    return matching[0]
 
 
 def _kinds(option: AxisOption) -> tuple[Any, ...]:

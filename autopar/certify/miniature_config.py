@@ -1,8 +1,8 @@
-"""A configuration of transformers as one of a miniature: the same class and layer classes, few of everything.
+"""Shrink a configuration of transformers to that of a miniature: the same classes, with few of everything.
 
-What is kept is what plans depend on: grouped heads stay grouped, a vocabulary, heads or experts that needed padding
-still need it, experts stay experts, the layers are the model's first ones, and a window of attention hides keys only
-where the plan's does, since one that hides none is another call.
+Facts that plans depend on are preserved. Grouped heads stay grouped. A vocabulary, heads or experts that needed padding
+still need it. Experts stay experts, and the layers are the model's first ones. An attention window hides keys only
+where the plan's does, because one that hides none is a different call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_
 
 
 def has_config(model: nn.Module) -> bool:
-    """Whether the model is one that its class makes of a configuration."""
+    """Whether the model is built by its class from a configuration."""
     return hasattr(getattr(model, "config", None), "to_dict")
 
 
@@ -48,32 +48,32 @@ def small_model(
     num_tokens: int | None = None,
     is_wide: bool = False,
 ) -> nn.Module:
-    """A model of the same class, in which what is frozen is frozen.
+    """Build a small model of the same class, with the same parameters frozen.
 
-    layers: the first so many of the model's. padded: whether "vocabulary", "heads" and "experts" have padding in the
-    plan. num_tokens: of a row of the plan's batch. is_wide: twice the width of others. Raises whatever the class raises
-    for a configuration that it cannot have.
+    layers: number of the model's first layers. padded: whether "vocabulary", "heads" and "experts" have padding in the
+    plan. num_tokens: tokens per row of the plan's batch. is_wide: doubles the width. Raises whatever the class raises
+    for an invalid configuration.
     """
     config: Any = model.config
-    made = type(config)(**small_fields(config, layers, padded, num_tokens, is_wide))
-    # What no constructor takes but classes look at, such as which attention is called.
+    small_config = type(config)(**small_fields(config, layers, padded, num_tokens, is_wide))
+    # Fields that classes read although no constructor takes them, such as the attention implementation.
     for name in ("_attn_implementation", "use_cache"):
         if hasattr(config, name):
-            setattr(made, name, copy.deepcopy(getattr(config, name)))
-    if hasattr(made, "use_cache"):
-        made.use_cache = False
-    made.dtype = None
-    built: nn.Module = type(model)(made)
+            setattr(small_config, name, copy.deepcopy(getattr(config, name)))
+    if hasattr(small_config, "use_cache"):
+        small_config.use_cache = False
+    small_config.dtype = None
+    small: nn.Module = type(model)(small_config)
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    for name, parameter in built.named_parameters():
+    for name, parameter in small.named_parameters():
         parameter.requires_grad_(trained.get(name, True))
-    return built
+    return small
 
 
 def small_fields(
     config: Any, layers: int, padded: Mapping[str, bool], num_tokens: int | None = None, is_wide: bool = False
 ) -> dict[str, Any]:
-    """The configuration's fields, small."""
+    """Return the configuration's fields, shrunk."""
     fields: dict[str, Any] = copy.deepcopy(config.to_dict())
     for name in ("dtype", "torch_dtype", "transformers_version", "architectures", "_name_or_path", "model_type"):
         fields.pop(name, None)
@@ -102,36 +102,36 @@ def small_fields(
     for name in _WINDOWS:
         most[name] = _window(fields.get(name) or 0, num_tokens)
     fields |= {n: min(v, fields[n]) for n, v in most.items() if isinstance(fields.get(n), int)}
-    # A token for padding would make its row of the table a constant.
+    # A padding token would make its row of the embedding table a constant.
     fields |= {
         n: None if n == "pad_token_id" else 0 for n in _TOKENS if (fields.get(n) or 0) not in range(VOCABULARY - 1)
     }
     return fields | _layers(fields, layers)
 
 
-def _window(own: int, num_tokens: int | None) -> int:
-    """A window that is shorter than a row, as long (transformers makes a mask of it) or longer, as the plan's is."""
-    if num_tokens is None or own < num_tokens:
+def _window(window: int, num_tokens: int | None) -> int:
+    """Return a window shorter than a row, as long (transformers then makes a mask of it) or longer, as in the plan."""
+    if num_tokens is None or window < num_tokens:
         return WINDOW
-    return SEQUENCE if own == num_tokens else 2 * SEQUENCE
+    return SEQUENCE if window == num_tokens else 2 * SEQUENCE
 
 
 def _key_heads(fields: Mapping[str, Any], heads: int) -> int:
-    """Heads of keys: one, a group's, or as many as of queries."""
+    """Return the number of key heads: one, one per group, or as many as query heads."""
     whole = next((fields[name] for name in _HEADS if isinstance(fields.get(name), int)), heads)
     keys = fields.get("num_key_value_heads") or whole
     return 1 if keys == 1 else heads if keys == whole or heads % 2 else heads // 2
 
 
 def _layers(fields: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """How many layers there are, and what lists say of them: of each layer, or which of them."""
+    """Return the number of layers, and lists that have an entry per layer or that name layers, shortened."""
     whole = next((fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), 0)
-    found: dict[str, Any] = {name: layers for name in _LAYERS if isinstance(fields.get(name), int)}
+    values: dict[str, Any] = {name: layers for name in _LAYERS if isinstance(fields.get(name), int)}
     for name, value in fields.items():
         if name in _LAYER_NUMBERS and isinstance(value, list):
-            found[name] = [number for number in value if number < layers]
+            values[name] = [number for number in value if number < layers]
         elif isinstance(value, list) and len(value) == whole:
-            found[name] = (value * layers)[:layers]
+            values[name] = (value * layers)[:layers]
     if isinstance(first := fields.get("first_k_dense_replace"), int):
-        found["first_k_dense_replace"] = min(first, layers - 1)
-    return found
+        values["first_k_dense_replace"] = min(first, layers - 1)
+    return values

@@ -1,7 +1,7 @@
-"""Which factor of every call a dim is: the batch, the positions of sequences, and in how many sections.
+"""Find the factor of every call that a dim corresponds to: the batch or the sequence positions, and in which sections.
 
-A dim is followed through the rules: what shards it in one tensor is a factor of the call, which says what it is in the
-call's other tensors.
+A dim is followed through the rules: its shard in one tensor determines a factor of the call, and the factor determines
+the shards of the call's other tensors.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def _spread(graph: Graph, scopes: tuple[Scope, ...], marks: Marks) -> None:
             for (formal, _), arg in zip(piece.layer.inputs, piece.args, strict=True)
         ]
         pairs += [((scope.name, ref), ("", Ref(piece.name, i))) for i, ref in enumerate(piece.layer.outputs)]
-        for here, there in pairs:
-            both = marks.get(here, set()) | marks.get(there, set())
+        for inner, outer in pairs:
+            both = marks.get(inner, set()) | marks.get(outer, set())
             if both:
-                marks[here] = set(both)
-                marks[there] = set(both)
+                marks[inner] = set(both)
+                marks[outer] = set(both)
 
 
 def follow(
@@ -47,16 +47,16 @@ def follow(
     dims_of_inputs: Mapping[str, int | None],
     is_sequence: bool = False,
 ) -> dict[Key, tuple[str, int]]:
-    """For each node the (factor, sections) that a dim of the inputs is, found forward from these.
+    """Return, for each node, the (factor, sections) of a dim of the inputs, found by following it forward.
 
-    is_sequence: also through calls that cannot be sharded along it, and back from where it meets what the calls
-    themselves make (tables of positions, masks).
+    is_sequence: also follow calls that cannot be sharded along it, and go back to tensors that the model itself
+    computes where the dim meets them (tables of positions, masks).
     """
     marks: Marks = {("", Ref(name)): {S(dim)} for name, dim in dims_of_inputs.items() if dim is not None}
-    found: dict[Key, tuple[str, int]] = {}
+    factors: dict[Key, tuple[str, int]] = {}
     for _ in range(len(scopes) + 1):
         _spread(graph, scopes, marks)
-        before = len(found)
+        before = len(factors)
         for scope in scopes:
             for node in scope.nodes:
                 rule = rules[scope.name, node.name][0]
@@ -64,39 +64,39 @@ def follow(
                     for mark in marks.get((scope.name, ref), ()):
                         factor = factor_of(rule, dims, mark)
                         if factor is not None and (is_sequence or factor[0] not in rule.blocked):
-                            found.setdefault((scope.name, node.name), factor)
-                here = found.get((scope.name, node.name))
-                if here:
+                            factors.setdefault((scope.name, node.name), factor)
+                node_factor = factors.get((scope.name, node.name))
+                if node_factor:
                     for index, dims in enumerate(rule.outputs):
-                        placement = find_factor(rule, dims, *here)
+                        placement = find_factor(rule, dims, *node_factor)
                         if placement:
                             marks[scope.name, Ref(node.name, index)] = {placement}
             if is_sequence:
-                _follow_back(scope, rules, marks, found)
-        if len(found) == before:
+                _follow_back(scope, rules, marks, factors)
+        if len(factors) == before:
             break
     if not is_sequence:
-        _follow_draws(graph, scopes, rules, marks, found)
-    return found
+        _follow_draws(graph, scopes, rules, marks, factors)
+    return factors
 
 
 def _follow_draws(
-    graph: Graph, scopes: tuple[Scope, ...], rules: Rules, marks: Marks, found: dict[Key, tuple[str, int]]
+    graph: Graph, scopes: tuple[Scope, ...], rules: Rules, marks: Marks, factors: dict[Key, tuple[str, int]]
 ) -> None:
-    """Numbers that are drawn at random, and what is made of them, are of the batch where they meet it."""
+    """Mark random draws, and tensors computed from them, as having the batch where they meet it."""
     drawn: dict[Key, None] = {}
     for scope in scopes:
-        made: set[str] = set()
+        random: set[str] = set()
         for node in scope.nodes:
             key = scope.name, node.name
-            if key not in found and (node.op == DRAW or any(ref.node in made for ref in node.inputs)):
-                made.add(node.name)
+            if key not in factors and (node.op == DRAW or any(ref.node in random for ref in node.inputs)):
+                random.add(node.name)
                 drawn[key] = None
     if not drawn:
         return
     for _ in range(len(scopes) + 1):
         for scope in scopes:
-            _follow_back(scope, rules, marks, found, drawn)
+            _follow_back(scope, rules, marks, factors, drawn)
         _spread(graph, scopes, marks)
 
 
@@ -104,28 +104,30 @@ def _follow_back(
     scope: Scope,
     rules: Rules,
     marks: Marks,
-    found: dict[Key, tuple[str, int]],
+    factors: dict[Key, tuple[str, int]],
     among: Container[Key] | None = None,
 ) -> None:
-    """Marks what calls of one scope take, and what makes it, by what the calls are found to do. among: the only calls
-    that may be found, where they may not be blocked."""
+    """Mark the inputs of one scope's calls, and the calls that produce them, by the factors of the calls.
+
+    among: the only calls that may be added, if they are not blocked.
+    """
     for node in reversed(scope.nodes):
         key, rule = (scope.name, node.name), rules[scope.name, node.name][0]
-        if among is not None and key not in found and key not in among:
+        if among is not None and key not in factors and key not in among:
             continue
         for index, dims in enumerate(rule.outputs):
-            for mark in marks.get((scope.name, Ref(node.name, index)), ()) if key not in found else ():
+            for mark in marks.get((scope.name, Ref(node.name, index)), ()) if key not in factors else ():
                 factor = factor_of(rule, dims, mark)
                 if factor is not None and (among is None or factor[0] not in rule.blocked):
-                    found[key] = factor
-        for ref, dims in zip(node.inputs, rule.inputs, strict=True) if key in found else ():
-            placement = find_factor(rule, dims, *found[key])
+                    factors[key] = factor
+        for ref, dims in zip(node.inputs, rule.inputs, strict=True) if key in factors else ():
+            placement = find_factor(rule, dims, *factors[key])
             if placement:
                 marks.setdefault((scope.name, ref), {placement})
 
 
 def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], mark: Placement) -> tuple[str, int] | None:
-    """The factor and its sections that put shard `mark` on a tensor with `dims`."""
+    """Return the factor and its sections that give a tensor with `dims` the shard `mark`."""
     if mark.dim >= len(dims):
         return None
     before = 1
@@ -138,9 +140,9 @@ def factor_of(rule: Rule, dims: tuple[tuple[str, ...], ...], mark: Placement) ->
 
 
 def follow_sections(graph: Graph, scopes: tuple[Scope, ...], rules: Rules) -> dict[Key, Sections]:
-    """For each node the section counts worth offering per factor: those that some neighbour's shard needs."""
+    """Return, for each node, the useful section counts per factor: those that a neighbor's shard needs."""
     marks: Marks = {}
-    found: dict[Key, dict[str, set[int]]] = {}
+    sections_of: dict[Key, dict[str, set[int]]] = {}
     seen: dict[Key, int] = {}
     for _ in range(8):
         before = sum(len(placements) for placements in marks.values())
@@ -151,10 +153,10 @@ def follow_sections(graph: Graph, scopes: tuple[Scope, ...], rules: Rules) -> di
                 num_marks = sum(len(marks.get((scope.name, ref), ())) for ref in refs)
                 if seen.get((scope.name, node.name)) != num_marks:  # marks are only added
                     seen[scope.name, node.name] = num_marks
-                    _mark_sections(scope.name, node, rules[scope.name, node.name][0], marks, found)
+                    _mark_sections(scope.name, node, rules[scope.name, node.name][0], marks, sections_of)
         if sum(len(placements) for placements in marks.values()) == before:
             break
-    return {key: {f: tuple(sorted(counts)) for f, counts in value.items()} for key, value in found.items()}
+    return {key: {f: tuple(sorted(counts)) for f, counts in value.items()} for key, value in sections_of.items()}
 
 
 def _mark_sections(
@@ -162,21 +164,21 @@ def _mark_sections(
     node: Node,
     rule: Rule,
     marks: Marks,
-    found: dict[Key, dict[str, set[int]]],
+    sections_of: dict[Key, dict[str, set[int]]],
 ) -> None:
     tensors: list[tuple[Ref, tuple[tuple[str, ...], ...]]] = [
         *zip(node.inputs, rule.inputs, strict=True),
         *((Ref(node.name, i), dims) for i, dims in enumerate(rule.outputs)),
     ]
     shardable = frozenset(rule.shardable)
-    wanted: set[tuple[str, int]] = {(factor, 1) for factor in shardable}
+    pairs: set[tuple[str, int]] = {(factor, 1) for factor in shardable}
     for ref, dims in tensors:
         for mark in marks.get((scope, ref), ()):
             pair = factor_of(rule, dims, mark)
             if pair and pair[0] in shardable:
-                wanted.add(pair)
-    counts = found.setdefault((scope, node.name), {})
-    for factor, sections in wanted:
+                pairs.add(pair)
+    counts = sections_of.setdefault((scope, node.name), {})
+    for factor, sections in pairs:
         if sections > 1:
             counts.setdefault(factor, set()).add(sections)
         for ref, dims in tensors:
