@@ -33,6 +33,7 @@ from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.chain import buffer_across_units
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
 from autopar.ir.graph import Graph
+from autopar.ir.mesh import PIPELINE_AXIS
 from autopar.ir.plan_file import PADDINGS
 from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
@@ -311,7 +312,7 @@ def without_shared_buffers(limits: Constraints, graph: Graph) -> Constraints:
             values=f"pp={limits.degrees['pp']}, buffer {buffer}",
             alternatives=["pp=1", "update the buffer in the module that reads it"],
         )
-    return replace(limits, degrees={**limits.degrees, "pp": 1}) if buffer else limits
+    return replace(limits, degrees={**limits.degrees, PIPELINE_AXIS: 1}) if buffer else limits
 
 
 def paddings_of(limits: Constraints, plan: Plan | None, are_exact: Callable[[], bool]) -> tuple[int, int, int]:

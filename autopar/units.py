@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from codegen.text import bytes_text as bytes_text
 from cost_models.certainty import Certainty
 
@@ -42,3 +44,9 @@ def counted(number: int, noun: str) -> str:
 
 def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def either_text(names: Iterable[str]) -> str:
+    """Names of which one is to be chosen: `a, b or c`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

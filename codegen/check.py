@@ -25,14 +25,12 @@ import torch.nn.functional
 from codegen.runtime.buffer_updates import UpdatingModule
 from codegen.runtime.draw_module import DrawModule
 from codegen.runtime.evaluation import LogitsModule
-from codegen.runtime.mesh import Axis, Mesh
+from codegen.runtime.mesh import AXIS_NAMES, Axis, Mesh
 from codegen.runtime.whole_sums import SummingModule
 from codegen.schemas import EmissionError, Schema, schema_of, schemas_named, signature_of
 
 _VARARGS = frozenset({"view", "reshape", "expand", "permute", "repeat"})
 """Methods that take sizes or dims one by one as well."""
-
-_AXES = frozenset({"pp", "ddp", "dp", "ttp", "tp", "cp", "ep"})
 
 
 def check_files(sources: Mapping[str, str]) -> None:
@@ -126,7 +124,7 @@ class _File:
             if function is None:
                 raise self.fail("torch has no such function", node)
             self.function(node, function, rest, keywords)
-        elif root in _AXES and "." not in rest and rest:
+        elif root in AXIS_NAMES and "." not in rest and rest:
             self.signature(node, getattr(Axis, rest, None), [None, *node.args], keywords)
         elif path.startswith("self.mesh."):
             self.signature(node, getattr(Mesh, rest.removeprefix("mesh."), None), [None, *node.args], keywords)

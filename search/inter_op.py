@@ -73,8 +73,6 @@ from search.pipeline_problem import (
     StageNeed,
     Submesh,
     Tied,
-    all_forward_all_backward,
-    one_forward_one_backward,
 )
 from search.problem import Array
 from search.stage_chain import Chain, Cut, Kind
@@ -91,8 +89,6 @@ __all__ = [
     "StageNeed",
     "Submesh",
     "Tied",
-    "all_forward_all_backward",
-    "one_forward_one_backward",
     "solve_pipeline",
 ]
 

@@ -96,16 +96,6 @@ InFlight = Callable[[int, int], float]
 """in_flight(p, i): the peak number of micro-batches whose activations stage i of p keeps."""
 
 
-def one_forward_one_backward(num_micro_batches: int) -> InFlight:
-    """min(m, p - i): 1F1B (PipeDream-Flush, Narayanan et al. 2021, section 2.2)."""
-    return lambda p, i: min(num_micro_batches, p - i)
-
-
-def all_forward_all_backward(num_micro_batches: int) -> InFlight:
-    """m everywhere: GPipe (Huang et al. 2019, section 2.3)."""
-    return lambda p, i: num_micro_batches
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineProblem:
     """A chain of units to be cut into stages; ``inter_op`` has the objective and the constraints.

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.plan import Plan
 
 MOST_RANKS, MOST_MINIATURES, MOST_UNLIKE = 8, 3, 2
@@ -58,7 +58,7 @@ def cuts_of(plan: Plan) -> tuple[list[Cut], tuple[str, ...]]:
 def _axes(plan: Plan) -> tuple[str, ...]:
     """Return the plan's axes with several ranks, the pipeline axis first."""
     mesh_axes = tuple(axis for axis, size in zip(plan.mesh.axes, plan.mesh.sizes, strict=True) if size > 1)
-    return (("pp",) if plan.pipeline.num_pipeline_ranks > 1 else ()) + mesh_axes
+    return ((PIPELINE_AXIS,) if plan.pipeline.num_pipeline_ranks > 1 else ()) + mesh_axes
 
 
 def axis_sets(axes: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -101,7 +101,7 @@ def _unlike(axes: tuple[str, ...], first: Mesh, second: Mesh) -> Cut:
             break
         sizes[axis] = 1, 1
     meshes = tuple(Mesh(axes, tuple(sizes[a][i] for a in axes)) for i in (0, 1))
-    return Cut({"pp": 2} | {axis: max(pair) for axis, pair in sizes.items() if max(pair) > 1}, meshes)
+    return Cut({PIPELINE_AXIS: 2} | {axis: max(pair) for axis, pair in sizes.items() if max(pair) > 1}, meshes)
 
 
 def _pair(first: int, second: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from autopar.rules.execute import DROPOUT_KEY
 from autopar.rules.localize import tensor_placements
 from autopar.rules.outcome import Prepared
 from autopar.rules.rule import AxisOption, Rule
-from autopar.rules.simulate import AXIS_NAMES, SimulatedMesh, Sizes
+from autopar.rules.simulate import SIMULATED_AXES, SimulatedMesh, Sizes
 from codegen.check import check_files
 from codegen.emit import emit_model
 from codegen.program import ModuleClass, Program, Spec
@@ -41,7 +41,7 @@ def program_of(
         {("", Ref(name)): places for name, places in zip(names, places_in, strict=True)},
         {},
     )
-    mesh = Mesh(AXIS_NAMES[: len(sizes)], sizes)
+    mesh = Mesh(SIMULATED_AXES[: len(sizes)], sizes)
     operators = {key: Operator(scope="", node=node, inputs=inputs, rule=rule, has_rule=True, batch=None, sections={})}
     shared = Shared(
         graph=graph,

@@ -27,7 +27,7 @@ from autopar.frontend.inputs import NamedBatch, name_inputs
 from autopar.integrations.batches import random_batch
 from autopar.ir.chain import chain
 from autopar.ir.graph import layer_names
-from autopar.ir.mesh import ZERO_AXES
+from autopar.ir.mesh import DATA_AXES, PIPELINE_AXIS, ZERO_AXES, Mesh
 from autopar.ir.stage_mesh import StageMesh
 from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
@@ -40,6 +40,7 @@ from autopar.verify_report import VerifyReport
 from codegen.logits import without_logits
 from codegen.program import Call, PipelineProgram, Program
 from codegen.runtime.optimizers import takes_names
+from cost_models.schedule import schedule_named
 
 STEPS, MOST_MICRO_BATCHES, MOST_LAYERS = 3, 4, 16
 Miniature = tuple[nn.Module, Mapping[str, Any] | tuple[Any, ...], Callable[..., torch.Tensor] | None]
@@ -79,8 +80,8 @@ def train_miniature(
     """
     plan = compiled.plan
     micro_batches = min(plan.num_micro_batches, MOST_MICRO_BATCHES)
-    rows = 2 * micro_batches * math.prod(cut.degrees.get(axis, 1) for axis in ("dp", "ddp", "ep"))
-    stages = plan.pipeline.num_chunks * cut.degrees.get("pp", 1)
+    rows = 2 * micro_batches * math.prod(cut.degrees.get(axis, 1) for axis in DATA_AXES)
+    stages = plan.pipeline.num_chunks * cut.degrees.get(PIPELINE_AXIS, 1)
     model, inputs, loss_fn = miniature or own_miniature(compiled, max(2, stages), rows, is_wide=is_rounded)
     optimizer, substitute = optimizer_of(compiled, model)
     with temporary_folder() as folder:
@@ -182,14 +183,14 @@ def constraints_of(compiled: CompiledProgram, degrees: Mapping[str, int], folder
     folder: of this machine; replaces the plan's folder for the optimizer's state.
     """
     plan = compiled.plan
-    constraints: dict[str, Any] = {axis: degrees.get(axis, 1) for axis in ("pp", "ddp", "cp", "ep", "ttp", "tp")}
-    constraints["dp"] = degrees.get("dp", 1) * degrees.get("ddp", 1) * degrees.get("ep", 1)
-    if degrees.get("pp", 1) > 1:
+    pipeline_ranks, mesh = degrees.get(PIPELINE_AXIS, 1), Mesh(tuple(degrees), tuple(degrees.values()))
+    constraints: dict[str, Any] = {PIPELINE_AXIS: pipeline_ranks, **mesh.degrees}
+    if pipeline_ranks > 1:
         constraints["schedule"] = plan.pipeline.schedule
-        if plan.pipeline.schedule == "interleaved":
+        if schedule_named(plan.pipeline.schedule).chooses_chunks:
             constraints["chunks"] = plan.pipeline.num_chunks
     zero = {s.zero for scope in plan.scopes.values() for s in scope.parameters.values()} - {0}
-    if len(zero) == 1 and any(degrees.get(axis, 1) > 1 for axis in ZERO_AXES):
+    if len(zero) == 1 and any(mesh.size(axis) > 1 for axis in ZERO_AXES):
         constraints["zero"] = max(zero)
     offload = plan.pipeline.offload
     if offload == "parameters" and constraints.get("zero") != 3:

@@ -37,8 +37,10 @@ from autopar.report.tables import VisibleConsole
 from autopar.settings.arguments import check_numbers
 from autopar.settings.compile_options import CompileOptions
 from autopar.training.loop import resolve_cluster
-from autopar.units import bytes_text, seconds_text
+from autopar.units import bytes_text, either_text, seconds_text
+from codegen.axes import AXES
 from cost_models.mixed import AnyCluster
+from cost_models.schedule import SCHEDULES
 
 USER_ERROR, RANK_FAILED, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 1, 70, 130, 141
 """Exit codes. The last two are a shell's codes for SIGINT and SIGPIPE."""
@@ -79,9 +81,10 @@ Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="a constraint; may be repeated. pp=2, ddp=2, dp=4, ttp=2, tp=2: degrees; micro_batches=8; zero=3; "
-        "schedule=gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v; chunks=2: stages per pipeline rank, "
-        "interleaved; "
+        help=f"a constraint; may be repeated. {', '.join(f'{axis}=2' for axis in AXES)}: degrees; "
+        "micro_batches=8; zero=3; "
+        f"schedule={either_text(SCHEDULES)}; chunks=2: stages per pipeline rank, "
+        f"{either_text(name for name, schedule in SCHEDULES.items() if schedule.chooses_chunks)}; "
         "recompute=none, offload, selective or full; offload=none, optimizer or parameters; memory=20GiB",
         metavar="NAME=VALUE",
     ),

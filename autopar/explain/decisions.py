@@ -9,13 +9,14 @@ from typing import Any
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
-from autopar.ir.mesh import AXIS_NAMES
+from autopar.ir.mesh import AXIS_NAMES, PIPELINE_AXIS
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES
 from autopar.plan import Plan
 from autopar.planning.equal_configs import Shape, expert_degrees, micro_batch_counts, shapes
 from autopar.planning.request import Request, divisors
 from autopar.report.plan_words import recompute_modes, zero_stage
 from autopar.settings.constraints import Constraints
+from codegen.axes import AXES
 from cost_models.schedule import SCHEDULES
 
 PINS = (*AXIS_NAMES, "etp", "zero", "micro_batches", "schedule", "chunks", "recompute", "offload", "context")
@@ -46,7 +47,7 @@ def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[De
             if stage != zero_stage(plan):
                 yield Decision("zero", str(stage), replace(limits, zero=stage))
     if limits.schedule is None and plan.pipeline.num_pipeline_ranks > 1:
-        degrees = {**limits.degrees, "pp": plan.pipeline.num_pipeline_ranks}
+        degrees = {**limits.degrees, PIPELINE_AXIS: plan.pipeline.num_pipeline_ranks}
         for schedule in SCHEDULES:
             if schedule != plan.pipeline.schedule:
                 yield Decision("schedule", schedule, replace(limits, schedule=schedule, degrees=degrees))
@@ -80,7 +81,7 @@ def _degrees(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]
     degrees = {axis: mesh.size(axis) for axis in ("cp", "ttp", "tp")}
     chosen = Shape(pp=plan.pipeline.num_pipeline_ranks, dp=mesh.num_data_ranks, **degrees)
     for axis, here in chosen._asdict().items():
-        if axis not in limits.degrees and not (axis == "dp" and "ddp" in limits.degrees):
+        if axis not in limits.degrees and not (AXES[axis].cuts_batch and "ddp" in limits.degrees):
             for size in neighbours(sorted({getattr(shape, axis) for shape in legal}), here):
                 yield Decision(axis, str(size), replace(limits, degrees={**limits.degrees, axis: size}))
     ep, data = plan.mesh.size("ep"), plan.mesh.num_data_ranks // plan.mesh.size("ddp")

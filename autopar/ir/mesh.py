@@ -11,22 +11,29 @@ import re
 from dataclasses import dataclass
 
 from autopar.ir.placement import Placements, Rp
+from codegen.axes import AXES
 
-AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "ttp", "tp")
-"""Pipeline, data (replicas of ZeRO groups, and within such a group), context, expert and tensor parallelism, which has
-two axes where its ranks are a grid: `ttp` is to `tp` what `ddp` is to `dp`, the outer one. No name ends in a digit, as
-a size follows it in texts."""
+AXIS_NAMES = tuple(AXES)
+"""Tensor parallelism has two axes where its ranks are a grid: `ttp` is to `tp` what `ddp` is to `dp`, the outer one. No
+name ends in a digit, as a size follows it in texts."""
 
-DATA_AXES = ("ddp", "dp", "ep")
+(PIPELINE_AXIS,) = (name for name, kind in AXES.items() if kind.has_stages)
+"""The axis of the pipeline, which a plan has beside its mesh."""
+
+SHARDING_AXES = tuple(name for name, kind in AXES.items() if not kind.has_stages)
+
+DATA_AXES = tuple(name for name, kind in AXES.items() if kind.cuts_batch)
 """Axes that shard the batch; `ep` shards the experts of a mixture beside it."""
 
-TENSOR_AXES = ("ttp", "tp")
+TOKEN_AXES = tuple(name for name, kind in AXES.items() if kind.cuts_tokens)
+
+TENSOR_AXES = tuple(name for name, kind in AXES.items() if kind.cuts_features)
 """Axes that cut features. Where experts are folded, they cut tokens and experts of a mixture's layers instead."""
 
-EXPERT_AXES = ("cp", "ep", *TENSOR_AXES)
+EXPERT_AXES = tuple(name for name, kind in AXES.items() if kind.cuts_experts)
 """Axes over which the experts of a mixture may be shared out, as one axis."""
 
-ZERO_AXES = ("dp", "cp", "ep")
+ZERO_AXES = tuple(name for name, kind in AXES.items() if kind.shards_optimizer)
 """Axes over which ZeRO shards what all their ranks have whole; over `ddp` are copies of its shards."""
 
 
@@ -71,7 +78,12 @@ class Mesh:
     @property
     def num_token_ranks(self) -> int:
         """Count the ranks that have different tokens."""
-        return self.num_data_ranks * self.size("cp")
+        return math.prod(self.size(axis) for axis in TOKEN_AXES)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Return the sizes of all axes but the pipeline's, as constraints name them: dp with ep inside it."""
+        return {axis: self.size(axis) for axis in SHARDING_AXES} | {"dp": self.num_data_ranks // self.size("ddp")}
 
     def stride(self, axis: str) -> int:
         """Return the distance between neighboring ranks of one group of `axis`."""

@@ -16,7 +16,7 @@ import yaml
 from autopar.errors import ConstraintError, PlanError
 from autopar.files.text_files import near, parse_yaml, shown
 from autopar.ir.compression import Compression
-from autopar.ir.mesh import AXIS_NAMES, Mesh
+from autopar.ir.mesh import AXIS_NAMES, PIPELINE_AXIS, SHARDING_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import (
     OFFLOADS,
@@ -167,7 +167,7 @@ class _Reader:
             scopes=scopes,
             prediction=self._prediction(),
             runner_ups=tuple(self._runner_up(path, entry) for path, entry in self.items(("runner_ups",), self.data)),
-            pipeline=self._pipeline(whole.size("pp"), stage_meshes, pipeline),
+            pipeline=self._pipeline(whole.size(PIPELINE_AXIS), stage_meshes, pipeline),
             compression=self._compression(),
             fp8=self.flag(("fp8",), self.data.get("fp8", False)),
             basis=self._basis(),
@@ -242,7 +242,7 @@ class _Reader:
         whole = self.parsed(("mesh",), Mesh.parse, self.data["mesh"])
         if not set(whole.axes) <= set(AXIS_NAMES):
             raise self.fail(("mesh",), f"{whole} has an unknown axis", f"axes {', '.join(AXIS_NAMES)}")
-        if "pp" in whole.axes[1:]:
+        if PIPELINE_AXIS in whole.axes[1:]:
             raise self.fail(
                 ("mesh",), "pp must be the first axis: every stage is a block of neighboring ranks", "pp2 x dp2"
             )
@@ -270,12 +270,12 @@ class _Reader:
         """Return the pipeline ranks' own meshes, if the file has them."""
         path = ("pipeline", "positions")
         entries = self.items(path, pipeline)
-        if entries and (len(entries) != whole.size("pp") or whole.axes != ("pp",)):
+        if entries and (len(entries) != whole.size(PIPELINE_AXIS) or whole.axes != (PIPELINE_AXIS,)):
             raise self.fail(path, f"{len(entries)} pipeline ranks for the mesh {whole}", f"mesh: pp{len(entries)}")
         stage_meshes = tuple(self.parsed(path, StageMesh.parse, text) for path, text in entries)
         for (where, _), stage_mesh in zip(entries, stage_meshes, strict=True):
-            if not set(stage_mesh.mesh.axes) <= set(AXIS_NAMES[1:]):
-                raise self.fail(where, f"{stage_mesh.mesh} has an unknown axis", f"axes {', '.join(AXIS_NAMES[1:])}")
+            if not set(stage_mesh.mesh.axes) <= set(SHARDING_AXES):
+                raise self.fail(where, f"{stage_mesh.mesh} has an unknown axis", f"axes {', '.join(SHARDING_AXES)}")
         return stage_meshes
 
     def _pipeline(
@@ -295,7 +295,7 @@ class _Reader:
             raise self.fail(("pipeline", "offload"), f"{shown(offload)} is unknown", legal)
         path, schedule = ("pipeline", "schedule"), data.get("schedule", "")
         if schedule or num_pipeline_ranks > 1:
-            schedule = self.word(path, schedule, SCHEDULES)
+            schedule = self.word(path, schedule, tuple(SCHEDULES))
         offload = "" if offload == "none" else offload
         return Pipeline(
             num_pipeline_ranks=num_pipeline_ranks,
@@ -387,4 +387,4 @@ class _Reader:
 
 def _inner(whole: Mesh) -> Mesh:
     """Return a mesh without its pipeline axis."""
-    return Mesh(whole.axes[1:], whole.sizes[1:]) if "pp" in whole.axes else whole
+    return Mesh(whole.axes[1:], whole.sizes[1:]) if PIPELINE_AXIS in whole.axes else whole

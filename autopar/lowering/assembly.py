@@ -23,7 +23,7 @@ from codegen.program import Call, PipelineProgram, Program
 from codegen.schemas import EmissionError
 from codegen.strides import with_strides
 from codegen.verify import check_types
-from cost_models.schedule import make_schedule, placement, schedule_text
+from cost_models.schedule import make_schedule, placement, schedule_named, schedule_text
 
 HOST = "host"
 
@@ -100,7 +100,7 @@ def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:
         schedule=tuple(lines),
         recompute=tuple(_split(stage.recompute)[0] for stage in pipeline.stages),
         offload=tuple(_split(stage.recompute)[1] for stage in pipeline.stages),
-        defers_weights=name.startswith("zero-bubble"),
+        defers_weights=schedule_named(name).defers_weights,
         meshes=tuple(stage_mesh.mesh for stage_mesh in pipeline.stage_meshes),
         first_ranks=first_ranks(pipeline.stage_meshes),
     )

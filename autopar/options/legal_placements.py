@@ -8,10 +8,11 @@ import itertools
 from collections.abc import Mapping
 
 from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta
-from autopar.ir.mesh import DATA_AXES, Mesh, zero_axes
+from autopar.ir.mesh import Mesh, zero_axes
 from autopar.ir.placement import Placement, Placements, R, Rp, S, divides
 from autopar.options.scopes import Scope, scopes_of
 from autopar.options.strategies import Option, expert_parameters, placement_choices
+from codegen.axes import AXES
 
 Uses = dict[Ref, list[tuple[str, str, int]]]
 """(kind, user, position) of every use of every Ref; kind is operator, run, output or loss."""
@@ -35,7 +36,7 @@ class LegalPlacements:
         wanted = self.wanted(scope, ref)
         for axis, name in enumerate(self.mesh.axes):
             seen = {placements[axis] for placements in wanted}
-            if name == "cp" and (scope.name, ref) not in expert_parameters(self.graph):
+            if AXES[name].cuts_sequence and (scope.name, ref) not in expert_parameters(self.graph):
                 seen = {p for p in seen if not p.is_shard} or {Rp if meta.requires_grad else R}
             if any(p.kind == "P" for p in seen):
                 seen.add(R)
@@ -51,8 +52,9 @@ class LegalPlacements:
         `cp` as its users request, other axes along any other dim."""
         per_axis, wanted = [], self.wanted(self.scopes[""], Ref(name))
         for number, axis in enumerate(self.mesh.axes):
-            dims = [batch_dim] if axis in DATA_AXES else [d for d in range(len(meta.shape)) if d != batch_dim]
-            shards = {p[number] for p in wanted} if axis == "cp" else {S(d) for d in dims if d is not None}
+            kind = AXES[axis]
+            dims = [batch_dim] if kind.cuts_batch else [d for d in range(len(meta.shape)) if d != batch_dim]
+            shards = {p[number] for p in wanted} if kind.cuts_sequence else {S(d) for d in dims if d is not None}
             per_axis.append([R, *sorted(p for p in shards if p.is_shard)])
         return tuple(c for c in itertools.product(*per_axis) if divides(meta.shape, c, self.mesh.sizes))
 

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Graph, Input, LayerRun, Node, Ref, TensorMeta, base_name, derived, is_causal
-from autopar.ir.mesh import DATA_AXES, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, R, Rp, divides
 from autopar.operators.traits import ATTENTION, MATMULS
 from autopar.options.expert_dims import ExpertDims, expert_dims
@@ -32,6 +32,7 @@ from autopar.rules.experts import EXPERT_LINEAR, ROUTED, ROWS_AND_EXPERTS
 from autopar.rules.localize import combines
 from autopar.rules.registry import rule_for
 from autopar.rules.rule import AxisOption, Rule, axis_options, label_of
+from codegen.axes import AXES
 
 UNCUT = ("R", "Rp", "P")
 """Labels of options that shard nothing."""
@@ -292,7 +293,8 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
     calls that compute their weights are sharded by expert on `ep`, and only there; other calls on tensors sorted by
     expert may be.
     """
-    if axis == "cp":
+    kind = AXES[axis]
+    if kind.cuts_sequence:
         return _context_choices(operator, size)
     batch = operator.batch
     sections = dict(operator.sections)
@@ -303,16 +305,16 @@ def _axis_choices(operator: Operator, axis: str, size: int) -> list[AxisOption]:
     batch_label = None if batch is None else label_of(*batch)
     is_batch = [option.label.split("/")[0] == batch[0] if batch else False for option in options]
     routed = [option for option in options if option.label == ROWS_AND_EXPERTS]
-    if axis == "ep" and (routed or operator.experts):
+    if kind.cuts_batch and kind.cuts_experts and (routed or operator.experts):
         return routed or [option for option in options if option.label == operator.experts]
-    if axis not in DATA_AXES:
+    if not kind.cuts_batch:
         name = ROWS_AND_EXPERTS if operator.node.op == EXPERT_LINEAR else positions[0] if positions else ""
         tokens = label_of(name, positions[1]) if positions else None
         joint = [o.lowering != HALO and operator.rule.joint(o.label) is not None for o in options]
         barred = [in_batch or is_joint for in_batch, is_joint in zip(is_batch, joint, strict=True)]
         return [o for o, is_barred in zip(options, barred, strict=True) if not is_barred or o.label == tokens]
     kept = {batch_label} if any(option.label == batch_label for option in options) else set(UNCUT)
-    if axis == "ep" and operator.by_expert is not None:
+    if kind.cuts_experts and operator.by_expert is not None:
         kept.add(operator.by_expert)
     return [option for option in options if option.label in kept]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.ir.mesh import DATA_AXES
+from autopar.ir.mesh import DATA_AXES, PIPELINE_AXIS
 from autopar.page.markup import AXIS_COLORS, Markup, element, section
 from autopar.program import GeneratedProgram
 from autopar.units import counted
@@ -40,7 +40,7 @@ def places_of(compiled: GeneratedProgram) -> list[Place]:
         program = compiled.program
         pipeline_rank, stage_rank = program.place(rank) if isinstance(program, PipelineProgram) else (0, rank)
         mesh = meshes[pipeline_rank].mesh.compact
-        stages = {"pp": pipeline_rank} if len(meshes) > 1 else {}
+        stages = {PIPELINE_AXIS: pipeline_rank} if len(meshes) > 1 else {}
         places.append(Place(rank, nodes[rank], stages | mesh.coordinate(stage_rank)))
     return places
 

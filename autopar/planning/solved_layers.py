@@ -35,6 +35,7 @@ from autopar.planning.request import Request, decode, divisors, pricer_for
 from autopar.planning.search_space import SearchSpace, build_search_space
 from autopar.planning.waiting import Stretch, with_host
 from autopar.settings.constraints import Constraints
+from codegen.axes import AXES
 from search.intra_op import solve
 from search.problem import InfeasibleError, Problem, Solution
 
@@ -179,7 +180,7 @@ class SolvedLayers:
         # Where tp and ttp join neighbours, their costs do not depend on how many groups of it there are.
         costed = (
             mesh
-            if mesh.axes[:1] in (("tp",), ("ttp",)) and tp * ttp < mesh.num_ranks
+            if mesh.axes and AXES[mesh.axes[0]].cuts_features and tp * ttp < mesh.num_ranks
             else Key(tp=tp, ttp=ttp, cp=cp, ep=ep, num_data=1 + has_data, rows=rows).mesh
         )
         num_data, can_estimate = 1 + solved_with_data, self.request.trace.can_estimate

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ir.mesh import AXIS_NAMES
 from autopar.ir.placement import P, Placement, Placements, R, Rp
 
 Coordinate = tuple[int, ...]
 Sizes = tuple[int, ...]
-AXIS_NAMES = ("dp", "tp", "cp", "ep", "ttp", "ddp")
+SIMULATED_AXES = ("dp", "tp", "cp", "ep", "ttp", "ddp")
 
 
 def conjugate(placement: Placement) -> Placement:
@@ -198,7 +199,7 @@ class SimulatedMesh:
         for axis in object.__getattribute__(self, "axes"):
             if axis.name == name:
                 return axis  # type: ignore[no-any-return]
-        if name in ("pp", *AXIS_NAMES):
+        if name in AXIS_NAMES:
             return SimulatedAxis(name, 1, 0, _Board(1, threading.Barrier(1), [None]))
         raise AttributeError(name)
 
@@ -212,7 +213,7 @@ def meshes(axis_sizes: Sizes) -> dict[Coordinate, SimulatedMesh]:
         axes = []
         for axis, size in enumerate(axis_sizes):
             board = _board(boards, (axis,), rank[:axis] + rank[axis + 1 :], size)
-            axes.append(SimulatedAxis(AXIS_NAMES[axis], size, rank[axis], board))
+            axes.append(SimulatedAxis(SIMULATED_AXES[axis], size, rank[axis], board))
         mesh_of[rank] = SimulatedMesh(tuple(axes), number, len(ranks), boards)
     return mesh_of
 

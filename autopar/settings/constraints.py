@@ -32,7 +32,7 @@ from typing import Any
 from autopar.errors import ConstraintError
 from autopar.files.text_files import near, shown
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import AXIS_NAMES, TENSOR_AXES, Mesh
+from autopar.ir.mesh import AXIS_NAMES, SHARDING_AXES, TENSOR_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES, is_offload
 from autopar.options.scopes import Scope, scopes_of
@@ -48,13 +48,13 @@ from autopar.options.strategies import (
 from autopar.rules.attention import EXCHANGES, HEADS
 from autopar.rules.rule import AxisOption
 from autopar.settings.arguments import whole, word
+from autopar.units import either_text
+from codegen.axes import AXES
 from cost_models.schedule import SCHEDULES
 
-_AXES = AXIS_NAMES
-_SHARDING_AXES = AXIS_NAMES[1:]
 _SCALARS = ("etp", "zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload", "context")
 _WORDS: Mapping[str, tuple[str, ...]] = {
-    "schedule": SCHEDULES,
+    "schedule": tuple(SCHEDULES),
     "recompute": RECOMPUTE_MODES,
     "context": (*EXCHANGES, "heads"),
 }
@@ -104,11 +104,11 @@ class Constraints:
                 "constraints must map names to values", values=shown(settings), alternatives="a dict such as {'tp': 2}"
             )
         settings = dict(settings or {})
-        names = (*_AXES, *_SCALARS, *_PATTERNS)
+        names = (*AXIS_NAMES, *_SCALARS, *_PATTERNS)
         for key in settings:
             if key not in names:
                 raise ConstraintError("unknown constraint", values=shown(key), alternatives=near(key, names))
-        degrees = {axis: whole(axis, settings[axis], 1) for axis in _AXES if axis in settings}
+        degrees = {axis: whole(axis, settings[axis], 1) for axis in AXIS_NAMES if axis in settings}
         etp = whole("etp", settings["etp"], 1) if settings.get("etp") is not None else None
         zero = whole("zero", settings["zero"], 0) if "zero" in settings else None
         if zero is not None and zero > 3:
@@ -140,13 +140,14 @@ class Constraints:
     def _check_together(self) -> None:
         """Raise ConstraintError for pins that exclude one another."""
         pipeline_ranks, chunks = self.degrees.get("pp"), self.chunks or 1
-        is_chosen = self.schedule in (None, "interleaved") or (self.schedule == "zero-bubble-v" and chunks == 2)
+        is_chosen = self.schedule is None or SCHEDULES[self.schedule].allows(chunks)
+        choosing = [name for name, schedule in SCHEDULES.items() if schedule.chooses_chunks]
         rules = (
             (pipeline_ranks == 1 and self.schedule, "a schedule is of a pipeline", f"schedule={self.schedule}, pp=1"),
             (pipeline_ranks == 1 and chunks > 1, "several chunks are of a pipeline", f"chunks={chunks}, pp=1"),
             (
                 chunks > 1 and not is_chosen,
-                "the schedule interleaved alone has a number of stages per pipeline rank that can be chosen",
+                f"the number of stages per pipeline rank can be chosen for the schedule {either_text(choosing)} alone",
                 f"chunks={chunks}, schedule={self.schedule}",
             ),
             (
@@ -248,10 +249,10 @@ class Constraints:
         nor heads, or if ttp x tp does not divide the experts or the positions of their rows."""
         if self.etp is not None and operator.multiplies_by_expert:
             return self._folded(operator, options, mesh)
-        is_free = self.context is None or "cp" not in mesh.axes
-        if is_free or operator.positions is None or not can_cut_context(operator):
+        cutting = [number for number, axis in enumerate(mesh.axes) if AXES[axis].cuts_sequence]
+        if self.context is None or not cutting or operator.positions is None or not can_cut_context(operator):
             return options
-        number = mesh.axes.index("cp")
+        (number,) = cutting
         agreeing = tuple(option for option in options if _exchange(option.axes[number]) == self.context)
         if not agreeing:
             queries, keys = (operator.inputs[i].shape[-3:-1] for i in (0, 1))
@@ -381,9 +382,9 @@ def _patterns(key: str, table: Any) -> tuple[Pattern, ...]:
                 f"{key}[{glob!r}] must map axes to placements", values=shown(wanted), alternatives=str(error)
             ) from None
         for axis, _ in pairs:
-            if axis not in _SHARDING_AXES:
+            if axis not in SHARDING_AXES:
                 raise ConstraintError(
-                    f"{key}[{glob!r}] names an unknown axis", values=axis, alternatives=" or ".join(_SHARDING_AXES)
+                    f"{key}[{glob!r}] names an unknown axis", values=axis, alternatives=" or ".join(SHARDING_AXES)
                 )
         patterns.append((str(glob), pairs))
     return tuple(patterns)

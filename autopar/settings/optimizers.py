@@ -21,7 +21,7 @@ from autopar.costs.updates import DefaultAdamW
 from autopar.errors import ConstraintError
 from autopar.frontend import fakes
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import AXIS_NAMES, Mesh, zero_axes
+from autopar.ir.mesh import PIPELINE_AXIS, SHARDING_AXES, Mesh, zero_axes
 from autopar.ir.placement import Placement, Stored
 from autopar.options.scopes import scopes_of
 from autopar.plan import Plan
@@ -136,12 +136,12 @@ def limited(limits: Constraints, needs: Needs, graph: Graph) -> Constraints:
         return limits
     names = _names(needs, graph)
     is_all = all(p.is_buffer or p.name in names for p in graph.parameters)
-    whole = tuple((axis, Placement("R")) for axis in AXIS_NAMES[1:])
+    whole = tuple((axis, Placement("R")) for axis in SHARDING_AXES)
     globs = ["*"] if is_all else [glob.escape(name) for name in _one_of_each_class(names, graph)]
     pins: tuple[Pattern, ...] = tuple((pattern, whole) for pattern in globs)
     offloaded = f", and with offload={limits.offload} parameters must be unsharded" * (not needs.is_coupled)
     warnings.warn(f"{needs.problem}{offloaded}: the search considers only such plans", stacklevel=6)
-    degrees = {"pp": 1, **limits.degrees} if needs.is_coupled else limits.degrees
+    degrees = {PIPELINE_AXIS: 1, **limits.degrees} if needs.is_coupled else limits.degrees
     zero = 0 if limits.zero is None else limits.zero
     return replace(limits, degrees=degrees, zero=zero, parameters=(*limits.parameters, *pins))
 

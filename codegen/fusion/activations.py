@@ -117,12 +117,19 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
             fits=_bias_gelu_fits,
             build=_build_bias_gelu,
             saves=("x", "bias"),
+            launches=(1, 2),
         )
         for form in _forms(_gelu(_BIASED))
     ),
     *(
         Pattern(
-            name="GELU", target="aten.gelu.default", leaves=("x",), template=form, fits=_gelu_fits, build=_build_gelu
+            name="GELU",
+            target="aten.gelu.default",
+            leaves=("x",),
+            template=form,
+            fits=_gelu_fits,
+            build=_build_gelu,
+            on_cpu=True,  # torch's own call
         )
         for form in written_gelu(Leaf("x"))
     ),

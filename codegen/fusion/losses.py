@@ -144,6 +144,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         fits=_linear_cross_entropy_fits,
         build=_linear_cross_entropy,
         pays=_linear_cross_entropy_pays,
+        on_cpu=True,
     ),
     Pattern(
         name="cross-entropy",
@@ -154,5 +155,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         build=_cross_entropy,
         saves=("logits", "target"),
         row_bytes=8,  # the largest logit and the logarithm of the sum
+        launches=(3, 1),  # forward adds up the losses and divides
+        needs_whole=True,
     ),
 )

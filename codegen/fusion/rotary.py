@@ -89,6 +89,8 @@ PATTERNS: Final[tuple[Pattern, ...]] = tuple(
         beside=(rotated("q", interleaved, partial),),
         results=(Result("rotated q", ("q", "cos", "sin")),),
         saves=("cos", "sin"),
+        needs_whole=True,
+        is_linear=True,
     )
     for interleaved in (False, True)
     for partial in (True, False)

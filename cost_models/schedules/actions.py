@@ -40,11 +40,11 @@ def interned(kind: Kind, stage: int, micro: int) -> Action:
     return Action(kind, stage, micro)
 
 
-Schedule: TypeAlias = Sequence[Sequence[Action]]
+Lines: TypeAlias = Sequence[Sequence[Action]]
 """The actions of each pipeline rank, in the order in which it runs them."""
 
 
-def schedule_text(schedule: Schedule) -> str:
+def schedule_text(schedule: Lines) -> str:
     """Return one line per pipeline rank, actions separated by spaces; each line ends with a newline."""
     return "".join(" ".join(map(str, line)) + "\n" for line in schedule)
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from cost_models.schedules.actions import Action, Schedule
+from cost_models.schedules.actions import Action, Lines
 
 Edges: TypeAlias = Sequence[tuple[int, int]]
 """(source stage, target stage) of tensors that are sent forward, and whose gradients are sent back."""
@@ -99,7 +99,7 @@ def _lists(num_stages: int) -> list[list[_Edge]]:
 
 
 def sweep(
-    schedule: Schedule, shape: Shape, edges: Edges, seconds: Mapping[str, Sequence[float]], transfers: Sequence[float]
+    schedule: Lines, shape: Shape, edges: Edges, seconds: Mapping[str, Sequence[float]], transfers: Sequence[float]
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Return start and end of each action, per pipeline rank.
 
@@ -150,7 +150,7 @@ def sweep(
     return starts, ends
 
 
-def _deadlock(schedule: Schedule, shape: Shape, wiring: _Wiring, heads: list[int]) -> str:
+def _deadlock(schedule: Lines, shape: Shape, wiring: _Wiring, heads: list[int]) -> str:
     """Follow the pipeline ranks that wait for one another until one repeats; return the cycle as text."""
     rank = next(index for index, line in enumerate(schedule) if heads[index] < len(line))
     chain: list[tuple[int, str]] = []

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cost_models.schedules.actions import Action, Schedule, StageTimes
+from cost_models.schedules.actions import Action, Lines, StageTimes
 from cost_models.schedules.sweep import Shape, sweep
 
 
@@ -72,7 +72,7 @@ class Timeline:
 
 
 def simulate(
-    schedule: Schedule, times: Sequence[StageTimes], transfer_seconds: Mapping[tuple[int, int], float], shape: Shape
+    schedule: Lines, times: Sequence[StageTimes], transfer_seconds: Mapping[tuple[int, int], float], shape: Shape
 ) -> Timeline:
     """Simulate `schedule`, of this shape, with the `times` of each stage. The equations are in ``sweep``.
 
@@ -102,7 +102,7 @@ def simulate(
     )
 
 
-def _halves(schedule: Schedule, times: Sequence[StageTimes]) -> list[tuple[float, float]]:
+def _halves(schedule: Lines, times: Sequence[StageTimes]) -> list[tuple[float, float]]:
     split = {action.stage for line in schedule for action in line if action.kind == "I"}
     return [stage.split() if index in split else (0.0, 0.0) for index, stage in enumerate(times)]
 

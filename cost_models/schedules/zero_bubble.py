@@ -20,12 +20,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from cost_models.schedules.actions import Action, Kind, StageTimes, interned
+from cost_models.schedules.actions import Action, Kind, Lines, StageTimes, interned
 from cost_models.schedules.list_scheduler import Queue, Worker, list_schedule
+from cost_models.schedules.record import folded
 from cost_models.schedules.sweep import Shape
 from cost_models.schedules.timeline import simulate
-
-Lines = tuple[tuple[Action, ...], ...]
 
 EQUAL = StageTimes(1.0, 2.0, 1.0, 1.0)
 
@@ -57,7 +56,7 @@ def v_shaped(p: int, m: int) -> Lines:
     best = tuple(_v_line(rank, p, m) for rank in range(p))
     if m >= 2 * p - 1:
         return best
-    shape, times = Shape(m, (*range(p), *reversed(range(p)))), [EQUAL] * (2 * p)
+    shape, times = Shape(m, folded(p)), [EQUAL] * (2 * p)
     free = {(stage, stage + 1): 0.0 for stage in range(2 * p - 1)}
     best_seconds = simulate(best, times, free, shape).makespan
     for queues in _v_priorities(p, m, 2 * min(m, p)):

@@ -137,7 +137,7 @@ def chain(layers: int, stages: int, points: tuple[Point, ...], memory: float, m:
         (Submesh("gpu", "all", 1, memory),),
         {"all": stages},
         {("layer", "gpu"): points},
-        inter_op.one_forward_one_backward(m),
+        pipeline_problems.one_forward_one_backward(m),
         m,
         **more,
     )
@@ -214,7 +214,7 @@ def test_problems_that_do_not_fit_together_are_refused(change: dict[str, object]
         "submeshes": (Submesh("gpu", "all", 1, 1.0),),
         "groups": {"all": 2},
         "points": {},
-        "in_flight": inter_op.all_forward_all_backward(4),
+        "in_flight": pipeline_problems.all_forward_all_backward(4),
         "num_micro_batches": 4,
     }
     with pytest.raises(ValueError):

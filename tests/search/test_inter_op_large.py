@@ -20,7 +20,7 @@ def test_uneven_cuts_have_the_closed_form(layers: int, stages: int) -> None:
         (Submesh("gpu", "all", 1, 1e9),),
         {"all": stages},
         {("layer", "gpu"): (Point("only", 3.0, 3.0, 0.25, 1.0, 1.0, 0.0),)},
-        inter_op.one_forward_one_backward(32),
+        pipeline_problems.one_forward_one_backward(32),
         32,
     )
     solution = inter_op.solve_pipeline(problem)
@@ -39,7 +39,7 @@ def test_six_gpus_of_two_groups_share_ninety_six_layers() -> None:
         (Submesh("a100", "a", 1, 1e9), Submesh("v100", "v", 1, 1e9)),
         {"a": 4, "v": 2},
         {("layer", "a100"): (fast,), ("layer", "v100"): (slow,)},
-        inter_op.one_forward_one_backward(1000),
+        pipeline_problems.one_forward_one_backward(1000),
         1000,
     )
     solution = inter_op.solve_pipeline(problem)
@@ -68,7 +68,7 @@ def test_two_deep_stages_equal_an_enumeration_of_counts(seed: int) -> None:
         (Submesh("gpu", "all", 4, limit),),
         {"all": 8},
         {("layer", "gpu"): tuple(points)},
-        inter_op.one_forward_one_backward(m),
+        pipeline_problems.one_forward_one_backward(m),
         m,
     )
     best = np.inf

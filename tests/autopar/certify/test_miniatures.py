@@ -10,14 +10,25 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import nn
 
+import autopar
 from autopar.certify.cuts import axis_sets, cuts_of
 from autopar.certify.miniature import prove_miniature
 from autopar.certify.miniature_config import small_fields
 from autopar.certify.miniature_plan import counterparts
-from autopar.certify.miniature_run import LEAST_RATE, MOST_RATE, layers_needed, optimizer_of, train_miniature
+from autopar.certify.miniature_run import (
+    LEAST_RATE,
+    MOST_RATE,
+    constraints_of,
+    layers_needed,
+    optimizer_of,
+    train_miniature,
+)
+from autopar.compiled import CompiledProgram
 from autopar.frontend.inputs import name_inputs
 from autopar.frontend.trace import trace
+from autopar.ir.mesh import Mesh
 from autopar.running import folder
 from autopar.verify import sgd_with_momentum
 from examples.models import EXAMPLES
@@ -29,6 +40,20 @@ def test_axes_are_paired_in_few_miniatures() -> None:
     sets = axis_sets(("pp", "dp", "ep", "tp"))
     pairs = {pair for axes in sets for pair in itertools.combinations(axes, 2)}
     assert len(sets) == 3 and pairs == set(itertools.combinations(("pp", "dp", "ep", "tp"), 2))
+
+
+def test_a_miniature_is_pinned_to_the_degrees_of_its_mesh() -> None:
+    """As constraints name them: dp are the ranks of one ZeRO group, with those of ep."""
+    inputs = (torch.randn(16, 64),)
+
+    def program(pins: dict[str, Any]) -> CompiledProgram:
+        return autopar.compile(
+            nn.Linear(64, 8), "4 cpu", example_inputs=inputs, loss_fn=lambda output: output.sum(), constraints=pins
+        )
+
+    large = program({"ddp": 2, "dp": 2, "zero": 1})
+    small = program(constraints_of(large, {"ddp": 2, "dp": 2}, ""))
+    assert small.plan.mesh == large.plan.mesh == Mesh(("ddp", "dp"), (2, 2))
 
 
 @pytest.mark.slow
