@@ -75,14 +75,14 @@ class FirstStepCheck:
         self._values = [] if self._reason else self._values_now()
         self._cut_batches: list[tuple[Mapping[str, Tensor], Mapping[str, Any], Callable[[], Mapping[str, Tensor]]]] = []
 
-    def given(
+    def note_part(
         self, part: Mapping[str, Tensor], whole: Mapping[str, Any], again: Callable[[], Mapping[str, Tensor]]
     ) -> None:
         """Note the rank's part of a whole batch. `again` makes the part once more."""
         if not self._reason and len(self._cut_batches) < MOST_WAITING:
             self._cut_batches.append((part, whole, again))
 
-    def passed(self, part: Mapping[str, Tensor]) -> None:
+    def forget_part(self, part: Mapping[str, Tensor]) -> None:
         """Forget a part that was used for something other than a step."""
         self._cut_batches = [batch for batch in self._cut_batches if batch[0] is not part]
 

@@ -142,6 +142,8 @@ def _check_waiting(lines: Lines, links: Sequence[Link]) -> None:
     if stuck:
         waits = []
         for rank, action in stuck:
-            missing = [str(each) for each in requirements(action, links, are_deferred) if each not in done]
+            missing = [
+                str(requirement) for requirement in requirements(action, links, are_deferred) if requirement not in done
+            ]
             waits.append(f"pipeline rank {rank}: {action} waits for {', '.join(missing)}")
         raise ValueError(f"the schedule never ends: {'; '.join(waits)}")

@@ -50,8 +50,8 @@ def all_gather_linears(
     """F.linear of the gathered x [..., in] with each weight [out, in] and its bias [out], if any."""
     if not symmetric_memory.fits(axis, dim, x, *weights):
         return overlapped.linears(axis.all_gather(x, dim), weights, biases)
-    held = biases or (None,) * len(weights)
-    results: tuple[Tensor, ...] = _GatherLinears.apply(axis, dim, False, x, *weights, *held)  # type: ignore[no-untyped-call]
+    all_biases = biases or (None,) * len(weights)
+    results: tuple[Tensor, ...] = _GatherLinears.apply(axis, dim, False, x, *weights, *all_biases)  # type: ignore[no-untyped-call]
     return results
 
 
@@ -129,8 +129,8 @@ class _GatherLinears(torch.autograd.Function):
             grad_x = symmetric_memory.matmul_reduce_scatter(side_by_side.movedim(0, dim), matrix, dim, axis)
         parts = iter(torch.split(side_by_side.flatten(0, -2), [grad.shape[-1] for grad in read], 1))
         rows = [None if grad is None else next(parts) for grad in grads]
-        found = overlapped.parameter_gradients(_rows(whole, dim), rows, needs, ctx.is_transposed)
-        return None, None, None, grad_x, *found
+        gradients = overlapped.parameter_gradients(_rows(whole, dim), rows, needs, ctx.is_transposed)
+        return None, None, None, grad_x, *gradients
 
 
 class _LinearReduceScatter(torch.autograd.Function):
@@ -159,8 +159,8 @@ class _LinearReduceScatter(torch.autograd.Function):
         else:
             whole = gather(grad, dim, 1, axis)
         rows = [_rows(whole, dim)]
-        found = overlapped.parameter_gradients(_rows(x, dim), rows, needs, ctx.is_transposed)
-        return None, None, None, grad_x, *found
+        gradients = overlapped.parameter_gradients(_rows(x, dim), rows, needs, ctx.is_transposed)
+        return None, None, None, grad_x, *gradients
 
 
 def _rows(x: Tensor, dim: int) -> Tensor:

@@ -112,10 +112,10 @@ class WindowedKeys:
         if self._has_kernel(q, k, v):
             heads_last = (_in_rows(x).transpose(1, 2) for x in (q, k, v))
             aten: Any = torch.ops.aten
-            found = aten._flash_attention_forward(
+            outputs = aten._flash_attention_forward(
                 *heads_last, None, None, q.shape[-2], k.shape[-2], 0.0, False, False, scale=scale, **self._sides()
             )
-            return found[0].transpose(1, 2), found[1]
+            return outputs[0].transpose(1, 2), outputs[1]
         wide = torch.promote_types(q.dtype, torch.float32)
         batch, heads, length = q.shape[:-1]
         # As kernels lay out results: to join the heads of a position then takes no copy.
@@ -138,18 +138,18 @@ class WindowedKeys:
             g, *tensors, result = (_in_rows(x).transpose(1, 2) for x in (grad, q, k, v, out))
             unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that is 0
             aten: Any = torch.ops.aten
-            found = aten._flash_attention_backward(
+            gradients = aten._flash_attention_backward(
                 g, *tensors, result, lse, None, None, q.shape[-2], k.shape[-2], 0.0, False, unused, unused,
                 scale=scale, **self._sides(),
             )  # fmt: skip
-            dq, dk, dv = (x.transpose(1, 2) for x in found)
+            dq, dk, dv = (x.transpose(1, 2) for x in gradients)
             return dq, dk, dv
         dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
         for piece, mask in self._pieces(q.device):
             own_grad, own_out, own_lse = (_rows(piece, x) for x in (grad, out, lse[..., None]))
             block = own_out, own_lse[..., 0].contiguous()
-            found = block_gradients(own_grad, *_cut(piece, q, k, v), block, mask, piece.kind in _TRIANGLES, scale)
-            for total, part, at in zip((dq, dk, dv), found, (piece.rows, piece.keys, piece.keys), strict=True):
+            gradients = block_gradients(own_grad, *_cut(piece, q, k, v), block, mask, piece.kind in _TRIANGLES, scale)
+            for total, part, at in zip((dq, dk, dv), gradients, (piece.rows, piece.keys, piece.keys), strict=True):
                 total.narrow(-2, *at).add_(part.flip(-2) if piece.kind == "upper" else part)
         return dq, dk, dv
 
@@ -178,8 +178,8 @@ _TRIANGLES = ("lower", "upper")
 
 def _rows(piece: Piece, x: Tensor) -> Tensor:
     """The rows of a piece; of an upper triangle backwards, as which it is a lower one."""
-    own = x.narrow(-2, *piece.rows)
-    return own.flip(-2) if piece.kind == "upper" else own
+    rows = x.narrow(-2, *piece.rows)
+    return rows.flip(-2) if piece.kind == "upper" else rows
 
 
 def _cut(piece: Piece, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,7 +42,12 @@ class BatchError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__("".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in message))
+        super().__init__(
+            "".join(
+                character if character.isprintable() or character == "\n" else ascii(character)[1:-1]
+                for character in message
+            )
+        )
 
 
 class Expected(Protocol):
@@ -104,12 +109,12 @@ def check_batch(
     """
     fixed = fixed or {}
     missing = [name for name in inputs if name not in batch]
-    known = {*inputs, *unused, *fixed}
-    unknown = [str(name) for name in batch if name not in known]
+    names = {*inputs, *unused, *fixed}
+    unknown = [str(name) for name in batch if name not in names]
     if missing or unknown:
-        found = [f"lacks {', '.join(missing)}"] if missing else []
-        found += [f"has {', '.join(unknown)}, which the example inputs lack"] if unknown else []
-        raise BatchError(f"the batch {' and '.join(found)}; the program takes {', '.join(sorted(known))}")
+        problems = [f"lacks {', '.join(missing)}"] if missing else []
+        problems += [f"has {', '.join(unknown)}, which the example inputs lack"] if unknown else []
+        raise BatchError(f"the batch {' and '.join(problems)}; the program takes {', '.join(sorted(names))}")
     for name, value in fixed.items():
         if name in batch and (type(batch[name]) is not type(value) or batch[name] != value):
             raise BatchError(f"{name} is {batch[name]!r}; the program was made for {name}={value!r} alone")
@@ -150,19 +155,19 @@ def _refuse_shape(name: str, value: Tensor, spec: Expected, count: int) -> None:
 
 def guarded_values(batch: Mapping[str, Any], guards: Guards) -> dict[str, Any]:
     """Return the guarded values of a whole batch by their text, or the text of an error."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text, (compute, _) in guards.items():
         try:
-            found[text] = compute(_OnHost(batch))
+            values[text] = compute(_OnHost(batch))
         except Exception as error:  # whatever torch raises of other shapes
-            found[text] = f"{type(error).__name__}: {error}"
-    return found
+            values[text] = f"{type(error).__name__}: {error}"
+    return values
 
 
 def check_guards(batch: Mapping[str, Any], guards: Guards) -> None:
     """Raises BatchError unless a whole batch has the values that the program is specialized on."""
-    found = guarded_values(batch, guards)
-    other = {text: found[text] for text, (_, value) in guards.items() if found[text] != value}
+    values = guarded_values(batch, guards)
+    other = {text: values[text] for text, (_, value) in guards.items() if values[text] != value}
     if other:
         was = ", ".join(f"{text} is {value!r}, not {guards[text][1]!r}" for text, value in other.items())
         raise BatchError(
@@ -204,22 +209,22 @@ class BatchCheck:
         self.unused = tuple(name for root in roots for name in root.UNUSED_INPUTS)
         self.fixed = {name: value for root in roots for name, value in root.FIXED_INPUTS.items()}
         self.guards = {text: entry for root in roots for text, entry in root.GUARDS.items()}
-        self.own = {name: spec for model in models for name, spec in model.INPUTS.items()}
-        self.local_shapes = {name: spec.local_shape(mesh) for name, spec in self.own.items()}
+        self.local_inputs = {name: spec for model in models for name, spec in model.INPUTS.items()}
+        self.local_shapes = {name: spec.local_shape(mesh) for name, spec in self.local_inputs.items()}
         self._whole: str | None = None
 
     def flat(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch by the names of the program's inputs; where forward takes all in one container, that may be given
         as it is. Raises BatchError."""
-        flat, known = flat_batch(batch), {*self.inputs, *self.unused, *self.fixed}
-        if not flat or not flat.keys().isdisjoint(known):
+        flat, names = flat_batch(batch), {*self.inputs, *self.unused, *self.fixed}
+        if not flat or not flat.keys().isdisjoint(names):
             return flat
         inside = {re.sub(r"\W", "_", name): value for name, value in flat.items()}
         last = f"_{next(iter(inside))}"
-        for name in (each.removesuffix(last) for each in known if each.endswith(last)):
-            found = {f"{name}_{key}": value for key, value in inside.items()}
-            if self.inputs.keys() <= found.keys() <= known:
-                return found
+        for name in (name_known.removesuffix(last) for name_known in names if name_known.endswith(last)):
+            flattened = {f"{name}_{key}": value for key, value in inside.items()}
+            if self.inputs.keys() <= flattened.keys() <= names:
+                return flattened
         return flat
 
     def takes(self, batch: Mapping[str, Any], is_local: bool) -> bool:
@@ -253,7 +258,7 @@ class BatchCheck:
             )
         error = self._local_error(batch)
         if self._is_due(step):
-            hashes = {} if error else {(n, self._place(n)): digest_of([batch[n]]) for n in self.own}
+            hashes = {} if error else {(n, self._place(n)): digest_of([batch[n]]) for n in self.local_inputs}
             self._agree(error, hashes | ({(_WHOLE, ()): self._whole} if self._whole and not error else {}))
         elif error:
             raise BatchError(error)
@@ -263,11 +268,11 @@ class BatchCheck:
         return self.mesh.everyone.size > 1 and (step < CHECKED_FIRST or step % CHECKED_EVERY == 0)
 
     def _local_error(self, batch: Mapping[str, Tensor]) -> str:
-        known = {*self.inputs, *self.unused, *self.fixed}
-        given = {name: value for name, value in batch.items() if name in self.own or name not in known}
-        shapes = {name: _Local(shape, self.own[name].dtype) for name, shape in self.local_shapes.items()}
+        names = {*self.inputs, *self.unused, *self.fixed}
+        to_check = {name: value for name, value in batch.items() if name in self.local_inputs or name not in names}
+        shapes = {name: _Local(shape, self.local_inputs[name].dtype) for name, shape in self.local_shapes.items()}
         try:
-            check_batch(given, shapes, self.count)
+            check_batch(to_check, shapes, self.count)
         except BatchError as error:
             return f"{error} (this rank's part; step.local_batch makes it from a whole batch)"
         return self._other_values(batch) if self.guards else ""
@@ -290,17 +295,17 @@ class BatchCheck:
 
     def _place(self, name: str) -> tuple[Any, ...]:
         """Which elements of the whole input this rank has."""
-        spec = self.own[name]
+        spec = self.local_inputs[name]
         return tuple(tuple((at, length) for _, at, length in runs(d, spec, self.mesh)) for d in range(len(spec.shape)))
 
     def _agree(self, error: str, hashes: dict[tuple[str, tuple[Any, ...]], str]) -> None:
-        found: list[Any] = [None] * self.mesh.everyone.size
-        dist.all_gather_object(found, (error, hashes), group=self.mesh.everyone.group)
-        for rank, (text, _) in enumerate(found):
+        reports: list[Any] = [None] * self.mesh.everyone.size
+        dist.all_gather_object(reports, (error, hashes), group=self.mesh.everyone.group)
+        for rank, (text, _) in enumerate(reports):
             if text:
                 raise BatchError(f"rank {rank}: {text}" if text != error else text)
         first: dict[Any, tuple[int, str]] = {}
-        for rank, (_, theirs) in enumerate(found):
+        for rank, (_, theirs) in enumerate(reports):
             for key, digest in theirs.items():
                 other, expected = first.setdefault(key, (rank, digest))
                 if digest != expected:
@@ -328,10 +333,10 @@ class _Local:
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
     """A digest of the values of tensors, bit by bit."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         line = tensor.detach().cpu().contiguous().view(-1)
-        found.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
         if line.numel():
-            found.update(line.view(torch.uint8).numpy().data)
-    return found.hexdigest()
+            digest.update(line.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

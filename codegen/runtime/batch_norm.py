@@ -110,17 +110,19 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         values, gradients = _wide(x), _wide(gradient)
-        own = gradients.sum(ctx.dims), (values - _by_channel(mean, x)).mul_(gradients).sum(ctx.dims)
+        local_sums = gradients.sum(ctx.dims), (values - _by_channel(mean, x)).mul_(gradients).sum(ctx.dims)
         dx = None
         if ctx.needs_input_grad[0]:
-            total, products = _over_ranks(torch.stack(own), ctx.axes) / ctx.count
+            total, products = _over_ranks(torch.stack(local_sums), ctx.axes) / ctx.count
             factor = scale if weight is None else scale * weight
             slope = -factor * scale.square() * products
             rest = -factor * total - slope * mean
             dx = torch.addcmul(_by_channel(rest, x), values, _by_channel(slope, x))
             dx = dx.addcmul_(gradients, _by_channel(factor, x)).to(x.dtype)
-        dweight = (own[1] * scale).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        dbias = own[0].to(gradient.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None
+        dweight = (local_sums[1] * scale).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        dbias = (
+            local_sums[0].to(gradient.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None
+        )
         return dx, dweight, dbias, None, None, None
 
 

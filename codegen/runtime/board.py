@@ -62,8 +62,8 @@ class Board:
                 names = slot[HEADER.size : HEADER.size + names_length].decode(errors="replace").split("\n")
                 numbers = range(max(count - KEPT, 0), count)
                 calls = dict(zip(reversed(numbers), reversed(names), strict=False)) if count else {}
-                found = Record.from_bytes(data, rank, calls, bool(is_inside))
-                return replace(found, is_gone=self.is_shared and _is_gone(found.process))
+                record = Record.from_bytes(data, rank, calls, bool(is_inside))
+                return replace(record, is_gone=self.is_shared and _is_gone(record.process))
             if not length or time.monotonic() > deadline:
                 return None
             time.sleep(0.002)

@@ -26,11 +26,11 @@ class Piece:
 def pieces_of(name: str, spec: Param, mesh: Mesh, values: Tensor, start: int = 0) -> list[Piece]:
     """Elements start, start + 1, ... of this rank's flattened local tensor, as boxes of the global one."""
     local, stop = spec.local_shape(mesh), start + values.numel()
-    held = [runs(dim, spec, mesh) for dim in range(len(local))]
+    runs_of_dims = [runs(dim, spec, mesh) for dim in range(len(local))]
     pieces = []
     for first, offsets, sizes in _boxes(local, start, stop):
         box = values[first - start : first - start + math.prod(sizes)].view(sizes)
-        for cut in itertools.product(*(_cuts(*each) for each in zip(held, offsets, sizes, strict=True))):
+        for cut in itertools.product(*(_cuts(*ranges) for ranges in zip(runs_of_dims, offsets, sizes, strict=True))):
             value = box
             for dim, (begin, _, length) in enumerate(cut):
                 value = value.narrow(dim, begin, length)
@@ -64,11 +64,11 @@ def _boxes(
             yield first, (at, *offsets), (1, *sizes)
 
 
-def _cuts(held: list[tuple[int, int, int]], offset: int, size: int) -> list[tuple[int, int, int]]:
+def _cuts(runs_of_dim: list[tuple[int, int, int]], offset: int, size: int) -> list[tuple[int, int, int]]:
     """(start in the box, global start, length) of the runs within offset to offset + size."""
-    found = []
-    for local, at, length in held:
+    cuts = []
+    for local, at, length in runs_of_dim:
         lo, hi = max(local, offset), min(local + length, offset + size)
         if lo < hi:
-            found.append((lo - offset, at + lo - local, hi - lo))
-    return found
+            cuts.append((lo - offset, at + lo - local, hi - lo))
+    return cuts

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .holding import held
+from .holding import member_of
 from .mesh import Mesh
 from .parameters import Module
 from .rng_state import RngState
@@ -43,4 +43,4 @@ class UpdatingModule(Module):
 
     def updated_buffers(self) -> list[Tensor]:
         """This instance's own buffers that `write_buffers` changes."""
-        return [held(owner, attribute) for owner, attribute in map(self._place, self.UPDATED_BUFFERS)]
+        return [member_of(owner, attribute) for owner, attribute in map(self._place, self.UPDATED_BUFFERS)]

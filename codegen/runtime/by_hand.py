@@ -59,10 +59,10 @@ class ByHand:
 
     def of_more(self, parts: Sequence[Part]) -> ByHand:
         """The same, of parts that have more parameters now."""
-        made = ByHand(parts, self._optimizer, self._wholes)
-        made._num_unused = self._num_unused
-        made.leave_out(self._names_left_out)
-        return made
+        by_hand = ByHand(parts, self._optimizer, self._wholes)
+        by_hand._num_unused = self._num_unused
+        by_hand.leave_out(self._names_left_out)
+        return by_hand
 
     def leave_out(self, names: Collection[str]) -> None:
         """The optimizer is to see no gradients of these parameters, and those of all others."""

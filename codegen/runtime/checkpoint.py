@@ -71,7 +71,7 @@ def _save(step: Step, final: Path, others: Mapping[str, Tensor] | None, notes: M
     record = {
         "progress": {"step": step.rng.step, "num_samples": step.num_samples, "seed": step.rng.seed, **scale},
         "optimizer": files.optimizer_record(step.optimizer, step.settings),
-        "numbers": dict(itertools.chain(*(each.items() for each in gather(numbers)))),
+        "numbers": dict(itertools.chain(*(numbers_of_rank.items() for numbers_of_rank in gather(numbers)))),
         "notes": dict(notes or {}),
     }
     try:
@@ -130,9 +130,9 @@ def _gather(step: Step) -> Gather:
     def gather(value: Any) -> list[Any]:
         if everyone.size == 1:
             return [value]
-        found: list[Any] = [None] * everyone.size
-        dist.all_gather_object(found, value, everyone.group)
-        return found
+        values: list[Any] = [None] * everyone.size
+        dist.all_gather_object(values, value, everyone.group)
+        return values
 
     return gather
 
@@ -223,12 +223,12 @@ def _saved_states(manifest: Manifest) -> dict[str, dict[str, str]]:
 
 def _names(step: Step) -> set[str]:
     """All names of this rank's parameters and buffers. Tensors without elements are in no checkpoint."""
-    found = set()
+    names = set()
     for part in step.parts:
         for _, entry in part.entries():
-            found |= {entry.slot.name, *entry.slot.aliases, *part.tied.aliases.get(entry.slot.name, ())}
-        found |= {each for name, spec, _ in part.model.buffer_slots() for each in (name, *spec.aliases)}
-    return found
+            names |= {entry.slot.name, *entry.slot.aliases, *part.tied.aliases.get(entry.slot.name, ())}
+        names |= {buffer_name for name, spec, _ in part.model.buffer_slots() for buffer_name in (name, *spec.aliases)}
+    return names
 
 
 def _required(step: Step) -> Iterator[tuple[tuple[str, ...], Param]]:
@@ -241,20 +241,20 @@ def _required(step: Step) -> Iterator[tuple[tuple[str, ...], Param]]:
                 yield (name, *spec.aliases), spec
 
 
-def _require_same_names(manifest: Manifest, known: set[str], others: set[str]) -> None:
+def _require_same_names(manifest: Manifest, names: set[str], others: set[str]) -> None:
     """Raises CheckpointError for what the program lacks; what the checkpoint lacks each rank knows for itself."""
     stored = {name for name in manifest.tensors if not name.startswith((OPTIMIZER, NON_PERSISTENT))}
-    if strange := sorted(stored - known - others):
+    if strange := sorted(stored - names - others):
         some = ", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if len(strange) > 5 else "")
         raise CheckpointError(f"the checkpoint is of another model: the program has no {some}")
 
 
 def _require_same_shapes(step: Step, manifest: Manifest) -> None:
     for names, spec in _required(step):
-        held = [name for name in names if name in manifest.tensors]
-        if not held and torch.Size(spec.shape).numel():
+        stored_names = [name for name in names if name in manifest.tensors]
+        if not stored_names and torch.Size(spec.shape).numel():
             raise CheckpointError(f"the checkpoint has no {names[0]}")
-        for name in held:
+        for name in stored_names:
             files.require_shape(name, manifest.tensors[name], spec.shape)
 
 
@@ -269,7 +269,7 @@ def _under_stored_name(piece: Piece, step: Step, manifest: Manifest) -> Piece:
         return piece
     for names, _ in _required(step):
         if piece.name in names:
-            name = next((each for each in names if each in manifest.tensors), piece.name)
+            name = next((candidate for candidate in names if candidate in manifest.tensors), piece.name)
             return Piece(name, piece.global_shape, piece.offsets, piece.value)
     return piece
 
@@ -295,7 +295,7 @@ def _model_pieces(step: Step, with_copies: bool) -> Iterator[Piece]:
 
 def _entries(step: Step, with_copies: bool) -> Iterator[tuple[Bucket, Entry]]:
     for part in step.parts:
-        yield from (each for each in part.entries() if with_copies or each[1].slot.name not in part.tied.copies)
+        yield from (entry for entry in part.entries() if with_copies or entry[1].slot.name not in part.tied.copies)
 
 
 def _optimized(step: Step, with_copies: bool) -> Iterator[tuple[Entry, nn.Parameter]]:

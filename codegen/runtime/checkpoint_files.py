@@ -60,9 +60,9 @@ def in_unison(gather: Gather, action: Callable[[], T]) -> T:
     except ValueError as error:
         kind = next((index for index, kind in enumerate(kinds) if isinstance(error, kind)), len(kinds) - 1)
         problem = kind, str(error)
-    for found in gather(problem):
-        if found is not None:
-            raise kinds[found[0]](found[1])
+    for problem_of_rank in gather(problem):
+        if problem_of_rank is not None:
+            raise kinds[problem_of_rank[0]](problem_of_rank[1])
     return result
 
 
@@ -77,24 +77,24 @@ def write(directory: Path, pieces: Sequence[Piece], record: Mapping[str, Any], r
     mine: dict[tuple[str, tuple[int, ...]], Piece] = {}
     for piece in pieces:
         mine.setdefault((piece.name, piece.offsets), piece)
-    held = gather({key: piece.value.numel() * piece.value.element_size() for key, piece in mine.items()})
-    owners = _owners(held)
+    sizes_of_ranks = gather({key: piece.value.numel() * piece.value.element_size() for key, piece in mine.items()})
+    owners = _owners(sizes_of_ranks)
     todo = [piece for key, piece in mine.items() if owners[key] == rank]
     written = gather(in_unison(gather, lambda: _write_files(directory, rank, todo)))
     in_unison(gather, lambda: _write_manifest(directory, written, record) if rank == 0 else None)
 
 
-def _owners(held: list[dict[Any, int]]) -> dict[Any, int]:
+def _owners(sizes_of_ranks: list[dict[Any, int]]) -> dict[Any, int]:
     """Who writes what: of the ranks that have it, the one with the least to write so far."""
     holders: dict[Any, list[int]] = {}
-    for rank, sizes in enumerate(held):
+    for rank, sizes in enumerate(sizes_of_ranks):
         for key in sizes:
             holders.setdefault(key, []).append(rank)
-    load, owners = [0] * len(held), {}
+    load, owners = [0] * len(sizes_of_ranks), {}
     for key, ranks in holders.items():
         owner = min(ranks, key=lambda rank: load[rank])
         owners[key] = owner
-        load[owner] += held[owner][key]
+        load[owner] += sizes_of_ranks[owner][key]
     return owners
 
 
@@ -103,7 +103,7 @@ def _write_files(directory: Path, rank: int, pieces: list[Piece]) -> list[tuple[
     from safetensors.torch import save
 
     directory.mkdir(parents=True, exist_ok=True)
-    found = []
+    written = []
     for number, batch in enumerate(_batches(pieces)):
         tensors, chunks = {}, []
         for index, piece in enumerate(batch):
@@ -113,8 +113,8 @@ def _write_files(directory: Path, rank: int, pieces: list[Piece]) -> list[tuple[
             chunks.append((piece.name, piece.global_shape, str(value.dtype).removeprefix("torch."), chunk[1:]))
         name, data = f"rank{rank:05d}-{number:05d}.safetensors", save(_without_shared(tensors))
         write_synced(directory / name, data)
-        found.append((name, len(data), zlib.crc32(data), chunks))
-    return found
+        written.append((name, len(data), zlib.crc32(data), chunks))
+    return written
 
 
 def _batches(pieces: list[Piece]) -> Iterator[list[Piece]]:
@@ -198,11 +198,11 @@ def require_intact(directory: Path, manifest: Manifest, rank: int, size: int) ->
 
 
 def _checksum(path: Path) -> int:
-    found = 0
+    checksum = 0
     with path.open("rb") as file:
         while data := file.read(_READ_BYTES):
-            found = zlib.crc32(data, found)
-    return found
+            checksum = zlib.crc32(data, checksum)
+    return checksum
 
 
 def fill(directory: Path, manifest: Manifest, pieces: Sequence[Piece]) -> None:
@@ -299,9 +299,9 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, record: Mapping[str
         raise CheckpointError(f"the optimizer has {len(saved['groups'])} groups in the checkpoint, {count} now")
     for now, first, last in zip(settings_of(optimizer), saved["initial"], saved["groups"], strict=True):
         for key, value in now.items():
-            stored = [each[key] for each in (first, last) if key in each]
-            is_set = any(each is not None for each in stored)
-            if is_set and not all(_is_like(each, value) for each in stored):
+            stored = [settings[key] for settings in (first, last) if key in settings]
+            is_set = any(settings is not None for settings in stored)
+            if is_set and not all(_is_like(settings, value) for settings in stored):
                 raise CheckpointError(
                     f"{key} of the optimizer is {stored[-1]!r:.80} in the checkpoint, and {value!r:.80} now"
                 )
@@ -311,7 +311,9 @@ def _is_like(stored: Any, now: Any) -> bool:
     """Return whether a stored setting can take the place of the optimizer's: a finite number that of a number."""
     if isinstance(now, (list, tuple)):
         is_list = isinstance(stored, (list, tuple)) and len(stored) == len(now)
-        return is_list and all(each is None or _is_like(each, own) for each, own in zip(stored, now, strict=True))
+        return is_list and all(
+            stored_item is None or _is_like(stored_item, item) for stored_item, item in zip(stored, now, strict=True)
+        )
     if now is None:
         return stored is None or isinstance(stored, (bool, int, float, str))
     if isinstance(now, bool):
@@ -332,14 +334,14 @@ def continue_settings(
     """
     saved, now = record["optimizer"], settings_of(optimizer)
     groups = zip(optimizer.param_groups, now, initial, saved["initial"], saved["groups"], strict=True)
-    for group, own, new, first, last in groups:
+    for group, group_before, new, first, last in groups:
         is_scheduled = "initial_lr" in group  # torch's schedules say so
         for key, value in last.items():
             is_known = key in new and key in first
             is_trained = is_known and first[key] != value and new[key] == first[key]
-            if is_trained or (is_known and is_scheduled and own[key] != new[key]):
-                held = group[key]
-                if isinstance(held, Tensor):
-                    held.fill_(value)
+            if is_trained or (is_known and is_scheduled and group_before[key] != new[key]):
+                current = group[key]
+                if isinstance(current, Tensor):
+                    current.fill_(value)
                 else:
-                    group[key] = tuple(value) if isinstance(held, tuple) else value
+                    group[key] = tuple(value) if isinstance(current, tuple) else value

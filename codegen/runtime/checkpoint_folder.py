@@ -50,8 +50,8 @@ def resume(directory: str | Path | None, load: Callable[[Path], None], is_first:
             if is_first:
                 warnings.warn(f"passed over a damaged checkpoint: {reason}", stacklevel=2)
             continue
-        for each in passed if is_first else ():
-            _set_aside(each, "damaged")
+        for folder in passed if is_first else ():
+            _set_aside(folder, "damaged")
         return path
     if damaged:
         raise CheckpointError(f"every checkpoint of {directory} is damaged: {'; '.join(damaged)}")
@@ -141,8 +141,8 @@ def _folders(directory: str | Path | None) -> list[Path]:
     home = Path(directory) if directory is not None else None
     if home is None or not home.is_dir():
         return []
-    found = [(int(match[1]), path) for path in home.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    numbered = [(int(match[1]), path) for path in home.iterdir() if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered)]
 
 
 def _is_complete(path: Path) -> bool:

@@ -71,11 +71,11 @@ def problem_of_file(path: Path, num_bytes: int | None = None) -> str:
 
     Raises OSError where the file cannot be found.
     """
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
-        return "is a link" if stat.S_ISLNK(found.st_mode) else "is not a regular file"
-    if num_bytes is not None and found.st_size != num_bytes:
-        return f"has {found.st_size} bytes instead of {num_bytes}"
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        return "is a link" if stat.S_ISLNK(status.st_mode) else "is not a regular file"
+    if num_bytes is not None and status.st_size != num_bytes:
+        return f"has {status.st_size} bytes instead of {num_bytes}"
     return ""
 
 
@@ -104,13 +104,13 @@ def read_manifest(directory: Path) -> Manifest:
         head = json.loads(head_line)
         is_known = head["format"] == FORMAT
         is_intact = head["sha256"] == hashlib.sha256(body.encode()).hexdigest() and not rest
-        found = _parse(json.loads(body)) if is_known and is_intact else None
+        manifest = _parse(json.loads(body)) if is_known and is_intact else None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise DamagedError(f"{path} is damaged ({reason})") from None
-    if found is None:
+    if manifest is None:
         raise DamagedError(f"{path} is damaged: its checksum or format differs")
-    return found
+    return manifest
 
 
 def _parse(body: Any) -> Manifest:
@@ -120,7 +120,7 @@ def _parse(body: Any) -> Manifest:
         if not is_file_name(name):
             raise ValueError(f"{name!r} is not the name of a file in the checkpoint's folder")
         files[name] = _number(num_bytes), _number(checksum, 2**32 - 1)
-    tensors = {name: _stored(name, each) for name, each in body["tensors"].items()}
+    tensors = {name: _stored(name, entry) for name, entry in body["tensors"].items()}
     _require_room(tensors, files)
     record = body["record"]
     for name in ("step", "num_samples", "seed"):
@@ -144,16 +144,16 @@ def _parse(body: Any) -> Manifest:
 def _require_types(what: str, values: Any, outer: type, inner: type | tuple[type, ...]) -> None:
     """Raise ValueError unless `values` is a list or dict (`outer`) of values of the type `inner`."""
     items = values.values() if isinstance(values, dict) else values
-    if not isinstance(values, outer) or not all(isinstance(each, inner) for each in items):
+    if not isinstance(values, outer) or not all(isinstance(item, inner) for item in items):
         raise ValueError(f"its {what} are of another type")
 
 
-def _stored(name: str, each: Any) -> Stored:
-    dtype = getattr(torch, each["dtype"])
+def _stored(name: str, entry: Any) -> Stored:
+    dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{each['dtype']!r} is not a dtype")
-    shape = _sizes(each["shape"])
-    chunks = tuple(Chunk(file, key, _sizes(offsets), _sizes(size)) for file, key, offsets, size in each["chunks"])
+        raise ValueError(f"{entry['dtype']!r} is not a dtype")
+    shape = _sizes(entry["shape"])
+    chunks = tuple(Chunk(file, key, _sizes(offsets), _sizes(size)) for file, key, offsets, size in entry["chunks"])
     for chunk in chunks:
         ends = [at + size for at, size in zip(chunk.offsets, chunk.shape, strict=True)]
         if any(end > size for end, size in zip(ends, shape, strict=True)):
@@ -166,19 +166,21 @@ def _require_room(tensors: Mapping[str, Stored], files: Mapping[str, tuple[int, 
     room = {name: num_bytes for name, (num_bytes, _) in files.items()}
     read: set[tuple[str, str]] = set()
     for name, stored in tensors.items():
-        held = 0
+        num_elements = 0
         for chunk in stored.chunks:
             if chunk.file not in room:
                 raise ValueError(f"{name!r} is in {chunk.file!r}, which is not among the checkpoint's files")
             if (chunk.file, chunk.key) in read:
                 raise ValueError(f"two pieces are at {chunk.key!r} of {chunk.file!r}")
             read.add((chunk.file, chunk.key))
-            held += math.prod(chunk.shape)
+            num_elements += math.prod(chunk.shape)
             room[chunk.file] -= math.prod(chunk.shape) * stored.dtype.itemsize
             if room[chunk.file] < 0:
                 raise ValueError(f"{chunk.file!r} is smaller than the pieces in it")
-        if held < math.prod(stored.shape):
-            raise ValueError(f"{name!r} has {math.prod(stored.shape)} elements, and the files have {held} of them")
+        if num_elements < math.prod(stored.shape):
+            raise ValueError(
+                f"{name!r} has {math.prod(stored.shape)} elements, and the files have {num_elements} of them"
+            )
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

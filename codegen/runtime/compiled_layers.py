@@ -97,7 +97,7 @@ class CompiledLayers:
 
     def _compiled(self, cls: type[Module]) -> Callable[..., Any]:
         specs = {**cls.PARAMETERS, **cls.BUFFERS}
-        stored = {each for name, spec in specs.items() for each in (name, *spec.aliases)}
+        stored = {tensor_name for name, spec in specs.items() for tensor_name in (name, *spec.aliases)}
         parts = cut(cls.forward, stored)
         return parts.compiled(partial(torch.compile, fullgraph=True, dynamic=False, backend="inductor"))
 
@@ -133,5 +133,5 @@ def _backends() -> list[Any]:
     if not (dist.is_available() and dist.is_initialized()):
         return []
     groups: Iterable[Any] = dist.distributed_c10d._world.pg_map
-    found = (group._get_backend(device) for group in groups for device in group._device_types)
-    return list({id(each): each for each in found if hasattr(each, "_set_default_timeout")}.values())
+    backends = (group._get_backend(device) for group in groups for device in group._device_types)
+    return list({id(backend): backend for backend in backends if hasattr(backend, "_set_default_timeout")}.values())

@@ -130,8 +130,8 @@ class _Attention:
         """(first rank, last rank + 1) of the runs of ranks whose keys are taken at once, the own ones first."""
         if not self.is_causal and (self.window is None or not self.is_striped):
             return [(0, self.axis.size)]
-        own, size = self.axis.rank, self.axis.size
-        return [(rank % size, rank % size + 1) for rank in range(own, own + size)]
+        this_rank, size = self.axis.rank, self.axis.size
+        return [(rank % size, rank % size + 1) for rank in range(this_rank, this_rank + size)]
 
     def packed(self) -> Tensor:
         """Own keys and values as one line, so that they travel as one message."""
@@ -149,10 +149,10 @@ class _Attention:
 
     def windowed(self, window: Window, keys: Tensor, first: int) -> WindowedKeys:
         """keys: at the positions from `first` on, or every n-th one from there."""
-        length, size, own = self.q.shape[-2], self.axis.size, self.axis.rank
-        at, stride = (own, size) if self.is_striped else (own * length, 1)
-        held = Positions(first, keys.shape[-2], stride)
-        return WindowedKeys(window, Positions(at, length, stride), held, size * length)
+        length, size, this_rank = self.q.shape[-2], self.axis.size, self.axis.rank
+        at, stride = (this_rank, size) if self.is_striped else (this_rank * length, 1)
+        key_positions = Positions(first, keys.shape[-2], stride)
+        return WindowedKeys(window, Positions(at, length, stride), key_positions, size * length)
 
     def _first(self, rank: int) -> int:
         """The first position of a rank."""
@@ -195,12 +195,12 @@ class _Attention:
         by_rank = self.mask.view(*self.mask.shape[:-1], length, self.axis.size).transpose(-2, -1)
         return by_rank.narrow(-2, first, keys.shape[-2] // length).flatten(-2)
 
-    def keep(self, ctx: FunctionCtx, found: Block | None) -> Tensor:
+    def keep(self, ctx: FunctionCtx, block: Block | None) -> Tensor:
         """The result in q's dtype; what backward needs is saved."""
-        assert found is not None  # a rank sees its own keys at least
+        assert block is not None  # a rank sees its own keys at least
         if self.sinks is not None:
-            found = with_sinks(found, self.sinks, self.q.dtype)
-        out, lse = found[0].to(self.q.dtype), found[1]
+            block = with_sinks(block, self.sinks, self.q.dtype)
+        out, lse = block[0].to(self.q.dtype), block[1]
         ctx.save_for_backward(self.q, self.k, self.v, self.sinks, self.mask, out, lse)  # type: ignore[arg-type]
         ctx.options = (self.is_causal, self.scale, self.axis, self.is_striped, self.window)  # type: ignore[attr-defined]
         return out
@@ -224,12 +224,12 @@ class _AllGathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, *args: Any) -> Tensor:
-        call, found = _Attention(*args), None
+        call, merged = _Attention(*args), None
         lines = call.axis.gather_parts(call.packed())
         for first, last in call.visible():
             block = call.forward(*call.joined(lines[first:last]), first)
-            found = block if found is None else merge(found, block)
-        return call.keep(ctx, found)
+            merged = block if merged is None else merge(merged, block)
+        return call.keep(ctx, merged)
 
     @staticmethod
     @once_differentiable
@@ -240,8 +240,8 @@ class _AllGathered(torch.autograd.Function):
         grads = torch.zeros_like(lines)
         dq = torch.zeros_like(call.q, dtype=whole[1].dtype)
         for first, last in call.visible():
-            own, dk, dv = call.backward(grad, whole, *call.joined(lines[first:last]), first)
-            dq += own
+            dq_part, dk, dv = call.backward(grad, whole, *call.joined(lines[first:last]), first)
+            dq += dq_part
             parts = zip(dk.chunk(last - first, -2), dv.chunk(last - first, -2), strict=True)
             for rank, (dk_part, dv_part) in enumerate(parts, first):
                 grads[rank] = _packed(dk_part, dv_part)
@@ -254,14 +254,14 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, *args: Any) -> Tensor:
-        call, found = _Attention(*args), None
+        call, merged = _Attention(*args), None
         line, axis = call.packed(), call.axis
         for step in range(axis.size):
             arrival = axis.pass_on(line) if step < axis.size - 1 else None
             block = call.forward(*call.unpacked(line), (axis.rank - step) % axis.size)
-            found = block if found is None else merge(found, block)
+            merged = block if merged is None else merge(merged, block)
             line = arrival.wait() if arrival else line
-        return call.keep(ctx, found)
+        return call.keep(ctx, merged)
 
     @staticmethod
     @once_differentiable
@@ -273,8 +273,8 @@ class _Ring(torch.autograd.Function):
         behind: Arrival | None = None
         for step in range(axis.size):
             arrival = axis.pass_on(line) if step < axis.size - 1 else None
-            own, dk, dv = call.backward(grad, whole, *call.unpacked(line), (axis.rank - step) % axis.size)
-            dq += own
+            dq_part, dk, dv = call.backward(grad, whole, *call.unpacked(line), (axis.rank - step) % axis.size)
+            dq += dq_part
             grads = _packed(dk, dv).to(wide)
             behind = axis.pass_on(grads if behind is None else grads.add_(behind.wait()))
             line = arrival.wait() if arrival else line
@@ -337,16 +337,16 @@ class _Near:
             axis.pass_on(_packed(*(x.narrow(-2, start, rows) for x in (call.k, call.v))), hops) if hops else None
             for hops, start, rows in self.parts
         ]
-        held: list[tuple[Tensor, Tensor]] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
         counts, first = [], 0
         for (hops, start, rows), shape, line in zip(self.parts, shapes, lines, strict=True):
             pair = (call.k, call.v) if line is None else _unpacked(line.wait(), *shape)
             is_there = 0 <= axis.rank - hops < axis.size
             counts.append(rows if is_there else 0)
             if is_there:
-                first = first if held else (axis.rank - hops) * call.k.shape[-2] + start
-                held.append(pair)
-        keys, values = (torch.cat(each, -2) for each in zip(*held, strict=True))
+                first = first if pairs else (axis.rank - hops) * call.k.shape[-2] + start
+                pairs.append(pair)
+        keys, values = (torch.cat(parts, -2) for parts in zip(*pairs, strict=True))
         return keys, values, first, counts
 
     def give_back(self, dk: tuple[Tensor, ...], dv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -358,15 +358,15 @@ class _Near:
             if hops:
                 padded = (F.pad(x, (0, 0, 0, rows - x.shape[-2])) for x in pair)
                 lines.append(axis.pass_on(_packed(*padded), -hops))
-        own = next(number for number, (hops, _, _) in enumerate(self.parts) if not hops)
-        sums, arrivals = (dk[own].clone(), dv[own].clone()), iter(lines)
+        own_part = next(number for number, (hops, _, _) in enumerate(self.parts) if not hops)
+        sums, arrivals = (dk[own_part].clone(), dv[own_part].clone()), iter(lines)
         for hops, start, rows in self.parts:
             if not hops:
                 continue
             shapes = tuple((*x.shape[:-2], rows, x.shape[-1]) for x in (call.k, call.v))
-            found = _unpacked(next(arrivals).wait(), *shapes)
+            arrived = _unpacked(next(arrivals).wait(), *shapes)
             if 0 <= axis.rank + hops < axis.size:
-                for total, part in zip(sums, found, strict=True):
+                for total, part in zip(sums, arrived, strict=True):
                     total.narrow(-2, start, rows).add_(part)
         return sums
 

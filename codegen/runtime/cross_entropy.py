@@ -85,8 +85,8 @@ def _chunks(logits: Tensor) -> list[slice]:
 def _held_targets(target: Tensor, num_held: int, axis: AxisLike | None) -> tuple[Tensor, Tensor]:
     """(column of each token's target among this rank's `num_held`, clamped; whether it is one of them)."""
     column = target if axis is None else target - axis.rank * num_held
-    held = (column >= 0) & (column < num_held)
-    return column.clamp(0, num_held - 1), held
+    is_local = (column >= 0) & (column < num_held)
+    return column.clamp(0, num_held - 1), is_local
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -103,10 +103,10 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
     ) -> Tensor:
         dtype = weight.dtype
-        column, held = _held_targets(target, logits.shape[1], axis)
+        column, is_local = _held_targets(target, logits.shape[1], axis)
         lse = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
         # Per token: (1 - s) x_t + s / W sum_j x_j, of this rank's columns; ranks add up.
-        picked = logits.gather(1, column[:, None])[:, 0].to(dtype).mul_(1.0 - smoothing).masked_fill_(~held, 0.0)
+        picked = logits.gather(1, column[:, None])[:, 0].to(dtype).mul_(1.0 - smoothing).masked_fill_(~is_local, 0.0)
         num_classes = logits.shape[1] * (1 if axis is None else axis.size)
         for rows in _chunks(logits):
             x = logits[rows].to(dtype)
@@ -125,10 +125,10 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, target, lse, weight = ctx.saved_tensors  # type: ignore[attr-defined]
         ignore_index, axis, smoothing = ctx.options  # type: ignore[attr-defined]
-        column, held = _held_targets(target, logits.shape[1], axis)
+        column, is_local = _held_targets(target, logits.shape[1], axis)
         num_classes = logits.shape[1] * (1 if axis is None else axis.size)
         per_token = (grad * weight).expand_as(lse).masked_fill(target == ignore_index, 0.0)
-        at_target = per_token.mul(smoothing - 1.0).masked_fill_(~held, 0.0)
+        at_target = per_token.mul(smoothing - 1.0).masked_fill_(~is_local, 0.0)
         out = torch.empty_like(logits)
         same_dtype = logits.dtype == lse.dtype
         for rows in _chunks(logits):

@@ -45,8 +45,10 @@ class Record:
 
     def to_bytes(self) -> bytes:
         """Return what `from_bytes` reads, without the calls, which the main thread writes itself."""
-        known = {**asdict(self), "place": self.place[:500], "raised": self.raised[:1500]}
-        return json.dumps({name: known[name] for name in known if name not in ("rank", "calls", "is_inside")}).encode()
+        fields_shown = {**asdict(self), "place": self.place[:500], "raised": self.raised[:1500]}
+        return json.dumps(
+            {name: fields_shown[name] for name in fields_shown if name not in ("rank", "calls", "is_inside")}
+        ).encode()
 
     @staticmethod
     def from_bytes(data: bytes, rank: int, calls: dict[int, str], is_inside: bool) -> Record:
@@ -76,21 +78,21 @@ def cause_of(records: Sequence[Record | None], now: float) -> str:
     """
     if certain := certain_cause_of(records):
         return certain
-    known = [each for each in records if each is not None]
+    present = [record for record in records if record is not None]
     # A rank that raised out of a collective waited for another one: who raised is no cause from here on.
-    missing = [rank for rank, each in enumerate(records) if each is None]
-    if missing and known:
+    missing = [rank for rank, record in enumerate(records) if record is None]
+    if missing and present:
         return f"{_ranks(missing)} did not join the others"
-    living = [each for each in known if not each.raised]
-    silent = [each for each in living if now - each.beat > SILENT_SECONDS]
+    living = [record for record in present if not record.raised]
+    silent = [record for record in living if now - record.beat > SILENT_SECONDS]
     if silent:
         said = (
-            f"rank {each.rank} (process {each.process}) gives no sign of life for {now - each.beat:.0f} s; it was last "
-            f"{each.where}"
-            for each in silent
+            f"rank {record.rank} (process {record.process}) gives no sign of life for {now - record.beat:.0f} s; "
+            f"it was last {record.where}"
+            for record in silent
         )
         return "; ".join(said) + ": it has ended, is stopped, or runs code that keeps Python's lock"
-    return _behind(known, living)
+    return _behind(present, living)
 
 
 def is_of_another(said: str) -> bool:
@@ -100,25 +102,27 @@ def is_of_another(said: str) -> bool:
 
 def certain_cause_of(records: Sequence[Record | None]) -> str:
     """Return a cause that no later record can change: an error of a rank's own, its end, or other calls."""
-    known = [each for each in records if each is not None]
-    own = [each for each in known if each.raised and each.is_own]
-    if own:
-        first = min(own, key=lambda each: each.raised_at)
+    present = [record for record in records if record is not None]
+    raising = [record for record in present if record.raised and record.is_own]
+    if raising:
+        first = min(raising, key=lambda record: record.raised_at)
         return f"rank {first.rank} raised {first.raised}"
-    gone = [each for each in known if each.is_gone and not each.raised and not each.has_ended]
+    gone = [record for record in present if record.is_gone and not record.raised and not record.has_ended]
     if gone:
-        said = (f"rank {each.rank} (process {each.process}) ended without an error, {each.where}" for each in gone)
+        said = (
+            f"rank {record.rank} (process {record.process}) ended without an error, {record.where}" for record in gone
+        )
         return "; ".join(said) + ": it was killed (the system does so when memory runs out), or has left"
-    return mismatch(known)
+    return mismatch(present)
 
 
 def mismatch(records: Sequence[Record]) -> str:
     """Return which ranks made different calls, in the place of one another; "" where none did."""
-    for number in sorted({number for each in records for number in each.calls}):
+    for number in sorted({number for record in records for number in record.calls}):
         names: dict[str, list[int]] = {}
-        for each in records:
-            if number in each.calls:
-                names.setdefault(each.calls[number], []).append(each.rank)
+        for record in records:
+            if number in record.calls:
+                names.setdefault(record.calls[number], []).append(record.rank)
         if len(names) > 1:
             # Who is alone is likely the one to blame: named first.
             told = sorted(names.items(), key=lambda item: (len(item[1]), -item[1][0]))
@@ -136,21 +140,21 @@ def _rule(names: dict[str, list[int]]) -> str:
     return SAME_CALLS
 
 
-def _behind(known: Sequence[Record], living: Sequence[Record]) -> str:
+def _behind(present: Sequence[Record], living: Sequence[Record]) -> str:
     """Who neither waits nor has given up."""
-    busy = [each for each in living if not each.is_waiting]
-    if not busy or len(busy) == len(known):
+    busy = [record for record in living if not record.is_waiting]
+    if not busy or len(busy) == len(present):
         return ""
-    least = min((each.count, each.is_inside) for each in busy)
-    late = [each for each in busy if (each.count, each.is_inside) == least]
-    ahead = max(known, key=lambda each: (each.count, each.is_inside))
-    first, said = late[0], "; ".join(f"{_ranks([each.rank])} is {each.where}" for each in late)
+    least = min((record.count, record.is_inside) for record in busy)
+    late = [record for record in busy if (record.count, record.is_inside) == least]
+    ahead = max(present, key=lambda record: (record.count, record.is_inside))
+    first, said = late[0], "; ".join(f"{_ranks([record.rank])} is {record.where}" for record in late)
     call = ahead.calls.get(ahead.count - 1, "")
     if (ahead.count, ahead.is_inside) > least and not first.is_inside:
-        return f"{_ranks([each.rank for each in late])} did not take part in {call} for {first.idle:.0f} s: {said}"
+        return f"{_ranks([record.rank for record in late])} did not take part in {call} for {first.idle:.0f} s: {said}"
     call = first.calls.get(first.count - 1, "") if first.is_inside else ""
     what = f"{f' in {call}' if call else ''} (for {first.idle:.0f} s)"
-    return f"the others wait for {_ranks([each.rank for each in late])}{what}: {said}"
+    return f"the others wait for {_ranks([record.rank for record in late])}{what}: {said}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -75,16 +75,16 @@ def require_evaluation(executor: Executor, with_logits: bool) -> None:
 def evaluate_with_logits(executor: Executor, local_batch: Mapping[str, Tensor], mesh: Mesh) -> tuple[Tensor, Tensor]:
     """The global mean loss, and the logits of the whole batch in its order, on every rank. Collective."""
     giving: list[Any] = [part.model for part in executor.parts if _has_logits(type(part.model))]
-    found: dict[int, Tensor] = {}
+    logits_of: dict[int, Tensor] = {}
     for module in giving:
-        module.gives_logits, module.given_logits = True, found
+        module.gives_logits, module.given_logits = True, logits_of
     try:
         loss = executor.evaluate(local_batch)
     finally:
         for module in giving:
             module.gives_logits, module.given_logits = False, {}
-    own = torch.cat([found[index] for index in sorted(found)]) if found else None
-    return loss, _from_rank(executor.result_rank, own, mesh)
+    logits = torch.cat([logits_of[index] for index in sorted(logits_of)]) if logits_of else None
+    return loss, _from_rank(executor.result_rank, logits, mesh)
 
 
 def _has_logits(program: type[Module]) -> bool:
@@ -92,14 +92,14 @@ def _has_logits(program: type[Module]) -> bool:
     return getattr(program, "has_logits", False) is True
 
 
-def _from_rank(source: int | None, own: Tensor | None, mesh: Mesh) -> Tensor:
+def _from_rank(source: int | None, tensor: Tensor | None, mesh: Mesh) -> Tensor:
     """A tensor of process `source` on every rank; `own` where that is None."""
     if source is None:
-        assert own is not None
-        return own
-    facts: list[Any] = [None if own is None else (own.shape, own.dtype)]
+        assert tensor is not None
+        return tensor
+    facts: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype)]
     dist.broadcast_object_list(facts, source, device=mesh.device)
     shape, dtype = facts[0]
-    value = torch.empty(shape, dtype=dtype, device=mesh.device) if own is None else own.contiguous()
+    value = torch.empty(shape, dtype=dtype, device=mesh.device) if tensor is None else tensor.contiguous()
     dist.broadcast(collectives.as_sent(value), source)
     return value

@@ -43,9 +43,9 @@ class Routes:
         self.arranged: Tensor | None = None
         if self.axis is not None:
             arriving = self.axis.exchange_parts(counts.view(self.axis.size, -1))
-            own = torch.arange(arriving.shape[1], device=experts.device).repeat(self.axis.size)
+            local_experts = torch.arange(arriving.shape[1], device=experts.device).repeat(self.axis.size)
             self.sent, self.received = counts.view(self.axis.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
-            came = own.repeat_interleave(arriving.flatten(), output_size=sum(self.received))
+            came = local_experts.repeat_interleave(arriving.flatten(), output_size=sum(self.received))
             self.arranged = came.argsort(stable=True)
             counts = arriving.sum(0)
         self.counts = counts

@@ -11,7 +11,7 @@ node, one row of which returns to the token's rank, which sums over nodes:
 but for the order of the sums. Gradients go the same ways: those of copies are summed inside the node, too.
 
 Shapes: T tokens, k choices of each, N = n / p nodes, E experts, A and B features; C copies leave a rank, H copies are
-held by it, R rows leave it inside the node, M of all ranks' rows are of its experts. Over the whole axis each exchange
+on it, R rows leave it inside the node, M of all ranks' rows are of its experts. Over the whole axis each exchange
 is one all_to_all with uneven splits, of which those of ranks elsewhere are empty, so that no group of ranks is needed
 but the axis' own. Sums are taken in fp32 and rounded once on every rank, in an order that depends on the routing alone.
 """
@@ -64,24 +64,28 @@ class NodeRoutes:
     def __init__(self, experts: Tensor, num_experts: int, axis: NumberedAxis, choices: int, neighbors: int) -> None:
         self.axis, self.choices, self.neighbors = axis, choices, neighbors
         self.node, self.place = divmod(axis.rank, neighbors)
-        num_nodes, own, chosen = axis.size // neighbors, num_experts // axis.size, experts.view(-1, choices)
+        num_nodes, experts_per_rank, chosen = (
+            axis.size // neighbors,
+            num_experts // axis.size,
+            experts.view(-1, choices),
+        )
         counts = experts.new_zeros(num_experts).index_add_(0, experts, torch.ones_like(experts))
         goes = torch.zeros(len(chosen), num_nodes, dtype=torch.bool, device=experts.device)
-        goes = goes.scatter_(1, chosen // (own * neighbors), value=True).t()
+        goes = goes.scatter_(1, chosen // (experts_per_rank * neighbors), value=True).t()
         arriving, numbers = self._counted(counts, goes.sum(1), num_nodes)
-        (self.sent, self.held), (self.spread, self.received) = numbers
-        num_sent, num_held, num_spread = sum(self.sent), sum(self.held), sum(self.spread)
+        (self.sent, self.arrived), (self.spread, self.received) = numbers
+        num_sent, num_arrived, num_spread = sum(self.sent), sum(self.arrived), sum(self.spread)
 
         tokens = torch.arange(len(chosen), device=experts.device).repeat(num_nodes)
         leaving = goes.flatten().byte().argsort(stable=True, descending=True)[:num_sent]
         self.copies = Copies(tokens[leaving], len(chosen))
-        local = self.across(chosen[self.copies.rows].int()) - self.node * own * neighbors
-        own_experts = torch.arange(own, device=experts.device)
-        last = own * neighbors
+        local = self.across(chosen[self.copies.rows].int()) - self.node * experts_per_rank * neighbors
+        own_experts = torch.arange(experts_per_rank, device=experts.device)
+        last = experts_per_rank * neighbors
         local = local.where((local >= 0) & (local < last), last).flatten()
         self.order = local.argsort(stable=True)[:num_spread]
-        """The choices of the held copies that are of this node's experts, sorted by expert."""
-        self.inside = Copies(self.order // choices, num_held)
+        """The choices of the copies on this rank that are of this node's experts, sorted by expert."""
+        self.inside = Copies(self.order // choices, num_arrived)
         came = own_experts.repeat(neighbors).repeat_interleave(arriving.flatten(), output_size=sum(self.received))
         self.arranged = came.argsort(stable=True)
         self.counts = arriving.sum(0)
@@ -98,9 +102,9 @@ class NodeRoutes:
         of_rank = of_expert.sum(1).view(num_nodes, neighbors).repeat_interleave(neighbors, 0)
         told = torch.cat([of_expert, copies.repeat_interleave(neighbors).unsqueeze(1), of_rank], 1)
         heard = self.axis.exchange_parts(told).view(num_nodes, neighbors, -1)
-        own = of_expert.shape[1]
-        arriving, held = heard[..., :own].sum(0), heard[:, self.place, own:]
-        numbers = torch.cat([copies, held[:, 0], held[:, 1:].sum(0), arriving.sum(1)]).tolist()
+        num_experts = of_expert.shape[1]
+        arriving, counts_held = heard[..., :num_experts].sum(0), heard[:, self.place, num_experts:]
+        numbers = torch.cat([copies, counts_held[:, 0], counts_held[:, 1:].sum(0), arriving.sum(1)]).tolist()
         nodes, ranks = numbers[: 2 * num_nodes], numbers[2 * num_nodes :]
         return arriving, [[nodes[:num_nodes], nodes[num_nodes:]], [ranks[:neighbors], ranks[neighbors:]]]
 
@@ -111,11 +115,11 @@ class NodeRoutes:
 
     def across(self, copies: Tensor, returns: bool = False) -> Tensor:
         """[C, ...] -> [H, ...] to the nodes; returns: [H, ...] -> [C, ...] from them."""
-        sent, held = (
+        sent, received = (
             [numbers[rank // self.neighbors] if rank % self.neighbors == self.place else 0 for rank in self._ranks]
-            for numbers in (self.sent, self.held)
+            for numbers in (self.sent, self.arrived)
         )
-        return exchanged(copies, self.axis, held, sent) if returns else exchanged(copies, self.axis, sent, held)
+        return exchanged(copies, self.axis, received, sent) if returns else exchanged(copies, self.axis, sent, received)
 
     def within(self, rows: Tensor, returns: bool = False) -> Tensor:
         """[R, ...] -> [M, ...] to the ranks of this node; returns: [M, ...] -> [R, ...] from them."""
@@ -134,16 +138,16 @@ class NodeRoutes:
 
 def dispatch_by_node(tokens: Tensor, routes: NodeRoutes) -> Tensor:
     """[T, A] -> [M, A] sorted by expert: of all ranks' tokens, for each choice of an expert of this one's a row."""
-    held = routes.across(_apply(_Copied, tokens, routes.copies))
-    return taken(routes.within(_apply(_Copied, held, routes.inside)), routes.arranged)
+    arrived = routes.across(_apply(_Copied, tokens, routes.copies))
+    return taken(routes.within(_apply(_Copied, arrived, routes.inside)), routes.arranged)
 
 
 def combine_by_node(rows: Tensor, weights: Tensor, routes: NodeRoutes) -> Tensor:
     """[M, B], and a weight for each choice of this rank's tokens, [T k] or [T k, 1] -> [T, B]: for each token the
     weighted sum over its choices, in the dtype that a row times a weight has."""
     rows = routes.within(taken(rows, routes.arranged.argsort()), returns=True)
-    known = routes.across(weights.reshape(-1, routes.choices).index_select(0, routes.copies.rows))
-    sums = _apply(_Weighed, rows, known.flatten().index_select(0, routes.order), routes.inside)
+    arrived_weights = routes.across(weights.reshape(-1, routes.choices).index_select(0, routes.copies.rows))
+    sums = _apply(_Weighed, rows, arrived_weights.flatten().index_select(0, routes.order), routes.inside)
     return _apply(_Summed, routes.across(sums, returns=True), routes.copies)
 
 

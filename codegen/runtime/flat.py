@@ -278,8 +278,8 @@ class Bucket:
         """This rank's range of `flat`, where it stays and the master is another tensor of the device."""
         if self.key.stage == 3 or self.host is not None:
             return None
-        own = self.flat.narrow(0, self.offset, self.shard_numel)
-        return None if own.data_ptr() == self.master.data_ptr() else own
+        local = self.flat.narrow(0, self.offset, self.shard_numel)
+        return None if local.data_ptr() == self.master.data_ptr() else local
 
     def start_publish(self, is_copied: bool = False) -> Work | None:
         """Bring new masters to every `flat` (stages 0 to 2); the work to wait for, if any.
@@ -290,16 +290,16 @@ class Bucket:
             if self.host is not None and self.resident is not None:
                 self.host.copy_in(self.master, self.resident)
             return None
-        own = self.flat.narrow(0, self.offset, self.shard_numel)
+        local = self.flat.narrow(0, self.offset, self.shard_numel)
         if self.host is not None:
-            self.host.copy_in(self.master, own)
-        elif not is_copied and own.data_ptr() != self.master.data_ptr():
-            own.copy_(self.master)
+            self.host.copy_in(self.master, local)
+        elif not is_copied and local.data_ptr() != self.master.data_ptr():
+            local.copy_(self.master)
         if self.axis.size == 1:
             return None
         if self.compression is not None and self.compresses_gathers:
-            return self.compression.start_publish(self.flat, own, self.axis)
-        return collectives.all_gather(self.flat, own, self.axis.group, async_op=True)
+            return self.compression.start_publish(self.flat, local, self.axis)
+        return collectives.all_gather(self.flat, local, self.axis.group, async_op=True)
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
@@ -396,5 +396,5 @@ class Bucket:
     def set_gradient(self, entry: Entry, local: Tensor) -> None:
         """Set this rank's range of one entry's gradient from its tensor in local shape."""
         if entry.hi > entry.lo:
-            own = self.gradient.narrow(0, entry.start + entry.lo - self.offset, entry.hi - entry.lo)
-            own.copy_(local.reshape(-1)[entry.lo : entry.hi])
+            local_gradient = self.gradient.narrow(0, entry.start + entry.lo - self.offset, entry.hi - entry.lo)
+            local_gradient.copy_(local.reshape(-1)[entry.lo : entry.hi])

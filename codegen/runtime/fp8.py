@@ -24,8 +24,8 @@ def why_unavailable(device: torch.device) -> str:
     """Why a device cannot run such layers, or "" if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY:
         return ""
-    found = ".".join(map(str, torch.cuda.get_device_capability(device)))
-    return f"{torch.cuda.get_device_name(device)} has compute capability {found}, fp8 products need 8.9"
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"{torch.cuda.get_device_name(device)} has compute capability {capability}, fp8 products need 8.9"
 
 
 def require(device: torch.device) -> None:

@@ -68,22 +68,22 @@ class FusedAdamW(torch.optim.AdamW):
                 loss = closure()
         if not self._is_current():
             self._sets = tuple(self._make_sets())
-        for each in self._sets:
-            group = self.param_groups[each.group]
-            first = each.steps_T[0]
-            adamw_(each.table, first, group["lr"], group["betas"], group["eps"], self.clip_factor)
-            each.steps_T[1:].copy_(first)
+        for parameter_set in self._sets:
+            group = self.param_groups[parameter_set.group]
+            first = parameter_set.steps_T[0]
+            adamw_(parameter_set.table, first, group["lr"], group["betas"], group["eps"], self.clip_factor)
+            parameter_set.steps_T[1:].copy_(first)
         return loss
 
     def _is_current(self) -> bool:
         """Whether the state is what the last step left, and the groups are as they were."""
         state, nothing = self.state, dict[str, Any]()
         for one in self._sets:
-            for parameter, (count, first, second) in one.held:
-                held = state.get(parameter, nothing)
-                if held.get("exp_avg") is not first or held.get("exp_avg_sq") is not second:
+            for parameter, (count, first, second) in one.states:
+                state_of_parameter = state.get(parameter, nothing)
+                if state_of_parameter.get("exp_avg") is not first or state_of_parameter.get("exp_avg_sq") is not second:
                     return False
-                if held.get("step") is not count:
+                if state_of_parameter.get("step") is not count:
                     return False
         return bool(self._sets) and self._weight_decays == self._decays()
 
@@ -101,8 +101,8 @@ class FusedAdamW(torch.optim.AdamW):
             shard.take_over(self.state)
             for key, row in shard.rows(groups, self.state):
                 rows.setdefault(key, []).append(row)
-        for (number, count, *_), found in rows.items():
-            yield _Set.of(number, count, found, self._weight_decays[number], self.state)
+        for (number, count, *_), rows_of_key in rows.items():
+            yield _Set.of(number, count, rows_of_key, self._weight_decays[number], self.state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +119,19 @@ class _Row:
 class _Set:
     """What one launch updates: rows of one key.
 
-    steps_T: one for each of T parameters, all equal. held: what the state of each parameter holds.
+    steps_T: one for each of T parameters, all equal. states: the tensors in the state of each parameter.
     """
 
     group: int
     table: AdamWTable
     steps_T: Tensor
-    held: tuple[tuple[nn.Parameter, tuple[Tensor, Tensor, Tensor]], ...]
+    states: tuple[tuple[nn.Parameter, tuple[Tensor, Tensor, Tensor]], ...]
 
     @classmethod
     def of(cls, group: int, count: float, rows: list[_Row], weight_decay: float, state: dict[Any, Any]) -> _Set:
         """The table of some rows; their parameters' state becomes views of the shards' lines."""
         masters, gradients, exp_avgs, exp_avg_sqs, copies = columns = tuple(list[Tensor]() for _ in range(5))
-        held = []
+        states = []
         parameters = [parameter for row in rows for parameter in row.parameters]
         steps_T = torch.full((len(parameters),), count, dtype=torch.float32, device=parameters[0].device)
         left = iter(steps_T.unbind())
@@ -141,9 +141,9 @@ class _Set:
             for parameter in row.parameters:
                 values = (next(left), *row.shard.moments(parameter))
                 state[parameter] = dict(zip(_STATE, values, strict=True))
-                held.append((parameter, values))
+                states.append((parameter, values))
         table = adamw_table(masters, gradients, exp_avgs, exp_avg_sqs, copies or None, weight_decay)
-        return cls(group, table, steps_T, tuple(held))
+        return cls(group, table, steps_T, tuple(states))
 
 
 class _Shard:
@@ -171,25 +171,25 @@ class _Shard:
     def take_over(self, state: dict[Any, Any]) -> None:
         """Set the lines to the moments that the state holds, zeros where it holds none."""
         for parameter in self._places:
-            held = state.get(parameter, {})
+            state_of_parameter = state.get(parameter, {})
             for name, line in zip(_STATE[1:], self.moments(parameter), strict=True):
-                if name not in held:
+                if name not in state_of_parameter:
                     line.zero_()
-                elif held[name].data_ptr() != line.data_ptr():
-                    line.copy_(held[name].view_as(line))
+                elif state_of_parameter[name].data_ptr() != line.data_ptr():
+                    line.copy_(state_of_parameter[name].view_as(line))
 
     def rows(self, groups: dict[Any, int], state: dict[Any, Any]) -> list[tuple[_Key, _Row]]:
         """Its parameters, consecutive ones of one key together."""
         master, copy = self.lines[0], self.lines[-1]
-        found: list[tuple[_Key, _Row]] = []
+        rows: list[tuple[_Key, _Row]] = []
         for parameter, (lo, numel) in self._places.items():
             if parameter not in groups:
                 continue  # the factory left it out
             count = float(state.get(parameter, {}).get("step", 0.0))
             key = (groups[parameter], count, master.dtype, None if copy is None else copy.dtype)
             row = _Row(self, lo, lo + numel, (parameter,))
-            if found and found[-1][0] == key and found[-1][1].hi == lo:
-                before = found.pop()[1]
+            if rows and rows[-1][0] == key and rows[-1][1].hi == lo:
+                before = rows.pop()[1]
                 row = _Row(self, before.lo, row.hi, (*before.parameters, parameter))
-            found.append((key, row))
-        return found
+            rows.append((key, row))
+        return rows

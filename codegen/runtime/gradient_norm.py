@@ -25,7 +25,7 @@ class GradientNorm:
         for bucket in (bucket for part in parts for bucket in part.trainable()):
             for lo, hi, replicas in bucket.norm_segments():
                 rows[bucket.gradient.dtype].append((bucket.gradient[lo:hi], 1.0 / replicas))
-        self._tables = [_table(found) for found in rows.values()]
+        self._tables = [_table(rows_of_device) for rows_of_device in rows.values()]
 
     def squared(self) -> Tensor | float:
         """This rank's share: 0-dim on the gradients' device; 0.0 where it has none."""

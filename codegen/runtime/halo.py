@@ -66,8 +66,8 @@ def halo_convolution(
         input = _WithNeighbors.apply(input, axis, at, before, max(behind, 0))  # type: ignore[no-untyped-call]
     if behind < 0:  # not before: its last rows are what the next rank reads
         input = input.narrow(at, 0, input.shape[at] + behind)
-    inside = [0 if d == dim else each for d, each in enumerate(padding)]
-    sizes = (tuple(each[:num_dims]) for each in (stride, inside, dilation))
+    inside = [0 if d == dim else values for d, values in enumerate(padding)]
+    sizes = (tuple(values[:num_dims]) for values in (stride, inside, dilation))
     return _CONVOLUTIONS[num_dims - 1](input, weight, bias, *sizes, groups)
 
 
@@ -94,12 +94,12 @@ class _WithNeighbors(torch.autograd.Function):
         length = gradient.shape[at] - before - behind
         up = axis.pass_on(gradient.narrow(at, 0, before), -1) if before else None
         down = axis.pass_on(gradient.narrow(at, before + length, behind), 1) if behind else None
-        own = gradient.narrow(at, before, length).clone()
+        local_gradient = gradient.narrow(at, before, length).clone()
         if up is not None:
-            own.narrow(at, length - before, before).add_(_unless(axis.rank == axis.size - 1, up.wait()))
+            local_gradient.narrow(at, length - before, before).add_(_unless(axis.rank == axis.size - 1, up.wait()))
         if down is not None:
-            own.narrow(at, 0, behind).add_(_unless(axis.rank == 0, down.wait()))
-        return own, None, None, None, None
+            local_gradient.narrow(at, 0, behind).add_(_unless(axis.rank == 0, down.wait()))
+        return local_gradient, None, None, None, None
 
 
 def _unless(is_end: bool, rows: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ class Container(nn.Module):
     """A module on the way to a parameter; `self.linears[0]` is the child called "0"."""
 
     def __getitem__(self, name: int | str) -> Any:
-        return held(self, str(name))
+        return member_of(self, str(name))
 
 
-def held(module: nn.Module, name: str) -> Any:
+def member_of(module: nn.Module, name: str) -> Any:
     """The child, parameter or buffer of that name, which need not be an identifier or free of our own names."""
     for table in (module._modules, module._parameters, module._buffers):
         if name in table:

@@ -71,12 +71,12 @@ class HostOptimizer:
 
     def _send(self, index: int) -> list[tuple[Tensor, Any]]:
         """Begin to copy the gradients of a call out: each bucket's line on the host, and the event of its arrival."""
-        found, line = [], self._lines[index % 2]
+        copies, line = [], self._lines[index % 2]
         for bucket in self._calls[index]:
             part = line[: _num_bytes(bucket)].view(bucket.gradient.dtype)
             line = line[_num_bytes(bucket) :]
-            found.append((part, self.host.copy_out(bucket.gradient, part)))
-        return found
+            copies.append((part, self.host.copy_out(bucket.gradient, part)))
+        return copies
 
     def _map_state(self, bucket: Bucket) -> None:
         """Move state that the optimizer has made (in its first step, or after a checkpoint was loaded) to files."""
@@ -89,9 +89,9 @@ class HostOptimizer:
                 if line is None:
                     line = self.host.zeros(bucket.shard_numel, value.dtype, key)
                     self._mapped[id(bucket), key] = line
-                own = line.narrow(0, entry.start + entry.lo - bucket.offset, entry.hi - entry.lo).view(value.shape)
-                if value.data_ptr() != own.data_ptr():
-                    state[key] = own.copy_(value)
+                part = line.narrow(0, entry.start + entry.lo - bucket.offset, entry.hi - entry.lo).view(value.shape)
+                if value.data_ptr() != part.data_ptr():
+                    state[key] = part.copy_(value)
 
 
 def _num_bytes(bucket: Bucket) -> int:

@@ -273,7 +273,7 @@ class Mesh:
         process must call it with equal arguments, since torch wants all groups made by all. Raises ValueError if the
         number of processes is another.
         """
-        everyone, found = _everyone(), None
+        everyone, stage_mesh = _everyone(), None
         timeout = timeout or _timeout_of_all()
         counts = [math.prod(sizes) for _, sizes in shapes]
         for index, ((axes, sizes), first) in enumerate(zip(shapes, tiled(counts, first_ranks), strict=True)):
@@ -282,16 +282,16 @@ class Mesh:
                 keep_freed_memory()
             wanted = [axes, *((name,) for name in axes), *(joints[index] if joints else ())]
             keys = dict.fromkeys(_sizable(axes, sizes, names) for names in wanted)
-            made = {key: _axis_of(axes, sizes, key, first, everyone, timeout) for key in keys}
+            axis_of_names = {key: _axis_of(axes, sizes, key, first, everyone, timeout) for key in keys}
             if first <= everyone.rank < first + counts[index]:
-                whole = made[_sizable(axes, sizes, axes)]
+                whole = axis_of_names[_sizable(axes, sizes, axes)]
                 world = Axis("world", whole.size, whole.rank, whole.group)
-                built = tuple(made[name,] if (name,) in made else Axis(name) for name in axes)
-                found = cls(built, world, device, everyone=everyone, first_rank=first, timeout=timeout)
-                found._joint.update({key: axis for key, axis in made.items() if len(key) > 1})
-        if found is None or sum(counts) != everyone.size:
+                built = tuple(axis_of_names[name,] if (name,) in axis_of_names else Axis(name) for name in axes)
+                stage_mesh = cls(built, world, device, everyone=everyone, first_rank=first, timeout=timeout)
+                stage_mesh._joint.update({key: axis for key, axis in axis_of_names.items() if len(key) > 1})
+        if stage_mesh is None or sum(counts) != everyone.size:
             raise ValueError(f"the meshes are over {sum(counts)} processes together, but {everyone.size} run")
-        return found
+        return stage_mesh
 
     def finish(self) -> None:
         """Wait for what was started with wait=False."""
@@ -301,12 +301,12 @@ class Mesh:
 
     def axis(self, name: str) -> Axis:
         """The axis of that name."""
-        found: Axis = getattr(self, name)
-        return found
+        axis: Axis = getattr(self, name)
+        return axis
 
     def put(self, axis: Axis) -> None:
         """Take this for the axis of its name, which has the same ranks."""
-        self.axes = tuple(axis if known.name == axis.name else known for known in self.axes)
+        self.axes = tuple(axis if present.name == axis.name else present for present in self.axes)
         setattr(self, axis.name, axis)
 
     def joint(self, names: tuple[str, ...]) -> Axis:
@@ -354,14 +354,14 @@ def _axis_of(
     for rank, place in enumerate(itertools.product(*(range(size) for size in sizes)), first_rank):
         outside = tuple(i for i, name in zip(place, axes, strict=True) if name not in names)
         members.setdefault(outside, []).append(rank)
-    found = Axis("+".join(names) or "none")
+    axis_found = Axis("+".join(names) or "none")
     for ranks in members.values():
         if len(ranks) == 1:
             continue
         group = everyone.group if len(ranks) == everyone.size else dist.new_group(ranks, timeout=timeout)
         if everyone.rank in ranks:
-            found = Axis(found.name, len(ranks), ranks.index(everyone.rank), group)
-    return found
+            axis_found = Axis(axis_found.name, len(ranks), ranks.index(everyone.rank), group)
+    return axis_found
 
 
 def _checked(axes: tuple[str, ...], sizes: tuple[int, ...], device: torch.device | str) -> torch.device:
@@ -387,5 +387,5 @@ def _timeout_of_all() -> timedelta | None:
         return None
     group: Any = dist.group.WORLD
     backends = (group._get_backend(device) for device in group._device_types)
-    found = [each.options._timeout for each in backends if hasattr(each, "_set_default_timeout")]
-    return max(found, default=None)
+    timeouts = [backend.options._timeout for backend in backends if hasattr(backend, "_set_default_timeout")]
+    return max(timeouts, default=None)

@@ -91,8 +91,8 @@ class Offload:
     @contextmanager
     def moving(self, layer: Any, micro_batch: int) -> Iterator[None]:
         """What autograd saves in this context is moved. layer: an nn.Module, whose own tensors stay."""
-        own = (*layer.parameters(), *layer.buffers())
-        kept = frozenset(tensor.untyped_storage()._cdata for tensor in own)
+        layer_tensors = (*layer.parameters(), *layer.buffers())
+        kept = frozenset(tensor.untyped_storage()._cdata for tensor in layer_tensors)
         region = _Region(self._latest.get(micro_batch), kept)
         self._latest[micro_batch] = weakref.ref(region)
         stash: list[Tensor] = []
@@ -117,7 +117,7 @@ class Offload:
         if moved is None:
             moved = self._copy_out(storage, stash)
             self._remember(storage, tensor._version, moved)
-        if all(known() is not moved for known in region.moved):
+        if all(moved_ref() is not moved for moved_ref in region.moved):
             region.moved.append(weakref.ref(moved))
         return _Packed(
             region=region,

@@ -119,9 +119,9 @@ def keeps_zeros(factory: Factory, parameters: Sequence[GlobalParameter], beside:
     kinds = tuple(kind for kind in _kinds(factory, parameters) if not beside.issuperset(kind.names))
     for dtype in TOLERANCE if kinds else ():
         names, firsts, _ = _drawn(kinds, dtype)
-        still = [each.part(torch.zeros_like) for each in firsts]
+        still = [first.part(torch.zeros_like) for first in firsts]
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), contextlib.suppress(_StepError):
-            changes = _Trial(factory, parameters, names).run([[each] for each in still])
+            changes = _Trial(factory, parameters, names).run([[first] for first in still])
             return not any(change.any() for (change,) in changes)
     return not kinds
 
@@ -146,7 +146,7 @@ def _forgotten(factory: Factory, parameters: Sequence[GlobalParameter], dtype: t
 
 def _drawn(kinds: Sequence[_Kind], dtype: torch.dtype) -> tuple[list[str], list[_Course], list[_Course]]:
     """The names of the tensors that are tried, and two courses for each."""
-    tensors = [each for kind in kinds for each in kind.tensors]
+    tensors = [kind_tensor for kind in kinds for kind_tensor in kind.tensors]
     generator = torch.Generator("cpu").manual_seed(0)
     firsts = [_Course.draw(shape, dtype, generator) for _, shape in tensors]
     seconds = [_Course.draw(shape, dtype, generator) for _, shape in tensors]
@@ -206,7 +206,7 @@ class _Trial:
     def run(self, courses: Sequence[Sequence[_Course]], resumed: int | None = None) -> list[list[Tensor]]:
         """The change of every tensor; courses: those that take the place of each name's parameter. resumed: the step
         before which the optimizer is made anew."""
-        tensors = [[nn.Parameter(course.value.clone()) for course in each] for each in courses]
+        tensors = [[nn.Parameter(course.value.clone()) for course in kind_courses] for kind_courses in courses]
         optimizer = self._made(tensors)
         initial = settings_of(optimizer)
         try:
@@ -227,13 +227,13 @@ class _Trial:
             ) from error
         self._look_at_state(optimizer, tensors)
         return [
-            [tensor.detach() - course.value for tensor, course in zip(own, given, strict=True)]
-            for own, given in zip(tensors, courses, strict=True)
+            [tensor.detach() - course.value for tensor, course in zip(parts, kind_of_courses, strict=True)]
+            for parts, kind_of_courses in zip(tensors, courses, strict=True)
         ]
 
     def _wants_closure(self, courses: Sequence[Sequence[_Course]]) -> bool:
         """Whether steps that fail without a closure succeed with one."""
-        tensors = [[nn.Parameter(course.value.clone()) for course in each] for each in courses]
+        tensors = [[nn.Parameter(course.value.clone()) for course in kind_courses] for kind_courses in courses]
         optimizer: Any = self._made(tensors)
 
         def give_gradients(step: int) -> Tensor:
@@ -250,11 +250,13 @@ class _Trial:
         return True
 
     def _made(self, tensors: list[list[nn.Parameter]]) -> torch.optim.Optimizer:
-        made = whole_optimizer(self.factory, self.parameters)
-        self.optimizer = type(made.optimizer).__name__
-        around = {k: v for k, v in vars(made.optimizer).items() if isinstance(v, torch.optim.Optimizer)}
-        self.inner = ", ".join(f"{name}, a {type(each).__name__}" for name, each in around.items())
-        optimizer = made.replace(dict(zip(self.names, tensors, strict=True)))
+        whole = whole_optimizer(self.factory, self.parameters)
+        self.optimizer = type(whole.optimizer).__name__
+        around = {k: v for k, v in vars(whole.optimizer).items() if isinstance(v, torch.optim.Optimizer)}
+        self.inner = ", ".join(
+            f"{name}, a {type(inner_optimizer).__name__}" for name, inner_optimizer in around.items()
+        )
+        optimizer = whole.replace(dict(zip(self.names, tensors, strict=True)))
         for group in optimizer.param_groups:
             # What a schedule starts from hides the update.
             if "lr" in group and float(group["lr"]) == 0.0:
@@ -267,7 +269,10 @@ class _Trial:
         """Another optimizer, with what a checkpoint holds of the one before."""
         fresh = self._made(tensors)
         states = {
-            tensor: copy.deepcopy(before.state[tensor]) for own in tensors for tensor in own if tensor in before.state
+            tensor: copy.deepcopy(before.state[tensor])
+            for parts in tensors
+            for tensor in parts
+            if tensor in before.state
         }
         fresh.state.clear()
         for tensor, state in states.items():
@@ -276,8 +281,8 @@ class _Trial:
         return fresh
 
     def _look_at_state(self, optimizer: torch.optim.Optimizer, tensors: list[list[nn.Parameter]]) -> None:
-        for name, own in zip(self.names, tensors, strict=True):
-            for tensor in own:
+        for name, parts in zip(self.names, tensors, strict=True):
+            for tensor in parts:
                 for key, value in optimizer.state.get(tensor, {}).items():
                     if isinstance(value, Tensor):
                         if value.numel() > 1 and value.shape != tensor.shape:
@@ -298,10 +303,12 @@ class _Trial:
         """Names of tensors of which parts are updated otherwise than the whole."""
         cuts = [list(_cuts(tuple(course.value.shape))) for course in courses]
         for half in (0, 1):
-            parts = [[course.part(cut[half]) for cut in own] for course, own in zip(courses, cuts, strict=True)]
-            found = self._run_parts(parts)
-            for name, change, own, part in zip(self.names, changes, cuts, found, strict=True):
-                if part is None or not _equal([[cut[half](change) for cut in own]], [part]):
+            parts = [
+                [course.part(cut[half]) for cut in parts_cut] for course, parts_cut in zip(courses, cuts, strict=True)
+            ]
+            results = self._run_parts(parts)
+            for name, change, parts_cut, part in zip(self.names, changes, cuts, results, strict=True):
+                if part is None or not _equal([[cut[half](change) for cut in parts_cut]], [part]):
                     yield name
 
     def _run_parts(self, parts: list[list[_Course]]) -> Sequence[list[Tensor] | None]:
@@ -309,22 +316,22 @@ class _Trial:
         try:
             return self.run(parts)
         except OptimizerError:
-            found: list[list[Tensor] | None] = []
-            for index, own in enumerate(parts):
+            results: list[list[Tensor] | None] = []
+            for index, part in enumerate(parts):
                 try:
-                    found.append(self.run([own if i == index else [] for i in range(len(parts))])[index])
+                    results.append(self.run([part if i == index else [] for i in range(len(parts))])[index])
                 except OptimizerError:
-                    found.append(None)
-            return found
+                    results.append(None)
+            return results
 
 
 def _kinds(factory: Factory, parameters: Sequence[GlobalParameter]) -> Iterator[_Kind]:
-    made = whole_optimizer(factory, parameters)
+    whole = whole_optimizer(factory, parameters)
     members: dict[Any, list[str]] = {}
-    for group, held in zip(made.optimizer.param_groups, made.groups, strict=True):
+    for group, names_of_group in zip(whole.optimizer.param_groups, whole.groups, strict=True):
         settings = tuple(sorted((key, _setting(key, value)) for key, value in group.items()))
-        for name in held:
-            members.setdefault((settings, made.stand_ins[name].ndim), []).append(name)
+        for name in names_of_group:
+            members.setdefault((settings, whole.stand_ins[name].ndim), []).append(name)
     shapes = {p.name: p.shape for p in parameters}
     for names in members.values():
         small = {name: _small(shapes[name]) for name in names}
@@ -361,18 +368,18 @@ def _half(dim: int, start: int, length: int) -> Any:
 
 
 def _both(tensors: list[list[nn.Parameter]], courses: Sequence[Sequence[_Course]]) -> Iterator[tuple[Any, _Course]]:
-    for own, given in zip(tensors, courses, strict=True):
-        yield from zip(own, given, strict=True)
+    for tensors_of_kind, courses_of_kind in zip(tensors, courses, strict=True):
+        yield from zip(tensors_of_kind, courses_of_kind, strict=True)
 
 
 def _joined(firsts: list[list[Tensor]], seconds: list[list[Tensor]]) -> list[list[Tensor]]:
     return [[*one, *other] for one, other in zip(firsts, seconds, strict=True)]
 
 
-def _equal(found: Iterable[Iterable[Tensor]], expected: Iterable[Iterable[Tensor]]) -> bool:
+def _equal(results: Iterable[Iterable[Tensor]], expected: Iterable[Iterable[Tensor]]) -> bool:
     return all(
         bool((a - b).abs().max() <= TOLERANCE[a.dtype] * b.abs().max())
-        for own, other in zip(found, expected, strict=True)
-        for a, b in zip(own, other, strict=True)
+        for result, other in zip(results, expected, strict=True)
+        for a, b in zip(result, other, strict=True)
         if a.numel()
     )

@@ -21,11 +21,11 @@ def check_stored(needs: Needs, is_whole: Mapping[str, bool], *, is_staged: bool,
     """
     cut = [name for name, whole in is_whole.items() if not whole and name in needs.whole]
     if cut or (needs.is_coupled and is_staged):
-        found = f"{cut[0]} is sharded" if cut else "a pipeline, whose ranks hold different parameters"
+        storage = f"{cut[0]} is sharded" if cut else "a pipeline, whose ranks hold different parameters"
         instead = "a plan with zero=0 and tp=1" + ", pp=1" * needs.is_coupled
         if is_offloaded and not needs.is_coupled:
-            found, instead = f"{found}, and the optimizer is offloaded", f"no offload, or {instead}"
-        raise OptimizerError(needs.problem, found, instead)
+            storage, instead = f"{storage}, and the optimizer is offloaded", f"no offload, or {instead}"
+        raise OptimizerError(needs.problem, storage, instead)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,9 @@ class GlobalParameter:
     def stand_in(self, base: float, device: torch.device | str) -> nn.Parameter:
         """A parameter that answers as the whole one does; of one element of memory."""
         value = torch.full((), base, dtype=getattr(torch, self.dtype), device=device)
-        made = nn.Parameter(value.expand(self.shape))
-        made.__dict__.update(self.attributes)
-        return made
+        parameter = nn.Parameter(value.expand(self.shape))
+        parameter.__dict__.update(self.attributes)
+        return parameter
 
 
 def parameters_of(model: nn.Module) -> tuple[GlobalParameter, ...]:
@@ -93,8 +93,8 @@ def takes_names(factory: Factory) -> bool:
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is known, without a trial, that each element is updated by itself and that all state is in sight."""
-    known = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
-    return type(optimizer) in known or getattr(type(optimizer), "is_elementwise", False)
+    elementwise = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+    return type(optimizer) in elementwise or getattr(type(optimizer), "is_elementwise", False)
 
 
 def untried(optimizer: torch.optim.Optimizer) -> str:
@@ -125,15 +125,15 @@ class WholeOptimizer:
         """
         names = {id(p): name for name, p in self.stand_ins.items()}
         for group in self.optimizer.param_groups:
-            held = [names[id(p)] for p in group["params"]]
+            names_of_group = [names[id(p)] for p in group["params"]]
             # In place, for optimizers around others, which share the lists.
-            group["params"][:] = [each for name in held for each in stored.get(name, ())]
+            group["params"][:] = [part for name in names_of_group for part in stored.get(name, ())]
             if "param_names" in group:
-                group["param_names"] = [name for name in held for _ in stored.get(name, ())]
+                group["param_names"] = [name for name in names_of_group for _ in stored.get(name, ())]
         for name, stand_in in self.stand_ins.items():
-            made = self.optimizer.state.pop(stand_in, None)
-            for each in stored.get(name, ()) if made else ():
-                self.optimizer.state[each] = {k: _laid_out(v, stand_in, each) for k, v in (made or {}).items()}
+            state = self.optimizer.state.pop(stand_in, None)
+            for part in stored.get(name, ()) if state else ():
+                self.optimizer.state[part] = {k: _laid_out(v, stand_in, part) for k, v in (state or {}).items()}
         return self.optimizer
 
 
@@ -144,10 +144,10 @@ def whole_optimizer(
 
     Raises OptimizerError for what is no optimizer of the given tensors, or one whose step needs a closure.
     """
-    made = of_values(factory, parameters, _BASES[0], device)
-    if made.optimizer.state:
-        _check_state(made, of_values(factory, parameters, _BASES[1], device))
-    return made
+    whole = of_values(factory, parameters, _BASES[0], device)
+    if whole.optimizer.state:
+        _check_state(whole, of_values(factory, parameters, _BASES[1], device))
+    return whole
 
 
 def of_values(
@@ -161,7 +161,7 @@ def of_values(
     return WholeOptimizer(optimizer, stand_ins)
 
 
-def check_members(optimizer: Any, given: Iterable[Tensor]) -> None:
+def check_members(optimizer: Any, parameters: Iterable[Tensor]) -> None:
     """Raises OptimizerError unless this is an optimizer of (some of) the given parameters alone that can step."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
@@ -171,17 +171,17 @@ def check_members(optimizer: Any, given: Iterable[Tensor]) -> None:
             "(a GAN's), a program for each; for a wrapper, a subclass of torch.optim.Optimizer, or the inner optimizer",
         )
     kind = type(optimizer).__name__
-    given = list(given)
-    known = {id(p) for p in given}
-    if not all(p.requires_grad for p in given):
+    parameters = list(parameters)
+    ids = {id(p) for p in parameters}
+    if not all(p.requires_grad for p in parameters):
         raise OptimizerError(
             "the optimizer factory must leave the parameters as they are",
             "requires_grad=False, set in the factory",
             "requires_grad_(False) on the model, before it is compiled",
         )
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = sum(id(p) not in known for p in held)
-    if foreign or not held:
+    members = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(id(p) not in ids for p in members)
+    if foreign or not members:
         raise OptimizerError(
             "the optimizer factory must make its optimizer of the parameters that it is given",
             f"{kind} holds {foreign} others" if foreign else f"{kind} holds none of them",
@@ -224,15 +224,15 @@ _aten = torch.ops.aten
 _LIKE = (_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default)
 
 
-def _check_state(made: WholeOptimizer, other: WholeOptimizer) -> None:
+def _check_state(whole: WholeOptimizer, other: WholeOptimizer) -> None:
     """State that a constructor makes must be constants: parameters have no values yet, and are cut."""
-    for name, stand_in in made.stand_ins.items():
+    for name, stand_in in whole.stand_ins.items():
         twin = other.optimizer.state.get(other.stand_ins[name], {})
-        for key, value in made.optimizer.state.get(stand_in, {}).items():
+        for key, value in whole.optimizer.state.get(stand_in, {}).items():
             if isinstance(value, Tensor) and not (_is_same_constant(value, twin[key])):
                 raise OptimizerError(
                     "an optimizer's constructor must not read the parameters' values",
-                    f"{type(made.optimizer).__name__} keeps {key!r} of {name}",
+                    f"{type(whole.optimizer).__name__} keeps {key!r} of {name}",
                     "an optimizer that makes its state in its first step",
                 )
 
@@ -263,15 +263,15 @@ def imported(path: str, **arguments: Any) -> Factory:
     """The factory `module:name`, with these arguments. Raises SystemExit where it cannot be imported."""
     module, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise SystemExit(
             f"the optimizer {path!r} cannot be imported: {error}\n"
             "put the folder of its module on PYTHONPATH, or give --optimizer module:factory"
         ) from None
-    factory: Factory = partial(found, **arguments) if arguments else found
+    factory: Factory = partial(value, **arguments) if arguments else value
     return factory
 
 
@@ -279,8 +279,8 @@ def written(parameters: Sequence[GlobalParameter]) -> tuple[GlobalParameter, ...
     """The parameters with such attributes alone as a file can have."""
     kinds = (bool, int, float, str, type(None))
     return tuple(
-        replace(each, attributes={k: v for k, v in each.attributes.items() if isinstance(v, kinds)})
-        for each in parameters
+        replace(parameter, attributes={k: v for k, v in parameter.attributes.items() if isinstance(v, kinds)})
+        for parameter in parameters
     )
 
 
@@ -298,11 +298,11 @@ def read_parameters(path: Path) -> tuple[GlobalParameter, ...]:
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Each group's hyperparameters, of those that JSON can say."""
-    found = []
+    settings = []
     for group in optimizer.param_groups:
         said = {key: _json(value) for key, value in group.items() if key not in ("params", "param_names")}
-        found.append({key: value for key, value in said.items() if value is not _UNSAID})
-    return found
+        settings.append({key: value for key, value in said.items() if value is not _UNSAID})
+    return settings
 
 
 _UNSAID = object()
@@ -312,6 +312,6 @@ def _json(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (tuple, list)):
-        items = [_json(each) for each in value]
-        return _UNSAID if any(each is _UNSAID for each in items) else items
+        items = [_json(item) for item in value]
+        return _UNSAID if any(item is _UNSAID for item in items) else items
     return value if value is None or isinstance(value, (bool, int, float, str)) else _UNSAID

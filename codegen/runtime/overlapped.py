@@ -34,8 +34,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> tuple[Tensor, ...]:
     """F.linear of x [..., in] with each weight [out, in] and its bias [out], if any."""
-    held = biases or (None,) * len(weights)
-    results: tuple[Tensor, ...] = _Linears.apply(x.grad_fn, False, x, *weights, *held)  # type: ignore[no-untyped-call]
+    all_biases = biases or (None,) * len(weights)
+    results: tuple[Tensor, ...] = _Linears.apply(x.grad_fn, False, x, *weights, *all_biases)  # type: ignore[no-untyped-call]
     return results
 
 
@@ -73,8 +73,8 @@ class _Linears(torch.autograd.Function):
         grad_x = _input_gradient(x, weights, rows, ctx.is_transposed) if needs_x else None
         if grad_x is not None:
             begin_backward(ctx.maker, grad_x)
-        found = parameter_gradients(x.reshape(-1, x.shape[-1]), rows, needs, ctx.is_transposed)
-        return None, None, grad_x, *found
+        gradients = parameter_gradients(x.reshape(-1, x.shape[-1]), rows, needs, ctx.is_transposed)
+        return None, None, grad_x, *gradients
 
 
 def parameter_gradients(
@@ -85,15 +85,15 @@ def parameter_gradients(
     x [rows, in], grads [rows, out] each, in any one order of the rows. needs: of every weight, then of every bias.
     """
     count = len(grads)
-    found: list[Tensor | None] = []
+    gradients: list[Tensor | None] = []
     for grad, needed in zip(grads, needs[:count], strict=True):
         if grad is None or not needed:
-            found.append(None)
+            gradients.append(None)
         else:
-            found.append(x.t() @ grad if is_transposed else grad.t() @ x)
+            gradients.append(x.t() @ grad if is_transposed else grad.t() @ x)
     for grad, needed in zip(grads, needs[count:], strict=True):
-        found.append(grad.sum(0) if grad is not None and needed else None)
-    return found
+        gradients.append(grad.sum(0) if grad is not None and needed else None)
+    return gradients
 
 
 def _input_gradient(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import reshard
-from .holding import Container, HoldingParts, held
+from .holding import Container, HoldingParts, member_of
 from .mesh import Mesh
 from .rng_state import RngState
 
@@ -70,14 +70,14 @@ class Param:
         kept = {axis: text for axis, text in placements.items() if text != "R"}
         for text in kept.values():
             parse_placement(text)
-        held: torch.dtype = getattr(torch, dtype)
-        requires_grad = requires_grad and (held.is_floating_point or held.is_complex)
+        tensor_dtype: torch.dtype = getattr(torch, dtype)
+        requires_grad = requires_grad and (tensor_dtype.is_floating_point or tensor_dtype.is_complex)
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero}")
         if zero and requires_grad and not any(kept.get(axis) == "Rp" for axis in ZERO_AXES):
             lies = ", ".join(f"{axis} has {kept.get(axis, 'R')}" for axis in ZERO_AXES)
             raise ValueError(f"ZeRO shards over an Rp axis only, {lies}")
-        about = (held, requires_grad, persistent, increment, padding, padded)
+        about = (tensor_dtype, requires_grad, persistent, increment, padding, padded)
         values = (tuple(shape), kept, zero, tuple(aliases), *about)
         for name, value in zip(Param.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
@@ -121,13 +121,13 @@ def shards(placements: Mapping[str, str], mesh: Mesh) -> list[tuple[str, int, in
     """
     order = [axis.name for axis in mesh.axes if axis.size > 1]
     parsed = ((axis, *parse_placement(placements[axis])) for axis in order if axis in placements)
-    found = [(axis, dim, sections) for axis, kind, dim, sections in parsed if kind == "S"]
-    return sorted(found, key=lambda entry: -entry[2])
+    sharded = [(axis, dim, sections) for axis, kind, dim, sections in parsed if kind == "S"]
+    return sorted(sharded, key=lambda entry: -entry[2])
 
 
 def runs(dim: int, spec: Param, mesh: Mesh) -> list[tuple[int, int, int]]:
     """(local start, global start, length) of the runs of global indices that this rank holds of a dim."""
-    size, cuts = spec.padded_shape[dim], [each for each in shards(spec.placements, mesh) if each[1] == dim]
+    size, cuts = spec.padded_shape[dim], [cut for cut in shards(spec.placements, mesh) if cut[1] == dim]
     if not cuts and not spec.padding:
         return [(0, 0, size)] if size else []
     index = torch.arange(size, device="cpu")
@@ -136,9 +136,9 @@ def runs(dim: int, spec: Param, mesh: Mesh) -> list[tuple[int, int, int]]:
     local = torch.arange(len(index), device="cpu")
     _, padded, count = parse_placement(spec.padded)
     if spec.padding and padded == dim:
-        own = spec.shape[dim] // count
-        section, place = index // (own + spec.padding), index % (own + spec.padding)
-        local, index = local[place < own], (section * own + place)[place < own]
+        length = spec.shape[dim] // count
+        section, place = index // (length + spec.padding), index % (length + spec.padding)
+        local, index = local[place < length], (section * length + place)[place < length]
     breaks = torch.nonzero((index.diff() != 1) | (local.diff() != 1)).flatten() + 1
     bounds = [0, *breaks.tolist(), len(index)] if len(index) else []
     return [(int(local[lo]), int(index[lo]), hi - lo) for lo, hi in itertools.pairwise(bounds)]
@@ -162,7 +162,7 @@ def shard(tensor: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tensor
     if isinstance(spec, Param) and spec.padding:
         _, dim, sections = parse_placement(spec.padded)
         zeros = tensor.new_zeros(*tensor.shape[:dim], spec.padding, *tensor.shape[dim + 1 :])
-        tensor = torch.cat([part for own in tensor.chunk(sections, dim) for part in (own, zeros)], dim)
+        tensor = torch.cat([part for section in tensor.chunk(sections, dim) for part in (section, zeros)], dim)
     for axis, dim, sections in shards(_placements(spec), mesh):
         tensor = reshard.own_part(tensor, dim, sections, mesh.axis(axis))
     return tensor.contiguous()
@@ -177,8 +177,8 @@ def unshard(local: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tenso
             local = mesh.axis(name).sum_over(local)
     if isinstance(spec, Param) and spec.padding:
         _, dim, sections = parse_placement(spec.padded)
-        own = spec.shape[dim] // sections
-        parts = [local.narrow(dim, section * (own + spec.padding), own) for section in range(sections)]
+        length = spec.shape[dim] // sections
+        parts = [local.narrow(dim, section * (length + spec.padding), length) for section in range(sections)]
         return parts[0] if sections == 1 else torch.cat(parts, dim)
     return local
 
@@ -274,8 +274,8 @@ class Module(HoldingParts):
             value = torch.empty(spec.local_shape(mesh), dtype=spec.dtype, device=mesh.device)
             owner._buffers[attribute] = value
         for name, spec in self.PARAMETERS.items():
-            for each in (name, *spec.aliases):
-                owner, attribute = self._place(each)
+            for alias in (name, *spec.aliases):
+                owner, attribute = self._place(alias)
                 owner._parameters[attribute] = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -287,7 +287,7 @@ class Module(HoldingParts):
 
     def __getitem__(self, name: int | str) -> Any:
         """Return a submodule whose name cannot be an attribute: `self[0]`, `self["mesh"]`."""
-        return held(self, str(name))
+        return member_of(self, str(name))
 
     def held_values(self) -> Iterator[tuple[str, tuple[int, ...], Tensor | None]]:
         """The name of every parameter and buffer, the shape of all of it, and what is here."""
@@ -342,7 +342,7 @@ class Module(HoldingParts):
         for unit, module in enumerate(self.units()):
             prefix = f"{module.path}." if module.path else ""
             for name, spec in module.PARAMETERS.items():
-                places = tuple(module._place(each) for each in (name, *spec.aliases))
+                places = tuple(module._place(tensor_name) for tensor_name in (name, *spec.aliases))
                 yield Slot(
                     name=prefix + name,
                     aliases=tuple(prefix + alias for alias in spec.aliases),
@@ -357,7 +357,7 @@ class Module(HoldingParts):
             prefix = f"{module.path}." if module.path else ""
             for name, spec in module.BUFFERS.items():
                 owner, attribute = module._place(name)
-                yield prefix + name, spec, held(owner, attribute)
+                yield prefix + name, spec, member_of(owner, attribute)
 
     def share_buffers(self, others: Mapping[str, Tensor]) -> None:
         """Take another program's buffers, by full names, in the places of those of equal shape and dtype."""
@@ -365,14 +365,14 @@ class Module(HoldingParts):
             prefix = f"{module.path}." if module.path else ""
             for name in module.BUFFERS:
                 (owner, attribute), other = module._place(name), others.get(prefix + name)
-                own = held(owner, attribute)
-                if other is not None and (other.shape, other.dtype) == (own.shape, own.dtype):
+                buffer = member_of(owner, attribute)
+                if other is not None and (other.shape, other.dtype) == (buffer.shape, buffer.dtype):
                     owner._buffers[attribute] = other
 
     def written_buffers(self) -> list[Tensor]:
         """This instance's own buffers that its forward in training changes."""
         places = (self._place(name) for name in self.WRITTEN_BUFFERS)
-        return [held(owner, attribute) for owner, attribute in places]
+        return [member_of(owner, attribute) for owner, attribute in places]
 
     def _add_layer(self, cls: type[Module], path: str, index: int) -> Module:
         owner, attribute = self._place(path)

@@ -114,7 +114,7 @@ class Part:
             whole = batch[name]  # cut on its own device, so that the mesh's device needs room for the part only
             is_split = whole.ndim > 0 and whole.shape[0] == spec.shape[0] * self.num_micro_batches
             micro = whole.chunk(self.num_micro_batches) if is_split else (whole,)
-            shards = [shard(each, spec, self.mesh) for each in micro]
+            shards = [shard(rows, spec, self.mesh) for rows in micro]
             parts[name] = (torch.cat(shards) if is_split else shards[0]).to(self.mesh.device)
         return parts
 
@@ -126,31 +126,31 @@ class Part:
             parts = self._micro_batches(name, spec, local_batch)
             for inputs, part in zip(batches, parts, strict=True):
                 inputs[argument(name)] = part
-        given: dict[str, list[Tensor]] = {}
+        extra_inputs: dict[str, list[Tensor]] = {}
         if self.model.takes_sums:
             with torch.no_grad():
                 sums = self._of_each(self.model.whole_sums, batches)
             self.mesh.finish()
-            given["sums"] = [_added(each) for each in zip(*sums, strict=True)]
+            extra_inputs["sums"] = [_added(values) for values in zip(*sums, strict=True)]
         if not self.model.counts_targets:
-            return batches, given
+            return batches, extra_inputs
         with torch.no_grad():
             counts = self._of_each(self.model.count_targets, batches)
         if count == 1:
-            return batches, given | {"num_targets": _Counts(counts[0], self.mesh)}
+            return batches, extra_inputs | {"num_targets": _Counts(counts[0], self.mesh)}
         self.mesh.finish()
-        given["num_targets"] = [sum(each[1:], each[0]) / count for each in zip(*counts, strict=True)]
-        return batches, given
+        extra_inputs["num_targets"] = [sum(values[1:], values[0]) / count for values in zip(*counts, strict=True)]
+        return batches, extra_inputs
 
     def _of_each(
         self, method: Callable[..., list[Tensor]], batches: Sequence[Mapping[str, Tensor]]
     ) -> list[list[Tensor]]:
         """Return what a method of the model gives for each micro-batch, in which draws are that micro-batch's."""
-        found = []
+        results = []
         for index, inputs in enumerate(batches):
             self.model.rng.micro_batch = index
-            found.append(method(**inputs))
-        return found
+            results.append(method(**inputs))
+        return results
 
     def _micro_batches(self, name: str, spec: Param, local_batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """One for each, of an input that is as `BatchCheck` wants it: of all micro-batches, or the same for each."""
@@ -208,10 +208,10 @@ class Part:
     def load(self, source: Source) -> None:
         """Load values as `Step.load` does, without sending them to other ranks."""
         places = {entry.slot.name: (bucket, entry) for bucket, entry in self.entries()}
-        own = {slot.name: slot for slot in self.model.slots()}
+        slots = {slot.name: slot for slot in self.model.slots()}
         # Those that only another program of the step reads may be missing.
-        more = {name: each[1].slot for name, each in places.items() if name not in own}
-        for slot in (*own.values(), *(slot for slot in more.values() if _has(source, self.names(slot)))):
+        more = {name: place[1].slot for name, place in places.items() if name not in slots}
+        for slot in (*slots.values(), *(slot for slot in more.values() if _has(source, self.names(slot)))):
             bucket, entry = places[slot.name]
             stored = _in_file(source, slot.name, slot.spec)
             if stored is not None:
@@ -239,14 +239,14 @@ class Part:
 
     def describe(self, what: What) -> list[Whole]:
         """Return names, shapes and dtypes of the tensors of `read`, without communication."""
-        found = []
+        wholes = []
         for bucket in self._read_buckets(what):
             for entry in bucket.entries:
                 slot = entry.slot
                 names = (slot.name,) if what == "gradients" else self.names(slot)
-                found.append(Whole(names, slot.spec.shape, bucket.master_dtype))
-        found += [Whole((name, *spec.aliases), spec.shape, spec.dtype) for name, spec, _ in self._read_buffers(what)]
-        return found
+                wholes.append(Whole(names, slot.spec.shape, bucket.master_dtype))
+        wholes += [Whole((name, *spec.aliases), spec.shape, spec.dtype) for name, spec, _ in self._read_buffers(what)]
+        return wholes
 
     def read(self, what: What) -> Iterator[Tensor]:
         """Whole tensors, one at a time (they may be views of what training changes). Collective over the mesh."""
@@ -286,10 +286,10 @@ def _adopted(model: Module, shared: tuple[Part, ...]) -> ZeroUnits | None:
     if not shared:
         return None
     names = {slot.name for slot in model.slots()}
-    own = min(shared, key=lambda part: len(names ^ {slot.name for slot in part.model.slots()}))
-    own.zero.adopt(model)
-    model.share_buffers({name: value for name, _, value in own.model.buffer_slots()})
-    return own.zero
+    sharing = min(shared, key=lambda part: len(names ^ {slot.name for slot in part.model.slots()}))
+    sharing.zero.adopt(model)
+    model.share_buffers({name: value for name, _, value in sharing.model.buffer_slots()})
+    return sharing.zero
 
 
 class _Counts(list[Tensor]):
@@ -338,10 +338,10 @@ def _find(source: Source, names: tuple[str, ...], spec: Param) -> Tensor:
     if callable(source):
         whole = source(names[0])
     else:
-        held = [name for name in names if name in source]
-        if not held:
+        names_held = [name for name in names if name in source]
+        if not names_held:
             raise KeyError(f"no value for {' or '.join(names)}")
-        whole = source[held[0]]
+        whole = source[names_held[0]]
     _require_shape(names[0], tuple(whole.shape), spec)
     return whole.detach()
 

@@ -39,13 +39,13 @@ class Stage:
 
     def root(self) -> type[Module]:
         """The root class with this stage's own tables."""
-        own = {
+        attributes = {
             "LAYERS": self.layers,
             "FIRST_LAYER": self.first_layer,
             "RECOMPUTE": self.recompute,
             "OFFLOAD": self.offload,
         }
-        tables = {name: table for name, table in own.items() if table is not None}
+        tables = {name: table for name, table in attributes.items() if table is not None}
         return type(self.program.__name__, (self.program,), tables) if tables else self.program
 
     def parameters(self) -> Iterator[tuple[str, Param, tuple[str, ...]]]:
@@ -120,7 +120,7 @@ class Pipeline:
         if running != self.num_ranks:
             raise ValueError(
                 f"the pipeline needs {self.num_ranks} processes "
-                f"({', '.join(str(each.num_ranks) for each in self.stage_meshes)} at its pipeline ranks), but "
+                f"({', '.join(str(joint.num_ranks) for joint in self.stage_meshes)} at its pipeline ranks), but "
                 f"{running} run: start it with torchrun --nproc-per-node (times --nnodes) = {self.num_ranks}, "
                 f"or plan for {running} devices"
             )
@@ -131,7 +131,7 @@ class Pipeline:
         ]
         shapes = [(stage_mesh.axes, stage_mesh.sizes) for stage_mesh in self.stage_meshes]
         firsts = [stage_mesh.first_rank for stage_mesh in self.stage_meshes]
-        ordered = [sorted(each) for each in joints]
+        ordered = [sorted(joint) for joint in joints]
         return Mesh.create_stage_mesh(shapes, device, first_ranks=firsts, joints=ordered, timeout=timeout)
 
     def _specs_at(self, pipeline_rank: int) -> Iterator[Param]:
@@ -147,7 +147,7 @@ class Pipeline:
 
     def edges(self) -> tuple[Edge, ...]:
         """Every tensor that a stage takes from an earlier one."""
-        found = []
+        edges = []
         for target, stage in enumerate(self.stages):
             for name, received in stage.program.RECEIVES.items():
                 source = self._sender(name, target)
@@ -157,7 +157,7 @@ class Pipeline:
                 dtype = received.dtype
                 has_gradient = received.requires_grad and (dtype.is_floating_point or dtype.is_complex)
                 backward = plan_slices(received, here, sent, there) if has_gradient else ()
-                found.append(
+                edges.append(
                     Edge(
                         name=name,
                         source=source,
@@ -169,7 +169,7 @@ class Pipeline:
                         backward=backward,
                     )
                 )
-        return tuple(found)
+        return tuple(edges)
 
     def _sender(self, name: str, target: int) -> int:
         senders = [stage for stage in range(target) if name in self.stages[stage].program.SENDS]
@@ -182,8 +182,8 @@ class Pipeline:
         inputs: dict[tuple[int, str], Param] = {}
         for index, stage in enumerate(self.stages):
             for name, _, _ in stage.parameters():
-                known = any(tied == name and index in stages for tied, stages in self.tied)
-                if name in holders and not known:
+                is_tied = any(tied == name and index in stages for tied, stages in self.tied)
+                if name in holders and not is_tied:
                     raise ValueError(f"stages {holders[name]} and {index} hold {name} and it is not in `tied`")
                 holders[name] = index
             for name, spec in stage.program.RECEIVES.items():
@@ -199,12 +199,18 @@ class Pipeline:
 
     def tied_in(self, stage: int) -> Tied:
         """Which parameters of a stage others hold too, and what earlier ones have (of root buffers too)."""
-        own = [(name, stages) for name, stages in self.tied if stage in stages]
+        tied_here = [(name, stages) for name, stages in self.tied if stage in stages]
         aliases = {}
-        for name, stages in own:
-            tables = ((each, names) for other in stages for each, _, names in self.stages[other].parameters())
-            aliases[name] = tuple(dict.fromkeys(alias for each, names in tables if each == name for alias in names))
-        copies = {name for name, stages in own if min(stages) != stage}
+        for name, stages in tied_here:
+            tables = (
+                (parameter_name, names)
+                for other in stages
+                for parameter_name, _, names in self.stages[other].parameters()
+            )
+            aliases[name] = tuple(
+                dict.fromkeys(alias for parameter_name, names in tables if parameter_name == name for alias in names)
+            )
+        copies = {name for name, stages in tied_here if min(stages) != stage}
         before = {name for earlier in self.stages[:stage] for name in earlier.program.BUFFERS}
         return Tied(aliases, frozenset(copies | before.intersection(self.stages[stage].program.BUFFERS)))
 
@@ -220,27 +226,27 @@ class Pipeline:
         if len({stage_mesh.shape for stage_mesh in stage_meshes}) == 1:
             return ()
         cut: dict[str, Any] = {axis: text for axis, text in spec.placements.items() if text.startswith("S")}
-        held = Param(spec.shape, **cut)
+        param = Param(spec.shape, **cut)
         dtype = torch.float64 if spec.dtype == torch.float64 else torch.float32
         return tuple(
             Edge(
                 name=name,
                 source=first_stages[a],
                 target=first_stages[b],
-                sent=held,
-                received=held,
+                sent=param,
+                received=param,
                 dtype=dtype,
-                forward=plan_slices(held, a, held, b),
+                forward=plan_slices(param, a, param, b),
                 backward=(),
             )
             for a, b in itertools.permutations(stage_meshes, 2)
         )
 
     def _parameter(self, stage: int, name: str) -> Param:
-        found = [spec for each, spec, _ in self.stages[stage].parameters() if each == name]
-        if not found:
+        specs = [spec for parameter_name, spec, _ in self.stages[stage].parameters() if parameter_name == name]
+        if not specs:
             raise ValueError(f"{name} is tied, but stage {stage} has no parameter of that name")
-        return found[0]
+        return specs[0]
 
     def _check_tied(self) -> None:
         for name, stages in self.tied:

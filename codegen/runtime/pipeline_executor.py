@@ -47,7 +47,7 @@ class _Output:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _MicroBatch:
     """What a stage keeps of a micro-batch from its forward to its backward, besides what autograd does."""
 
     inputs: Mapping[str, Tensor]
@@ -65,7 +65,7 @@ class _StageRun:
     defers: bool
     deferred: DeferredGradients | None
     batches: Batches = field(default_factory=lambda: ([], {}))
-    held: dict[int, _Held] = field(default_factory=dict)
+    in_flight: dict[int, _MicroBatch] = field(default_factory=dict)
     num_backward: int = 0
 
 
@@ -151,16 +151,16 @@ class PipelineExecutor:
     def _agree(self, schedule: Sequence[str]) -> None:
         if self.mesh.everyone.size == 1:
             return
-        found: list[Any] = [None] * self.mesh.everyone.size
-        dist.all_gather_object(found, digest(schedule, self.pipeline.describe()))
-        others = [rank for rank, text in enumerate(found) if text != found[0]]
+        digests: list[Any] = [None] * self.mesh.everyone.size
+        dist.all_gather_object(digests, digest(schedule, self.pipeline.describe()))
+        others = [rank for rank, text in enumerate(digests) if text != digests[0]]
         if others:
             raise ValueError(f"ranks {others} have another schedule or pipeline than rank 0: start all with the same")
 
     def _learn_dtype(self) -> None:
         """The loss is fp64 everywhere if any stage computes so, else fp32."""
-        own = any(bucket.key.dtype == torch.float64 for part in self.parts for bucket in part.zero.buckets)
-        flag = torch.tensor(own, dtype=torch.int32, device=self.mesh.device)
+        has_float64 = any(bucket.key.dtype == torch.float64 for part in self.parts for bucket in part.zero.buckets)
+        flag = torch.tensor(has_float64, dtype=torch.int32, device=self.mesh.device)
         if self.mesh.everyone.size > 1:
             collectives.all_reduce(flag, self.mesh.everyone.group, largest=True)
         self._is_double = bool(flag.item())
@@ -211,7 +211,7 @@ class PipelineExecutor:
 
     def _prepare(self, local_batch: Mapping[str, Tensor]) -> None:
         for stage in self._stages.values():
-            stage.held.clear()
+            stage.in_flight.clear()
             stage.batches = stage.part.prepare(local_batch)
         if any(map(needs_first_pass, self.programs)):
             with ExitStack() as stack:
@@ -271,7 +271,7 @@ class PipelineExecutor:
                 for name, x in named.items()
                 if x.requires_grad
             }
-            stage.held[index] = _Held(inputs, outputs)
+            stage.in_flight[index] = _MicroBatch(inputs, outputs)
         if is_last:
             loss: Tensor = named["loss"].detach()
             return loss
@@ -281,16 +281,16 @@ class PipelineExecutor:
 
     def _backward(self, stage: _StageRun, action: Action, mailbox: Mailbox) -> None:
         """Runs an action B, or I."""
-        index, held, zero = action.micro_batch, stage.held.pop(action.micro_batch), stage.part.zero
+        index, tensors, zero = action.micro_batch, stage.in_flight.pop(action.micro_batch), stage.part.zero
         gradients: dict[str, Tensor] = {
-            name: output.gradient for name, output in held.outputs.items() if output.gradient is not None
+            name: output.gradient for name, output in tensors.outputs.items() if output.gradient is not None
         }
         for edge in stage.gives:
             if edge.backward:
                 gradient = mailbox.receive(Message(edge, index, True))
                 mailbox.release(Message(edge, index))
                 gradients[edge.name] = gradients[edge.name] + gradient if edge.name in gradients else gradient
-        used = [(held.outputs[name], gradient) for name, gradient in gradients.items() if name in held.outputs]
+        used = [(tensors.outputs[name], gradient) for name, gradient in gradients.items() if name in tensors.outputs]
         roots = [output.root for output, _ in used]
         values = [gradient.to(output.dtype) for output, gradient in used]
         zero.begin_backward(stage.num_backward > 0, stage.num_backward + 1 == self.num_micro_batches)
@@ -305,7 +305,7 @@ class PipelineExecutor:
             zero.end()
         for edge in stage.takes:
             if edge.backward:
-                leaf = held.inputs[edge.name]
+                leaf = tensors.inputs[edge.name]
                 mailbox.send(Message(edge, index, True), torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
 
     def _deferred(self, stage: _StageRun, index: int) -> None:
@@ -341,11 +341,11 @@ class PipelineExecutor:
         """Whole tensors of all stages by their names, on every rank or on rank 0. Collective."""
         for number in range(len(self.pipeline.stages)):
             first = self.pipeline.stage_mesh(number).first_rank
-            own = self._stages[number].part if number in self._stages else None
-            box: list[Any] = [own.describe(what) if own is not None else None]
+            part = self._stages[number].part if number in self._stages else None
+            box: list[Any] = [part.describe(what) if part is not None else None]
             if self.mesh.everyone.size > 1:
                 dist.broadcast_object_list(box, first, device=self.mesh.device)
-            values = own.read(what) if own is not None else itertools.repeat(None)
+            values = part.read(what) if part is not None else itertools.repeat(None)
             for whole, value in zip(box[0], values, strict=False):
                 if value is None:
                     value = torch.empty(whole.shape, dtype=whole.dtype, device=self.mesh.device)

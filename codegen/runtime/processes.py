@@ -161,9 +161,9 @@ class Ending:
         told = torch.tensor(int(self._is_told), device=self._device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(told, dist.ReduceOp.MAX)
-        if found := bool(told):  # a signal that came meanwhile is told of by the next call
+        if was_told := bool(told):  # a signal that came meanwhile is told of by the next call
             self._is_told = True
-        return found
+        return was_told
 
     def close(self) -> None:
         """Put back the handler that was there before, unless another one has taken this one's place since."""

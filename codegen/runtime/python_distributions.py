@@ -41,11 +41,11 @@ def _log_gamma(shape: Any) -> Any:
     base = 1 + noise / (9 * d) ** 0.5
     volume = torch.log(base.clamp(min=1e-30)) * 3
     is_taken = (base > 0) & (-level < 0.5 * noise * noise + d - d * torch.exp(volume) + d * volume)
-    found = volume[_PROPOSALS - 1]
+    proposal = volume[_PROPOSALS - 1]
     for index in reversed(range(_PROPOSALS - 1)):
-        found = torch.where(is_taken[index], volume[index], found)
-    found = found + math.log(d)
-    return found - _exponential() / shape if small else found
+        proposal = torch.where(is_taken[index], volume[index], proposal)
+    proposal = proposal + math.log(d)
+    return proposal - _exponential() / shape if small else proposal
 
 
 def _gamma(shape: Any, scale: Any = 1.0) -> Any:
@@ -128,13 +128,13 @@ def _python_triangular(low: Any = 0.0, high: Any = 1.0, mode: Any = None) -> Any
 
 def _one_of(values: Sequence[Any]) -> Any:
     """One of some numbers. Raises TypeError for anything else, as an unknown call does."""
-    kinds = {type(each) for each in values}
+    kinds = {type(choice) for choice in values}
     if not values or not kinds <= {int, float}:
         raise TypeError("a choice among what is no number")
-    index, found = torch.randint(0, len(values), ()), torch.tensor(values[0])
-    for position, each in enumerate(values[1:], 1):
-        found = torch.where(index == position, torch.tensor(each), found)
-    return found
+    index, chosen = torch.randint(0, len(values), ()), torch.tensor(values[0])
+    for position, choice in enumerate(values[1:], 1):
+        chosen = torch.where(index == position, torch.tensor(choice), chosen)
+    return chosen
 
 
 def _one_of_numpy(values: Any) -> Any:

@@ -39,11 +39,11 @@ def by_torch(number: Number, noted: Callable[[str], None] = lambda name: None) -
     """
     thread = threading.get_ident()
 
-    def replaced(name: str, own: Callable[..., Any], draw: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
+    def replaced(name: str, original: Callable[..., Any], draw: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
-                return own(*args, **kwargs)
+                return original(*args, **kwargs)
             noted(name)
             if kwargs.pop("size", None) is not None:
                 raise ArrayError(name)
@@ -58,10 +58,10 @@ def by_torch(number: Number, noted: Callable[[str], None] = lambda name: None) -
         calls: dict[int, Callable[..., Any]] = {}
         for module in (random, np.random):
             for attribute, draw in FUNCTIONS[module.__name__].items():
-                own = getattr(module, attribute)
-                calls[id(own)] = call = replaced(f"{module.__name__}.{attribute}", own, draw)
+                original = getattr(module, attribute)
+                calls[id(original)] = call = replaced(f"{module.__name__}.{attribute}", original, draw)
                 setattr(module, attribute, call)
-                stack.callback(setattr, module, attribute, own)
+                stack.callback(setattr, module, attribute, original)
         for space, name, value in _held(calls):
             space[name] = calls.get(id(value)) or _Generator(value, replaced)
             stack.callback(space.__setitem__, name, value)
@@ -164,12 +164,12 @@ _METHODS: Mapping[type, Mapping[str, Callable[..., Any]]] = {
 class _Generator:
     """Stands for a generator of Python's or numpy's: what draws single numbers draws torch's."""
 
-    def __init__(self, own: Any, replaced: Callable[[str, Callable[..., Any], Callable[..., Any]], Any]) -> None:
-        kind = next(kind for kind in _METHODS if isinstance(own, kind))
+    def __init__(self, generator: Any, replaced: Callable[[str, Callable[..., Any], Callable[..., Any]], Any]) -> None:
+        kind = next(kind for kind in _METHODS if isinstance(generator, kind))
         for name, draw in _METHODS[kind].items():
-            if hasattr(own, name):
-                setattr(self, name, replaced(f"{kind.__name__}.{name}", getattr(own, name), draw))
-        self._own = own
+            if hasattr(generator, name):
+                setattr(self, name, replaced(f"{kind.__name__}.{name}", getattr(generator, name), draw))
+        self._own = generator
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -188,11 +188,13 @@ def _held(calls: Mapping[int, Any]) -> Iterator[tuple[dict[str, Any], str, Any]]
         space = getattr(module, "__dict__", None)
         if type(space) is not dict or _searched.get(name) == (id(space), len(space)):
             continue
-        found = [] if _is_library(name, space) else list(space.items())
-        found = [(key, each) for key, each in found if id(each) in calls or isinstance(each, tuple(_METHODS))]
-        if not found:
+        members = [] if _is_library(name, space) else list(space.items())
+        members = [
+            (key, member) for key, member in members if id(member) in calls or isinstance(member, tuple(_METHODS))
+        ]
+        if not members:
             _searched[name] = id(space), len(space)
-        yield from ((space, key, value) for key, value in found)
+        yield from ((space, key, value) for key, value in members)
 
 
 def _is_library(name: str, space: Mapping[str, Any]) -> bool:

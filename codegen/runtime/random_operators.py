@@ -40,24 +40,24 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kwargs.get("generator") is not None:
             raise UndrawnError(f"{func} with a torch.Generator of the model's own, whose state autopar does not follow")
         names = [argument.name for argument in func._schema.arguments]
-        given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-        if isinstance(given.get("dtype"), int):  # as a schema has it
-            del given["dtype"]
-        given |= dict(zip(names, args, strict=False)) | kwargs
+        arguments = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+        if isinstance(arguments.get("dtype"), int):  # as a schema has it
+            del arguments["dtype"]
+        arguments |= dict(zip(names, args, strict=False)) | kwargs
         in_place = names[:1] == ["self"] and func._schema.is_mutable and func not in _NOISY
         if func in _DEFINITIONS:
-            value = _DEFINITIONS[func](self.draw, **_plain(given))
+            value = _DEFINITIONS[func](self.draw, **_plain(arguments))
         elif in_place and func in _WRITTEN:
-            value = _WRITTEN[func](self.draw, **_plain(given))
+            value = _WRITTEN[func](self.draw, **_plain(arguments))
         else:
             raise UndrawnError(f"{func}, {_REASONS.get(str(func).split('.')[1], 'which autopar cannot draw')}")
         return args[0].copy_(value) if in_place else value
 
 
-def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments without those that say nothing about the numbers; `from`, a word of Python, as `low`."""
     left_out = ("generator", "layout", "pin_memory", "memory_format", "names")
-    return {{"from": "low", "to": "high"}.get(name, name): v for name, v in given.items() if name not in left_out}
+    return {{"from": "low", "to": "high"}.get(name, name): v for name, v in arguments.items() if name not in left_out}
 
 
 # --- operators that make a tensor -------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def _normal(draw: Draw, mean: Any, std: Any = 1.0, size: Any = None, dtype: Any 
     tensors = [value.detach() for value in (mean, std) if isinstance(value, Tensor)]
     if not tensors:
         return _moved(draw("normal", size, dtype or torch.get_default_dtype(), device), mean, std)
-    shape = torch.broadcast_shapes(*(each.shape for each in tensors))  # type: ignore[no-untyped-call]
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))  # type: ignore[no-untyped-call]
     z = draw("normal", shape, tensors[0].dtype, tensors[0].device)
     return _moved(z, *(value.detach() if isinstance(value, Tensor) else value for value in (mean, std)))
 

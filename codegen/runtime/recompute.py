@@ -46,10 +46,10 @@ _KEPT_KERNELS = ("grouped_product",)
 
 def mode(text: str) -> Mode:
     """The mode of that name, or ValueError with the legal ones."""
-    for known in get_args(Mode):
-        if text == known:
-            found: Mode = known
-            return found
+    for legal in get_args(Mode):
+        if text == legal:
+            checked: Mode = legal
+            return checked
     raise ValueError(f"recompute must be one of {', '.join(get_args(Mode))}, got {text!r}")
 
 

@@ -136,12 +136,12 @@ class SameDropout(TorchFunctionMode):
         ways, per_layer = 1 + bidirectional, len(weights) // count
         last: list[list[Tensor]] = [[] for _ in states]
         for layer in range(count):
-            own = [state[layer * ways : (layer + 1) * ways] for state in states]
-            given = weights[layer * per_layer : (layer + 1) * per_layer]
-            start = own if isinstance(hx, (tuple, list)) else own[0]
-            x, *ends = func(x, start, given, has_biases, 1, 0.0, train, bidirectional, batch_first)
-            for found, end in zip(last, ends, strict=True):
-                found.append(end)
+            states_of_layer = [state[layer * ways : (layer + 1) * ways] for state in states]
+            weights_of_layer = weights[layer * per_layer : (layer + 1) * per_layer]
+            start = states_of_layer if isinstance(hx, (tuple, list)) else states_of_layer[0]
+            x, *ends = func(x, start, weights_of_layer, has_biases, 1, 0.0, train, bidirectional, batch_first)
+            for ends_of_state, end in zip(last, ends, strict=True):
+                ends_of_state.append(end)
             dropped = self._dropout(x, p, True) if layer < count - 1 else None
             x = x if dropped is None else dropped
         return (x, *map(torch.cat, last))

@@ -82,7 +82,7 @@ def cut(forward: Callable[..., Any], stored: Collection[str]) -> Cut:
     module = ast.fix_missing_locations(ast.Module([*regions, function], []))
     namespace = dict(outer)
     exec(compile(module, forward.__code__.co_filename, "exec"), namespace)
-    return Cut(namespace[function.name], {each.name: namespace[each.name] for each in regions}, namespace)
+    return Cut(namespace[function.name], {region.name: namespace[region.name] for region in regions}, namespace)
 
 
 class _Splitter:
@@ -95,9 +95,13 @@ class _Splitter:
         self.variables = {argument.arg for argument in arguments} | _names(function.body, ast.Store)
         # Names such as `tp = self.mesh.tp`: their methods communicate, whatever they are called. What calls made is
         # taken for tensors; a method that tensors lack tells where it is not.
-        assigned = [each for each in function.body if isinstance(each, ast.Assign)]
-        others = [each for each in assigned if not isinstance(each.value, ast.Call)]
-        names = (_names(each.targets, ast.Store) for each in others if not self._is_local(each.value, frozenset()))
+        assigned = [assignment for assignment in function.body if isinstance(assignment, ast.Assign)]
+        others = [assignment for assignment in assigned if not isinstance(assignment.value, ast.Call)]
+        names = (
+            _names(assignment.targets, ast.Store)
+            for assignment in others
+            if not self._is_local(assignment.value, frozenset())
+        )
         self.foreign = {self.owner}.union(*names)
 
     def replace(self) -> list[ast.FunctionDef]:
@@ -106,7 +110,7 @@ class _Splitter:
         regions: list[ast.FunctionDef] = []
         rest = list(self.function.body)
         while rest:
-            count = next((i for i, each in enumerate(rest) if not self._is_local_assignment(each)), len(rest))
+            count = next((i for i, later in enumerate(rest) if not self._is_local_assignment(later)), len(rest))
             run, rest = rest[: count or 1], rest[count or 1 :]
             if count and sum(map(self._num_computing, run)) >= _LEAST_COMPUTING:
                 name = f"{self.function.name}_region_{len(regions)}"
@@ -120,15 +124,15 @@ class _Splitter:
     def _outline(self, name: str, run: Sequence[ast.Assign], read_later: set[str]) -> tuple[ast.FunctionDef, ast.stmt]:
         """The region as a function, and the statement that calls it."""
         arguments: dict[str, ast.expr] = {}
-        known: set[str] = set()
+        bound_names: set[str] = set()
         for statement in run:
-            for variable in sorted(_names([statement.value], ast.Load) & self.variables - known - {self.owner}):
+            for variable in sorted(_names([statement.value], ast.Load) & self.variables - bound_names - {self.owner}):
                 arguments[variable] = ast.Name(variable, ast.Load())
-            known |= _names(statement.targets, ast.Store)
-        own = _OwnTensors(self, len(arguments))
-        body: list[ast.stmt] = [own.visit(statement) for statement in run]
-        arguments |= {argument: expression for expression, argument in own.found.values()}
-        results = sorted(known & read_later)
+            bound_names |= _names(statement.targets, ast.Store)
+        tensors = _OwnTensors(self, len(arguments))
+        body: list[ast.stmt] = [tensors.visit(statement) for statement in run]
+        arguments |= {argument: expression for expression, argument in tensors.arguments.values()}
+        results = sorted(bound_names & read_later)
         body.append(ast.Return(_tuple(results, ast.Load())))
         parameters = ast.arguments([], [ast.arg(argument) for argument in arguments], None, [], [], None, [])
         region = ast.FunctionDef(name, parameters, body, [])
@@ -150,11 +154,11 @@ class _Splitter:
             return node.id not in foreign and (node.id in self.variables or node.id in self.outer)
         if isinstance(node, ast.Call):
             parts = [*node.args, *node.keywords]
-            return self._calls_torch(node.func, foreign) and all(self._is_local(each, foreign) for each in parts)
+            return self._calls_torch(node.func, foreign) and all(self._is_local(part, foreign) for part in parts)
         if isinstance(node, ast.Attribute):
             # Such as torch.float32 and x.shape; all that hangs on self is known by name.
             return self._is_of_torch(node) or (hasattr(torch.Tensor, node.attr) and self._is_local(node.value, foreign))
-        return isinstance(node, _PLAIN) and all(self._is_local(each, foreign) for each in ast.iter_child_nodes(node))
+        return isinstance(node, _PLAIN) and all(self._is_local(part, foreign) for part in ast.iter_child_nodes(node))
 
     def _calls_torch(self, function: ast.expr, foreign: Collection[str]) -> bool:
         if self._is_idiom(function):
@@ -185,9 +189,9 @@ class _Splitter:
         """Calls and operators that make new values; an estimate, since `reshape` may."""
         calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
         idioms = sum(map(self._is_idiom, calls))  # several operators each
-        views = [each for each in calls if isinstance(each, ast.Attribute) and each.attr in _VIEWS]
+        views = [called for called in calls if isinstance(called, ast.Attribute) and called.attr in _VIEWS]
         operators = [node for node in ast.walk(statement) if isinstance(node, ast.BinOp | ast.UnaryOp | ast.Compare)]
-        return len(calls) + idioms - len(views) + sum(not _is_number(each) for each in operators)
+        return len(calls) + idioms - len(views) + sum(not _is_number(called) for called in operators)
 
     def own_tensor(self, node: ast.AST) -> str | None:
         """`a.0.weight` for `self.a[0].weight`, and `mesh.device` likewise; None for anything else."""
@@ -198,17 +202,17 @@ class _Splitter:
 
 
 class _OwnTensors(ast.NodeTransformer):
-    """Arguments in place of what is read of `self`. found: name -> (the expression, the argument)."""
+    """Replace reads of `self` by arguments. arguments: name -> (the expression, the argument)."""
 
     def __init__(self, splitter: _Splitter, num_others: int) -> None:
         self.splitter = splitter
-        self.found: dict[str, tuple[ast.expr, str]] = {}
+        self.arguments: dict[str, tuple[ast.expr, str]] = {}
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         name = self.splitter.own_tensor(node)
         if name is None:
             return self.generic_visit(node)
-        _, argument = self.found.setdefault(name, (node, f"self_{name.replace('.', '_')}"))
+        _, argument = self.arguments.setdefault(name, (node, f"self_{name.replace('.', '_')}"))
         return ast.copy_location(ast.Name(argument, ast.Load()), node)
 
 

@@ -137,9 +137,9 @@ def _finished(ctx: Any, grad: Tensor) -> Tensor | None:
     """Return the result of the collective that `begin_backward` started for `grad`."""
     if ctx.begun is None:
         return None
-    (known, arrival), ctx.begun = ctx.begun, None
+    (expected, arrival), ctx.begun = ctx.begun, None
     result: Tensor = arrival.wait()
-    return result if known is grad else None
+    return result if expected is grad else None
 
 
 class ForUse(torch.autograd.Function):
@@ -153,8 +153,8 @@ class ForUse(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = _finished(ctx, grad)
-        return ctx.axis.sum_over(grad) if found is None else found, None
+        begun_sum = _finished(ctx, grad)
+        return ctx.axis.sum_over(grad) if begun_sum is None else begun_sum, None
 
 
 class AllReduce(torch.autograd.Function):
@@ -189,8 +189,8 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        found = _finished(ctx, grad)
-        return scatter(grad, *ctx.place) if found is None else found, None, None, None
+        begun_sum = _finished(ctx, grad)
+        return scatter(grad, *ctx.place) if begun_sum is None else begun_sum, None, None, None
 
 
 class AllGatherFull(torch.autograd.Function):

@@ -10,18 +10,18 @@ from .mesh import Mesh
 from .parameters import Slot, shards
 
 
-def has_gradient(slot: Slot, own: tuple[Bucket, Entry] | None) -> bool:
+def has_gradient(slot: Slot, stored: tuple[Bucket, Entry] | None) -> bool:
     """Whether a parameter is there, with a gradient if a program gives it one."""
-    return own is not None and (own[0].key.requires_grad or not slot.spec.requires_grad)
+    return stored is not None and (stored[0].key.requires_grad or not slot.spec.requires_grad)
 
 
-def may_share(slot: Slot, own: Slot, mesh: Mesh) -> bool:
+def may_share(slot: Slot, shared: Slot, mesh: Mesh) -> bool:
     """Whether a program may read a parameter that another one has: it lies where it does, and so does its gradient, if
     the program gives it one."""
-    is_alike = _place(slot, mesh) == _place(own, mesh)
+    is_alike = _place(slot, mesh) == _place(shared, mesh)
     # Of their own classes as plain values.
     return is_alike and (
-        not slot.spec.requires_grad or astuple(key_of(slot.spec, mesh)) == astuple(key_of(own.spec, mesh))
+        not slot.spec.requires_grad or astuple(key_of(slot.spec, mesh)) == astuple(key_of(shared.spec, mesh))
     )
 
 

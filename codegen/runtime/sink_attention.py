@@ -116,7 +116,7 @@ class _SinkAttention(torch.autograd.Function):
             grads = block_gradients(grad, q, k, v, (out, lse), None, is_causal, scale)
         else:
             grads = _whole(window, q).gradients(grad, q, k, v, (out, lse), scale)
-        dq, dk, dv = (own.to(x.dtype) for own, x in zip(grads, (q, k, v), strict=True))
+        dq, dk, dv = (gradient.to(x.dtype) for gradient, x in zip(grads, (q, k, v), strict=True))
         return dq, dk, dv, ds, None, None, None
 
 

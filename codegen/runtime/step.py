@@ -154,22 +154,22 @@ class Step(StepState):
 
         source: as in `load`, for buffers whose shapes are those of its batches.
         """
-        for own, theirs in zip(self.parts, other.parts, strict=True):
-            theirs.load_buffers(source, {id(value) for _, _, value in own.model.buffer_slots()})
+        for part, theirs in zip(self.parts, other.parts, strict=True):
+            theirs.load_buffers(source, {id(value) for _, _, value in part.model.buffer_slots()})
         self._running_steps.append(other)
 
-    def run_instead(self, own: Step, other: Step, source: Source) -> None:
+    def run_instead(self, current: Step, other: Step, source: Source) -> None:
         """Run `other`, a step as `take_also` takes them, in the place of `own`: this one, or one that it took."""
         self.take_also(other, source)
-        self._running_steps[self._running_steps.index(own)] = self._running_steps.pop()
+        self._running_steps[self._running_steps.index(current)] = self._running_steps.pop()
 
     def train_also(self) -> None:
         """Let the optimizer update parameters that the parts got since it was made, as its factory has them."""
-        made = rank_optimizer(*self._made_with, self.parts, self.mesh.device)
-        for own, new in zip(self.optimizer.param_groups, made.param_groups, strict=True):
-            own["params"][:] = new["params"]
-            own |= {"param_names": new["param_names"]} if "param_names" in new else {}
-        for parameter, state in made.state.items():
+        new_optimizer = rank_optimizer(*self._made_with, self.parts, self.mesh.device)
+        for group, new in zip(self.optimizer.param_groups, new_optimizer.param_groups, strict=True):
+            group["params"][:] = new["params"]
+            group |= {"param_names": new["param_names"]} if "param_names" in new else {}
+        for parameter, state in new_optimizer.state.items():
             self.optimizer.state.setdefault(parameter, state)
         if self._update.kernels is not None:
             self._update.kernels.attach(self.parts, self.optimizer, is_offloaded=False)
@@ -196,7 +196,7 @@ class Step(StepState):
     def takes(self, batch: Mapping[str, Any]) -> bool:
         """Whether a whole global batch has shapes that this step, or one that it was given, was made for."""
         flat = self._batch.flat(batch)
-        return any(each._batch.takes(flat, is_local=False) for each in self._running_steps)
+        return any(running._batch.takes(flat, is_local=False) for running in self._running_steps)
 
     def _taking(self, batch: Mapping[str, Any], is_local: bool) -> Step:
         """Return the step whose program takes the batch, or this one, whose check then says what is wrong."""
@@ -335,10 +335,9 @@ class Step(StepState):
     @watch.noted("step.evaluate after step {done}")
     @torch.no_grad()
     def evaluate(self, local_batch: Mapping[str, Tensor], *, logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """The global mean loss (0-dim) in evaluation mode (`training` is False), without gradients; with logits=True
-        (loss, the model's logits of the whole batch in its order, on every rank).
-
-        Leaves all state as it is. Raises RuntimeError for a program that has no evaluation mode or no logits.
+        """Return the global mean loss (0-dim) in evaluation mode, without gradients; with logits=True return (loss, the
+        model's logits of the whole batch in its order) on every rank. No state changes.
+        Raises RuntimeError for a program that has no evaluation mode or no logits.
         """
         self.state_check(False)
         local_batch = self._completed(local_batch)
@@ -346,15 +345,15 @@ class Step(StepState):
         require_evaluation(taking._executor, logits)
         taking._batch.local(local_batch, self.rng.step)
         if self.first_check is not None:
-            self.first_check.passed(local_batch)
+            self.first_check.forget_part(local_batch)
         with evaluating(taking._executor, self.rng), taking._running(is_training=False):
-            found: Tensor | tuple[Tensor, Tensor]
+            result: Tensor | tuple[Tensor, Tensor]
             if logits:
-                found = evaluate_with_logits(taking._executor, local_batch, self.mesh)
+                result = evaluate_with_logits(taking._executor, local_batch, self.mesh)
             else:
-                found = taking._executor.evaluate(local_batch)
+                result = taking._executor.evaluate(local_batch)
         self.after_forward(False)
-        return found
+        return result
 
     def _running(self, is_training: bool) -> AbstractContextManager[None]:
         return nullcontext() if self._compiled is None else self._compiled.running(is_training)
@@ -378,16 +377,17 @@ class Step(StepState):
         if unread or taking._batch.guards:
             local = LocalBatch(local, unread, flat)
         if self.first_check is not None:
-            self.first_check.given(local, flat, lambda: taking._part_of(self._batch.flat(batch)))
+            self.first_check.note_part(local, flat, lambda: taking._part_of(self._batch.flat(batch)))
         return local
 
     def _completed(self, local_batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the batch with the inputs that a program reads only since the batch was made."""
         if not isinstance(local_batch, LocalBatch):
             return local_batch
-        parts = [part for each in self._running_steps for part in each.parts]
-        found = {name: value for part in parts for name, value in part.local_batch(local_batch.unread).items()}
-        return LocalBatch({**found, **local_batch}, local_batch.unread, local_batch.whole) if found else local_batch
+        parts = [part for running in self._running_steps for part in running.parts]
+        computed = {name: value for part in parts for name, value in part.local_batch(local_batch.unread).items()}
+        whole = LocalBatch({**computed, **local_batch}, local_batch.unread, local_batch.whole)
+        return whole if computed else local_batch
 
     def _part_of(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for part in self.parts for name, value in part.local_batch(flat).items()}

@@ -37,13 +37,13 @@ class Trial(Protocol):
 class FirstCheck(Protocol):
     """Looks at a step's first batch and its loss."""
 
-    def given(
+    def note_part(
         self, part: Mapping[str, Tensor], whole: Mapping[str, Any], again: Callable[[], Mapping[str, Tensor]]
     ) -> None:
         """`local_batch` made this rank's part of a whole batch, as `again` does once more."""
         ...
 
-    def passed(self, part: Mapping[str, Tensor]) -> None:
+    def forget_part(self, part: Mapping[str, Tensor]) -> None:
         """A part was evaluated."""
         ...
 

@@ -79,15 +79,15 @@ class StepState:
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:
         """Return what this rank stores and optimizers update, by original name (of tied stages' copies the first)."""
-        found: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         for _, entry in self.entries():
             if entry.stored is not None:
-                found.setdefault(entry.slot.name, entry.stored)
-        return found
+                parameters.setdefault(entry.slot.name, entry.stored)
+        return parameters
 
     def entries(self) -> list[tuple[Bucket, Entry]]:
         """All parameters of this rank."""
-        return [each for part in self.parts for each in part.entries()]
+        return [entry for part in self.parts for entry in part.entries()]
 
     def updated(self, entry: Entry) -> nn.Parameter | None:
         """Parameters as this rank's optimizer has them: the stored parts, or a whole parameter or nothing of it."""

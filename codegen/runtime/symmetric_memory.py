@@ -117,8 +117,8 @@ def _has_operators(axis: Axis, device: torch.device) -> bool:
 def _reaches_peers(axis: Axis, device: torch.device) -> bool:
     """Whether all ranks are on this node, with GPUs of their own that this rank's can read."""
     index = torch.cuda.current_device()
-    own = torch.tensor([_node(), index], device=device)
-    nodes, devices = zip(*axis.gather_parts(own).tolist(), strict=True)
+    place = torch.tensor([_node(), index], device=device)
+    nodes, devices = zip(*axis.gather_parts(place).tolist(), strict=True)
     if len(set(nodes)) > 1 or len(set(devices)) < axis.size:
         return False
     peers = [peer for rank, peer in enumerate(devices) if rank != axis.rank]

@@ -83,22 +83,22 @@ class TiedGradients:
         rank = mesh.everyone.rank
         groups: dict[tuple[int, ...], Group] = {}
         for name, stages in pipeline.tied:
-            own = [number for number in stages if number in parts]
-            entries = (each for number in own for each in parts[number].entries())
-            held = tuple(bucket for bucket, entry in entries if entry.slot.name == name and bucket.key.requires_grad)
+            local_stages = [number for number in stages if number in parts]
+            entries = (each for number in local_stages for each in parts[number].entries())
+            buckets = tuple(bucket for bucket, entry in entries if entry.slot.name == name and bucket.key.requires_grad)
             edges = pipeline.exchanges(name, stages)
             if edges:
-                if held:
+                if buckets:
                     incoming = incoming_to(rank, (Message(edge, 0) for edge in edges))
-                    self._exchanges.append(_Exchange(held, min(own), edges, incoming))
+                    self._exchanges.append(_Exchange(buckets, min(local_stages), edges, incoming))
                 continue
             firsts = sorted({pipeline.stage_mesh(number).first_rank for number in stages})
             for index in range(pipeline.stage_mesh(stages[0]).num_ranks):
                 ranks = tuple(first + index for first in firsts)
                 if len(ranks) > 1 and ranks not in groups:
                     groups[ranks] = dist.new_group(list(ranks), timeout=mesh.timeout)
-                if rank in ranks and held:
-                    self._tied.append(_Tied(held, groups.get(ranks)))
+                if rank in ranks and buckets:
+                    self._tied.append(_Tied(buckets, groups.get(ranks)))
 
     def sum(self, channels: Channels) -> None:
         """Sums all of them; channels: what exchanges are sent by. Collective."""

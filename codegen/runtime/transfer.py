@@ -51,12 +51,12 @@ class StageMesh:
     def seen_by(self, rank: int) -> Mesh:
         """The mesh as process `rank` would see it, without process groups."""
         strides = [math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes))]
-        own = rank - self.first_rank
+        local_rank = rank - self.first_rank
         axes = tuple(
-            Axis(name, size, own // stride % size)
+            Axis(name, size, local_rank // stride % size)
             for name, size, stride in zip(self.axes, self.sizes, strides, strict=True)
         )
-        return Mesh(axes, Axis("world", self.num_ranks, own), torch.device("cpu"), first_rank=self.first_rank)
+        return Mesh(axes, Axis("world", self.num_ranks, local_rank), torch.device("cpu"), first_rank=self.first_rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +89,19 @@ def plan_slices(sent: Param, source: StageMesh, received: Param, target: StageMe
     for rank in source.ranks:
         holders.setdefault(_held(sent, source, rank), []).append(rank)
     load = dict.fromkeys(source.ranks, 0)
-    found = []
+    slices = []
     for rank in target.ranks:
         wanted = _held(received, target, rank)
-        for held, ranks in holders.items():
-            boxes = list(_overlaps(held, wanted))
+        for holder, ranks in holders.items():
+            boxes = list(_overlaps(holder, wanted))
             if not boxes:
                 continue
             chosen = _choose(rank, ranks, source, target, load)
             for source_box, target_box in boxes:
-                found.append(MessageSlice(chosen, rank, source_box, target_box))
+                slices.append(MessageSlice(chosen, rank, source_box, target_box))
                 if chosen != rank:
                     load[chosen] += math.prod(part.stop - part.start for part in target_box)
-    return tuple(found)
+    return tuple(slices)
 
 
 def _held(spec: Param, stage_mesh: StageMesh, rank: int) -> _Runs:
@@ -110,12 +110,12 @@ def _held(spec: Param, stage_mesh: StageMesh, rank: int) -> _Runs:
     return tuple(tuple(runs(dim, spec, mesh)) for dim in range(len(spec.shape)))
 
 
-def _overlaps(held: _Runs, wanted: _Runs) -> Iterator[tuple[Box, Box]]:
+def _overlaps(holder: _Runs, wanted: _Runs) -> Iterator[tuple[Box, Box]]:
     """(box in the source's part, box in the target's part) of all that they have in common."""
     dims = []
-    for own, other in zip(held, wanted, strict=True):
+    for runs_held, other in zip(holder, wanted, strict=True):
         common = []
-        for (source, at, length), (target, to, size) in itertools.product(own, other):
+        for (source, at, length), (target, to, size) in itertools.product(runs_held, other):
             lo, hi = max(at, to), min(at + length, to + size)
             if lo < hi:
                 common.append((slice(source + lo - at, source + hi - at), slice(target + lo - to, target + hi - to)))
@@ -166,7 +166,7 @@ class Message:
         return self.edge.sent if self.is_gradient else self.edge.received
 
     @property
-    def held(self) -> Param:
+    def local_spec(self) -> Param:
         """How the senders hold it."""
         return self.edge.received if self.is_gradient else self.edge.sent
 
@@ -269,7 +269,7 @@ class Mailbox:
 
         Raises ValueError if x has another shape than the stage's table says.
         """
-        expected = message.held.local_shape(self._mesh)
+        expected = message.local_spec.local_shape(self._mesh)
         if x.shape != expected:
             edge = message.edge
             shape = tuple(x.shape)

@@ -140,14 +140,14 @@ def rank_optimizer(
     wholes: WholeUpdates | None = None,
 ) -> torch.optim.Optimizer:
     """The factory's optimizer with this rank's tensors in their places; of tied stages' copies all."""
-    own: dict[str, list[nn.Parameter]] = {}
+    stored_parts: dict[str, list[nn.Parameter]] = {}
     for part in parts:
         for _, entry in part.entries():
             tensor = entry.stored if wholes is None else wholes.updated(entry)
             if tensor is not None and tensor.requires_grad:
                 for name in part.names(entry.slot):
-                    own.setdefault(name, []).append(tensor)
-    return whole_optimizer(factory, parameters, device).replace(own)
+                    stored_parts.setdefault(name, []).append(tensor)
+    return whole_optimizer(factory, parameters, device).replace(stored_parts)
 
 
 def stored_whole(parts: Sequence[Part]) -> dict[str, bool]:
@@ -163,6 +163,6 @@ def stored_whole(parts: Sequence[Part]) -> dict[str, bool]:
 
 def parameters_of_programs(roots: Iterable[type[Module]]) -> Iterator[GlobalParameter]:
     """The trainable parameters that root classes declare, each once."""
-    found = {name: spec for root in roots for name, spec, _ in declared(root) if spec.requires_grad}
-    for name, spec in found.items():
+    specs = {name: spec for root in roots for name, spec, _ in declared(root) if spec.requires_grad}
+    for name, spec in specs.items():
         yield GlobalParameter(name, spec.shape, str(spec.dtype).removeprefix("torch."))

@@ -139,11 +139,11 @@ class Watch:
     def _compare(self, name: str) -> None:
         """Raise RanksDiffer where a rank has made another call than this one, which it may be waiting in."""
         index = self.count - 1
-        own = self._digests[index % KEPT]
+        digest = self._digests[index % KEPT]
         for rank in range(self.board.size):
             count, _, _, *digests = HEADER.unpack_from(self.board.memory, rank * SLOT)
-            if rank != self.rank and index < count < index + KEPT and digests[index % KEPT] != own:
-                records = [each for each in self.board.records() if each is not None]
+            if rank != self.rank and index < count < index + KEPT and digests[index % KEPT] != digest:
+                records = [record for record in self.board.records() if record is not None]
                 said = mismatch(records) or f"rank {rank} does not make the call of rank {self.rank}: {name}"
                 raise error_of(said)
 
@@ -247,10 +247,10 @@ def noted(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     def with_note(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
-        def call(*given: P.args, **named: P.kwargs) -> R:
-            done = given[0].rng.step  # type: ignore[attr-defined]
+        def call(*args: P.args, **named: P.kwargs) -> R:
+            done = args[0].rng.step  # type: ignore[attr-defined]
             with entered(name.format(done=done, coming=done + 1)):
-                return method(*given, **named)
+                return method(*args, **named)
 
         return call
 
@@ -321,16 +321,16 @@ def _agreed_board(rank: int, size: int) -> Board:
         address = [(socket.gethostname(), f"/proc/{os.getpid()}/fd/{descriptor}")]
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
     dist.broadcast_object_list(address, src=0, device=device)
-    found = None
+    board = None
     if address[0] is not None and address[0][0] == socket.gethostname():
         with contextlib.suppress(OSError):
-            found = Board.at(address[0][1], size)
+            board = Board.at(address[0][1], size)
     are_shared: list[Any] = [None] * size
-    dist.all_gather_object(are_shared, found is not None)
+    dist.all_gather_object(are_shared, board is not None)
     if descriptor >= 0:
         os.close(descriptor)
-    if found is not None and all(are_shared):
-        return found
+    if board is not None and all(are_shared):
+        return board
     return Board(mmap.mmap(-1, size * SLOT), size, is_shared=False, store=_store())
 
 

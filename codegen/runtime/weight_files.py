@@ -108,7 +108,7 @@ def tensors_of(files: Iterable[Path]) -> dict[str, StoredTensor]:
     """What is in safetensors files, by their headers. Raises WeightFileError."""
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path in files:
         try:
             with safe_open(path, "pt") as file:
@@ -117,10 +117,10 @@ def tensors_of(files: Iterable[Path]) -> dict[str, StoredTensor]:
                     kind = part.get_dtype()
                     if kind not in DTYPES:
                         raise WeightFileError(f"{path} has {key} in {kind}, which is not read")
-                    found[key] = StoredTensor(str(path), key, tuple(part.get_shape()), DTYPES[kind])
+                    tensors[key] = StoredTensor(str(path), key, tuple(part.get_shape()), DTYPES[kind])
         except (SafetensorError, OSError) as error:
             raise WeightFileError(f"{path} cannot be read ({error})") from None
-    return found
+    return tensors
 
 
 def files_of(folder: Path, stem: str) -> list[Path]:

@@ -65,18 +65,20 @@ class WholeUpdates:
 
     def __init__(self, parts: Sequence[Part], mesh: Mesh, names: Collection[str]) -> None:
         self._mesh = mesh
-        held = [
+        trained = [
             (bucket, entry)
             for part in parts
             for bucket, entry in part.entries()
             if bucket.key.requires_grad and any(name in names for name in part.names(entry.slot))
         ]
         seen = [_seen_by(mesh, rank) for rank in range(mesh.world_size)]
-        owners = _owners(held, seen)
-        found = [_owned(bucket, entry, at, seen, mesh.rank) for (bucket, entry), at in zip(held, owners, strict=True)]
-        self._rounds = list(_rounds([each for each in found if not each.is_stored]))
-        self._by_leaf = {id(each.entry.used): each for each in found}
-        self._taken = [each for each in found if each.whole is not None and not each.is_stored]
+        owners = _owners(trained, seen)
+        owned = [
+            _owned(bucket, entry, at, seen, mesh.rank) for (bucket, entry), at in zip(trained, owners, strict=True)
+        ]
+        self._rounds = list(_rounds([parameter for parameter in owned if not parameter.is_stored]))
+        self._by_leaf = {id(parameter.entry.used): parameter for parameter in owned}
+        self._taken = [parameter for parameter in owned if parameter.whole is not None and not parameter.is_stored]
         self._put_away()
 
     def updated(self, entry: Entry) -> nn.Parameter | None:
@@ -87,15 +89,15 @@ class WholeUpdates:
     @property
     def owned(self) -> list[str]:
         """Names of the parameters that this rank updates whole."""
-        return [each.entry.slot.name for each in self._by_leaf.values() if each.whole is not None]
+        return [parameter.entry.slot.name for parameter in self._by_leaf.values() if parameter.whole is not None]
 
     @torch.no_grad()
     def gather(self) -> None:
         """Brings values and gradients to their owners; the optimizer may step then. Collective."""
-        for each in self._taken:
-            assert each.whole is not None
-            each.whole.data = each.whole.new_empty(each.entry.slot.spec.shape)
-            each.whole.grad = torch.empty_like(each.whole)
+        for parameter in self._taken:
+            assert parameter.whole is not None
+            parameter.whole.data = parameter.whole.new_empty(parameter.entry.slot.spec.shape)
+            parameter.whole.grad = torch.empty_like(parameter.whole)
         for owned in self._rounds:
             self._exchange(owned, is_back=False)
 
@@ -110,29 +112,31 @@ class WholeUpdates:
 
     def attach(self) -> None:
         """Lets scripts find what says that gradients of taken parameters are not here."""
-        for each in self._taken:
-            assert each.whole is not None
-            each.whole.grad = each.whole.detach().as_subclass(NotHere)
+        for parameter in self._taken:
+            assert parameter.whole is not None
+            parameter.whole.grad = parameter.whole.detach().as_subclass(NotHere)
 
     def _put_away(self) -> None:
         """Frees whole values; what is read there before the next step is nan."""
-        for each in self._taken:
-            assert each.whole is not None
-            each.whole.data = each.whole.new_full((), math.nan).expand(each.entry.slot.spec.shape)
+        for parameter in self._taken:
+            assert parameter.whole is not None
+            parameter.whole.data = parameter.whole.new_full((), math.nan).expand(parameter.entry.slot.spec.shape)
         self.attach()
 
     def _exchange(self, owned: Sequence[_Owned], is_back: bool) -> None:
         """One all_to_all of parts: values and gradients to owners, or new values from them (is_back)."""
-        own, ranks = self._mesh.rank, range(self._mesh.world_size)
+        this_rank, ranks = self._mesh.rank, range(self._mesh.world_size)
         wholes: list[list[Tensor]] = [[] for _ in ranks]
         parts: list[list[Tensor]] = [[] for _ in ranks]
-        for each in owned:
-            if own in each.sources:
-                parts[each.owner] += each.values if is_back else (*each.values, *each.gradients)
-            if each.whole is not None:
-                gradient = [] if is_back or each.whole.grad is None else [each.whole.grad]
-                for rank in each.sources:
-                    wholes[rank] += [part for whole in (each.whole, *gradient) for part in each.parts(whole, rank)]
+        for parameter in owned:
+            if this_rank in parameter.sources:
+                parts[parameter.owner] += parameter.values if is_back else (*parameter.values, *parameter.gradients)
+            if parameter.whole is not None:
+                gradient = [] if is_back or parameter.whole.grad is None else [parameter.whole.grad]
+                for rank in parameter.sources:
+                    wholes[rank] += [
+                        part for whole in (parameter.whole, *gradient) for part in parameter.parts(whole, rank)
+                    ]
         sent, received = (wholes, parts) if is_back else (parts, wholes)
         _all_to_all(sent, received, self._mesh, owned[0].dtype)
 
@@ -142,9 +146,9 @@ class WholeUpdates:
         One axis after the other: where a place has old values yet, it and its like get them again later.
         """
         works = [
-            collectives.broadcast(each.entry.stored.detach().view(-1), each.copies[axis.name], axis.group)
-            for each in self._by_leaf.values()
-            if axis.name in each.copies and each.entry.stored is not None
+            collectives.broadcast(parameter.entry.stored.detach().view(-1), parameter.copies[axis.name], axis.group)
+            for parameter in self._by_leaf.values()
+            if axis.name in parameter.copies and parameter.entry.stored is not None
         ]
         for work in works:
             if work is not None:
@@ -153,16 +157,16 @@ class WholeUpdates:
 
 def _all_to_all(sent: list[list[Tensor]], received: list[list[Tensor]], mesh: Mesh, dtype: torch.dtype) -> None:
     """Fills `received[r]` with what rank r has in its `sent[this rank]`, tensor by tensor."""
-    leaving, arriving = ([sum(x.numel() for x in each) for each in side] for side in (sent, received))
+    leaving, arriving = ([sum(x.numel() for x in tensors) for tensors in side] for side in (sent, received))
     line = torch.empty(sum(leaving), dtype=dtype, device=mesh.device)
     result = torch.empty(sum(arriving), dtype=dtype, device=mesh.device)
-    _copy(_cut(line, sent), [x for each in sent for x in each])
+    _copy(_cut(line, sent), [x for tensors in sent for x in tensors])
     collectives.all_to_all_rows(result, line, arriving, leaving, mesh.world.group)
-    _copy([x for each in received for x in each], _cut(result, received))
+    _copy([x for tensors in received for x in tensors], _cut(result, received))
 
 
 def _cut(line: Tensor, like: list[list[Tensor]]) -> list[Tensor]:
-    flat = [x for each in like for x in each]
+    flat = [x for group in like for x in group]
     parts = torch.split(line, [x.numel() for x in flat])
     return [part.view(x.shape) for part, x in zip(parts, flat, strict=True)]
 
@@ -185,8 +189,8 @@ def _seen_by(mesh: Mesh, rank: int) -> Mesh:
     """The mesh as its rank of that number sees it, without process groups."""
     left, axes = rank, list[Axis]()
     for axis in reversed(mesh.axes):
-        left, own = divmod(left, axis.size)
-        axes.insert(0, Axis(axis.name, axis.size, own))
+        left, place = divmod(left, axis.size)
+        axes.insert(0, Axis(axis.name, axis.size, place))
     return Mesh(tuple(axes), Axis("world", mesh.world_size, rank), torch.device("cpu"))
 
 
@@ -205,16 +209,16 @@ def _cutting_axes(bucket: Bucket, entry: Entry, mesh: Mesh) -> set[str]:
     return {*bucket.key.zero_axes, *(axis for axis, *_ in shards(entry.slot.spec.placements, mesh))}
 
 
-def _owners(held: Sequence[tuple[Bucket, Entry]], seen: Sequence[Mesh]) -> list[int]:
+def _owners(trained: Sequence[tuple[Bucket, Entry]], seen: Sequence[Mesh]) -> list[int]:
     """The rank that updates each: the largest first, each to the rank with the fewest elements so far.
 
     Of ranks with equally many it is the one that stores the most of the parameter. Elements count, since state has as
     many, and matrices of a model are mostly alike in what an update takes per element.
     """
-    loads, owners = [0] * len(seen), [0] * len(held)
-    order = sorted(range(len(held)), key=lambda index: -math.prod(held[index][1].slot.spec.shape))
+    loads, owners = [0] * len(seen), [0] * len(trained)
+    order = sorted(range(len(trained)), key=lambda index: -math.prod(trained[index][1].slot.spec.shape))
     for index in order:
-        bucket, entry = held[index]
+        bucket, entry = trained[index]
         least = min(loads)
         stored = {
             rank: hi - lo
@@ -227,30 +231,32 @@ def _owners(held: Sequence[tuple[Bucket, Entry]], seen: Sequence[Mesh]) -> list[
     return owners
 
 
-def _owned(bucket: Bucket, entry: Entry, owner: int, seen: Sequence[Mesh], own: int) -> _Owned:
+def _owned(bucket: Bucket, entry: Entry, owner: int, seen: Sequence[Mesh], this_rank: int) -> _Owned:
     spec, cutting = entry.slot.spec, _cutting_axes(bucket, entry, seen[0])
     places = [{axis.name: axis.rank for axis in mesh.axes} for mesh in seen]
     apart = [name for name in places[0] if name not in cutting]
     sources = frozenset(
         rank for rank, place in enumerate(places) if all(place[axis] == places[owner][axis] for axis in apart)
     )
-    copies = {axis.name: places[owner][axis.name] for axis in seen[own].axes if axis.name in apart and axis.size > 1}
+    copies = {
+        axis.name: places[owner][axis.name] for axis in seen[this_rank].axes if axis.name in apart and axis.size > 1
+    }
     is_all = not spec.padding and entry.shape == spec.shape
     is_stored = is_all and _range(bucket, entry, seen[owner]) == (0, entry.numel)
-    if owner != own:
+    if owner != this_rank:
         whole, boxes = None, tuple[tuple[Box, ...], ...]()
     else:
         whole = entry.stored if is_stored else nn.Parameter(bucket.master.new_zeros(()).expand(spec.shape))
         boxes = _boxes(bucket, entry, seen, cutting)
-        found = sum(math.prod(sizes) for rank in sources for _, sizes in boxes[rank])
-        assert found == math.prod(spec.shape), f"{entry.slot.name}: its parts have {found} elements"
+        num_elements = sum(math.prod(sizes) for rank in sources for _, sizes in boxes[rank])
+        assert num_elements == math.prod(spec.shape), f"{entry.slot.name}: its parts have {num_elements} elements"
     values, gradients = tuple[Tensor, ...](), tuple[Tensor, ...]()
     if entry.stored is not None:
         line = bucket.gradient.narrow(0, entry.start + entry.lo - bucket.offset, entry.hi - entry.lo)
         stored = entry.stored.detach().view(-1)
         values, gradients = (
-            tuple(piece.value for piece in pieces_of(entry.slot.name, spec, seen[own], each, entry.lo))
-            for each in (stored, line)
+            tuple(piece.value for piece in pieces_of(entry.slot.name, spec, seen[this_rank], line_or_stored, entry.lo))
+            for line_or_stored in (stored, line)
         )
     return _Owned(
         entry=entry,
@@ -268,34 +274,34 @@ def _owned(bucket: Bucket, entry: Entry, owner: int, seen: Sequence[Mesh], own: 
 
 def _boxes(bucket: Bucket, entry: Entry, seen: Sequence[Mesh], cutting: set[str]) -> tuple[tuple[Box, ...], ...]:
     """What every rank stores of a parameter."""
-    known: dict[tuple[int, ...], tuple[Box, ...]] = {}
-    found = []
+    boxes_of_place: dict[tuple[int, ...], tuple[Box, ...]] = {}
+    boxes = []
     for mesh in seen:
         place = tuple(axis.rank for axis in mesh.axes if axis.name in cutting)
-        if place not in known:
+        if place not in boxes_of_place:
             lo, hi = _range(bucket, entry, mesh)
             values = torch.empty(hi - lo, device="meta")
             pieces = pieces_of(entry.slot.name, entry.slot.spec, mesh, values, lo)
-            known[place] = tuple((piece.offsets, tuple(piece.value.shape)) for piece in pieces)
-        found.append(known[place])
-    return tuple(found)
+            boxes_of_place[place] = tuple((piece.offsets, tuple(piece.value.shape)) for piece in pieces)
+        boxes.append(boxes_of_place[place])
+    return tuple(boxes)
 
 
 def _rounds(owned: Sequence[_Owned]) -> Iterator[list[_Owned]]:
     """Parameters of one dtype and of ROUND_BYTES or a little more, of all owners in turn."""
     turns: dict[int, int] = {}
     queues: dict[torch.dtype, list[tuple[int, int, _Owned]]] = {}
-    for each in owned:
-        turn = turns[each.owner] = turns.get(each.owner, 0) + 1
-        queues.setdefault(each.dtype, []).append((turn, each.owner, each))
+    for parameter in owned:
+        turn = turns[parameter.owner] = turns.get(parameter.owner, 0) + 1
+        queues.setdefault(parameter.dtype, []).append((turn, parameter.owner, parameter))
     for dtype, queue in queues.items():
-        found: list[_Owned] = []
+        round_: list[_Owned] = []
         num_bytes = 0
-        for *_, each in sorted(queue, key=lambda item: item[:2]):
-            found.append(each)
-            num_bytes += math.prod(each.entry.slot.spec.shape) * dtype.itemsize
+        for *_, parameter in sorted(queue, key=lambda item: item[:2]):
+            round_.append(parameter)
+            num_bytes += math.prod(parameter.entry.slot.spec.shape) * dtype.itemsize
             if num_bytes >= ROUND_BYTES:
-                yield found
-                found, num_bytes = [], 0
-        if found:
-            yield found
+                yield round_
+                round_, num_bytes = [], 0
+        if round_:
+            yield round_

@@ -187,18 +187,18 @@ class Masks:
         self, window: Window, queries: Positions, keys: Positions, device: torch.device, dtype: torch.dtype = torch.bool
     ) -> None:
         self.window, self.queries, self.keys, self.device, self.dtype = window, queries, keys, device, dtype
-        self.known: dict[tuple[int, ...], Tensor] = {}
+        self.masks: dict[tuple[int, ...], Tensor] = {}
 
     def of(self, rows: tuple[int, int], seen: tuple[int, int]) -> Tensor:
         """rows, seen: the first index and the one after the last, of queries and of keys."""
         alike = self.window.alike(self.queries, self.keys, rows, seen)
-        if alike not in self.known:
-            own = self.queries.tensor(*rows, self.device)
-            mask = self.window.mask(own, self.keys.tensor(*seen, self.device))
+        if alike not in self.masks:
+            positions = self.queries.tensor(*rows, self.device)
+            mask = self.window.mask(positions, self.keys.tensor(*seen, self.device))
             is_added = self.dtype != torch.bool
             added = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, -torch.inf) if is_added else mask
-            self.known[alike] = added
-        return self.known[alike]
+            self.masks[alike] = added
+        return self.masks[alike]
 
 
 def _band(low: int, high: int, num_rows: int, num_keys: int) -> Iterator[Piece]:

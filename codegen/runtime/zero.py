@@ -168,8 +168,8 @@ class ZeroUnits:
                 module.register_forward_pre_hook(self._pre_forward_hook(unit))
                 module.register_forward_hook(self._forward_hook(unit))
             else:
-                held = {id(bucket) for bucket in self._root_buckets}
-                self._root_buckets += [bucket for bucket in unit.buckets if id(bucket) not in held]
+                present = {id(bucket) for bucket in self._root_buckets}
+                self._root_buckets += [bucket for bucket in unit.buckets if id(bucket) not in present]
 
     def exchange(self, old: Collection[Bucket], new: Sequence[Bucket]) -> None:
         """Take new buckets in the places of old ones, none of which is gathered for a layer, in all programs."""
@@ -194,11 +194,11 @@ class ZeroUnits:
     def _hook_layers(self, model: Module) -> dict[int, _Unit]:
         owners: dict[int, _Unit] = {}
         for index, module in enumerate(model.units()):
-            own = [b for b in self.buckets if b.key.stage == 3 and b.entries[0].slot.unit == index]
-            if index and own:
-                unit = _Unit(own)
+            buckets_of_layer = [b for b in self.buckets if b.key.stage == 3 and b.entries[0].slot.unit == index]
+            if index and buckets_of_layer:
+                unit = _Unit(buckets_of_layer)
                 self._units.append(unit)
-                owners.update((id(bucket), unit) for bucket in own)
+                owners.update((id(bucket), unit) for bucket in buckets_of_layer)
                 module.register_forward_pre_hook(self._pre_forward_hook(unit))
                 module.register_forward_hook(self._forward_hook(unit))
         return owners
@@ -277,8 +277,8 @@ class ZeroUnits:
             self._in_flight.popleft().finish()
         adds = self._accumulate and not is_whole
         target = torch.empty_like(bucket.gradient) if adds else bucket.gradient
-        work, held = bucket.start_reduce(target, line), None if bucket.compresses_reductions else line
-        self._in_flight.append(_Reduction(bucket, work, held, target if adds else None))
+        work, line_held = bucket.start_reduce(target, line), None if bucket.compresses_reductions else line
+        self._in_flight.append(_Reduction(bucket, work, line_held, target if adds else None))
 
     def _reduce_over_others(self) -> None:
         """Once per step: sums of sums over the ZeRO axis, over the other axes with partial gradients."""
