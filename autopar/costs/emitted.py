@@ -123,7 +123,7 @@ def priced(program: Program, graph: Graph, operators: Mapping[Key, Operator], pr
 
 
 def _crossing(program: Program) -> Iterator[Key]:
-    """Return the calls of mixtures whose rows cross between nodes once per node."""
+    """Yield the calls of mixtures whose rows cross between nodes once per node."""
     for scope, cls in classes(program):
         calls = [call for call in cls.body if isinstance(call, Call)]
         routes = {result for call in calls if call.target == "runtime.NodeRoutes" for result in call.results}
@@ -133,7 +133,7 @@ def _crossing(program: Program) -> Iterator[Key]:
 
 
 def classes(program: Program) -> Iterator[tuple[str, ModuleClass]]:
-    """Return every class with the name of its scope, the top level first."""
+    """Yield every class with the name of its scope, the top level first."""
     yield "", program.root
     for layer in program.layers:
         yield layer.name, layer

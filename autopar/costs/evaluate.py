@@ -140,7 +140,7 @@ class _Evaluation:
         return dict(classes(self.made.program))[scope.name], before
 
     def statements(self, scope: Scope) -> Iterator[StatementCost]:
-        """Return every statement of a scope with its seconds."""
+        """Yield every statement of a scope with its seconds."""
         for statement, unit in self._reader(scope).each(*self._body(scope)):
             cost = LayerCost()
             self._seconds(scope, unit, cost)
@@ -186,7 +186,7 @@ class _Evaluation:
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def _bytes(self, scope: Scope, units: Mapping[str, Unit]) -> None:
-        """Return the bytes that the calls of a scope keep, and those alive while they run."""
+        """Count the bytes that the calls of a scope keep, and those alive while they run."""
         names = (p.name for p in (scope.layer.parameters if scope.layer else ()))
         parameters = frozenset(p.name for p in self.graph.parameters) | frozenset(names)
         events = [event for unit in units.values() for event in unit.events]

@@ -190,7 +190,7 @@ class Reader:
             self.stand_in |= {result.name: source for result in assigns(call)}
 
     def _fused(self, fusion: Fusion, call: Call) -> Iterator[Ran]:
-        """Return a kernel's results, each with the placements of its sources."""
+        """Yield a kernel's results, each with the placements of its sources."""
         scope, options = self.scope.name, self.assignment.operators
         lies = {Ref(node.name): options[scope, node.name].outputs[0] for node in fusion.nodes}
         members = {member.name: member for member in fusion.members}

@@ -1,7 +1,7 @@
 """The costs of one unit of the model's chain (autopar/ir/chain.py).
 
-Every price of search_space.py falls into exactly one unit. A call's price goes to the call's unit, a reshard's to its
-reader's (with several readers of one result, to its producer's), a parameter's to that of its first use.
+Every price of search_space.py falls into exactly one unit. A call's price goes to the call's unit, a parameter's to
+that of its first use. A reshard's goes to its reader's unit, or to its producer's if several read one result.
 
 evaluate.py and recompute_modes.py count the costs of calls, stored_costs.py those of parameters; cost_table.py has
 both together.

@@ -150,7 +150,7 @@ def joined_layers(graph: Graph) -> Mapping[Site, tuple[str, ...]]:
 
 
 def _read_beside(graph: Graph) -> Iterator[Ref]:
-    """Return the top-level tensors that layers read, and the loss."""
+    """Yield the top-level tensors that layers read, and the loss."""
     yield graph.loss
     for piece in graph.body:
         if isinstance(piece, LayerRun):

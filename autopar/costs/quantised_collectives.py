@@ -1,7 +1,7 @@
 """Compressed collectives of parameters: bytes on the wire, and memory traffic to quantize and dequantize.
 
-The steps follow codegen/runtime/compressed.py. With a buffer of e elements over n ranks, c and g bytes of an element as
-computed and as reduced, w = 1 + 4 / BLOCK_SIZE bytes of a code with its share of a scale:
+The steps follow codegen/runtime/compressed.py. A buffer has e elements over n ranks, with c and g bytes of an element
+as computed and as reduced. A code with its share of a scale has w = 1 + 4 / BLOCK_SIZE bytes:
 
     gather   all_gather of e w    each rank quantises its range, e / n (c + w), and dequantises all, e (w + c)
     reduce   all_to_all of e w    each rank quantises all, e (g + w), and adds up its range: e w read, e / n g written

@@ -154,8 +154,7 @@ class Late:
 
 
 def late_seconds(units: Sequence[LayerCost], host_call_seconds: float, is_alone: bool) -> Late:
-    """Return them for a stage of these units, unless its host runs ahead anyway. is_alone: there are no other
-    stages."""
+    """Return the seconds for a stage of these units, less its host's lead. is_alone: there are no other stages."""
     if not host_call_seconds:
         return Late()
     action = 0.0 if is_alone else host_calls.ACTION
@@ -204,13 +203,11 @@ def simulated(
 ) -> Simulated:
     """Simulate and predict the whole pipeline.
 
-    transfers: (source stage, target stage) -> seconds of one micro-batch's message. workspace_bytes, capacities: of a
-    device of each pipeline rank (none, and equal ones, by default). host: effects shared by pipeline ranks.
-
-    Seconds by kind are those of the busiest pipeline rank. The rest of the simulated time is the bubble. Work once
-    per step is that of the slowest pipeline rank. A first pass (`FIRST_PASS`) is simulated as the first half of
-    every forward. Apart from messages this takes as long as running all its forwards first, with the schedule's
-    fill.
+    transfers: (source stage, target stage) -> seconds of one micro-batch's message. workspace_bytes, capacities: of
+    a device of each pipeline rank (none, and equal ones, by default). host: effects shared by pipeline ranks.
+    Seconds by kind are those of the busiest pipeline rank, seconds once per step those of the slowest; the rest is
+    bubble. A first pass (`FIRST_PASS`) is simulated as the first half of every forward: except for messages, this
+    takes as long as all its forwards first.
     """
     schedule, pp, chunks = pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks
     lines = make_schedule(schedule, pp, num_micro_batches, chunks)

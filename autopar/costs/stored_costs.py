@@ -130,7 +130,7 @@ def stored_costs(
 
 
 def _issue(unit: StoredCost, pricer: Pricer, num_trained: int, num_gathered: int) -> None:
-    """Return the host's seconds for trained parameters, in that many groups that ZeRO-3 gathers. An update waits for
+    """Add the host's seconds for trained parameters, in that many groups that ZeRO-3 gathers. An update waits for
     values read of the gradients, so nothing hides the calls that issue it."""
     one = pricer.host_call_seconds
     if not one:

@@ -36,7 +36,7 @@ MOST_PINNED = 16
 
 
 def refined(search: EqualSearch, found: tuple[Found, ...]) -> Iterator[Found]:
-    """Return configs of `found`, or the most promising ones, under the schedules with several stages per pipeline
+    """Yield configs of `found`, or the most promising ones, under the schedules with several stages per pipeline
     rank."""
     pinned = search.request.constraints.schedule
     if pinned is not None and pinned not in CHUNKED:

@@ -54,7 +54,7 @@ class Shape(NamedTuple):
 
 
 def equal_configs(request: Request, num_units: int) -> Iterator[ParallelConfig]:
-    """Return all configs that agree with the pinned degrees, the batch and the number of units. Schedules are left
+    """Yield all configs that agree with the pinned degrees, the batch and the number of units. Schedules are left
     open."""
     limits = request.constraints
     legal = shapes(request, num_units)
@@ -104,7 +104,7 @@ def zero_stages(request: Request, num_ranks: int, count: int) -> tuple[int, ...]
 
 
 def meshes_of(request: Request, shape: Shape, zero: int) -> Iterator[Mesh]:
-    """Return the layouts of a shape's ranks on the nodes of a stage mesh.
+    """Yield the layouts of a shape's ranks on the nodes of a stage mesh.
 
     ZeRO groups may be smaller than the data axis (ddp x dp): as large as one node, or a few, divided by tp.
     Gradients are then scattered within a group and summed between groups, and parameters gathered within a group.
@@ -155,7 +155,7 @@ def expert_degrees(request: Request, dp: int, tensor: int) -> list[int]:
 
 
 def tensor_degrees(request: Request, ranks: int, most_tp: int) -> Iterator[tuple[int, int]]:
-    """Return the pairs (ttp, tp) whose product divides `ranks`, with pinned degrees as they are.
+    """Yield the pairs (ttp, tp) whose product divides `ranks`, with pinned degrees as they are.
 
     An unpinned ttp is 1, unless the global batch has no more rows than the cluster has nodes. Rows cannot keep the
     ranks of a node busy then, and a grid that fills whole nodes is tried, too. A grid has two sides: ttp alone
@@ -213,7 +213,7 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
     devices, degrees = request.cluster.num_devices, request.constraints.degrees
     if degrees.get("pp", 1) > num_units:
         raise ConstraintError(
-            "a pipeline of more ranks than the model has blocks",
+            "the pipeline has more ranks than the model has blocks",
             values=f"pp={degrees['pp']}, {num_units} block" + "s" * (num_units > 1),
             alternatives=f"a pp that divides {devices} devices: "
             + ", ".join(str(pp) for pp in divisors(devices) if pp <= num_units),
@@ -233,7 +233,7 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
         pinned = " x ".join(f"{a}={n}" for a, n in named.items())
         agreeing = [s for s in found if any(degrees.get(a) == n for a, n in s._asdict().items())]
         raise ConstraintError(
-            "the pinned degrees do not make the cluster's number of devices",
+            "the pinned degrees do not multiply to the cluster's number of devices",
             values=f"{pinned} for {devices} devices",
             alternatives=[str(shape) for shape in (agreeing or found)[:8]],
         )

@@ -36,7 +36,7 @@ def reprice(request: Request, plan: Plan, before: Graph | None = None) -> Search
     if plan.precision != request.precision:
         raise PlanError(
             f"{plan.at('precision')}: the plan is for another precision than the program",
-            values=f"{plan.precision}, and {request.precision} is asked for",
+            values=f"the plan has {plan.precision}, the program has {request.precision}",
             alternatives=f"precision={plan.precision!r}, or a plan for {request.precision}",
         )
     if plan.global_batch_size % (plan.num_micro_batches * plan.mesh.num_data_ranks):
@@ -72,7 +72,7 @@ def _check_devices(plan: Plan, cluster: AnyCluster) -> None:
     for stage_mesh in plan.stage_meshes:
         if stage_mesh.group >= len(used):
             raise PlanError(
-                f"{plan.at('pipeline', 'positions')}: a pipeline rank is of a group that the cluster does not have",
+                f"{plan.at('pipeline', 'positions')}: a pipeline rank is in a group that the cluster does not have",
                 values=f"group {stage_mesh.group} of {cluster}",
                 alternatives=", ".join(f"group {i}: {group}" for i, group in enumerate(cluster.groups)),
             )
@@ -103,7 +103,7 @@ def check_pipeline(plan: Plan, graph: Graph) -> None:
     known = (*SCHEDULES, "") if pipeline.num_pipeline_ranks == 1 else SCHEDULES
     if pipeline.schedule not in known:
         raise PlanError(
-            f"{plan.at('pipeline', 'schedule')}: the plan's schedule is not one that autopar has",
+            f"{plan.at('pipeline', 'schedule')}: autopar does not have the plan's schedule",
             values=repr(pipeline.schedule),
             alternatives=", ".join(SCHEDULES),
         )
@@ -169,7 +169,7 @@ def check_agreement(plan: Plan, limits: Constraints, global_batch_size: int | No
     for name, asked, given in pinned:
         if asked is not None and asked != given:
             raise PlanError(
-                f"{plan.source or 'the plan'} contradicts what is asked for beside it",
+                f"{plan.source or 'the plan'} contradicts an option of this call",
                 values=f"{name}={asked or 'none'}, and the plan has {given or 'none'}",
                 alternatives=[f"{name} left out", "a new plan"],
             )

@@ -119,8 +119,8 @@ def none_is_below(fitting: Fitting, cutoff: float) -> bool:
 
 
 def lightened(fitting: Fitting, solution: PipelineSolution) -> PipelineSolution:
-    """Return the solution with its stages unchanged and its units in the fastest modes, at most two of a class on a
-    stage, with which its ranks still stay within their memory by the prediction's count."""
+    """Return the solution with its stages unchanged and its units in the fastest modes that fit by the prediction's
+    count, at most two of a class on a stage."""
     problem, stages = fitting.problem(fitting.memory_bytes), list(solution.stages)
 
     def fits(number: int, kind: str, modes: Counts) -> bool:
@@ -233,8 +233,8 @@ def least_bytes(fitting: Fitting) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Lean:
-    """The pipeline that keeps least by the closed form, and the bytes on a rank of the roomiest submesh with which
-    it is solved and fits by the prediction's count."""
+    """The pipeline that keeps least by the closed form, with its bytes on a rank of the roomiest submesh. These
+    suffice to solve it and to fit the prediction's count."""
 
     num_bytes: float
     solution: PipelineSolution

@@ -63,7 +63,7 @@ class OneStageSearch(BestFirst[Mesh, Candidate]):
         self.failures: list[Failure] = []
 
     def bounded(self) -> Iterator[tuple[float, Mesh, Bound]]:
-        """Return the start of the search."""
+        """Yield the start of the search."""
         for mesh in sorted(meshes(self.request), key=str):
             yield lower_bound(mesh, self.request), mesh, Bound.TIGHT
 

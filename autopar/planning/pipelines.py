@@ -63,7 +63,7 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
         """Return all configs whose closed form is minimized."""
 
     def closer(self, candidate: ParallelConfig, known: Bound) -> Iterator[Bounded]:
-        """Return the config with the next bound; if its bound ignores parameters, every variant of it."""
+        """Yield the config with the next bound; if its bound ignores parameters, every variant of it."""
         if known == Bound.WITHOUT_PARAMETERS:
             for each in variants(self.request, candidate):
                 yield bound(self.costs, each), each, Bound.WITH_MEMORY_FREE
@@ -161,7 +161,7 @@ class EqualSearch(PipelineSearch):
         self._alike: dict[Hashable, list[ParallelConfig]] = {}
 
     def configs(self) -> Iterator[ParallelConfig]:
-        """Return all configs whose closed form is minimized."""
+        """Yield all configs whose closed form is minimized."""
         for config in self.unscheduled:
             if not self.solved_layers.repeats(config):
                 yield from self.scheduled(config)
@@ -174,7 +174,7 @@ class EqualSearch(PipelineSearch):
         return (config.under(schedule) for schedule in own)
 
     def promising(self) -> Iterator[tuple[float, ParallelConfig]]:
-        """Return (seconds, config) of several pipeline ranks by their least seconds under 1F1B, with the
+        """Yield (seconds, config) of several pipeline ranks by their least seconds under 1F1B, with the
         recomputation that their memory requires. Configs that do not fit even so come last, with inf."""
         several = (each.under("1f1b") for each in self.unscheduled if each.pp > 1)
         costed = (each for each in several if self.solved_layers.of(each, each.stage_meshes[0]))
@@ -188,7 +188,7 @@ class EqualSearch(PipelineSearch):
                 heapq.heappush(queue, (tightened(self.costs, config), key, True, config))
 
     def bounded(self) -> Iterable[Bounded]:
-        """Return the start of the search; for large requests with a bound that spares most configs."""
+        """Yield the start of the search; for large requests with a bound that spares most configs."""
         if self.solved_layers.typical_rows is None:
             yield from ((bound(self.costs, each), each, Bound.WITH_MEMORY_FREE) for each in self.configs())
             return
@@ -201,7 +201,7 @@ class EqualSearch(PipelineSearch):
                 yield least, each, Bound.OF_MANY_ROWS
 
     def closer(self, candidate: ParallelConfig, known: Bound) -> Iterator[Bounded]:
-        """Return the config with the next bound. If its bound depends only on its rows, return all configs with
+        """Yield the config with the next bound. If its bound depends only on its rows, return all configs with
         these rows, except those for which another with the same assignment stands."""
         if known > Bound.OF_MANY_ROWS:
             yield from super().closer(candidate, known)

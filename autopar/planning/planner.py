@@ -179,15 +179,15 @@ def _fits_under(search: EqualSearch, config: ParallelConfig) -> bool:
 
 
 def _alike(search: EqualSearch, known: ParallelConfig) -> Iterator[ParallelConfig]:
-    """Return two configs like another request's: with as many rows of a micro-batch, and with the fewest."""
+    """Yield two configs like another request's: with as many rows of a micro-batch, and with the fewest."""
     scheduled = (each for config in search.unscheduled for each in search.scheduled(config))
     found = [each for each in scheduled if kind_of(each) == kind_of(known)]
     yield from sorted(found, key=lambda each: (each.rows != known.rows, each.rows))[:2]
 
 
 def _lean(search: EqualSearch) -> Iterator[ParallelConfig]:
-    """Return the configs that look leanest: with only rows sharded, and with everything sharded. As much as possible
-    is sharded or on the host, with the fewest rows."""
+    """Yield the leanest-looking config with only rows shared out, and the leanest-looking of all. These have the most
+    sharded or on the host, and the fewest rows."""
     order = ("parameters", "optimizer", "")
     lean = sorted(
         search.unscheduled, key=lambda c: (-c.zero, order.index(c.offload), c.pp, c.rows, -c.multiplier, c.key)
@@ -228,7 +228,7 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
     pinned = {axis: request.constraints.degrees.get(axis, 1) for axis in NEVER_UNLIKE}
     if max(pinned.values()) > 1:
         raise ConstraintError(
-            "stages on groups of unlike nodes have dp and tp alone",
+            "stages on groups of unlike nodes support only dp and tp",
             values=", ".join(f"{axis}={size}" for axis, size in pinned.items() if size > 1),
             alternatives="pp, dp and tp, or nodes that are alike",
         )
@@ -326,7 +326,7 @@ def _refuse_undivided(search: EqualSearch) -> None:
     legal = [n for n in divisors(request.cluster.num_devices)[1:] if any(size % n == 0 for size in sizes)]
     nearest = sorted(legal, key=lambda n: abs(n - tp))[:2]
     raise ConstraintError(
-        "tp divides no dim of the model that may be cut: every rank of it would repeat all of the work",
+        "tp divides no dim of the model that may be cut: every tp rank would repeat all of the work",
         values=f"tp={tp}, sizes {', '.join(map(str, sorted(sizes, reverse=True)[:8]))}",
         alternatives=[*(f"tp={n}" for n in nearest), "tp left out"],
     )

@@ -43,7 +43,7 @@ def refit(plan: Plan, before: Graph, graph: Graph, offers: Offers) -> Plan:
 
 
 def _parameters(scope: Scope, graph: Graph) -> Iterator[tuple[str, str]]:
-    """Return the parameters of a scope by their names in the model, with their names in the scope."""
+    """Yield the parameters of a scope by their names in the model, with their names in the scope."""
     if scope.layer is None:
         read = {ref.node for piece in graph.body for ref in piece.inputs}
         yield from ((p.name, p.name) for p in graph.parameters if p.name in read)

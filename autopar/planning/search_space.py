@@ -306,7 +306,7 @@ class _Builder:
             self._run_edges(run, micro)
 
     def _add_route_bar(self, scope: Scope, name: str) -> None:
-        """Return inf if an expert layer routes its rows over other axes than the first one with the same rows."""
+        """Add inf if an expert layer routes its rows over other axes than the first one with the same rows."""
         first = self.operators[scope.name, name].route.like
         if first in ("", name):
             return

@@ -60,7 +60,7 @@ class SharedAssignments:
         operators = solved_layers.operators(solved_rows)
         costed = named_mesh(min(mesh.num_data_ranks, 2), mesh.size("tp"))
         whole = rows // mesh.num_data_ranks * costed.num_data_ranks
-        if not self.request.trace.can_estimate(whole):  # the model uses the rows of the whole batch
+        if not self.request.trace.can_estimate(whole):  # the model runs only at the batch's rows
             costed, whole = named_mesh(mesh.num_data_ranks, mesh.size("tp")), rows
         key = (stage_mesh.group, costed, whole, tp, multiplier)
         if key not in self._call_costs:

@@ -179,9 +179,9 @@ def nothing_fits(request: Request, failures: list[Failure], searches: Iterable[P
         "no plan fits the memory of one rank",
         values={
             **capacities(request),
-            "smallest that was found to do": f"{bytes_text(best.num_bytes)} ({best.where})",
+            "smallest budget that fits": f"{bytes_text(best.num_bytes)} ({best.where})",
             **({"whether it may fit": fit_text(certainty)} if certainty and certainty.fit != "no" else {}),
-            "its plan's": ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds if size),
+            "memory of its plan": ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds if size),
         }
         | _kept_whole(request),
         alternatives=[

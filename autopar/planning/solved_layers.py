@@ -1,9 +1,9 @@
 """Solutions of the inner problem for pipelines, each solved once for all meshes that share it.
 
 Forward and backward costs on one rank depend on the degrees of tensor, context and expert parallelism and on the rows
-of one data-parallel rank, not on how many such ranks there are. `dp` shards the batch and nothing else, and every
-option on dp2 x tpN is one on dp64 x tpN. So one solution on two data-parallel ranks serves all; only its parameters are
-priced again.
+of one data-parallel rank. They do not depend on the number of such ranks: `dp` shards the batch and nothing else, and
+every option on dp2 x tpN is one on dp64 x tpN. So one solution on two data-parallel ranks serves all; only its
+parameters are priced again.
 
 A solved layer minimizes seconds + price * bytes, for a few multipliers (Lagrangian points of the time-memory
 frontier). The multipliers do not depend on the budget, so that a smaller budget has no candidates that a larger one
@@ -103,8 +103,8 @@ class Key(NamedTuple):
     """The key of a solved layer: degrees of tensor, context and expert parallelism, rows per data-parallel rank, and
     the multiplier.
 
-    num_data: groups of data-parallel ranks: 1, or 2 for every larger number, unless the model runs on the batch's
-    rows alone. ttp: the other side of a grid of tensor parallelism.
+    num_data: groups of data-parallel ranks: 1, or 2 for every larger number, unless the model runs only at the
+    batch's number of rows. ttp: the other side of a grid of tensor parallelism.
     """
 
     tp: int
@@ -188,7 +188,7 @@ class SolvedLayers:
         num_data, can_estimate = 1 + solved_with_data, self.request.trace.can_estimate
         whole = rows * costed.num_data_ranks
         if not can_estimate(whole) or not can_estimate((typical_rows or rows) * num_data * ep):
-            # The model uses the rows of the whole batch.
+            # The model runs only at the batch's number of rows.
             costed, typical_rows, num_data = mesh, None, mesh.num_data_ranks // ep
             whole = rows * costed.num_data_ranks
         shares_out = num_experts(self.request.trace.estimate(whole)) % (ep * cp * ttp * tp) == 0  # for any decisions
@@ -302,8 +302,8 @@ class SolvedLayers:
         )
 
     def decided_for(self, request: Request) -> SolvedLayers:
-        """Return layers to be solved for another request about the same model on the same devices, with other
-        objectives. Its calls and lowered programs are the same."""
+        """Return layers to be solved for another request about the same model on the same devices, with another
+        objective. Its calls and lowered programs are the same."""
         return SolvedLayers(
             request,
             self.typical_rows,

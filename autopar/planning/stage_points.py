@@ -30,7 +30,7 @@ class Holding:
 
 
 def _zero_bubble(count: int) -> Holding:
-    """Pipeline rank i of p has deferred i of the min(m, p) micro-batches that it has in flight while the next runs
+    """Return the micro-batches of pipeline rank i of p: min(m, p) in flight, i of them deferred while the next runs
     backward."""
 
     def num_deferred(p: int, i: int) -> float:

@@ -136,7 +136,7 @@ class StageProblem:
         )
 
     def _tied(self) -> Iterator[Tied]:
-        """Return the parameters that two units read."""
+        """Yield the parameters that two units read."""
         tied = [here.tied(self.config.pp) for here in self.chains.values()]
         for name, (first, last) in self.costs.shared.items():
             known = [each[name] for each in tied if name in each]

@@ -27,13 +27,13 @@ MANY_DEVICES = 8
 
 
 def unequal_configs(request: Request, assignments: SharedAssignments, num_units: int) -> Iterator[ParallelConfig]:
-    """Return all configs that agree with the constraints."""
+    """Yield all configs that agree with the constraints."""
     for config in without_parameters(request, assignments, num_units):
         yield from variants(request, config)
 
 
 def without_parameters(request: Request, assignments: SharedAssignments, num_units: int) -> Iterator[ParallelConfig]:
-    """Return configs with open parameter settings: ZeRO stage 0 and no offload stand for all."""
+    """Yield configs with open parameter settings: ZeRO stage 0 and no offload stand for all."""
     counts = micro_batch_counts(request.global_batch_size, request.constraints.micro_batches)
     for count in filter(request.splits, counts):
         rows = request.global_batch_size // count
@@ -54,7 +54,7 @@ def without_parameters(request: Request, assignments: SharedAssignments, num_uni
 
 
 def variants(request: Request, config: ParallelConfig) -> Iterator[ParallelConfig]:
-    """Return the config with every ZeRO stage and offload."""
+    """Yield the config with every ZeRO stage and offload."""
     data = max(each.mesh.num_data_ranks for each in config.stage_meshes)
     for zero in zero_stages(request, data, config.num_micro_batches):
         for offload in offloads(request, zero):
@@ -64,7 +64,7 @@ def variants(request: Request, config: ParallelConfig) -> Iterator[ParallelConfi
 def mesh_sets(
     request: Request, assignments: SharedAssignments, num_units: int, rows: int
 ) -> Iterator[tuple[StageMesh, ...]]:
-    """Return sets of stage meshes for micro-batches of `rows` rows: one of every group, or two of the only one."""
+    """Yield sets of stage meshes for micro-batches of `rows` rows: one of every group, or two of the only one."""
     legal = [list(_stage_meshes(request, number, rows)) for number in range(len(request.whole.groups))]
     sets = itertools.product(*legal) if len(legal) > 1 else itertools.combinations(legal[0], 2)
     for meshes in sets:
@@ -109,7 +109,7 @@ def submesh_sizes(cluster: Cluster) -> list[int]:
 
 
 def _stage_meshes(request: Request, number: int, rows: int) -> Iterator[StageMesh]:
-    """Return submeshes of a group that divide its devices and a micro-batch."""
+    """Yield submeshes of a group that divide its devices and a micro-batch."""
     group, degrees = request.whole.groups[number], request.constraints.degrees
     for size in submesh_sizes(group):
         for tp in divisors(size):

@@ -108,8 +108,8 @@ def with_host(search_space: SearchSpace, pricer: Pricer, fastest: Solution, meas
 
 
 def shares_of(stretches: tuple[Stretch, ...]) -> Shares:
-    """Return by scope: WAITED if the host is behind in both directions of all units, otherwise the share of WAITED
-    for the directions in which it is."""
+    """Return each scope's share: WAITED if the host is behind in both directions of all units, else WAITED times the
+    share of seconds in which it is behind."""
     whole, behind = dict[str, float](), dict[str, float]()
     for each in stretches:
         whole[each.scope] = whole.get(each.scope, 0.0) + each.seconds
