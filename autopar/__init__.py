@@ -10,7 +10,7 @@ from autopar.shadowing import check_shadowing
 
 check_shadowing()
 _collects = gc.isenabled()
-gc.disable()  # modules are no garbage: looking for it while they are made is a fifth of the time that it takes
+gc.disable()  # modules are no garbage: collecting while they load is a fifth of the time of an import
 try:
     from autopar.certify import Certificate, certify_program  # noqa: E402
     from autopar.cluster import ClusterSpec  # noqa: E402
@@ -32,7 +32,7 @@ try:
     from codegen.runtime.processes import Ending  # noqa: E402
 finally:
     if _collects:
-        if not gc.get_freeze_count():  # all to the oldest generation, without being looked at once in each
+        if not gc.get_freeze_count():  # move all objects to the oldest generation without examining them
             gc.freeze()
             gc.unfreeze()
         gc.enable()

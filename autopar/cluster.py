@@ -1,4 +1,4 @@
-"""The cluster as a user names it: text, a TOML file, or what is found on the spot."""
+"""The cluster as a user names it: text, a TOML file, or this machine as it is detected."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ LONGEST = 500
 
 
 class ClusterSpec:
-    """How to make a `cost_models` cluster, which is what all of autopar works on."""
+    """Makes the `cost_models` cluster that all of autopar works on, from text, files or this machine."""
 
     @staticmethod
     def parse(text: str) -> AnyCluster:
-        """`"4x8 h100-sxm"`, `"8 a100-80g nvlink3 ib-200g"`, unlike groups of nodes as `"2x8 a100-80g + 4x8 v100-32g"`,
-        or the path of a TOML file. Raises ClusterError."""
+        """Parse `"4x8 h100-sxm"`, `"8 a100-80g nvlink3 ib-200g"`, unlike groups of nodes such as
+        `"2x8 a100-80g + 4x8 v100-32g"`, or the path of a TOML file. Raises ClusterError."""
         if not isinstance(text, str):
             raise ClusterError(
-                "a cluster is its text, or what ClusterSpec makes of it",
+                "a cluster is its text, or a value of ClusterSpec's methods",
                 values=shown(text),
                 alternatives='"4x8 h100-sxm", the path of a TOML file, or "detect" on the command line',
             )
@@ -42,45 +42,46 @@ class ClusterSpec:
 
     @staticmethod
     def from_toml(path: str | Path) -> AnyCluster:
-        """A cluster with devices and links of one's own. Raises ClusterError."""
+        """Read a TOML file, which may describe devices and links of your own. Raises ClusterError."""
         text = read_text(path, ClusterError)
         return _read(lambda: mixed.parse_toml(text), str(path))
 
     @staticmethod
     def from_table(table: Mapping[str, Any]) -> AnyCluster:
-        """The cluster of a mapping that has what a TOML file has. Raises ClusterError."""
+        """Return the cluster of a mapping with the contents of a TOML file. Raises ClusterError."""
         return _read(lambda: mixed.from_table(table), "cluster")
 
     @staticmethod
     def detect(num_devices: int | None = None, *, refresh: bool = False) -> Cluster:
-        """This machine: its GPUs by name, or its CPU measured on the spot and shared by num_devices processes."""
+        """Return this machine: its GPUs by name, or its CPU, measured now and shared by num_devices processes."""
         return detect(num_devices, refresh=refresh)
 
 
 def _read(read: Callable[[], AnyCluster], source: str) -> AnyCluster:
-    """What is read, with errors that name the source."""
+    """Call `read`, and name the source in errors."""
     try:
-        found = read()
+        cluster = read()
     except (ValueError, RecursionError) as error:
         raise ClusterError(f"{source}: {error}") from None
-    _bounded(found)
-    if not str(found).isprintable() or len(str(found)) > LONGEST:
-        raise ClusterError(f"{source}: names of devices and links are short and printable", values=shown(str(found)))
-    return found
+    _bounded(cluster)
+    if not str(cluster).isprintable() or len(str(cluster)) > LONGEST:
+        raise ClusterError(f"{source}: names of devices and links are short and printable", values=shown(str(cluster)))
+    return cluster
 
 
 def _bounded(cluster: AnyCluster) -> AnyCluster:
-    """Raises ClusterError for one that nobody has."""
+    """Return the cluster. Raises ClusterError for more devices than anyone has."""
     if cluster.num_devices > MOST_DEVICES:
         raise ClusterError(f"a cluster has {MOST_DEVICES} devices at most", values=shown(cluster.num_devices))
     return cluster
 
 
 def as_cluster(spec: AnyCluster | str) -> AnyCluster:
-    """A cluster or its text. Raises ClusterError."""
+    """Return a cluster from itself or its text. Raises ClusterError."""
     return spec if isinstance(spec, (Cluster, MixedCluster)) else ClusterSpec.parse(spec)
 
 
 def is_on_cpu(spec: AnyCluster | str) -> bool:
-    """Whether a cluster or its text, "detect" included, says that ranks are processes on a CPU. Raises ClusterError."""
+    """Return whether a cluster or its text says that ranks are processes on a CPU; "detect" does not. Raises
+    ClusterError."""
     return spec != "detect" and as_cluster(spec).groups[0].device.is_cpu

@@ -33,6 +33,7 @@ from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.chain import buffer_across_units
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
 from autopar.ir.graph import Graph
+from autopar.ir.mesh import PIPELINE_AXIS
 from autopar.ir.plan_file import PADDINGS
 from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
@@ -45,9 +46,8 @@ from autopar.planning.ranks import neighbours_of, planned_together
 from autopar.planning.request import Request
 from autopar.program import GeneratedProgram
 from autopar.running.batch import with_inputs_of
-from autopar.running.launched import join_launched
-from autopar.running.random_states import kept_random_states
-from autopar.running.surroundings import check_autocast
+from autopar.running.process_group import join_launched
+from autopar.running.process_state import check_autocast, kept_random_states
 from autopar.settings.arguments import check_module, whole
 from autopar.settings.backend import NOTHING_ASYNCHRONOUS, check_layers_compile, with_backend
 from autopar.settings.compile_options import CompileOptions, with_options
@@ -67,16 +67,16 @@ def compile(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOp
     """Plan and generate the distributed program of `model` on `cluster_spec`.
 
     Args:
-        model: an ordinary module on one device or on meta; it is not changed. One that is in evaluation mode as a whole
-            is trained in training mode; parts of another that are (frozen batch norm) stay so.
+        model: an ordinary module on one device or on meta; it is not changed. A model in evaluation mode as a whole is
+            trained in training mode; modules in evaluation mode inside another (frozen batch norm) stay so.
         cluster_spec: a cluster, or text such as "4x8 h100-sxm", or the path of a TOML file.
 
     The options, among them the required `example_inputs`, are given by keyword; CompileOptions and PlanOptions (in
     autopar.settings.compile_options) explain each.
 
-    Under torchrun every rank calls this, which starts the process group where the script did not; rank 0 plans and the
-    plan is broadcast.
-    Raises AutoparError subclasses for models, clusters, constraints and plans that cannot be honoured.
+    Under torchrun every rank calls this. The call starts the process group where the script did not; rank 0 plans and
+    broadcasts the plan.
+    Raises subclasses of AutoparError for models, clusters, constraints and plans that autopar cannot honor.
     """
     return compile_with(model, cluster_spec, options)
 
@@ -84,7 +84,7 @@ def compile(model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOp
 def compile_with(
     model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions, before: Graph | None = None
 ) -> CompiledProgram:
-    """`compile`, for callers that have the options as one value. before: as `reprice` takes it."""
+    """Compile as `compile`, with the options as one value. before: as `reprice` takes it."""
     check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
     join_launched(is_on_cpu(cluster_spec))
     backend = options.backend
@@ -97,19 +97,19 @@ def compile_with(
     if best.repeated_work:
         warnings.warn(best.repeated_work, stacklevel=4)
     asynchronous = backend == "async-tp"
-    own = passes(
+    ordered = passes(
         fused=request.kernels,
         fp8=best.plan.fp8,
         asynchronous=asynchronous,
         overlapped=request.overlaps,
         neighbours=neighbours_of(request, best),
     )
-    lowered = program_of(best, own)
+    lowered = program_of(best, ordered)
     inputs = name_inputs(model, options.example_inputs, options.loss_fn)
     specialization = Specialization() if request.reads is None else request.reads.specialization
     guards = tuple(specialization.guards.values())
     program = with_inputs_of(with_backend(lowered, backend), inputs, guards)
-    program = program.map(lambda each: replace(each, no_evaluation=request.no_evaluation))
+    program = program.map(lambda stage: replace(stage, no_evaluation=request.no_evaluation))
     if not request.gives_logits:
         program = program.map(without_logits)
     if asynchronous and not has_async_tp(program):
@@ -136,35 +136,37 @@ def compile_with(
 
 
 def _planned(request: Request, options: CompileOptions, before: Graph | None) -> tuple[Request, SearchResult]:
-    """The given plan priced anew, or the plan that a search finds, with the request that it answers."""
-    given = options.given_plan
-    if given is None:
+    """Return the user's plan priced again, or the plan that a search chooses, with the request that it answers."""
+    plan = options.given_plan
+    if plan is None:
         result = planned_together(request, functools.partial(advised_search, request))
         return request.of(result.best.graph), result
     if options.compression is not None:
-        given = replace(given, compression=request.training.compression)
+        plan = replace(plan, compression=request.training.compression)
     if options.fp8 is not None:
-        given = replace(given, fp8=options.fp8)
-    request = replace(request.compressed(given.compression), fp8=given.fp8)
-    check_agreement(given, request.constraints, options.global_batch_size)
-    return request, planned_together(request, functools.partial(reprice, request, given, before))
+        plan = replace(plan, fp8=options.fp8)
+    request = replace(request.compressed(plan.compression), fp8=plan.fp8)
+    check_agreement(plan, request.constraints, options.global_batch_size)
+    return request, planned_together(request, functools.partial(reprice, request, plan, before))
 
 
 class Remake:
-    """Makes a program anew, by the same plan, of the model as it is now: `remake(program)`.
+    """Makes a program again by the same plan, for the model's present state: `remake(program)`.
 
-    It keeps the options that the program was made with, and of the batch shapes, dtypes and the values of guards.
+    It keeps the options that the program was made with, and of the batch the shapes, the dtypes and the values of
+    guards.
     """
 
     def __init__(self, options: CompileOptions, inputs: NamedBatch, specialization: Specialization) -> None:
         self._specialization = specialization.copy()
-        guarded = {name for each in specialization.guards.values() for name in each.inputs}
+        guarded = {name for guard in specialization.guards.values() for name in guard.inputs}
         kept = {name: value.detach().clone() for name, value in inputs.items() if name in guarded}
         outline = NamedBatch(inputs.map(_outline) | kept, inputs.containers)
         self._options = replace(options, example_inputs=outline)
 
     def __call__(self, program: GeneratedProgram) -> CompiledProgram:
-        """Collective where ranks run. Raises AutoparError for a model that the plan is not for."""
+        """Compile the program. Collective where ranks run. Raises AutoparError where the plan does not suit the
+        model."""
         options = replace(self._options, plan=program.plan, constraints=None, compression=None, fp8=None)
         with (
             torch.inference_mode(False),
@@ -175,7 +177,7 @@ class Remake:
             return compile_with(program.model, program.cluster, options, before=program.best.graph)
 
     def forward(self, program: GeneratedProgram) -> ForwardOf:
-        """The forward that the program is made of."""
+        """Return the forward that the program is made of."""
         return ForwardOf(
             model=program.model,
             example=self._options.example_inputs,
@@ -191,11 +193,11 @@ def _outline(value: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """What of a request follows from the model, its example batch, its loss and its optimiser alone.
+    """The part of a request that follows from the model, its example batch, its loss and its optimizer alone.
 
-    evaluation: why it cannot evaluate, with and without logits, but for a graph's own reason; for later. trainings:
-    how the optimiser bears on plans, by precision and whether they are for GPUs, found when it is asked for. reads:
-    what forward reads, known once it was traced.
+    evaluation: returns why the model cannot evaluate, with and without logits, apart from a graph's own reason.
+    trainings: the optimizer's costs by precision and whether on GPUs, filled on demand. reads: what forward reads, as
+    the trace shows.
     """
 
     needs: Needs
@@ -206,9 +208,9 @@ class Traced:
 
 
 def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
-    """The model traced, for all requests with the options but for the batch's rows and the constraints."""
+    """Trace the model, for all requests with these options, whatever the batch's rows and the constraints."""
     loss_fn, dtype = options.loss_fn, options.dtype
-    check_model(model, dtype)  # before the optimiser is tried on its parameters
+    check_model(model, dtype)  # before the optimizer is tried on its parameters
     needs = examine(options.optimizer or adamw, model)
     batch = name_inputs(model, options.example_inputs, loss_fn)
     cuts = find_cuts(model, batch, loss_fn, dtype)
@@ -228,7 +230,7 @@ def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
 def request_of(
     model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions, traced_model: Traced | None = None
 ) -> Request:
-    """What `compile` plans for: the traced model and all that bears on a plan, but for a given plan."""
+    """Return the request that `compile` plans for: the traced model and all that bears on a plan but a given plan."""
     check_module(model)
     loss_fn, optimizer = options.loss_fn, options.optimizer or adamw
     check_autocast()
@@ -243,30 +245,30 @@ def request_of(
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     rows = options.global_batch_size or common_batch(tensors)
     whole("rows of the batch", rows, 1, TraceError)
-    known = traced_model or traced_of(model, options)
-    needs = known.needs
-    limits, given = Constraints.parse(options.constraints), options.given_plan
-    rows_of_tables, experts, heads = paddings_of(limits, given, lambda: keeps_zeros(optimizer, model, needs, limits))
+    traced_once = traced_model or traced_of(model, options)
+    needs = traced_once.needs
+    limits, plan = Constraints.parse(options.constraints), options.given_plan
+    rows_of_tables, experts, heads = paddings_of(limits, plan, lambda: keeps_zeros(optimizer, model, needs, limits))
 
     @functools.cache
     def trace_at(micro_rows: int) -> Graph:
-        # Graphs of a model that is asked about once are traced at their sizes; else two sizes give all others.
-        graph = known.trace(micro_rows) if traced_model is not None else known.trace.traced(micro_rows)
+        # A model with one request is traced at its sizes. For several, traces at two sizes give all others.
+        graph = traced_once.trace(micro_rows) if traced_model is not None else traced_once.trace.traced(micro_rows)
         return with_whole_shares(padded(graph, rows_of_tables), experts)
 
-    source = known, rows_of_tables, experts
+    source = traced_once, rows_of_tables, experts
     traced = AccumulatingTrace(lambda micro_rows: with_whole_heads(trace_at(micro_rows), heads), rows, (*source, heads))
-    has_choice = given is None and traced(rows).heads_padded_to > 1
+    has_choice = plan is None and traced(rows).heads_padded_to > 1
     limits.check(traced(rows))
     check_micro_batches(traced, limits)
     first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
     limits = limited(limits, needs, traced(rows))
-    limits = undivided(limits, traced(rows))
+    limits = without_shared_buffers(limits, traced(rows))
     key = options.precision, not is_cpu(first)
-    if key not in known.trainings:
-        known.trainings[key] = training_of(optimizer, *key, parameters_of(model), needs)
-    training = replace(known.trainings[key], compression=compression)
-    no_logits, no_evaluation = known.evaluation()
+    if key not in traced_once.trainings:
+        traced_once.trainings[key] = training_of(optimizer, *key, parameters_of(model), needs)
+    training = replace(traced_once.trainings[key], compression=compression)
+    no_logits, no_evaluation = traced_once.evaluation()
     fused = options.kernels == "on" or (options.kernels == "auto" and not is_cpu(first))
     return Request(
         trace=traced,
@@ -283,12 +285,12 @@ def request_of(
         gives_logits=not (no_logits or traced(rows).no_evaluation),
         backend=options.backend,
         unpadded=AccumulatingTrace(trace_at, rows, source) if has_choice else None,
-        reads=known.reads,
+        reads=traced_once.reads,
     )
 
 
 def check_micro_batches(traced: AccumulatingTrace, limits: Constraints) -> None:
-    """Raises ConstraintError for a pinned number of micro-batches that do not make the batch."""
+    """Raise ConstraintError for a pinned number of micro-batches that cannot make the batch."""
     reason = traced.whole_batch_reason(limits.micro_batches or 1)
     if reason is not None:
         raise ConstraintError(
@@ -298,8 +300,8 @@ def check_micro_batches(traced: AccumulatingTrace, limits: Constraints) -> None:
         )
 
 
-def undivided(limits: Constraints, graph: Graph) -> Constraints:
-    """The constraints, without pipelines where one stage would read a buffer that another one updates.
+def without_shared_buffers(limits: Constraints, graph: Graph) -> Constraints:
+    """Return the constraints, without pipelines where one stage would read a buffer that another one updates.
 
     Raises ConstraintError for a pinned pipeline.
     """
@@ -308,34 +310,34 @@ def undivided(limits: Constraints, graph: Graph) -> Constraints:
         raise ConstraintError(
             "a pipeline would read a buffer in one stage and update it in another",
             values=f"pp={limits.degrees['pp']}, buffer {buffer}",
-            alternatives=["pp=1", "an update in the module that reads the buffer"],
+            alternatives=["pp=1", "update the buffer in the module that reads it"],
         )
-    return replace(limits, degrees={**limits.degrees, "pp": 1}) if buffer else limits
+    return replace(limits, degrees={**limits.degrees, PIPELINE_AXIS: 1}) if buffer else limits
 
 
-def paddings_of(limits: Constraints, given: Plan | None, are_exact: Callable[[], bool]) -> tuple[int, int, int]:
-    """What numbers of rows of vocabularies, of experts and of heads are brought to a multiple of.
+def paddings_of(limits: Constraints, plan: Plan | None, are_exact: Callable[[], bool]) -> tuple[int, int, int]:
+    """Return the numbers to whose multiples vocabularies, experts and heads are padded.
 
-    are_exact: whether updates leave padding zeros and none sees it, without which there is none.
-    Raises PlanError for a plan with padding where there can be none.
+    are_exact: whether updates keep the padding zero and unseen; otherwise there is none.
+    Raises PlanError for a plan with padding where none is possible.
     """
     tp = limits.degrees.get("tp", 1)
-    found = (tp, limits.expert_ranks, tp)
-    if given is not None:
-        found = (given.padded_to, given.experts_padded_to, given.heads_padded_to)
-    if max(found) == 1 or are_exact():
-        return found
-    if given is not None:
+    paddings = (tp, limits.expert_ranks, tp)
+    if plan is not None:
+        paddings = (plan.padded_to, plan.experts_padded_to, plan.heads_padded_to)
+    if max(paddings) == 1 or are_exact():
+        return paddings
+    if plan is not None:
         raise PlanError(
-            "the plan has padding, which must stay zeros, and this optimiser's update sees or moves it",
-            values=", ".join(f"{name}: {n}" for name, n in zip(PADDINGS, found, strict=True) if n > 1),
-            alternatives="a new plan for this optimiser",
+            "the plan has padding, which must stay zeros, and this optimizer's update sees or moves it",
+            values=", ".join(f"{name}: {n}" for name, n in zip(PADDINGS, paddings, strict=True) if n > 1),
+            alternatives="a new plan for this optimizer",
         )
     return 1, 1, 1
 
 
 def advised_search(request: Request) -> SearchResult:
-    """`padded_search`, whose error says what else would do where nothing fits."""
+    """Run `padded_search`. Where nothing fits, the error says what would."""
     try:
         return padded_search(request)
     except InfeasibleError as error:
@@ -345,17 +347,18 @@ def advised_search(request: Request) -> SearchResult:
 def padded_search(
     request: Request, pool: LayerPool | None = None, exact_devices: int = ONE_STAGE_DEVICES
 ) -> SearchResult:
-    """search_plans, with heads of padding or without, as is faster."""
-    found: list[SearchResult] = []
+    """Run `search_plans` with padded heads and without, and return the faster result."""
+    results: list[SearchResult] = []
     failures: list[InfeasibleError | ConstraintError] = []
-    for each in (request, *([replace(request, trace=request.unpadded)] if request.unpadded is not None else [])):
+    unpadded = [] if request.unpadded is None else [replace(request, trace=request.unpadded)]
+    for variant in (request, *unpadded):
         try:
-            found.append(search_plans(each, pool, exact_devices))
+            results.append(search_plans(variant, pool, exact_devices))
         except (InfeasibleError, ConstraintError) as error:
             failures.append(error)
-    if not found:
+    if not results:
         raise failures[0]
-    return min(found, key=lambda result: result.best.plan.prediction.step_seconds)
+    return min(results, key=lambda result: result.best.plan.prediction.step_seconds)
 
 
 def planned_alone(
@@ -365,7 +368,7 @@ def planned_alone(
     search: Callable[[Request], SearchResult] = advised_search,
     traced_model: Traced | None = None,
 ) -> Planned:
-    """The plan that `compile` would choose, without its program. search: `padded_search` where no advice is wanted."""
+    """Return the plan that `compile` would choose, without its program. search: `padded_search` for no advice."""
     check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
     request = request_of(model, cluster, options, traced_model)
     result = search(request)

@@ -1,4 +1,4 @@
-"""What `autopar.compile` returns: a generated program with all that can be done with it."""
+"""The result of `autopar.compile`: a generated program with its methods."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class CompiledProgram(GeneratedProgram):
     save_pretrained = write_pretrained
     update_model = update_model
     certify: ClassVar[Callable[..., Any]]
-    """`autopar.certify.certify_program`. It compiles miniatures, with what imports this module, so it is
-    `autopar/__init__.py`, which runs before any of autopar is used, that sets it."""
+    """`autopar.certify.certify_program`. It compiles miniatures and imports this module, so `autopar/__init__.py` sets
+    it, which runs before any of autopar is used."""
 
     def explain(self, seconds: float = 60.0) -> str:
-        """Why this plan: what binds it and what every other decision would cost, found by planning again.
+        """Say why this plan was chosen: what limits it, and what every other decision would cost, by planning again.
 
         seconds: after which no further question is asked. Raises PlanError on a program that came from another process.
         """
@@ -51,10 +51,11 @@ class CompiledProgram(GeneratedProgram):
     def local_batch(
         self, global_batch: tuple[Any, ...] | Mapping[str, Any], rank: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """One rank's part of a whole global batch (this rank's by default): rows of each micro-batch in turn."""
+        """Return one rank's part of a whole global batch (this rank's by default): its rows of each micro-batch in
+        turn."""
         if rank is None:
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         elif whole("rank", rank, 0) >= self.plan.num_ranks:
             last = self.plan.num_ranks - 1
-            raise ConstraintError("rank is one of the plan's", values=str(rank), alternatives=f"0 to {last}")
+            raise ConstraintError("rank is one of the plan's ranks", values=str(rank), alternatives=f"0 to {last}")
         return local_batch(self.program, name_inputs(self.model, global_batch, self.loss_fn), rank)

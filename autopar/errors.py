@@ -1,7 +1,7 @@
-"""What a user can get wrong, one class per stage, each saying the constraint, the values and the alternatives.
+"""Errors that a user can cause, one class per stage. Each has the constraint, the values and the alternatives.
 
-Every class derives from `AutoparError`, which is a `ValueError`: a command line that catches `AutoparError` prints
-`str(error)` and leaves the traceback out; any other exception is a bug of ours and keeps it.
+Every class derives from `AutoparError`, which is a `ValueError`. A command line that catches `AutoparError` prints
+`str(error)` without the traceback. Any other exception is a bug of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ Alternatives = str | Sequence[str]
 
 
 class AutoparError(ValueError):
-    """An input that autopar cannot honour.
+    """An input that autopar cannot honor.
 
-    constraint: what must hold, or what went wrong, in one clause without a full stop. values: what was found instead,
-    as a phrase or as names with values. alternatives: what would be accepted, as a phrase or as a list of choices.
-    The message is
+    constraint: what must hold, or what went wrong, in one clause without a full stop. values: the offending values, as
+    a phrase or by name. alternatives: accepted values, as a phrase or a list of choices. The message is
 
         constraint
           got: values
           instead: alternatives
 
-    and lines whose part is missing are left out. Control characters are escaped. Errors survive pickling, so they cross
-    process borders whole.
+    without the lines whose part is missing. Control characters are escaped. Errors survive pickling, so they reach
+    other processes whole.
     """
 
     def __init__(
@@ -64,10 +63,10 @@ class PlanError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """Raised where nothing fits: no mesh for this number of devices, or no plan inside a budget.
+    """Nothing fits: no mesh for this number of devices, or no plan inside a budget.
 
-    needed_bytes: a budget per rank that is enough, where one is known. certainty: how sure the bytes of its plan are,
-    which may fit all the same.
+    needed_bytes: a budget per rank that is enough, where one is known. certainty: how sure that plan's bytes are; the
+    plan may fit all the same.
     """
 
     needed_bytes: int | None = None
@@ -78,23 +77,23 @@ class InfeasibleError(AutoparError):
 
 
 class DataError(AutoparError):
-    """A batch is not what the program was made for, or ranks that share its rows were given different ones."""
+    """A batch differs from what the program was made for, or ranks that share its rows got different ones."""
 
 
 class TrainingError(AutoparError):
-    """Training cannot go on (its loss or gradients are not finite), or begin: its loss is not the model's own."""
+    """Training cannot go on (loss or gradients are not finite), or begin: the program's loss is not the model's own."""
 
 
 class WorldSizeError(AutoparError):
-    """The number of processes that run differs from the number that was planned for."""
+    """The number of running processes differs from the plan's number of ranks."""
 
 
 class InternalError(AutoparError):
-    """Autopar made something that cannot be right, and found it out before it ran: a bug of ours, not an input."""
+    """autopar made something wrong and noticed it before it ran: a bug of ours, not of the input."""
 
 
 class OutputError(AutoparError):
-    """A file or folder cannot be written where asked, or is there already and is not autopar's to replace."""
+    """A file or folder cannot be written, or exists and is not autopar's to replace."""
 
 
 class CheckpointError(AutoparError):
@@ -110,17 +109,17 @@ def _rebuild(
 def _message(constraint: str, values: Values | None, alternatives: Alternatives | None) -> str:
     lines = [constraint]
     if isinstance(values, Mapping):
-        found = [f"{name} = {value}" for name, value in values.items()]
+        items = [f"{name} = {value}" for name, value in values.items()]
     else:
-        found = [values] if values else []
+        items = [values] if values else []
     choices = [alternatives] if isinstance(alternatives, str) else list(alternatives or ())
-    lines += _labelled("got", found)
+    lines += _labelled("got", items)
     lines += _labelled("instead", [choice for choice in choices if choice])
     return visible("\n".join(lines))
 
 
 def _labelled(label: str, items: list[str]) -> list[str]:
-    """`label: item` on one line, or the label with one item per line below it."""
+    """Return `label: item` on one line, or the label with one item per line below it."""
     if not items:
         return []
     if len(items) == 1 and "\n" not in items[0]:

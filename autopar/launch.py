@@ -1,8 +1,8 @@
-"""Starting a program's ranks as processes of this machine.
+"""Start a program's ranks as processes of this machine.
 
-`run_ranks` forks them where that is safe (half a second instead of fifteen) and spawns them otherwise; `launch_main`
-runs a script through torch's elastic launcher, as torchrun does. Both have a board (`codegen/runtime/watch.py`), from
-which they say which rank the others waited for.
+`run_ranks` forks them where that is safe (half a second instead of fifteen) and spawns them otherwise. `launch_main`
+runs a script through torch's elastic launcher, as torchrun does. Both read a board (`codegen/runtime/watch.py`), and
+so can name the rank that the others waited for.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from autopar.costs.rates import is_cpu
 from autopar.errors import AutoparError
 from autopar.files.scratch import temporary_folder
 from autopar.program import GeneratedProgram
-from autopar.running.beside import Beside
 from autopar.running.build import build_step, share_packages
-from autopar.running.launched import has_gpus
-from autopar.running.sendable import CANNOT_BE_SENT, check_sendable, not_sendable
-from autopar.running.start_method import GPUS, why_not_forked
+from autopar.running.process_group import has_gpus
+from autopar.running.process_state import check_starting
+from autopar.running.start_method import CANNOT_BE_SENT, GPUS, check_sendable, not_sendable, why_not_forked
 from autopar.running.supervise import STOPPED_SECONDS, collect, end, exit_on, passing_on_sigterm
 from autopar.running.supervise import RankError as RankError
-from autopar.running.surroundings import check_starting
+from autopar.running.torchrun_rank import TorchrunRank
 from autopar.settings.arguments import check_numbers, whole
 from autopar.settings.backend import patience_seconds
 from codegen.runtime import watch
@@ -52,7 +51,7 @@ from codegen.runtime.watch import BOARD
 
 TIMEOUT_SECONDS = 600.0
 GROUP_SECONDS = 120.0
-"""How long ranks that this process starts wait for one another in a collective, unless their user says otherwise."""
+"""How long ranks of this process wait for one another in a collective, unless their user says otherwise."""
 
 
 def run_ranks(
@@ -62,15 +61,15 @@ def run_ranks(
     timeout_seconds: float = TIMEOUT_SECONDS,
     group_seconds: float = GROUP_SECONDS,
     stopped_seconds: float = STOPPED_SECONDS,
-    beside: Beside | None = None,
+    torchrun_rank: TorchrunRank | None = None,
 ) -> list[Any]:
-    """Call `function(*args)` in num_ranks processes joined by a process group; results by rank.
+    """Call `function(*args)` in num_ranks processes joined by a process group; return the results by rank.
 
-    beside: torchrun's ranks, each of which makes this call and starts its own rank alone.
-    Raises AutoparError as a rank raised it, RankError for anything else, also for a rank that dies without a word, is
-    stopped for stopped_seconds, or does not answer in time, all in timeout_seconds and within a collective in
-    group_seconds, SystemExit where this process is told to end (SIGTERM), once the ranks have ended. No process is left
-    behind, even if this one is killed.
+    torchrun_rank: this process, where each of torchrun's ranks makes this call and starts its own rank alone.
+    timeout_seconds: limits the whole call, group_seconds one collective, stopped_seconds the time that a rank may be
+    stopped. Raises AutoparError as a rank raised it, and RankError for any other error, for a rank that dies, and for
+    these limits. Raises SystemExit on SIGTERM to this process, after the ranks have ended. No process is left behind,
+    even if this one is killed.
     """
     context: Any = mp.get_context(_start_method())
     processes: list[Any] = []
@@ -79,42 +78,42 @@ def run_ranks(
     is_forked = context.get_start_method() == "fork"
     if not is_forked:
         check_sendable(function, args, who=why_not_forked() or GPUS)
-    ranks = range(num_ranks) if beside is None else [beside.rank]
-    programs = [given for given in args if isinstance(given, GeneratedProgram)] if is_forked else []
-    with temporary_folder() as folder, passing_on_sigterm() as told, share_packages(programs, folder):
+    ranks = range(num_ranks) if torchrun_rank is None else [torchrun_rank.rank]
+    programs = [argument for argument in args if isinstance(argument, GeneratedProgram)] if is_forked else []
+    with temporary_folder() as folder, passing_on_sigterm() as sigterm, share_packages(programs, folder):
         meeting: Callable[[float], Any]
         local: tuple[int, int] | None
-        if beside is None:
+        if torchrun_rank is None:
             meeting, local = partial(_file_store, str(folder / "store"), num_ranks), None
             board_path = str(folder / "board")
             board = Board.at(board_path, num_ranks)
         else:
             board_path, board = "", None
-            meeting, local = beside.next_run(), (beside.local_rank, beside.local_size)
+            meeting, local = torchrun_rank.next_run(), (torchrun_rank.local_rank, torchrun_rank.local_size)
         try:
             for rank in ranks:
                 receiver, sender = context.Pipe(duplex=False)
                 place = (rank, num_ranks, *(local or (rank, num_ranks)))
-                given = (place, meeting, group_seconds, os.getpid(), sender, function, args, board_path)
+                task = (place, meeting, group_seconds, os.getpid(), sender, function, args, board_path)
                 # Not a daemon: a rank may have processes of its own, such as a DataLoader's workers.
-                process = context.Process(target=_rank_main, name=f"rank {rank}", args=given, daemon=False)
+                process = context.Process(target=_rank_main, name=f"rank {rank}", args=task, daemon=False)
                 _start(process)
-                # Before the next one is forked: only its own rank holds a pipe open, so that its death closes it.
+                # Close before the next fork: only the rank itself may hold its pipe open, so that its death closes it.
                 sender.close()
                 processes.append(process)
                 receivers.append(receiver)
-            if beside is None:
-                found = collect(processes, receivers, timeout_seconds, stopped_seconds, board, told)
+            if torchrun_rank is None:
+                values = collect(processes, receivers, timeout_seconds, stopped_seconds, board, sigterm)
             else:
-                found = _collect_beside(beside, processes, receivers, timeout_seconds, stopped_seconds)
+                values = _collect_from_all(torchrun_rank, processes, receivers, timeout_seconds, stopped_seconds)
             are_done = True
-            return found
+            return values
         finally:
             end(processes, are_done)
 
 
 def _start(process: Any) -> None:
-    """Raises ConstraintError where a process that is not forked cannot be sent what it works on."""
+    """Start a process. Raises ConstraintError where a spawned process cannot be sent its arguments."""
     try:
         process.start()
     except CANNOT_BE_SENT as error:
@@ -122,7 +121,7 @@ def _start(process: Any) -> None:
 
 
 def _start_method() -> str:
-    """How ranks are started."""
+    """Return the start method of ranks."""
     return "spawn" if why_not_forked() else "fork"
 
 
@@ -132,24 +131,28 @@ def _file_store(path: str, num_ranks: int, seconds: float) -> Any:
     return store
 
 
-def _collect_beside(
-    beside: Beside, processes: Sequence[Any], receivers: Sequence[Connection], timeout: float, stopped: float
+def _collect_from_all(
+    torchrun_rank: TorchrunRank,
+    processes: Sequence[Any],
+    receivers: Sequence[Connection],
+    timeout: float,
+    stopped: float,
 ) -> list[Any]:
-    """What the processes of all of torchrun's ranks answer. Raises on every rank alike."""
+    """Return the answers of all torchrun ranks' processes. Raises the same error on every rank."""
     try:
         outcome = ("ok", collect(processes, receivers, timeout, stopped)[0])
     except (AutoparError, RankError) as error:
         outcome = ("error", error)
-    outcomes = beside.exchange(outcome)
+    outcomes = torchrun_rank.exchange(outcome)
     errors = [value for kind, value in outcomes if kind == "error"]
-    if errors:  # of what went wrong, rather than of who lost or waited for whom it went wrong for
+    if errors:  # prefer a rank's own error to one of a rank that waited for it
         lost = (*LOST, "timed out")
-        raise min(errors, key=lambda each: any(word in str(each).lower() for word in lost))
+        raise min(errors, key=lambda error: any(word in str(error).lower() for word in lost))
     return [value for _, value in outcomes]
 
 
 def meet(timeout_seconds: float) -> None:
-    """Two processes of this machine add a number over gloo. Raises RankError where they do not in that time."""
+    """Let two processes of this machine add a number over gloo. Raises RankError where that takes longer or fails."""
     sums = run_ranks(_sum_of_ranks, (), 2, timeout_seconds, timeout_seconds)
     if sums != [1.0, 1.0]:
         raise RankError(f"two processes added 0 and 1 over gloo, and got {sums}")
@@ -162,7 +165,7 @@ def _sum_of_ranks() -> float:
 
 
 def group_seconds(compiled: GeneratedProgram, wanted: float | None = None) -> float:
-    """What is wanted, by default GROUP_SECONDS; more where ranks compile."""
+    """Return the wanted limit, by default GROUP_SECONDS; more where ranks compile."""
     return max(GROUP_SECONDS if wanted is None else wanted, patience_seconds(compiled.program))
 
 
@@ -177,7 +180,7 @@ def _rank_main(
     board: str = "",
 ) -> None:
     end_with_parent(parent)
-    # A forked rank need not look for garbage in what its parent has made, which would also copy it page by page.
+    # A rank need not collect its parent's garbage, which would also copy the parent's memory page by page.
     gc.freeze()
     # Ctrl-C reaches every process of a terminal: the parent's answer to it ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -185,7 +188,7 @@ def _rank_main(
     torch.set_num_threads(1)
     rank, num_ranks, local_rank, local_size = place
     try:
-        on_cpu = any(is_cpu(given.cluster.groups[0]) for given in args if isinstance(given, GeneratedProgram))
+        on_cpu = any(is_cpu(item.cluster.groups[0]) for item in args if isinstance(item, GeneratedProgram))
         backend = "nccl" if not on_cpu and has_gpus(local_size) else "gloo"
         if backend == "nccl":
             torch.cuda.set_device(local_rank)
@@ -198,7 +201,7 @@ def _rank_main(
             value = function(*args)
             with watch.entered(THE_END):
                 dist.barrier()  # a rank that leaves while others still use their connections to it can abort
-        # The bytes themselves: what torch would send of a tensor is fetched from its process, which is gone by then.
+        # Send bytes: torch would send a tensor by reference to this process, which is gone by then.
         sender.send_bytes(pickle.dumps(("ok", value)))
     except AutoparError as error:
         _note(error)
@@ -210,16 +213,16 @@ def _rank_main(
         sender.send(("error", traceback.format_exc()))
     finally:
         watch.end()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending, and has files to remove
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process is ending, and has files to remove
         sender.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _note(error: BaseException) -> None:
-    """Let the other ranks, and this process's parent, know what ends this rank."""
-    if (own := watch.current()) is not None:
-        own.note(error)
+    """Tell the other ranks, and the parent, what ended this rank."""
+    if (watcher := watch.current()) is not None:
+        watcher.note(error)
 
 
 def launch_program(
@@ -229,12 +232,12 @@ def launch_program(
     max_restarts: int = 0,
     collective_seconds: float | None = None,
 ) -> list[Any]:
-    """Run `function(step, *args)` on every rank, as processes of this machine; returns the results by rank.
+    """Run `function(step, *args)` on every rank, as processes of this machine; return the results by rank.
 
-    collective_seconds: how long ranks wait for one another, by default 120; a rank that the others wait for longer ends
-    the run with an error that names it. max_restarts: how often all ranks are started again after an error.
+    collective_seconds: how long ranks wait for one another, by default 120. Longer waits end the run with an error that
+    names the rank they waited for. max_restarts: how often all ranks start again after an error.
     Where ranks are spawned (GPUs), `function`, `args` and the optimizer factory must be picklable.
-    Raises AutoparError as a rank raised it, RankError for anything else that ends a rank.
+    Raises AutoparError as a rank raised it, RankError for any other end of a rank.
     """
     check_starting("launch")
     check_numbers({"collective_seconds": collective_seconds})
@@ -251,7 +254,7 @@ def launch_program(
 
 
 def _launched(compiled: GeneratedProgram, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run a launched rank, which finds its place in the environment too, as under torchrun."""
+    """Run a launched rank, which finds its rank in the environment too, as under torchrun."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return function(build_step(compiled), *args)
@@ -260,8 +263,8 @@ def _launched(compiled: GeneratedProgram, function: Callable[..., Any], args: tu
 def launch_main(main: Path, arguments: Sequence[str], num_ranks: int) -> None:
     """Run a script, such as a saved program's `main.py`, as torchrun would.
 
-    Raises RankError where a rank fails, with what its record says, or the last line that it wrote to stderr (all of
-    which is seen as it comes); SystemExit where this process, or a rank, was told to end and the ranks have ended.
+    Raises RankError where a rank fails, with its record's error or the last line of its stderr (which is shown as it
+    comes). Raises SystemExit where this process or a rank got SIGTERM, after the ranks have ended.
     """
     with temporary_folder() as folder:
         logs = DefaultLogsSpecs(log_dir=str(folder), tee=Std.ERR)
@@ -288,24 +291,24 @@ def _in_environment(name: str, value: str) -> Iterator[None]:
 
 
 def _failure(main: str, folder: Path, records: Sequence[Record | None], rank: int, code: int) -> str:
-    """What went wrong where a rank ended first: an error of a rank's own, also of one that has no record (the script
-    starts no watch, or the rank did not come so far), rather than of one that waited, or was ended with the others."""
-    said = {rank: _last_words(folder, rank) or _end_of(code)}
-    said |= {other: _last_words(folder, other) for other in range(len(records)) if other != rank}
-    if not any(each is not None and each.raised and each.is_own for each in records):
-        for other, words in said.items():
-            is_error = other == rank or "Error" in words
-            if records[other] is None and is_error and not is_of_another(words):
-                return f"rank {other} of {main}: {words}"
+    """Return the error of the rank that failed first: its own one, even without a record (where the script starts no
+    watch, or the rank failed early), in preference to those of ranks that waited or were ended with the others."""
+    messages = {rank: _last_words(folder, rank) or _end_of(code)}
+    messages |= {other: _last_words(folder, other) for other in range(len(records)) if other != rank}
+    if not any(record is not None and record.raised and record.is_own for record in records):
+        for other, message in messages.items():
+            is_error = other == rank or "Error" in message
+            if records[other] is None and is_error and not is_of_another(message):
+                return f"rank {other} of {main}: {message}"
     cause = cause_of(records, time.time())
-    return f"{main}: {cause}" if cause else f"rank {rank} of {main}: {said[rank]}"
+    return f"{main}: {cause}" if cause else f"rank {rank} of {main}: {messages[rank]}"
 
 
 def _last_words(folder: Path, rank: int) -> str:
-    """The last line of a rank's error, or of all that it wrote to stderr; "" where it wrote nothing."""
+    """Return the last line of a rank's error, or of its stderr; "" where it wrote nothing."""
     written = sorted(folder.glob(f"**/{rank}/stderr.log"))
     lines = written[-1].read_text(errors="replace").strip().splitlines() if written else []
-    mark = f"[rank{rank}]: "  # torch's, on each line of an error, once there is a process group
+    mark = f"[rank{rank}]: "  # torch puts it before each line of an error, once there is a process group
     return ([line for line in lines if line.startswith(mark)] or lines or [""])[-1].removeprefix(mark)
 
 
@@ -314,7 +317,7 @@ def _end_of(code: int) -> str:
 
 
 def _elastic_config(count: int, logs: Any) -> Any:
-    # A restarted attempt must not meet the keys of the one before it (pytorch's shared rendezvous store does).
+    # A restarted attempt must not meet the keys of the one before it, as in pytorch's shared rendezvous store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return LaunchConfig(
         min_nodes=1,

@@ -1,9 +1,9 @@
-"""The Plan: everything that was decided, as a file that a person can read, edit and give back.
+"""The Plan: all decisions, as a file that a person can read, edit and give back.
 
-Written are the mesh, the placements of parameters and inputs, the calls that do something other than follow their
-inputs, and the prediction. A call's default is the option that needs the least communication given where its inputs
-lie; a tensor's default is where its producer left it. `assignment.py` derives the rest and validates what was edited;
-`plan_file.py` knows the form of the file.
+The file has the mesh, the placements of parameters and inputs, the calls that do more than follow their inputs, and
+the prediction. The default of a call is the option with the least communication for its inputs' placements; the
+default of a tensor is where its producer left it. `assignment.py` derives the rest and validates edits; `plan_file.py`
+knows the file's format.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Plan(PlanData):
     """A plan with its file: see the module's docstring."""
 
     def to_yaml(self) -> str:
-        """The file's text; `Plan.from_yaml` reads it back to an equal plan."""
+        """Return the file's text. `Plan.from_yaml` reads it to an equal plan."""
         return write(self)
 
     @classmethod
     def from_yaml(cls, text: str, source: str = "plan.yaml") -> Plan:
-        """Raises PlanError naming the file, line and key of what cannot be read."""
+        """Read a plan. Raises PlanError with the file, line and key that cannot be read."""
         return read(text, source, cls)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Plan:
-        """`from_yaml` of a file. Raises PlanError, also where it cannot be read."""
+        """Read a plan from a file. Raises PlanError, also where the file cannot be read."""
         return cls.from_yaml(read_text(path, PlanError), str(path))

@@ -1,4 +1,4 @@
-"""A planned and generated program, as data; `compiled.py` has it with all that can be done with it."""
+"""A planned and generated program, as data; `compiled.py` adds the methods."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from cost_models.mixed import AnyCluster
 
 
 class Remaking(Protocol):
-    """What makes a program anew, by its plan, of the model as it is now."""
+    """Makes a program again by its plan, for the model's present state."""
 
     def __call__(self, program: GeneratedProgram) -> GeneratedProgram:
-        """The program of the same plan. Collective where ranks run. Raises AutoparError where there is none."""
+        """Return a program of the same plan. Collective where ranks run. Raises AutoparError where there is none."""
         ...
 
     def forward(self, program: GeneratedProgram) -> ForwardOf:
-        """The forward that the program is made of."""
+        """Return the forward that the program is made of."""
         ...
 
 
 @dataclass(frozen=True)
 class GeneratedProgram:
-    """A planned and generated program, as data: what functions of reports, folders and processes take.
+    """A planned and generated program, as data, for reports, folders and processes.
 
-    best: the chosen candidate (plan, graph, assignment). result: it and its runner-ups. files: the text of model.py,
-    of a pipeline of its stages, by name; a rank that gets the program writes them as they are, since it need not know
-    every operator that the model calls.
-    request: what was planned for; it stays behind when the program is sent to another process. traits: what the model
-    was when it was traced (`frontend/admission.traits_of`). form: how the example batch went into model and loss.
-    needs: what the optimiser's update must see whole. state: what the trace read of the model beside its parameters,
-    as it was. remake: makes the program anew, by its plan, of the model as it is.
+    best: the chosen candidate (plan, graph, assignment). result: it and its runner-ups. files: the text of model.py, or
+    of a pipeline's stages, by name. A rank that gets the program writes them as they are, and so need not know every
+    operator that the model calls.
+    request: what was planned for; it is dropped when the program is sent to another process. traits: the model's when
+    it was traced (`frontend/admission.traits_of`). form: how the example batch went into model and loss. needs: what
+    the optimizer's update must see whole. state: what the trace read of the model besides its parameters, as it was.
+    remake: makes the program again by its plan, for the model's present state.
     """
 
     model: nn.Module
@@ -69,12 +69,12 @@ class GeneratedProgram:
 
     @property
     def plan(self) -> Plan:
-        """The plan that was chosen or given."""
+        """The plan that was chosen, or that the user gave."""
         return self.best.plan
 
     @property
     def source(self) -> str:
-        """All generated Python text of the model; of a pipeline, its files one after the other."""
+        """All generated Python text of the model; of a pipeline, its files one after another."""
         sources = {name: text for name, text in self.files.items() if name.endswith(".py")}
         if len(sources) == 1:
             return next(iter(sources.values()))
@@ -82,11 +82,11 @@ class GeneratedProgram:
 
     @property
     def backend(self) -> str:
-        """Who runs what layers compute: "eager", "inductor" or "async-tp"."""
+        """The runner of the layers: "eager", "inductor" or "async-tp"."""
         return self.program.any.backend
 
     def require_runnable(self) -> None:
-        """Raises ModelError for a model that was changed since, ConstraintError for a backend not to be had here."""
+        """Raise ModelError for a model that changed since, ConstraintError for a backend that is missing here."""
         require_traits(self.model, self.traits)
         require_backend(self.program, self.cluster)
 

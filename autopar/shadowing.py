@@ -1,7 +1,7 @@
-"""Refuses to start when a user's own module hides one of the libraries that autopar is made of.
+"""Refuse to start where a user's module hides one of autopar's libraries.
 
 `search`, `codegen` and `cost_models` are common file names, and the folder that Python runs in comes first on the
-import path: a `search.py` there would be imported instead of ours and fail later in a way nobody could place.
+import path. A `search.py` there would be imported instead of ours, and would fail later with an obscure error.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ LIBRARIES = ("cost_models", "search", "codegen")
 
 
 def check_shadowing() -> None:
-    """Raise ImportError, naming the file, if importing a library of ours would give somebody else's module.
+    """Raise ImportError, naming the file, where the import of a library of ours would give somebody else's module.
 
-    Ours lie beside the `autopar` package, however it was installed. Nothing is imported. A library that cannot be
-    found at all is left to its own import, which says so.
+    Ours are siblings of the `autopar` package, however it was installed. Nothing is imported. A library that is missing
+    altogether fails in its own import, with a clear error.
     """
     home = Path(__file__).resolve().parent.parent
     for name in LIBRARIES:
-        found, ours = _locations(name), (home / name).resolve()
-        if found and ours not in (folder for path in found for folder in (path, path.parent)):
+        paths, ours = _locations(name), (home / name).resolve()
+        if paths and ours not in (folder for path in paths for folder in (path, path.parent)):
             raise ImportError(
-                f"{found[0]} hides autopar's own package {name!r} ({ours}).\n"
+                f"{paths[0]} hides autopar's own package {name!r} ({ours}).\n"
                 f"Rename it, move it off the import path, or run Python with -P so that the working folder is not "
                 f"searched first.",
                 name=name,
-                path=str(found[0]),
+                path=str(paths[0]),
             )
 
 
 def _locations(name: str) -> list[Path]:
-    """Files or folders that `import name` gives: the module's file, or the folders of a namespace package."""
+    """Return the files or folders that `import name` gives: a module's file, or a namespace package's folders."""
     loaded = sys.modules.get(name)
     if loaded is not None:
         origin, folders = getattr(loaded, "__file__", None), list(getattr(loaded, "__path__", ()))

@@ -1,6 +1,6 @@
-"""`Trainer`: from a model, a configuration and a source of batches to a trained model, on one process or on many.
+"""`Trainer`: train a model from a configuration and a source of batches, on one process or on many.
 
-`TrainerConfig(auto_parallel=True)` plans for its cluster, generates the program and trains it: on every rank when
+`TrainerConfig(auto_parallel=True)` plans for its cluster, generates the program and trains it: on every rank where
 torchrun started this process, otherwise on processes of this machine that it starts itself.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
 from autopar.files.outputs import require_folder, require_writable
-from autopar.running.launched import under_launcher
+from autopar.running.process_group import under_launcher
 from autopar.running.supervise import passing_on_sigterm
 from autopar.training.callbacks import Callback, check_callbacks
 from autopar.training.config import Batches, TrainerConfig
@@ -26,7 +26,7 @@ from autopar.training.loop import compile_program, fit_locally, fit_plain, fit_r
 from autopar.training.metrics import Metric, metrics_of
 from autopar.training.optimizers import Schedule, optimizer_factory, schedule_of
 from autopar.training.records import check_logging
-from autopar.training.result import TOLD_TO_END, TrainResult
+from autopar.training.result import BY_SIGTERM, TrainResult
 from autopar.training.run import CONFIG_FILE
 from autopar.training.setup import Setup
 from codegen.runtime.processes import Ending
@@ -35,13 +35,12 @@ from codegen.runtime.processes import Ending
 class Trainer:
     """Trains `model` on `batches`: `Trainer(model, config, batches).fit()`.
 
-    model: on CPU, with values; `fit` leaves the trained ones in it, on every rank that a launcher started. batches:
-    whole global batches, equal on every rank. loss_fn, optimizer: as in autopar.compile, but for the optimiser of the
-    configuration where none is given. schedule: `optimizer -> scheduler`, any of torch's, which takes a step after each
-    update (ReduceLROnPlateau after each evaluation) and goes on where a checkpoint left it; by default the
-    configuration's. eval_batches: of the same rows, evaluated as `config.evaluation` says. metrics: of these, functions
-    `(logits, batch) -> {name: number}` that rank 0 calls with the whole batch and the model's logits of it; numbers are
-    means over its rows. callbacks: see `Callback`.
+    model: on CPU, with values. `fit` sets the trained values in it, on every rank of a launcher. batches: whole global
+    batches, equal on every rank. loss_fn, optimizer: as in autopar.compile; without an optimizer the configuration's.
+    schedule: `optimizer -> scheduler`, any of torch's. It steps after each update (ReduceLROnPlateau after each
+    evaluation) and resumes from checkpoints; by default the configuration's. eval_batches: with as many rows, evaluated
+    as `config.evaluation` says. metrics: of these, functions `(logits, batch) -> {name: number}` that rank 0 calls with
+    the whole batch and its logits; a number is a mean over the rows. callbacks: see `Callback`.
     Where processes are spawned (GPUs), all must be picklable.
     """
 
@@ -60,23 +59,27 @@ class Trainer:
         source: Mapping[str, Any] | None = None,
     ) -> None:
         rows, joined = config.global_batch_size, config.gradient_accumulation_steps
-        for name, given in (("batches", batches), ("eval_batches", eval_batches)):
-            if isinstance(given, Iterator):
+        for name, source_of in (("batches", batches), ("eval_batches", eval_batches)):
+            if isinstance(source_of, Iterator):
                 raise ConstraintError(
                     f"{name} must be able to start again, to plan with the first one and to resume",
-                    values=type(given).__name__,
+                    values=type(source_of).__name__,
                     alternatives="a function start_sample -> iterator, a list, or a DataLoader",
                 )
         if rows is not None and rows % joined:
             raise ConstraintError(
                 "the batches that are joined to a step make its rows",
                 values={"global_batch_size": rows, "gradient_accumulation_steps": joined},
+                alternatives=f"a global_batch_size that {joined} divides",
             )
         check_batches(batches, None if rows is None else rows // joined)
-        for each in (schedule,):
-            if each is not None and not callable(each):
-                raise ConstraintError("schedule is a function optimizer -> scheduler", values=type(each).__name__)
-        check_evaluation(config.evaluation, eval_batches, found := metrics_of(metrics))
+        if schedule is not None and not callable(schedule):
+            raise ConstraintError(
+                "schedule is a function optimizer -> scheduler",
+                values=type(schedule).__name__,
+                alternatives="schedule=lambda optimizer: scheduler of the optimizer, or the configuration's section",
+            )
+        check_evaluation(config.evaluation, eval_batches, functions := metrics_of(metrics))
         self.setup = Setup(
             model=model,
             config=config,
@@ -86,13 +89,13 @@ class Trainer:
             schedule=schedule or schedule_of(config),
             eval_batches=eval_batches,
             callbacks=check_callbacks(callbacks),
-            metrics=found,
+            metrics=functions,
             source=source or {},
         )
         self._program: CompiledProgram | None = None
 
     def compile(self) -> CompiledProgram:
-        """The planned and generated program that `fit` trains; made once."""
+        """Return the planned and generated program that `fit` trains. It is made once."""
         if self._program is None:
             self._program = compile_program(self.setup)
         return self._program
@@ -100,19 +103,19 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Train up to `config.steps` steps, from the last checkpoint if there is one.
 
-        Raises AutoparError for what cannot be planned, launch.RankError when a rank fails, SystemExit with code 143
-        where it is told to end (SIGTERM to this process, to a rank, or to all of them) and, if there is a
-        checkpoint_directory, has written a last checkpoint. Started again, training continues from the last checkpoint.
+        Raises AutoparError where no program can be planned, launch.RankError where a rank fails, and SystemExit with
+        code 143 on SIGTERM (to this process, to a rank, or to all of them). With a checkpoint_directory it writes a
+        last checkpoint first, and training that starts again continues from there.
         """
         config = self.setup.config
         if config.checkpoint_directory is not None:
             require_folder(Path(config.checkpoint_directory))
-            own = Path(config.checkpoint_directory) / CONFIG_FILE
-            require_writable(own, instead=f"another checkpoint_directory, or {CONFIG_FILE} moved elsewhere")
+            path = Path(config.checkpoint_directory) / CONFIG_FILE
+            require_writable(path, instead=f"another checkpoint_directory, or {CONFIG_FILE} moved elsewhere")
         check_logging(config)
         with passing_on_sigterm():
             result = self._fitted(config)
-        if result.stopped == TOLD_TO_END:
+        if result.stopped == BY_SIGTERM:
             raise SystemExit(Ending.EXIT_CODE)
         return result
 

@@ -1,13 +1,11 @@
-"""The best plans measured: `autopar trial` runs the best plan of each of the best layouts for some steps, and keeps the
-fastest.
+"""Measure the best plans: `autopar trial` runs the best plan of each of the best layouts, and keeps the fastest.
 
-A layout is a mesh with its pipeline ranks. The planner looks at layouts by their bounds and leaves out those that
-cannot win; here they are planned too, best bound first, until no other can be among the best. Each plan is built and
-run in processes of its own, so that one that fails or runs out of memory ends alone; plans take turns, in rounds, so
-that what else the machine does is spread over all of them. What is measured is wall time, the median of all steps after
-the first ones of every round.
+A layout is a mesh with its pipeline ranks. The planner bounds layouts and skips those that cannot win. A trial plans
+these too, best bound first, until no other can be among the best. Each plan runs in new processes, so that a run that
+fails or runs out of memory ends alone. Plans take turns, in rounds, so that other load on the machine affects all of
+them alike. The result is wall time: the median of all steps after the first ones of every round.
 
-Under torchrun, over several nodes, each rank plans along and starts one process of its own for every run.
+Under torchrun, over several nodes, each rank plans along and starts one new process for every run.
 """
 
 from __future__ import annotations
@@ -35,16 +33,16 @@ from autopar.planning.planner import search_plans
 from autopar.profiling.machine import available_cores
 from autopar.profiling.trials import add_trials, profile_of, trials_path
 from autopar.report.plan_words import full_words
-from autopar.running.beside import Beside
-from autopar.running.launched import under_launcher
-from autopar.running.surroundings import check_starting
+from autopar.running.process_group import under_launcher
+from autopar.running.process_state import check_starting
+from autopar.running.torchrun_rank import TorchrunRank
 from autopar.settings.compile_options import CompileOptions, TrialOptions, with_options
 from autopar.trial_report import (
     TrialReport,
     TriedPlan,
     degrees_of,
     digest_of,
-    earlier,
+    earlier_seconds,
     job_of,
     pins_of,
     records_of,
@@ -54,12 +52,12 @@ from cost_models.mixed import AnyCluster
 MOST_PER_CORE = 4
 """Ranks that may share a core."""
 WARM_STEPS = 2
-"""First steps of every round that are not counted: torch allocates and makes the optimiser's state in them."""
+"""First steps of every round, which are not counted: in them torch allocates and makes the optimizer's state."""
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """report: what was measured. program: that of the fastest plan."""
+    """report: the measurements. program: that of the fastest plan."""
 
     report: TrialReport
     program: CompiledProgram
@@ -84,7 +82,7 @@ def trial(model: nn.Module, cluster_spec: AnyCluster | str, options: TrialOption
     """Compile the best plan of each of the best layouts, run all for a few steps on this machine, and keep the fastest.
 
     The options are given by keyword: those of autopar.compile, and those of TrialOptions (both in
-    autopar.settings.compile_options). The measurements are written down as `profiling/trials.py` says.
+    autopar.settings.compile_options). The measurements are recorded as `profiling/trials.py` says.
     Raises AutoparError as compile does, ConstraintError for a cluster that is not this machine, OutputError where the
     records cannot be written, RankError where no plan runs.
     """
@@ -95,137 +93,140 @@ def trial(model: nn.Module, cluster_spec: AnyCluster | str, options: TrialOption
 
 
 def first_program(model: nn.Module, cluster_spec: AnyCluster | str, options: TrialOptions) -> CompiledProgram:
-    """The program of the plan that is chosen by prediction. Raises ConstraintError where no trial can be made."""
+    """Return the program of the plan with the best prediction. Raises ConstraintError where a trial is impossible."""
     check_starting("trial")
-    beside = Beside() if under_launcher() else None
+    torchrun_rank = TorchrunRank() if under_launcher() else None
     if options.plan is not None:
-        raise PlanError("a trial chooses among plans", values="a given plan", alternatives="constraints, to pin a part")
+        raise PlanError(
+            "a trial chooses among plans", values="a given plan", alternatives="constraints, which pin decisions"
+        )
     cluster = as_cluster(cluster_spec)
-    _require_here(cluster, beside)
+    _require_here(cluster, torchrun_rank)
     return compile_with(model, cluster, compile_options(options))
 
 
 def compile_options(options: TrialOptions, **changed: Any) -> CompileOptions:
-    """What `compile` takes of a trial's options."""
-    more = {name: getattr(options, name) for name in ("example_inputs", "loss_fn", "optimizer")}
-    return CompileOptions(**{**options.common, **more, **changed})
+    """Return the options of `compile` among a trial's."""
+    inputs = {name: getattr(options, name) for name in ("example_inputs", "loss_fn", "optimizer")}
+    return CompileOptions(**{**options.common, **inputs, **changed})
 
 
-def _require_here(cluster: AnyCluster, beside: Beside | None) -> None:
-    """Raises ConstraintError for a cluster of other nodes or ranks than there are, of GPUs that this machine lacks, or
-    of more ranks than its cores could run in turns."""
+def _require_here(cluster: AnyCluster, torchrun_rank: TorchrunRank | None) -> None:
+    """Raise ConstraintError for a cluster with other nodes or ranks, with GPUs that this machine lacks, or with more
+    ranks than its cores can run in turns."""
     first, num_nodes = cluster.groups[0], sum(group.num_nodes for group in cluster.groups)
-    num_ranks, num_here = (
-        (cluster.num_devices, cluster.num_devices) if beside is None else (beside.size, beside.local_size)
-    )
-    found, cores = torch.cuda.device_count(), available_cores()
+    if torchrun_rank is None:
+        num_ranks, num_here = cluster.num_devices, cluster.num_devices
+    else:
+        num_ranks, num_here = torchrun_rank.size, torchrun_rank.local_size
+    num_gpus, cores = torch.cuda.device_count(), available_cores()
     has_ranks = (cluster.num_devices, num_nodes) == (num_ranks, num_ranks // num_here)
-    if not has_ranks or (not is_cpu(first) and found < num_here) or (is_cpu(first) and found):
-        here = {"GPUs of this machine": found}
+    if not has_ranks or (not is_cpu(first) and num_gpus < num_here) or (is_cpu(first) and num_gpus):
+        here = {"GPUs of this machine": num_gpus}
         raise ConstraintError(
             "a trial runs on the machines that it is for",
-            values={"cluster": str(cluster), **here, **({} if beside is None else {"ranks": num_ranks})},
+            values={"cluster": str(cluster), **here, **({} if torchrun_rank is None else {"ranks": num_ranks})},
             alternatives=[
-                '--cluster detect, or one of this machine alone, such as "4 cpu" on one without GPUs',
+                '--cluster detect, or a cluster of this machine alone, such as "4 cpu" without GPUs',
                 f"over several nodes torchrun, with a rank per device: torchrun --nnodes {num_nodes} "
                 f"--nproc-per-node {cluster.num_devices // num_nodes} ... -m autopar trial",
             ],
         )
     if is_cpu(first) and num_here > MOST_PER_CORE * cores:
         raise ConstraintError(
-            "so many ranks would take turns on this machine's cores, and no step would take what it takes elsewhere",
+            "so many ranks would share this machine's cores that no step would take the time that it takes elsewhere",
             values={"ranks": num_here, "cores": f"{cores:g}"},
             alternatives=[f"at most {MOST_PER_CORE * cores:.0f} ranks", "`autopar simulate` for larger clusters"],
         )
 
 
 def shared_cores(cluster: AnyCluster) -> str:
-    """What is to be said of ranks that share the cores of a machine, in a sentence; "" where each has its own."""
+    """Return a note, in a sentence, on ranks that share the cores of a machine; "" where each rank has its own."""
     num_here = cluster.num_devices // sum(group.num_nodes for group in cluster.groups)
     cores = available_cores()
     if not is_cpu(cluster.groups[0]) or num_here <= cores:
         return ""
-    return f"{num_here} ranks share {cores:g} cores: what is measured includes their waiting for one another's turns"
+    return f"{num_here} ranks share {cores:g} cores: times include their waiting for one another"
 
 
 def try_program(compiled: CompiledProgram, options: TrialOptions) -> TrialResult:
-    """Plans the other layouts of a program that was planned, and tries all. Under torchrun every rank calls this, and
-    rank 0 writes the records."""
+    """Plan the other layouts of a planned program, and try all. Under torchrun every rank calls this, and rank 0 writes
+    the records."""
     assert compiled.request is not None
     path, job = trials_path(options.profile), job_of(compiled.request)
     require_writable(path, instead="another profile, or the file moved elsewhere")
     candidates = [_Candidate(compiled, pins_of(compiled.plan))]
     for plan, pins in _agreed(lambda: list(other_plans(compiled, options.plans - 1))):
-        given = compile_options(options, plan=plan, global_batch_size=None)
-        candidates.append(_Candidate(compile_with(compiled.model, compiled.cluster, given), pins))
-    beside = _left_group() if under_launcher() else None
+        variant = compile_options(options, plan=plan, global_batch_size=None)
+        candidates.append(_Candidate(compile_with(compiled.model, compiled.cluster, variant), pins))
+    torchrun_rank = _left_group() if under_launcher() else None
     batch = name_inputs(compiled.model, options.example_inputs, compiled.loss_fn)
     for _ in range(options.rounds):
         for candidate in candidates:
-            _run_round(candidate, batch, options.steps, beside)
-    report = report_of(candidates, earlier(path, job), str(path))
+            _run_round(candidate, batch, options.steps, torchrun_rank)
+    report = report_of(candidates, earlier_seconds(path, job), str(path))
     report = replace(report, note=shared_cores(compiled.cluster))
-    if beside is None or beside.rank == 0:
+    if torchrun_rank is None or torchrun_rank.rank == 0:
         add_trials(path, records_of(report, job))
     return TrialResult(report, candidates[report.chosen].program)
 
 
-def _agreed(find: Callable[[], Any]) -> Any:
-    """What rank 0 of a group finds, or this process where there is none."""
+def _agreed(compute: Callable[[], Any]) -> Any:
+    """Return rank 0's result on every rank of the group; without a group, this process's."""
     if not dist.is_initialized():
-        return find()
-    found = [find() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+        return compute()
+    box = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
-def _left_group() -> Beside:
-    """This rank among torchrun's, after the group in which they planned, which processes must not inherit."""
+def _left_group() -> TorchrunRank:
+    """Leave the group in which the ranks planned, which new processes must not inherit; return this torchrun rank."""
     dist.barrier()
     dist.destroy_process_group()
-    return Beside()
+    return TorchrunRank()
 
 
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 
 def other_plans(compiled: CompiledProgram, count: int) -> Iterator[tuple[Plan, Mapping[str, int]]]:
-    """The best plans of the `count` best layouts beside the chosen one, fastest first, with what pins them.
+    """Yield the best plans of the `count` best layouts besides the chosen one, fastest first, with their pins.
 
-    Layouts that the search left out are planned in the order of their bounds until `count` plans are no slower than the
-    next bound.
+    Plan layouts that the search skipped, in the order of their bounds, until `count` plans are no slower than the next
+    bound.
     """
     request, result = compiled.request, compiled.result
     assert request is not None
-    found = [each.plan for each in result.candidates if each is not result.best]
+    plans = [candidate.plan for candidate in result.candidates if candidate is not result.best]
     for bound, text in result.skipped:
-        found.sort(key=lambda plan: plan.prediction.step_seconds)
-        if count < 1 or (len(found) >= count and found[count - 1].prediction.step_seconds <= bound):
+        plans.sort(key=lambda plan: plan.prediction.step_seconds)
+        if count < 1 or (len(plans) >= count and plans[count - 1].prediction.step_seconds <= bound):
             break
         if (degrees := degrees_of(text)) is None:
             continue
         limits = replace(request.constraints, degrees={**request.constraints.degrees, **degrees})
         try:
-            found.append(search_plans(replace(request, constraints=limits)).best.plan)
+            plans.append(search_plans(replace(request, constraints=limits)).best.plan)
         except AutoparError:  # nothing of this layout fits
             continue
-    found.sort(key=lambda plan: plan.prediction.step_seconds)
-    for plan in found[: max(count, 0)]:
+    plans.sort(key=lambda plan: plan.prediction.step_seconds)
+    for plan in plans[: max(count, 0)]:
         yield plan, pins_of(plan)
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-def _run_round(candidate: _Candidate, batch: NamedBatch, steps: int, beside: Beside | None = None) -> None:
-    """Some steps of a plan, unless it failed before."""
+def _run_round(candidate: _Candidate, batch: NamedBatch, steps: int, torchrun_rank: TorchrunRank | None = None) -> None:
+    """Run some steps of a plan, unless it failed before."""
     if candidate.problem:
         return
     program = candidate.program
     patience = group_seconds(program)
     task, limit = (program, batch, steps), max(TIMEOUT_SECONDS, patience)
     try:
-        by_rank = run_ranks(step_times, task, program.plan.num_ranks, limit, patience, beside=beside)
+        by_rank = run_ranks(step_times, task, program.plan.num_ranks, limit, patience, torchrun_rank=torchrun_rank)
     except (AutoparError, RankError, MemoryError) as error:
         lines = str(error).splitlines()
         candidate.problem = " ".join(dict.fromkeys([lines[0], lines[-1].strip()])) if lines else type(error).__name__
@@ -234,41 +235,41 @@ def _run_round(candidate: _Candidate, batch: NamedBatch, steps: int, beside: Bes
 
 
 def step_times(compiled: CompiledProgram, batch: Mapping[str, Any], steps: int) -> list[float]:
-    """On every rank: seconds by the clock of each of so many steps, after WARM_STEPS."""
+    """Return, on every rank, the wall seconds of each of `steps` steps after WARM_STEPS."""
     step = compiled.build(first_step_check=False)
     local = step.local_batch(batch)
-    found = []
+    seconds = []
     for _ in range(WARM_STEPS + steps):
         started = time.perf_counter()
         float(step(local))  # waits for a GPU
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - started)
-    return found[WARM_STEPS:]
+        seconds.append(time.perf_counter() - started)
+    return seconds[WARM_STEPS:]
 
 
 def report_of(candidates: Sequence[_Candidate], before: Mapping[str, float], records: str) -> TrialReport:
-    """What was measured. before: seconds of earlier trials by digest. Raises RankError where nothing ran."""
-    plans = tuple(_tried(each, before) for each in candidates)
-    ran = [number for number, each in enumerate(plans) if each.measured_seconds is not None]
+    """Return the report. before: seconds of earlier trials by digest. Raises RankError where nothing ran."""
+    plans = tuple(_tried(candidate, before) for candidate in candidates)
+    ran = [number for number, plan in enumerate(plans) if plan.measured_seconds is not None]
     if not ran:
-        raise RankError("no plan ran: " + "; ".join(f"{each.words}: {each.problem}" for each in plans))
+        raise RankError("no plan ran: " + "; ".join(f"{plan.words}: {plan.problem}" for plan in plans))
     chosen = min(ran, key=lambda number: plans[number].measured_seconds or 0.0)
     pairs = zip(plans[chosen].round_seconds, plans[0].round_seconds, strict=False)
-    plan = candidates[0].program.plan
+    predicted = candidates[0].program.plan
     return TrialReport(
-        model=plan.model,
-        cluster=plan.cluster,
+        model=predicted.model,
+        cluster=predicted.cluster,
         plans=plans,
         chosen=chosen,
-        is_clear=all(own < other for own, other in pairs),
+        is_clear=all(chosen_seconds < first_seconds for chosen_seconds, first_seconds in pairs),
         records=records,
     )
 
 
 def _tried(candidate: _Candidate, before: Mapping[str, float]) -> TriedPlan:
     plan, digest = candidate.program.plan, digest_of(candidate.program.plan)
-    own = TriedPlan(
+    tried = TriedPlan(
         plan=plan,
         words=full_words(plan),
         digest=digest,
@@ -277,12 +278,12 @@ def _tried(candidate: _Candidate, before: Mapping[str, float]) -> TriedPlan:
         problem=candidate.problem,
         earlier_seconds=before.get(digest),
     )
-    seconds = [each for steps in candidate.rounds for each in steps]
+    seconds = [step_seconds for steps in candidate.rounds for step_seconds in steps]
     if candidate.problem or not seconds:
-        return own
+        return tried
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     return replace(
-        own,
+        tried,
         measured_seconds=statistics.median(seconds),
         low_seconds=low,
         high_seconds=high,

@@ -1,4 +1,4 @@
-"""What a trial found: plans with their times, their record in the profile, and what later plans tell of it."""
+"""Report a trial: its plans with their times, their records in the profile, and notes for later plans."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from autopar.units import seconds_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedPlan:
-    """A plan with what was predicted and measured of it.
+    """A plan with its predicted and measured seconds per step.
 
-    pins: the constraints with which the planner finds it. measured_seconds: the median of all steps, low_seconds and
-    high_seconds their quartiles, round_seconds the median of each round; None and empty for a plan that did not run,
-    because of `problem`. earlier_seconds: what an earlier trial of the same machine and versions measured.
+    pins: constraints under which the planner chooses it. measured_seconds: the median of all steps, low_seconds and
+    high_seconds their quartiles, round_seconds the median of each round. They are None and empty for a plan that did
+    not run, because of `problem`. earlier_seconds: from an earlier trial of the same machine and versions.
     """
 
     plan: Plan
@@ -52,9 +52,9 @@ class TriedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
-    """plans: by predicted time, so that the first is the one chosen by prediction. chosen: the number of the fastest.
-    is_clear: whether that was faster than the predicted one in every round. records: the file that has it now. note:
-    what bears on all figures, in a sentence."""
+    """plans: by predicted time, so the first is the one chosen by prediction. chosen: the number of the fastest.
+    is_clear: whether that was faster than the first in every round. records: the file that now has them. note: a
+    sentence that applies to all figures."""
 
     model: str
     cluster: str
@@ -66,7 +66,7 @@ class TrialReport:
 
     @property
     def words(self) -> str:
-        """What came of it, in a sentence."""
+        """The outcome, in a sentence."""
         best, expected = self.plans[self.chosen], self.plans[0]
         assert best.measured_seconds is not None
         if len(self.plans) == 1:
@@ -81,7 +81,7 @@ class TrialReport:
 
 
 def degrees_of(mesh_text: str) -> dict[str, int] | None:
-    """`"pp2 x dp2"` -> {"pp": 2, "dp": 2}; None for what is no one mesh."""
+    """Return the degrees of a mesh, `"pp2 x dp2"` -> {"pp": 2, "dp": 2}; None for a text of no single mesh."""
     try:
         mesh = Mesh.parse(mesh_text)
     except ValueError:
@@ -90,18 +90,18 @@ def degrees_of(mesh_text: str) -> dict[str, int] | None:
 
 
 def pins_of(plan: Plan) -> dict[str, int]:
-    """The constraints that leave the planner this layout."""
+    """Return the constraints that leave the planner only this layout."""
     return degrees_of(plan.mesh_text) or {}
 
 
 def digest_of(plan: Plan) -> str:
-    """A hash of what was decided, whatever is predicted of it."""
+    """Return a hash of a plan's decisions, without its prediction."""
     decided = replace(plan, cluster="", prediction=type(plan.prediction)(), runner_ups=(), basis=None)
     return hashlib.sha256(decided.to_yaml().encode()).hexdigest()[:16]
 
 
 def job_of(request: Request) -> str:
-    """A hash of what is planned for: the model's calls and shapes with the batch, precision, cluster and backend."""
+    """Return a hash of a planning job: the model's calls and shapes, the batch, precision, cluster and backend."""
     name, inputs, stored, calls = outline_of(request.trace(request.global_batch_size))
     parts = (name, inputs, stored, sorted(map(str, calls.items())), request.precision, request.fp8, request.backend)
     text = repr((parts, str(request.whole), request.kernels, request.training.compression))
@@ -109,13 +109,13 @@ def job_of(request: Request) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What a measurement depends on beside its job, as a record has it."""
+    """Return the machine and versions that a measurement depends on, as a record has them."""
     here = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{cpu_model()}, {available_cores():g} cores"
     return {"machine": here, "torch": torch.__version__, "autopar": own_version()}
 
 
 def records_of(report: TrialReport, job: str) -> list[TrialRecord]:
-    """A record of each plan that ran."""
+    """Return a record of each plan that ran."""
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return [
         TrialRecord(
@@ -123,48 +123,50 @@ def records_of(report: TrialReport, job: str) -> list[TrialRecord]:
             job=job,
             model=report.model,
             cluster=report.cluster,
-            plan=each.digest,
-            words=each.words,
-            pins=" ".join(f"{axis}={size}" for axis, size in each.pins.items()),
-            predicted_seconds=each.predicted_seconds,
-            measured_seconds=each.measured_seconds,
-            spread=each.spread,
-            num_steps=each.num_steps,
+            plan=tried.digest,
+            words=tried.words,
+            pins=" ".join(f"{axis}={size}" for axis, size in tried.pins.items()),
+            predicted_seconds=tried.predicted_seconds,
+            measured_seconds=tried.measured_seconds,
+            spread=tried.spread,
+            num_steps=tried.num_steps,
             is_chosen=number == report.chosen,
             **versions(),
         )
-        for number, each in enumerate(report.plans)
-        if each.measured_seconds is not None
+        for number, tried in enumerate(report.plans)
+        if tried.measured_seconds is not None
     ]
 
 
-def of_this_job(path: Path, job: str) -> list[TrialRecord]:
-    """The records of a file that hold here and now for a job."""
-    own = versions()
+def records_of_job(path: Path, job: str) -> list[TrialRecord]:
+    """Return the records of a file for a job, on this machine and with these versions."""
+    here = versions()
     return [
-        each for each in read_trials(path) if each.job == job and all(getattr(each, n) == v for n, v in own.items())
+        record
+        for record in read_trials(path)
+        if record.job == job and all(getattr(record, name) == value for name, value in here.items())
     ]
 
 
-def earlier(path: Path, job: str) -> dict[str, float]:
-    """Measured seconds by the plan's digest."""
-    return {each.plan: each.measured_seconds for each in of_this_job(path, job)}
+def earlier_seconds(path: Path, job: str) -> dict[str, float]:
+    """Return measured seconds of earlier trials, by the plan's digest."""
+    return {record.plan: record.measured_seconds for record in records_of_job(path, job)}
 
 
 def trial_notes(compiled: CompiledProgram, profile: str | Path | None) -> tuple[str, ...]:
-    """What an earlier trial on this machine found for a program's job, in sentences; none where there was none."""
+    """Return notes, in sentences, on an earlier trial on this machine of the program's job; none without one."""
     if compiled.request is None:
         return ()
-    found = of_this_job(trials_path(profile), job_of(compiled.request))
-    own = next((each for each in found if each.plan == digest_of(compiled.plan)), None)
-    best = next((each for each in found if each.is_chosen), None)
+    records = records_of_job(trials_path(profile), job_of(compiled.request))
+    same = next((record for record in records if record.plan == digest_of(compiled.plan)), None)
+    best = next((record for record in records if record.is_chosen), None)
     notes = []
-    if own is not None:
-        measured, predicted = seconds_text(own.measured_seconds), seconds_text(own.predicted_seconds)
+    if same is not None:
+        measured, predicted = seconds_text(same.measured_seconds), seconds_text(same.predicted_seconds)
         notes.append(
-            f"a trial on {own.date} measured {measured} for a step of this plan, and {predicted} was predicted"
+            f"a trial on {same.date} measured {measured} for a step of this plan, and {predicted} was predicted"
         )
-    if best is not None and best is not own:
+    if best is not None and best is not same:
         pins = f"; {' '.join(f'--set {pin}' for pin in best.pins.split())} finds it" if best.pins else ""
         notes.append(
             f"the fastest plan in a trial on {best.date} was {best.words}: {seconds_text(best.measured_seconds)}{pins}"

@@ -1,6 +1,6 @@
-"""Launch parameters of kernels: `autopar tune` for a saved program, and a user's file for those that are not.
+"""Tune the launch parameters of a saved program's kernels: `autopar tune`. Read files of such parameters.
 
-What is chosen, and how, is said in codegen/kernels/tuning.py, which also does it, when a kernel first meets a case.
+codegen/kernels/tuning.py measures and chooses them when a kernel first meets a case, and explains how.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.running.folder import TUNING_FILE
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A kernel's case on a device. milliseconds: of every candidate; None: does not run."""
+    """A kernel's case on a device. milliseconds: of every candidate tile; None for one that does not run."""
 
     device: str
     case: str
@@ -29,18 +29,18 @@ class Choice:
     milliseconds: dict[str, float | None]
 
     def __str__(self) -> str:
-        times = [each for each in self.milliseconds.values() if each is not None]
-        found = f"{min(times):.4f} to {max(times):.4f} ms" if times else "not timed"
+        times = [time for time in self.milliseconds.values() if time is not None]
+        spread = f"{min(times):.4f} to {max(times):.4f} ms" if times else "not timed"
         chosen = self.milliseconds.get(self.tile)
-        time = "" if chosen is None else f"  {chosen:.4f} ms"
-        return f"{self.case}: {self.tile}{time} ({len(self.milliseconds)} candidates, {found})"
+        suffix = "" if chosen is None else f"  {chosen:.4f} ms"
+        return f"{self.case}: {self.tile}{suffix} ({len(self.milliseconds)} candidates, {spread})"
 
 
 def tune(folder: str | Path, steps: int = 1) -> tuple[list[Choice], list[Choice]] | None:
-    """Runs a saved program's first steps on this machine's GPUs, which fills its tuning.json.
+    """Run a saved program's first steps on this machine's GPUs, which fills its tuning.json.
 
-    Returns (what was chosen now, what was in the file before); None on a machine without a GPU, where nothing is to be
-    tuned. Raises AutoparError where the folder is no program with kernels, RankError where a step fails.
+    Returns (new choices, earlier choices in the file); None on a machine without a GPU, where there is nothing to tune.
+    Raises AutoparError where the folder is no program with kernels, RankError where a step fails.
     """
     from codegen.kernels.tuning import VARIABLE  # heavy: triton comes with it
 
@@ -64,7 +64,7 @@ def tune(folder: str | Path, steps: int = 1) -> tuple[list[Choice], list[Choice]
 
 
 def read_choices(path: Path) -> list[Choice]:
-    """All entries of a file of launch parameters; none where it cannot be understood."""
+    """Return all entries of a file of launch parameters; none where the file cannot be parsed."""
     try:
         sections = parse_json(path.read_text(encoding="utf-8"))
         return [

@@ -1,4 +1,4 @@
-"""The user's model trained eagerly on one process, as a program can be compared with it (`verify.py` has the rule)."""
+"""References of a verification: the user's model trained eagerly on one process (`verify.py` has the rule)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from autopar.compiled import CompiledProgram
-from autopar.frontend.copies import deep_copy, own_numbers
+from autopar.frontend.copies import callable_copy, deep_copy
 from autopar.frontend.inputs import NamedBatch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
@@ -34,17 +34,17 @@ def _cast(batch: NamedBatch, dtype: torch.dtype) -> NamedBatch:
 
 
 _GROUPED = getattr(torch, "_grouped_mm", None)
-"""What torch.nn.functional.grouped_mm calls."""
+"""The function behind torch.nn.functional.grouped_mm."""
 
 
 class _InDouble(TorchFunctionMode):
-    """Within it, what forward makes or casts to fp32 by name is fp64, and grouped products of experts, which torch's
-    own lack there, have it too."""
+    """Let forward make or cast to fp64 what it names fp32, and compute grouped products of experts, which torch lacks
+    in fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _GROUPED and args[0].dtype == torch.float64:
             rows, weight, ends = args[0], args[1], kwargs["offs"].tolist()
-            return torch.cat([rows[a:b] @ own for a, b, own in zip([0, *ends], ends, weight, strict=False)])
+            return torch.cat([rows[a:b] @ matrix for a, b, matrix in zip([0, *ends], ends, weight, strict=False)])
         func = torch.Tensor.double if func is torch.Tensor.float else func
         wide = {n: _wide(v) for n, v in (kwargs or {}).items()}
         return func(*map(_wide, args), **wide)
@@ -55,19 +55,19 @@ def _wide(argument: Any) -> Any:
 
 
 _CHECKPOINTING = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
-"""What keeps and recomputes for a checkpoint of torch: until 2.13, and since."""
+"""torch's functions that keep and recompute for a checkpoint: until 2.13, and since."""
 
 
 def _forward_once(*_: Any, **__: Any) -> Iterator[None]:
-    """In place of what torch's checkpointing keeps and recomputes: nothing, which has the same gradients."""
+    """Replaces the keeping and recomputing of torch's checkpoints by nothing, with the same gradients."""
     yield
 
 
 @contextlib.contextmanager
 def _as_compared(seed: int, step: int, dtype: torch.dtype | None) -> Iterator[None]:
-    """Within it, an eager forward is one that a program can be compared with, in `dtype` if given.
+    """Make an eager forward comparable with a program's inside the context, in `dtype` if given.
 
-    A checkpointed block is not run again in backward, where dropout would draw other masks.
+    Backward does not run a checkpointed block again, where dropout would draw other masks.
     """
     usual = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
@@ -83,19 +83,19 @@ def _as_compared(seed: int, step: int, dtype: torch.dtype | None) -> Iterator[No
 
 
 def _untrained(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The buffers and frozen parameters, which a forward may write to."""
+    """Return the buffers and frozen parameters, which a forward may write to."""
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     return [*model.named_buffers(), *frozen]
 
 
 def copied_loss(loss_fn: Any, dtype: torch.dtype | None = None) -> Any:
-    """The loss, a copy of it where a call may change what it holds; in dtype, if it is a module and dtype is given."""
-    return copy.deepcopy(loss_fn).to(dtype) if isinstance(loss_fn, nn.Module) else own_numbers(loss_fn)
+    """Return the loss, copied where a call may change its state; in dtype, if it is a module and dtype is given."""
+    return copy.deepcopy(loss_fn).to(dtype) if isinstance(loss_fn, nn.Module) else callable_copy(loss_fn)
 
 
 class Reference:
-    """The user's model trained eagerly on one process, in the model's own precision, in `dtype`, or in `low_dtype` with
-    masters of its own."""
+    """The user's model trained eagerly on one process: in its own precision, in `dtype`, or in `low_dtype` with
+    masters."""
 
     def __init__(
         self,
@@ -113,13 +113,13 @@ class Reference:
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = call(compiled.optimizer, trained)
         self.step = 0
-        self.found: dict[str, torch.Tensor] = {}
+        self.before_forward: dict[str, torch.Tensor] = {}
         self.numbers: ModelState | None = None
 
     def forward_backward(self, batch: NamedBatch, scale: float = 1.0) -> float:
-        """The loss; its gradients are scaled while they are computed."""
-        self.model.zero_grad()  # also what the optimiser leaves out
-        self.found = {name: value.detach().clone() for name, value in _untrained(self.model)}
+        """Run forward and backward; return the loss. Gradients are scaled while they are computed."""
+        self.model.zero_grad()  # also gradients of parameters that the optimizer leaves out
+        self.before_forward = {name: value.detach().clone() for name, value in _untrained(self.model)}
         self.numbers = ModelState.of_constants(self.model, None, Reads())
         self.loss_before = copied_loss(self.loss_fn)
         loss = self._loss(self.model, batch, self.dtype, self.low_dtype)
@@ -136,10 +136,10 @@ class Reference:
     def _loss(
         self, model: nn.Module, batch: NamedBatch, dtype: torch.dtype | None, low_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """The batch's loss, all in dtype if given: the model is so already, a loss with own tensors becomes so."""
+        """Return the batch's loss, all in dtype if given: the model is so already, a loss's tensors are cast."""
         batch = batch if dtype is None else _cast(batch, dtype)
         loss_fn = self.loss_fn
-        if isinstance(loss_fn, nn.Module) and dtype not in (None, self.dtype):  # as the step found it
+        if isinstance(loss_fn, nn.Module) and dtype not in (None, self.dtype):  # the loss before this step
             loss_fn = copied_loss(self.loss_before, dtype)
         with _as_compared(self.seed, self.step, dtype):
             return loss_in(low_dtype, LossModule(model, loss_fn, batch, keeps_buffers=False), batch)
@@ -152,25 +152,26 @@ class Reference:
         }
 
     def round_off(self, batch: NamedBatch) -> dict[str, tuple[float, torch.Tensor]]:
-        """For each parameter, the relative error of its fp32 gradient, and which elements have no right digit."""
+        """Return, by parameter, the relative error of its fp32 gradient and the mask of elements without a right
+        digit."""
         exact = deep_copy(self.model).double()
-        for name, value in _untrained(exact):  # as the step found them, since a forward may read what it writes
-            value.detach().copy_(self.found[name])
+        for name, value in _untrained(exact):  # as before the step, since a forward may read what it writes
+            value.detach().copy_(self.before_forward[name])
         changes = self.numbers.plain_changes() if self.numbers is not None else []
-        before = [(each.key, each.old) for each in changes if each.key is not None and each.old is not MISSING]
+        before = [(c.key, c.old) for c in changes if c.key is not None and c.old is not MISSING]
         ModelState.of_constants(exact, None, Reads()).apply(before)
         exact.zero_grad()
         torch.autograd.backward(self._loss(exact, batch, torch.float64))
         truth = {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}
-        nothing = VANISHING * max((float(each.abs().max()) for each in truth.values() if each.numel()), default=0.0)
-        found = {}
+        nothing = VANISHING * max((float(g.abs().max()) for g in truth.values() if g.numel()), default=0.0)
+        errors = {}
         for name, gradient in self.gradients().items():
             right = truth.get(name, torch.zeros_like(gradient, dtype=torch.float64))
             right = torch.where(right.abs() > nothing, right, 0.0)
             mask = (gradient.double() - right).abs() > NO_DIGIT * right.abs()
             difference, size = float((gradient - right).norm()), float(right.norm())
-            found[name] = (difference / size if size else float(difference > 0), mask)
-        return found
+            errors[name] = (difference / size if size else float(difference > 0), mask)
+        return errors
 
     def update(self) -> None:
         if self.max_grad_norm is not None:
@@ -179,7 +180,7 @@ class Reference:
         self.step += 1
 
     def take_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Others take the place of the own gradients; what has none is not updated."""
+        """Replace the gradients by others. A parameter without one is not updated."""
         for name, parameter in self.model.named_parameters():
-            own = gradients.get(name) if parameter.requires_grad and parameter.grad is not None else None
-            parameter.grad = None if own is None else own.detach().to(parameter, copy=True)
+            gradient = gradients.get(name) if parameter.requires_grad and parameter.grad is not None else None
+            parameter.grad = None if gradient is None else gradient.detach().to(parameter, copy=True)

@@ -1,4 +1,4 @@
-"""What a verification found: errors by kind and name, and what makes it fail whatever the errors are."""
+"""The report of a verification: errors by kind and name, and reasons for which it fails whatever the errors are."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from codegen.text import visible
 FLOORS = 4.0
 RESOLUTION = 2.0**-23
 GRADIENTS = 4 * UNIT
-"""What all gradients together of a program that rounds on purpose may be off by, in norm. Two layers with products in
+"""Error in norm of all gradients together that a program that rounds on purpose may have. Two layers with products in
 fp8, gathers and sums in codes were off by 0.06, 0.07 and 0.01, and with all of them by 0.08."""
 LOSS = UNIT / 4
-"""What its loss may be off by, of itself; under all of these it was off by less than 0.001."""
+"""Relative error of its loss that such a program may have; under all of these it was below 0.001."""
 _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Largest relative errors over all steps, and where they are; inf where a number is not finite.
+    """Largest relative errors over all steps, and their places; inf where a number is not finite.
 
     gradients, parameters, buffers: error by name (the latter two after the last step). gradient_floors, floors: the
-    reference's own error against the same training in fp64, of parameters and buffers. round_off: names left out by the
-    rule. losses: (program, reference) of each step. tolerance: what may be expected of the program, after
-    autopar/settings/fp8.py. proves_nothing: why equal numbers would say nothing, such as a
-    reference that did not train. rounds: what the program rounds on purpose, in words. together: the error of all
-    gradients as one vector, by which such a program is judged: a small tensor may share a block of codes with large
-    ones, and of experts a token or two are chosen otherwise.
+    reference's own error against the same training in fp64, of gradients, and of parameters and buffers. round_off:
+    names that the rule leaves out. losses: (program, reference) of each step. tolerance: the error to expect of the
+    program, by autopar/settings/fp8.py. proves_nothing: why equal numbers would prove nothing, such as a reference that
+    did not train. rounds: what the program rounds on purpose, in words. together: the error of all gradients as one
+    vector, by which such a program is judged: a small tensor may share a block of codes with large ones, and rounding
+    may change the experts of a token or two.
     """
 
     loss: float
@@ -55,26 +55,27 @@ class VerifyReport:
         return max(self.parameters.values(), default=0.0)
 
     def ok(self, tolerance: float | None = None) -> bool:
-        """Whether every error is within `tolerance` (by default the report's), or FLOORS times the reference's own, and
-        the comparison proves something. Without a tolerance what rounds on purpose has no `faults`."""
+        """Return whether every error is within `tolerance` (by default the report's), or FLOORS times the reference's,
+        and the comparison proves something. Without a tolerance, a program that rounds on purpose must have no
+        `faults`."""
         if tolerance is None and self.rounds:
             return not self.faults()
         tolerance = self.tolerance if tolerance is None else tolerance
         return self.loss <= tolerance and not self.beyond(tolerance) and not self.proves_nothing
 
     def faults(self) -> tuple[str, ...]:
-        """What is wrong with a program that rounds on purpose: rounding explains neither so large an error of all
-        gradients, of the loss or of buffers, nor any of an update by the program's own gradients."""
+        """Return the faults of a program that rounds on purpose. Rounding explains an error of all gradients, of the
+        loss or of buffers up to a limit, and none of an update by the program's own gradients."""
         buffers = max(self.buffers.values(), default=0.0)
-        found = [f"all gradients together are off by {self.together:.2g}"] if not self.together <= GRADIENTS else []
-        found += [f"the loss is off by {self.loss:.2g}"] if not self.loss <= LOSS else []
-        found += [f"a buffer is off by {buffers:.2g}"] if not buffers <= GRADIENTS else []
+        faults = [f"all gradients together are off by {self.together:.2g}"] if not self.together <= GRADIENTS else []
+        faults += [f"the loss is off by {self.loss:.2g}"] if not self.loss <= LOSS else []
+        faults += [f"a buffer is off by {buffers:.2g}"] if not buffers <= GRADIENTS else []
         if not self.largest_parameter <= EXACT:
-            found.append(f"an update by its own gradients is off by {self.largest_parameter:.2g}")
-        return (*self.proves_nothing, *found)
+            faults.append(f"an update by its own gradients is off by {self.largest_parameter:.2g}")
+        return (*self.proves_nothing, *faults)
 
     def beyond(self, tolerance: float = 1e-5) -> tuple[str, ...]:
-        """Tensors that are off by more than `tolerance` and by more than the reference's own round-off explains.
+        """Return tensors that are off by more than `tolerance` and by more than the reference's round-off explains.
 
         A tolerance below fp32's resolution is taken literally: round-off then explains nothing.
         """
@@ -84,12 +85,12 @@ class VerifyReport:
         )
 
     def explained(self, tolerance: float = 1e-5) -> tuple[str, ...]:
-        """Tensors that are off by more than `tolerance`, as the reference itself is."""
+        """Return tensors that are off by more than `tolerance`, as the reference itself is."""
         outside = set(self.beyond(tolerance))
         return tuple(dict.fromkeys(n for n, error, _ in self._errors() if error > tolerance and n not in outside))
 
     def _errors(self) -> Iterator[tuple[str, float, float]]:
-        """(name, error, the reference's own error) of all gradients, parameters and buffers."""
+        """Yield (name, error, the reference's error) of all gradients, parameters and buffers."""
         for errors, floors in (
             (self.gradients, self.gradient_floors),
             (self.parameters, self.floors),
@@ -98,8 +99,10 @@ class VerifyReport:
             yield from ((name, error, floors.get(name, 0.0)) for name, error in errors.items())
 
     def __str__(self) -> str:
-        """One line per kind."""
-        spoiled = [f"step {i}: {own} and {one}" for i, (own, one) in enumerate(self.losses) if not _finite(own, one)]
+        """Return one line per kind."""
+        spoiled = [
+            f"step {i}: {loss} and {right}" for i, (loss, right) in enumerate(self.losses) if not _finite(loss, right)
+        ]
         lines = [
             f"{self.mesh} against one process, {len(self.losses)} steps; largest relative errors:",
             f"  loss        {self.loss:.2e}" + (f"  (not finite in {', '.join(spoiled[:_SHOWN])})" if spoiled else ""),

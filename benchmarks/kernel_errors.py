@@ -35,7 +35,8 @@ import torch
 
 import autopar
 from autopar.settings.fp8 import EXACT
-from autopar.verify import FLOORS, sgd_with_momentum, verify_program
+from autopar.verify import sgd_with_momentum, verify_program
+from autopar.verify_report import FLOORS
 from benchmarks.gpu.cases.case import TOLERANCE
 from benchmarks.gpu.cases.every import KERNELS, make_case
 from benchmarks.gpu.kernels import relative_error

@@ -43,7 +43,7 @@ IDEAL = ROOT / "examples" / "clusters" / "ideal.toml"
 RESULTS = ROOT / "benchmarks" / "results" / "verify_pipelines.csv"
 TOLERANCE = 1e-5
 MODELS = ("gpt2", "opt", "qwen2", "llama", "bert", "t5")
-TWO_STAGES = ("interleaved", "zero-bubble-v")
+TWO_STAGES = tuple(name for name, schedule in SCHEDULES.items() if schedule.default_chunks == 2)
 """Schedules that give every pipeline rank two stages."""
 
 
@@ -102,7 +102,7 @@ def cases(models: list[str], quick: bool) -> Iterator[Case]:
     """The matrix: every layout and schedule once per model, and the switches on the layouts that they bear on."""
     yield from (case for case in UNLIKE if case.model in models)
     for model in models:
-        yield from _schedules(model, SCHEDULES if not quick else ("1f1b", *TWO_STAGES))
+        yield from _schedules(model, tuple(SCHEDULES) if not quick else ("1f1b", *TWO_STAGES))
         yield from _sharded(model, (1, 2, 3) if not quick else (3,))
         yield from _memory(model, quick)
 
@@ -110,7 +110,7 @@ def cases(models: list[str], quick: bool) -> Iterator[Case]:
 def _schedules(model: str, schedules: tuple[str, ...]) -> Iterator[Case]:
     for number, schedule in enumerate(schedules):
         pinned: dict[str, Any] = {"schedule": schedule, "micro_batches": 4}
-        if schedule == "interleaved":
+        if SCHEDULES[schedule].chooses_chunks:
             pinned["chunks"] = 2
         layers = {"layers": 8 if schedule in TWO_STAGES else 4}
         yield Case(model, {"pp": 4, "dp": 1, "tp": 1} | pinned, full=number % 2 == 0, factory=layers)
@@ -125,7 +125,7 @@ def _sharded(model: str, stages: tuple[int, ...]) -> Iterator[Case]:
     for zero in stages:
         for schedule in ("1f1b", "zero-bubble", "interleaved"):
             pinned: dict[str, Any] = {"pp": 2, "dp": 2, "tp": 2, "zero": zero, "schedule": schedule, "micro_batches": 4}
-            if schedule == "interleaved":
+            if SCHEDULES[schedule].chooses_chunks:
                 pinned["chunks"] = 2
             yield Case(model, pinned, full=zero != 2, factory={"layers": 4})
 

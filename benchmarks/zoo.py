@@ -148,9 +148,9 @@ def replicated(compiled: CompiledProgram) -> dict[str, float]:
         work = _work(operator) * counts[operator.scope]
         total += work
         is_cut = any(label not in ("R", "Rp", "P") for label in best.assignment.operators[key].labels)
-        if not operator.known:
+        if not operator.has_rule:
             unknown.add(operator.node.op)
-        if not operator.known or not is_cut:
+        if not operator.has_rule or not is_cut:
             whole[operator.node.op] += work
     return {op: work / total for op, work in whole.most_common() if op in unknown or work >= NOTABLE * total}
 
@@ -158,9 +158,9 @@ def replicated(compiled: CompiledProgram) -> dict[str, float]:
 def _work(operator: Operator) -> float:
     """Flops of a contraction, else the elements of the largest tensor that is read or made."""
     name, made = base_name(operator.node.op), operator.node.outputs
-    if operator.known and name in MATMULS | ATTENTION:
+    if operator.has_rule and name in MATMULS | ATTENTION:
         return contraction_flops(operator)
-    if not operator.known and "mm" in name:  # rows times a matrix each, as in grouped_mm
+    if not operator.has_rule and "mm" in name:  # rows times a matrix each, as in grouped_mm
         return 2.0 * operator.inputs[0].numel * made[0].shape[-1]
     return float(max((meta.numel for meta in (*operator.inputs, *made)), default=0))
 

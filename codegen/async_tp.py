@@ -75,9 +75,9 @@ def _joints(flow: Flow) -> Iterator[_Joint]:
     for index, statement in enumerate(flow.body):
         if isinstance(statement, Reshard) and statement.axis == AXIS:
             find = {"all_gather": _gathered, "reduce_scatter": _scattered}.get(statement.method)
-            found = find(statement, index, flow) if find else None
-            if found is not None:
-                yield found
+            joint = find(statement, index, flow) if find else None
+            if joint is not None:
+                yield joint
 
 
 def _gathered(gather: Reshard, index: int, flow: Flow) -> _Joint | None:
@@ -126,35 +126,35 @@ def _scattered(scatter: Reshard, index: int, flow: Flow) -> _Joint | None:
 
 
 def _product(result: Var, reader: int, flow: Flow) -> _Product | None:
-    made, view = _only_for(result, reader, flow), -1
+    maker, view = _only_for(result, reader, flow), -1
     shape: tuple[Any, ...] = ()
-    viewed = view_of(flow.body[made]) if made >= 0 else None
+    viewed = view_of(flow.body[maker]) if maker >= 0 else None
     if viewed is not None:
         product, shape = viewed
-        if not shape or shape[-1] != product.shape[-1] or len(flow.origins[made]) != 1:
+        if not shape or shape[-1] != product.shape[-1] or len(flow.origins[maker]) != 1:
             return None
-        (source,) = reads(flow.body[made])
-        made, view = _only_for(source, made, flow), made
-    layer = layer_of(flow.body[made]) if made >= 0 else None
+        (source,) = reads(flow.body[maker])
+        maker, view = _only_for(source, maker, flow), maker
+    layer = layer_of(flow.body[maker]) if maker >= 0 else None
     if layer is None or (view >= 0 and not layer.is_addmm):
         return None
-    return _Product(layer, made, view, shape)
+    return _Product(layer, maker, view, shape)
 
 
 def _masked(layer: Layer, position: int, axis: str, flow: Flow) -> tuple[int, Var | None]:
     """The reshard of a layer's bias from replicated to partial, and that bias; (-1, None) where there is none."""
-    made = _only_for(layer.bias, position, flow) if isinstance(layer.bias, Var) else -1
-    reshard = flow.body[made] if made >= 0 else None
+    maker = _only_for(layer.bias, position, flow) if isinstance(layer.bias, Var) else -1
+    reshard = flow.body[maker] if maker >= 0 else None
     if not isinstance(reshard, Reshard) or not is_stored(reshard.source):
         return -1, None
     is_mask = (reshard.axis, reshard.method, reshard.kwargs) == (axis, "first_rank_only", ())
-    return (made, reshard.source) if is_mask else (-1, None)
+    return (maker, reshard.source) if is_mask else (-1, None)
 
 
 def _only_for(value: Var, reader: int, flow: Flow) -> int:
     """The statement that made what `reader` alone reads; -1 if others read it, or nothing here made it."""
-    made = flow.origins[reader][value.name]
-    return made if made >= 0 and flow.readers[made, value.name] == {reader} else -1
+    maker = flow.origins[reader][value.name]
+    return maker if maker >= 0 and flow.readers[maker, value.name] == {reader} else -1
 
 
 def _is_of_rows(reshard: Reshard) -> bool:

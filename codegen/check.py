@@ -25,14 +25,12 @@ import torch.nn.functional
 from codegen.runtime.buffer_updates import UpdatingModule
 from codegen.runtime.draw_module import DrawModule
 from codegen.runtime.evaluation import LogitsModule
-from codegen.runtime.mesh import Axis, Mesh
+from codegen.runtime.mesh import AXIS_NAMES, Axis, Mesh
 from codegen.runtime.whole_sums import SummingModule
 from codegen.schemas import EmissionError, Schema, schema_of, schemas_named, signature_of
 
 _VARARGS = frozenset({"view", "reshape", "expand", "permute", "repeat"})
 """Methods that take sizes or dims one by one as well."""
-
-_AXES = frozenset({"pp", "ddp", "dp", "ttp", "tp", "cp", "ep"})
 
 
 def check_files(sources: Mapping[str, str]) -> None:
@@ -63,42 +61,42 @@ class _File:
         self.inputs = {**layers, **_forward_inputs(tree)}
 
     def check(self) -> None:
-        known = set(dir(builtins)) | {"__file__", "__name__"}
+        names = set(dir(builtins)) | {"__file__", "__name__"}
         for statement in self.tree.body:
-            self.statement(statement, known)
+            self.statement(statement, names)
 
     def fail(self, problem: str, node: ast.expr | ast.stmt) -> EmissionError:
         segment = ast.get_source_segment(self.text, node) if isinstance(node, ast.expr) else ""
         return EmissionError(problem, segment or "", f"{self.file}, line {node.lineno}")
 
-    def statement(self, node: ast.stmt, known: set[str]) -> None:
+    def statement(self, node: ast.stmt, names: set[str]) -> None:
         """Checks a statement; adds what it defines to `known`."""
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-            known.add(node.name)
-            inner = set(known)
+            names.add(node.name)
+            inner = set(names)
             if isinstance(node, ast.FunctionDef):
                 inner |= {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
             for child in node.body:
                 self.statement(child, inner)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            known |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.For):
-            self.expression(node.iter, known)
-            known |= _targets(node.target)
+            self.expression(node.iter, names)
+            names |= _targets(node.target)
             called = _layer_class(node.iter)
             for child in node.body:
-                self.statement(child, known)
+                self.statement(child, names)
                 if called in self.inputs:
                     self.layer(child, called)
         elif isinstance(node, ast.If):
-            self.expression(node.test, known)
+            self.expression(node.test, names)
             for child in (*node.body, *node.orelse):
-                self.statement(child, known)
+                self.statement(child, names)
         else:
             for part in ast.iter_child_nodes(node):
                 if isinstance(part, ast.expr) and not isinstance(getattr(part, "ctx", None), ast.Store):
-                    self.expression(part, known)
-            known |= _stored(node)
+                    self.expression(part, names)
+            names |= _stored(node)
 
     def layer(self, node: ast.stmt, cls: str) -> None:
         """`... = layer(a, b)` gives as many arguments as that class' forward takes."""
@@ -106,8 +104,8 @@ class _File:
             if isinstance(call.func, ast.Name) and len(call.args) != self.inputs[cls]:
                 raise self.fail(f"{cls} takes {self.inputs[cls]} arguments", call)
 
-    def expression(self, node: ast.expr, known: set[str]) -> None:
-        local = known | _stored(node)
+    def expression(self, node: ast.expr, names: set[str]) -> None:
+        local = names | _stored(node)
         for part in _without_lambdas(node):
             if isinstance(part, ast.Name) and part.id not in local:
                 raise self.fail(f"the name {part.id!r} is not defined", part)
@@ -126,19 +124,19 @@ class _File:
             if function is None:
                 raise self.fail("torch has no such function", node)
             self.function(node, function, rest, keywords)
-        elif root in _AXES and "." not in rest and rest:
+        elif root in AXIS_NAMES and "." not in rest and rest:
             self.signature(node, getattr(Axis, rest, None), [None, *node.args], keywords)
         elif path.startswith("self.mesh."):
             self.signature(node, getattr(Mesh, rest.removeprefix("mesh."), None), [None, *node.args], keywords)
         elif root == "self" and "." not in rest and rest:
-            own = (getattr(base, rest, None) for base in (DrawModule, SummingModule, LogitsModule, UpdatingModule))
-            method = next(filter(None, own), None)
+            methods = (getattr(base, rest, None) for base in (DrawModule, SummingModule, LogitsModule, UpdatingModule))
+            method = next(filter(None, methods), None)
             self.signature(node, method, [None, *node.args], keywords)
         elif root in self.imported:
-            found = self.imported[root]
+            callee = self.imported[root]
             for name in filter(None, rest.split(".")):
-                found = getattr(found, name, None)
-            self.signature(node, found, node.args, keywords)
+                callee = getattr(callee, name, None)
+            self.signature(node, callee, node.args, keywords)
         elif isinstance(node.func, ast.Attribute):
             self.method(node, node.func, keywords)
 
@@ -188,12 +186,12 @@ def _binds(schema: Schema, args: Sequence[ast.expr], keywords: Mapping[str, ast.
     positional = [argument for argument in schema if not argument.is_keyword]
     if len(args) > len(positional):
         return False
-    found = {argument.name: value for argument, value in zip(positional, args, strict=False)}
-    if set(found) & set(keywords) or not set(keywords) <= {argument.name for argument in schema}:
+    arguments = {argument.name: value for argument, value in zip(positional, args, strict=False)}
+    if set(arguments) & set(keywords) or not set(keywords) <= {argument.name for argument in schema}:
         return False
-    found |= keywords
-    is_complete = all(argument.name in found or not argument.is_required for argument in schema)
-    return is_complete and all(_fits(a.type, found[a.name]) for a in schema if a.name in found)
+    arguments |= keywords
+    is_complete = all(argument.name in arguments or not argument.is_required for argument in schema)
+    return is_complete and all(_fits(a.type, arguments[a.name]) for a in schema if a.name in arguments)
 
 
 def _fits(kind: str, value: ast.expr) -> bool:
@@ -213,13 +211,13 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, Any]]:
     and from the user's modules."""
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module in sys.modules:
-            own = sys.modules[node.module]
-            yield from ((alias.asname or alias.name, getattr(own, alias.name, None)) for alias in node.names)
+            module = sys.modules[node.module]
+            yield from ((alias.asname or alias.name, getattr(module, alias.name, None)) for alias in node.names)
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module and node.module != "layers":
             home = f"codegen.{node.module}"
             for alias in node.names:
-                found = getattr(importlib.import_module(home), alias.name, None)
-                yield alias.asname or alias.name, found if found is not None else _module(f"{home}.{alias.name}")
+                value = getattr(importlib.import_module(home), alias.name, None)
+                yield alias.asname or alias.name, value if value is not None else _module(f"{home}.{alias.name}")
 
 
 def _module(name: str) -> Any:

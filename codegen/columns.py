@@ -45,9 +45,9 @@ def _fit_code(indent: str, code: str) -> list[str]:
     target, value = code[:at], code[at:]
     if at and not target.startswith(")") and len(indent) + at + len(" = (") > COLUMNS:
         return [f"{indent}(", *_fit_inner(indent + _STEP, target), *_fit_code(indent, f"){value}")]
-    found = _fit_brackets(indent, code)
-    if found:
-        return found
+    lines = _fit_brackets(indent, code)
+    if lines:
+        return lines
     start = f"{target} = " if at else "return " if code.startswith("return ") else ""
     if not start:
         return [indent + code]
@@ -102,13 +102,13 @@ def _items(code: str) -> list[str]:
 
 def _groups(code: str) -> list[tuple[int, int]]:
     """(opening, closing) of the outermost brackets."""
-    found, opening = [], 0
+    groups, opening = [], 0
     for at, char, depth in _outside(code):
         if char in "([{" and depth == 0:
             opening = at
         elif char in ")]}" and depth == 0:
-            found.append((opening, at))
-    return found
+            groups.append((opening, at))
+    return groups
 
 
 def _outside(code: str) -> Iterator[tuple[int, str, int]]:

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from codegen.columns import COLUMNS, documented, fitted
-from codegen.expressions import is_custom, kernel_name, literal
-from codegen.functions import function_of
+from codegen.expressions import kernel_name, literal
+from codegen.functions import function_of, is_custom
 from codegen.idioms import with_idioms
 from codegen.logits import with_logits
 from codegen.program import Call, Layout, ModuleClass, Program, Reshard, Spec, Statement, Var, reads
 from codegen.reshard_words import Dims
+from codegen.rotary_names import with_rotary_names
 from codegen.runtime.names import argument
 from codegen.sizes import needed, with_sizes
 from codegen.statements import Aside, axes, indented, joint_axes, returning, source_lines
@@ -82,39 +83,42 @@ def emit_model(program: Program) -> str:
 
 def emit_classes(program: Program, words: Words) -> str:
     """One file: imports, sizes, layouts, the layer classes and the root class."""
-    program, sizes = with_sizes(with_logits(program))
-    own = tuple(layer for layer in program.layers if layer.name not in words.elsewhere)
-    classes = [layer_class(program, layer, words) for layer in own] + [_root_class(program, words)]
-    statements = [s for cls in (*own, program.root) for s in cls.body] + [*program.count_targets, *program.whole_sums]
+    program, sizes = with_sizes(with_rotary_names(with_logits(program)))
+    layers = tuple(layer for layer in program.layers if layer.name not in words.elsewhere)
+    classes = [layer_class(program, layer, words) for layer in layers] + [_root_class(program, words)]
+    statements = [s for cls in (*layers, program.root) for s in cls.body] + [
+        *program.count_targets,
+        *program.whole_sums,
+    ]
     statements += program.giving_logits
     homes = {".layers": sorted(words.elsewhere)} if words.elsewhere else {}
-    return _file(replace(words, sizes=sizes), (*own, program.root), classes, statements, homes)
+    return _file(replace(words, sizes=sizes), (*layers, program.root), classes, statements, homes)
 
 
 def emit_layers(layers: Mapping[str, tuple[Program, ModuleClass]], words: Words) -> str:
     """layers.py: classes that several stages have, with a program that each is of."""
-    named = {name: with_sizes(program) for name, (program, _) in layers.items()}
+    named = {name: with_sizes(with_rotary_names(program)) for name, (program, _) in layers.items()}
     sizes = {key: line for _, lines in named.values() for key, line in lines.items()}
     if any(lines[key] != sizes[key] for _, lines in named.values() for key in lines):
         named, sizes = {name: (program, {}) for name, (program, _) in layers.items()}, {}  # of unequal meshes
     bodies = {
         name: next(cls.body for cls in program.layers if cls.name == name) for name, (program, _) in named.items()
     }
-    own = tuple(replace(layer, body=bodies[name]) for name, (_, layer) in layers.items())
-    classes = [layer_class(program, layer, words) for (program, _), layer in zip(layers.values(), own, strict=True)]
-    statements = [statement for layer in own for statement in layer.body]
-    return _file(replace(words, sizes=sizes), own, classes, statements, {})
+    emitted = tuple(replace(layer, body=bodies[name]) for name, (_, layer) in layers.items())
+    classes = [layer_class(program, layer, words) for (program, _), layer in zip(layers.values(), emitted, strict=True)]
+    statements = [statement for layer in emitted for statement in layer.body]
+    return _file(replace(words, sizes=sizes), emitted, classes, statements, {})
 
 
 def _file(
     words: Words,
-    own: tuple[ModuleClass, ...],
+    emitted: tuple[ModuleClass, ...],
     classes: list[str],
     statements: list[Statement],
     homes: dict[str, list[str]],
 ) -> str:
     calls = [statement for statement in statements if isinstance(statement, Call)]
-    layouts = "\n".join(_layout(layout) for cls in own for layout in cls.layouts)
+    layouts = "\n".join(_layout(layout) for cls in emitted for layout in cls.layouts)
     body = "\n\n\n".join(classes)
     bases = re.findall(r"^class \w+\((.*)\):$", body, re.MULTILINE)
     for base in sorted({base for names in bases for base in names.split(", ")}):
@@ -144,15 +148,16 @@ def _custom(calls: Iterable[Call]) -> str:
     """The operators and Functions that are not torch's own, as a clause."""
     calls = list(calls)
     names = sorted({call.target.rpartition(".")[0] for call in calls if is_custom(call.target)})
-    modules = sorted({found.function.__module__ for call in calls if (found := function_of(call.target))})
+    modules = sorted({function.function.__module__ for call in calls if (function := function_of(call.target))})
     theirs = f", the Functions of {', '.join(modules)}" if modules else ""
     return f"{theirs} and whatever registers {', '.join(names)}: import it before this" if names else theirs or " only"
 
 
 def _docstring(title: str, needs: str) -> list[str]:
     legend = (
-        "Every tensor below is this rank's part. Parameters and inputs have their whole shapes; S(d) is cut along dim",
-        "d over the axis, Rp whole with a gradient that is summed over it, and what names no axis is whole and alike.",
+        "Tensors are this rank's parts. The tables have global shapes, and a placement per axis of the mesh:",
+        "S(d) is sharded along dim d, Rp is replicated with a gradient that is summed over the axis.",
+        "Over the other axes all ranks have equal copies.",
     )
     title_lines = textwrap.wrap(f'"""{plain(title)}.', COLUMNS, break_long_words=False)
     needs_lines = textwrap.wrap(f"Generated by autopar from plan.yaml; it needs torch{needs}.", COLUMNS)
@@ -181,8 +186,8 @@ def _imports(calls: Iterable[Call], body: str, homes: dict[str, list[str]]) -> l
             homes.setdefault(".runtime", []).append(space)
     functions = {call.target: function for call in calls if (function := function_of(call.target))}
     theirs = [*sorted(function.import_line for function in functions.values()), ""] if functions else []
-    own = [f"from {home} import {', '.join(sorted(names))}" for home, names in sorted(homes.items())]
-    return lines + theirs + own
+    imports = [f"from {home} import {', '.join(sorted(names))}" for home, names in sorted(homes.items())]
+    return lines + theirs + imports
 
 
 def _layout(layout: Layout) -> str:
@@ -250,8 +255,8 @@ def _root_class(program: Program, words: Words) -> str:
         lines += [f"    JOINTS = {literal(joints)}", ""] if (joints := joint_axes(program)) else []
     sends = {name: boundary.spec for name, boundary in program.sends.items()}
     lines += _table("SENDS", sends, words.boundaries.get("SENDS"))
-    given = (("num_targets", program.count_targets), ("sums", program.whole_sums))
-    takes: tuple[str | Var, ...] = ("self", *cls.inputs, *(name for name, statements in given if statements))
+    extra_inputs = (("num_targets", program.count_targets), ("sums", program.whole_sums))
+    takes: tuple[str | Var, ...] = ("self", *cls.inputs, *(name for name, statements in extra_inputs if statements))
     parted = frozenset(layer for layer, count in Counter(run.layer for run in program.runs).items() if count > 1)
     lines += [f"    def forward({_names(takes)}):"]
     body = source_lines(cls.body, cls.outputs, dims, 2, parted, _aside(program, dims))
@@ -267,15 +272,17 @@ def _aside(program: Program, dims: Dims) -> Aside | None:
     """What forward does where an evaluation asks for logits; None in a program that has none."""
     if program.logits is None:
         return None
-    held = {statement.axis for statement in program.root.body if isinstance(statement, Reshard)}
-    own = replace(program, axes=tuple(axis for axis in program.axes if axis not in held))
+    axes_with_reshards = {statement.axis for statement in program.root.body if isinstance(statement, Reshard)}
+    without_axes = replace(program, axes=tuple(axis for axis in program.axes if axis not in axes_with_reshards))
     lines = source_lines(program.giving_logits, (program.logits,), dims)
-    inner = [*axes(own, program.giving_logits), *lines, f"self.give_logits({program.logits.name})"]
-    read = {each for statement in program.giving_logits for each in reads(statement)} | {program.logits}
+    inner = [*axes(without_axes, program.giving_logits), *lines, f"self.give_logits({program.logits.name})"]
+    read = {statement_read for statement in program.giving_logits for statement_read in reads(statement)} | {
+        program.logits
+    }
     return Aside(
         program.logits_at,
         frozenset(read),
-        ("if self.gives_logits:  # of an evaluation", *(f"    {line}" for line in inner)),
+        ("if self.gives_logits:  # in evaluation", *(f"    {line}" for line in inner)),
     )
 
 
@@ -300,7 +307,7 @@ def _batch_facts(program: Program) -> list[str]:
     # Their text is the user's: written by repr alone.
     lines = [line for name, value in facts.items() if value for line in (f"    {name} = {value!r}", "")]
     if program.guards:
-        lines += ["    GUARDS = {", *(f"        {each.source}," for each in program.guards), "    }", ""]
+        lines += ["    GUARDS = {", *(f"        {guard.source}," for guard in program.guards), "    }", ""]
     return lines
 
 

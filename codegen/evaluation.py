@@ -31,13 +31,13 @@ def follows_training(program: Program) -> Program:
 
 def _class(cls: ModuleClass) -> ModuleClass:
     """Raises ValueError where a copy of the buffer (a reshard of it) would be written to."""
-    writing = [each for each in cls.body if _writes(each)]
-    updates = [each for each in writing if _updates(each)]
+    writing = [statement for statement in cls.body if _writes(statement)]
+    updates = [statement for statement in writing if _updates(statement)]
     written = [_stored(cls, call, call.args[index]) for call in updates for index in STATISTICS]
-    updating = [each for each in cls.body if isinstance(each, Call) and each.target == UPDATE]
+    updating = [statement for statement in cls.body if isinstance(statement, Call) and statement.target == UPDATE]
     return replace(
         cls,
-        body=tuple(_followed(each) if _writes(each) else each for each in cls.body),
+        body=tuple(_followed(statement) if _writes(statement) else statement for statement in cls.body),
         written_buffers=tuple(dict.fromkeys(written)),
         updated_buffers=tuple(dict.fromkeys(_stored(cls, call, call.args[0]) for call in updating)),
     )

@@ -6,6 +6,7 @@ are strings already; `Call.args` follow the operator's schema.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from codegen.functions import NAMESPACE, function_of
+from codegen.functions import function_of
 from codegen.program import Call, Raw, Var
 from codegen.schemas import EmissionError, devices_of, makes, schema_of, signature_of
 from codegen.text import quoted
@@ -103,18 +104,24 @@ FUNCTIONS: Mapping[str, str] = {
 
 REDUCTIONS = ("none", "mean", "sum")
 
+_SPACES: Mapping[str, Callable[[str], str]] = {
+    **dict.fromkeys(("self", "async_tp", "deferred", "fp8", "grouped", "overlapped"), str),
+    **dict.fromkeys(("runtime", "idioms"), lambda target: target.partition(".")[2]),
+    "kernels": lambda target: kernel_name(target.removeprefix("kernels.")),
+}
+"""Of functions that are no operators: what they are called in the source."""
+
 
 def expression(call: Call) -> str:
     """The right-hand side of a call."""
+    space, _, name = call.target.partition(".")
     if call.target == "self.dropout_attention":
         text = _dropout_attention(call)
-    elif call.target.startswith(("self.", "async_tp.", "deferred.", "fp8.", "grouped.", "overlapped.")):
-        text = _function(call.target, [literal(a) for a in call.args], dict(call.kwargs))
-    elif call.target.startswith("kernels."):
-        name = kernel_name(call.target.removeprefix("kernels."))
-        text = _function(name, [literal(a) for a in call.args], dict(call.kwargs))
-    elif call.target.startswith(("runtime.", "idioms.")):
-        text = _function(call.target.partition(".")[2], [literal(a) for a in call.args], dict(call.kwargs))
+    elif space in _SPACES:
+        arguments = dict(call.kwargs)
+        if name.endswith("attention") and _is_default_scale(call.args[0], arguments.get("scale")):
+            del arguments["scale"]
+        text = _function(_SPACES[space](call.target), [literal(a) for a in call.args], arguments)
     else:
         text = _operator(call)
     return f"{_atom(text)} / {call.divisor}" if call.divisor != 1 else text
@@ -132,16 +139,11 @@ def is_method(call: Call) -> bool:
     return chains and call.divisor == 1 and name not in ("neg",)
 
 
-def is_custom(target: str) -> bool:
-    """Whether a target is an operator of another library than torch's own (`torch.library`)."""
-    return target.count(".") == 2 and not target.startswith(("aten.", "prims.", "self.", f"{NAMESPACE}."))
-
-
 Arguments = dict[str, Any]
 """What a call gives, by the names of its operator's schema and in that order, without what is the schema's default."""
 
 
-def given(call: Call) -> Arguments:
+def call_arguments(call: Call) -> Arguments:
     """Raises EmissionError for an operator that torch does not have, or that takes no such arguments."""
     schema = schema_of(call.target)
     if schema is None:
@@ -157,15 +159,15 @@ def _operator(call: Call) -> str:
     """The first form of a call that says all of its arguments; that by the overload's own name always does."""
     namespace, name, overload = call.target.split(".")
     full = f"{name}.{overload}"
-    arguments = given(call)
+    arguments = call_arguments(call)
     if namespace == "aten":
         required = {argument.name for argument in schema_of(call.target) or () if argument.is_required}
         arguments = {k: v for k, v in arguments.items() if k not in WITHOUT_EFFECT or k in required}
         text = SPECIAL[name](call, dict(arguments)) if name in SPECIAL else None
         text = text or _infix(full, list(arguments.values()))
         if text is None and (name in METHODS or full in METHODS):
-            own, *rest = _positional(call.target, arguments)
-            text = _function(f"{_atom(literal(own[1]))}.{name}", *_split(rest))
+            operand, *rest = _positional(call.target, arguments)
+            text = _function(f"{_atom(literal(operand[1]))}.{name}", *_split(rest))
         if text is None and name in FUNCTIONS:
             text = _python(FUNCTIONS[name], call.target, arguments)
         if text is None and name.endswith("_like"):
@@ -236,19 +238,19 @@ def _infix(name: str, values: list[Any]) -> str | None:
 Special = Callable[[Call, Arguments], str | None]
 
 
-def _to(call: Call, given: Arguments) -> str | None:
+def _to(call: Call, arguments: Arguments) -> str | None:
     """Devices are this rank's own whatever the trace said, and values need no copy of their own."""
-    dtype = given.get("dtype")
-    return f"{_atom(literal(given['self']))}.to({literal(dtype)})" if dtype is not None else None
+    dtype = arguments.get("dtype")
+    return f"{_atom(literal(arguments['self']))}.to({literal(dtype)})" if dtype is not None else None
 
 
-def _slice(call: Call, given: Arguments) -> str | None:
+def _slice(call: Call, arguments: Arguments) -> str | None:
     """`x[:, 1:]`; from the last dims `x[..., 4:]` is not known here, so colons count the dims."""
-    dim = given.get("dim", 0)
-    bounds = _bounds(given.get("start"), given.get("end"), given.get("step", 1))
+    dim = arguments.get("dim", 0)
+    bounds = _bounds(arguments.get("start"), arguments.get("end"), arguments.get("step", 1))
     if dim < 0:
-        return f"{_atom(literal(given['self']))}[..., {bounds}]" if dim == -1 else None
-    return f"{_atom(literal(given['self']))}[{':, ' * dim}{bounds}]"
+        return f"{_atom(literal(arguments['self']))}[..., {bounds}]" if dim == -1 else None
+    return f"{_atom(literal(arguments['self']))}[{':, ' * dim}{bounds}]"
 
 
 def _bounds(start: Any, stop: Any, step: Any) -> str:
@@ -257,82 +259,93 @@ def _bounds(start: Any, stop: Any, step: Any) -> str:
     return f"{first}:{last}" + (f":{step}" if step not in (1, None) else "")
 
 
-def _select(call: Call, given: Arguments) -> str | None:
-    dim, index = given["dim"], given["index"]
-    return f"{_atom(literal(given['self']))}[{':, ' * dim}{index}]" if isinstance(dim, int) and dim >= 0 else None
+def _select(call: Call, arguments: Arguments) -> str | None:
+    dim, index = arguments["dim"], arguments["index"]
+    return f"{_atom(literal(arguments['self']))}[{':, ' * dim}{index}]" if isinstance(dim, int) and dim >= 0 else None
 
 
-def _embedding(call: Call, given: Arguments) -> str | None:
+def _embedding(call: Call, arguments: Arguments) -> str | None:
     """F.embedding takes them in another order, and counts a negative padding_idx from the end."""
-    if (given.get("padding_idx") or 0) < 0:
+    if (arguments.get("padding_idx") or 0) < 0:
         return None
-    return _function("F.embedding", [literal(given.pop("indices")), literal(given.pop("weight"))], given)
+    return _function("F.embedding", [literal(arguments.pop("indices")), literal(arguments.pop("weight"))], arguments)
 
 
-def _attention(call: Call, given: Arguments) -> str | None:
-    lead = [literal(given.pop(name)) for name in ("query", "key", "value")]
-    return _function("F.scaled_dot_product_attention", lead, given)
+def _attention(call: Call, arguments: Arguments) -> str | None:
+    if _is_default_scale(arguments["query"], arguments.get("scale")):
+        del arguments["scale"]
+    lead = [literal(arguments.pop(name)) for name in ("query", "key", "value")]
+    return _function("F.scaled_dot_product_attention", lead, arguments)
+
+
+def _is_default_scale(query: Any, scale: Any) -> bool:
+    """Whether attention's scale is torch's own, 1 / sqrt(head dim), to the last digit but one."""
+    if not isinstance(scale, float) or not isinstance(query, Var) or not query.type.shape:
+        return False
+    return math.isclose(scale, query.type.shape[-1] ** -0.5, rel_tol=4e-16)
 
 
 def _dropout_attention(call: Call) -> str:
     """The run time's takes what torch's does, and where the mask is drawn."""
-    own = {"call", "layout", "batched"}
+    extra_names = {"call", "layout", "batched"}
     plain = replace(
         call,
         target="aten.scaled_dot_product_attention.default",
-        kwargs=tuple((name, value) for name, value in call.kwargs if name not in own),
+        kwargs=tuple((name, value) for name, value in call.kwargs if name not in extra_names),
     )
-    arguments = given(plain)
+    arguments = call_arguments(plain)
+    if _is_default_scale(arguments["query"], arguments.get("scale")):
+        del arguments["scale"]
     lead = [literal(arguments.pop(name)) for name in ("query", "key", "value")]
-    return _function(call.target, lead, arguments | {n: v for n, v in call.kwargs if n in own})
+    return _function(call.target, lead, arguments | {n: v for n, v in call.kwargs if n in extra_names})
 
 
-def _loss(call: Call, given: Arguments) -> str | None:
+def _loss(call: Call, arguments: Arguments) -> str | None:
     """Torch's Python losses call their reduction by name."""
     name = FUNCTION_OF_LOSS.get(call.target.split(".")[1], call.target.split(".")[1])
-    lead = [literal(given.pop("self")), literal(given.pop("target"))]
-    if "reduction" in given:
-        given["reduction"] = REDUCTIONS[given["reduction"]]
-    return _function(f"F.{name}", lead, given)
+    lead = [literal(arguments.pop("self")), literal(arguments.pop("target"))]
+    if "reduction" in arguments:
+        arguments["reduction"] = REDUCTIONS[arguments["reduction"]]
+    return _function(f"F.{name}", lead, arguments)
 
 
-def _index(call: Call, given: Arguments) -> str | None:
-    parts = [":" if index is None else literal(index) for index in given["indices"]]
-    return f"{_atom(literal(given['self']))}[{', '.join(parts)}]"
+def _index(call: Call, arguments: Arguments) -> str | None:
+    parts = [":" if index is None else literal(index) for index in arguments["indices"]]
+    return f"{_atom(literal(arguments['self']))}[{', '.join(parts)}]"
 
 
-def _cat(call: Call, given: Arguments) -> str | None:
-    items = ", ".join(literal(item) for item in given.pop("tensors"))
-    return _function(f"torch.{call.target.split('.')[1]}", [f"[{items}]"], given)
+def _cat(call: Call, arguments: Arguments) -> str | None:
+    items = ", ".join(literal(item) for item in arguments.pop("tensors"))
+    return _function(f"torch.{call.target.split('.')[1]}", [f"[{items}]"], arguments)
 
 
-def _view(call: Call, given: Arguments) -> str | None:
+def _view(call: Call, arguments: Arguments) -> str | None:
     """A view, with sizes without the tuple's brackets."""
-    (_, own), (_, sizes), *_ = given.items()
+    (_, operand), (_, sizes), *_ = arguments.items()
     if not isinstance(sizes, tuple):
         return None
-    return f"{_atom(literal(own))}.{call.target.split('.')[1]}({', '.join(map(literal, sizes)) or '()'})"
+    return f"{_atom(literal(operand))}.{call.target.split('.')[1]}({', '.join(map(literal, sizes)) or '()'})"
 
 
-def _reduce(call: Call, given: Arguments) -> str | None:
+def _reduce(call: Call, arguments: Arguments) -> str | None:
     """A reduction: `x.mean(-1, keepdim=True)`."""
-    own, dims = given.pop("self"), given.pop("dim", None)
+    operand, dims = arguments.pop("self"), arguments.pop("dim", None)
     single = dims[0] if isinstance(dims, tuple) and len(dims) == 1 else dims
     lead = [] if dims is None else [literal(single)]
-    return _function(f"{_atom(literal(own))}.{call.target.split('.')[1]}", lead, given)
+    return _function(f"{_atom(literal(operand))}.{call.target.split('.')[1]}", lead, arguments)
 
 
-def _norm(call: Call, given: Arguments) -> str | None:
+def _norm(call: Call, arguments: Arguments) -> str | None:
     """A norm with its arguments by position, in the order of torch.nn.functional, which is not the operator's."""
     name = call.target.split(".")[1]
     signature = signature_of(getattr(F, name))
-    if signature is None or not set(given) - {"input"} <= set(signature.parameters):
+    if signature is None or not set(arguments) - {"input"} <= set(signature.parameters):
         return None
-    return _function(f"F.{name}", [literal(given.get(each)) for each in signature.parameters], {})
+    return _function(f"F.{name}", [literal(arguments.get(parameter)) for parameter in signature.parameters], {})
 
 
-def _neg(call: Call, given: Arguments) -> str | None:
-    return f"-{_atom(literal(given['self']))}"
+def _neg(call: Call, arguments: Arguments) -> str | None:
+    return f"-{_atom(literal(arguments['self']))}"
 
 
 SPECIAL: Mapping[str, Special] = {
@@ -346,19 +359,9 @@ SPECIAL: Mapping[str, Special] = {
 FUNCTION_OF_LOSS: Mapping[str, str] = {"cross_entropy_loss": "cross_entropy"}
 """Losses that torch.nn.functional calls otherwise."""
 
-WITHOUT_EFFECT = frozenset(
-    {
-        "cudnn_enabled",
-        "cudnn_enable",
-        "implicit",
-        "non_blocking",
-        "copy",
-        "pin_memory",
-        "device",
-        "sparse",
-        "sparse_grad",
-    }
-)
+WITHOUT_EFFECT = frozenset({
+    "cudnn_enabled", "cudnn_enable", "implicit", "non_blocking", "copy", "pin_memory", "device", "sparse", "sparse_grad"
+})  # fmt: skip
 """Arguments that change no value: which library may be asked, and where a trace wanted things to lie."""
 
 

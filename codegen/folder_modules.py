@@ -7,11 +7,10 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 
+from codegen.reached import HOME, parsed
+
 PACKAGES = ("runtime", "kernels")
 """Of ours, copied beside generated files under the same names."""
-
-HOME = "autopar_program"
-"""What main.py, which is no module of the folder's package, calls that package."""
 
 
 def imported_modules(sources: Mapping[str, str]) -> dict[str, str]:
@@ -20,29 +19,29 @@ def imported_modules(sources: Mapping[str, str]) -> dict[str, str]:
     sources: generated files by name. Imports count at any depth of a file but under `if TYPE_CHECKING:`, which nothing
     runs. A package's `__init__.py` is its docstring alone.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     waiting = [target for text in sources.values() for target in _imports(text, ())]
     while waiting:
         parts = waiting.pop()
         name = "/".join(parts) + ".py"
-        if name in found or len(parts) != 2:
+        if name in texts or len(parts) != 2:
             continue
         home = resources.files(f"codegen.{parts[0]}")
         file = home / f"{parts[1]}.py"
         if not file.is_file():
             continue  # a function or class of a module, not a module of a package
-        found[name] = file.read_text(encoding="utf-8")
-        waiting += _imports(found[name], parts[:1])
-    for package in {name.partition("/")[0] for name in found}:
+        texts[name] = file.read_text(encoding="utf-8")
+        waiting += _imports(texts[name], parts[:1])
+    for package in {name.partition("/")[0] for name in texts}:
         doc = ast.get_docstring(ast.parse((resources.files(f"codegen.{package}") / "__init__.py").read_text()))
-        found[f"{package}/__init__.py"] = f'"""{(doc or "").partition(chr(10))[0]}"""\n'
-    return dict(sorted(found.items()))
+        texts[f"{package}/__init__.py"] = f'"""{(doc or "").partition(chr(10))[0]}"""\n'
+    return dict(sorted(texts.items()))
 
 
 @functools.cache
 def _imports(text: str, package: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """(package, module) of what a file may import of ours; a file of the folder itself has the package ()."""
-    return tuple(_targets(_executed(ast.parse(text).body), package))
+    return tuple(_targets(_executed(parsed(text).body), package))
 
 
 def _targets(nodes: Iterable[ast.AST], package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

@@ -43,7 +43,9 @@ _JOINED: Final = "fp8.linears"
 def in_fp8(program: Program) -> Program:
     """The program with such calls replaced in its layer classes."""
     sizes = dict(zip(program.axes, program.axis_sizes, strict=True))
-    rewritten = (replace(cls, body=tuple(_statement(each, cls, sizes) for each in cls.body)) for cls in program.layers)
+    rewritten = (
+        replace(cls, body=tuple(_statement(statement, cls, sizes) for statement in cls.body)) for cls in program.layers
+    )
     layers = tuple(map(_joined, rewritten))
     return replace(program, layers=layers, fp8=True)
 
@@ -89,8 +91,8 @@ def _joined(cls: ModuleClass) -> ModuleClass:
     flow = Flow.of(cls.body, cls.outputs)
     body: list[Statement | None] = list(cls.body)
     for calls in _of_one_input(flow):
-        found = (call for index in calls if isinstance(call := cls.body[index], Call))
-        layers = [Layer(call, *(*call.args, None)[:3]) for call in found]
+        linears = (call for index in calls if isinstance(call := cls.body[index], Call))
+        layers = [Layer(call, *(*call.args, None)[:3]) for call in linears]
         body[calls[0]] = as_one(layers, _JOINED)
         for index in calls[1:]:
             body[index] = None

@@ -79,7 +79,11 @@ def can_import(function: type) -> bool:
 
 def unknown_arguments(args: Sequence[Any]) -> list[Any]:
     """Those that no operator takes: what is neither a tensor, a number, text, dtype, None, nor plain data of such."""
-    return [each for each in args if not (isinstance(each, Tensor) or type(each) in _KINDS or is_plain(each))]
+    return [
+        argument
+        for argument in args
+        if not (isinstance(argument, Tensor) or type(argument) in _KINDS or is_plain(argument))
+    ]
 
 
 def operator_of(function: type, args: Sequence[Any], num_outputs: int | None) -> FunctionOperator:
@@ -93,8 +97,8 @@ def operator_of(function: type, args: Sequence[Any], num_outputs: int | None) ->
     if key not in by_schema:
         wish = function.__qualname__.replace(".", "_")
         packet = wish if wish not in by_packet else f"{wish}_{len(by_packet)}"
-        made = FunctionOperator(function, packet, _operator(function, packet, schema, written), written)
-        by_schema[key] = by_packet[packet] = made
+        operator = FunctionOperator(function, packet, _operator(function, packet, schema, written), written)
+        by_schema[key] = by_packet[packet] = operator
     return by_schema[key]
 
 
@@ -114,6 +118,11 @@ def _operator(function: type, packet: str, schema: str, written: frozenset[int])
         """An operator's result shares no memory with its operands."""
         return result.clone()
 
-    made = torch.library.custom_op(f"{NAMESPACE}::{packet}", run, mutates_args=(), schema=schema)
-    made.register_fake(run)
-    return made
+    custom_operator = torch.library.custom_op(f"{NAMESPACE}::{packet}", run, mutates_args=(), schema=schema)
+    custom_operator.register_fake(run)
+    return custom_operator
+
+
+def is_custom(target: str) -> bool:
+    """Whether a target is an operator of another library than torch's own (`torch.library`)."""
+    return target.count(".") == 2 and not target.startswith(("aten.", "prims.", "self.", f"{NAMESPACE}."))

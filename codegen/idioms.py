@@ -51,7 +51,10 @@ def _moves_last_dim(bound: Bindings) -> bool:
 
 
 def _next_tokens(bound: Bindings, last: Call) -> tuple[Call, ...]:
-    return (fused("idioms.next_tokens", bound, ("labels",), last, (("ignored", bound["ignored"].value),)),)
+    ignored = bound["ignored"].value
+    if "int" in bound["labels"].type.dtype and ignored == int(ignored):
+        ignored = int(ignored)
+    return (fused("idioms.next_tokens", bound, ("labels",), last, (("ignored", ignored),)),)
 
 
 _PADDED: Final = Op("aten.pad.default", (Leaf("labels"), (Is(0), Is(1)), Is("constant"), Value("ignored")))
@@ -119,12 +122,12 @@ _KERNELS: Final = frozenset({"rms_norm", "rotary", "swiglu"})
 
 def with_idioms(program: Program) -> Program:
     """The program with every run of calls that has a name as a call of that name."""
-    known = tuple(p for p in IDIOMS if not (program.kernels and p.target.partition(".")[2] in _KERNELS))
+    patterns = tuple(p for p in IDIOMS if not (program.kernels and p.target.partition(".")[2] in _KERNELS))
 
     def named(cls: ModuleClass) -> ModuleClass:
-        return replace(cls, body=replaced(cls.body, chosen(matches(known, cls.body, cls.outputs), 1)))
+        return replace(cls, body=replaced(cls.body, chosen(matches(patterns, cls.body, cls.outputs), 1)))
 
-    counting = chosen(matches(known, program.count_targets, program.target_counts), 1)
+    counting = chosen(matches(patterns, program.count_targets, program.target_counts), 1)
     return replace(
         program,
         layers=tuple(map(named, program.layers)),

@@ -122,9 +122,9 @@ def slurm_script(name: str, nodes: Nodes) -> str:
     if len(nodes.groups) == 1:
         command = _SAME.format(nodes=first.num_nodes, ranks=first.ranks_per_node, port=PORT)
     else:
-        each = (str(group.ranks_per_node) for group in nodes.groups for _ in range(group.num_nodes))
+        rank_counts = (str(group.ranks_per_node) for group in nodes.groups for _ in range(group.num_nodes))
         groups = ",".join(str(number) for number in range(len(nodes.groups)))
-        command = _UNLIKE.format(nodes=nodes.num_nodes, ranks=" ".join(each), groups=groups, port=PORT)
+        command = _UNLIKE.format(nodes=nodes.num_nodes, ranks=" ".join(rank_counts), groups=groups, port=PORT)
     return _SBATCH.format(
         name=name,
         cluster=_cluster(nodes),

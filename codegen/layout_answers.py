@@ -26,7 +26,7 @@ class Operand:
     strides: Strides
     dtype: str
 
-    def made(self) -> torch.Tensor:
+    def tensor(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=getattr(torch, self.dtype), device="meta")
 
 
@@ -40,14 +40,14 @@ def evened(shape: tuple[int, ...], strides: Strides) -> Strides:
     """Strides with those of dims of one element as of a contiguous tensor: they say nothing."""
     if 0 in shape:
         return contiguous(shape)
-    found, step = list(strides), 1
+    even_strides, step = list(strides), 1
     for dim in reversed(range(len(shape))):
         if shape[dim] == 1:
-            found[dim] = step
-        step = found[dim] * shape[dim]
+            even_strides[dim] = step
+        step = even_strides[dim] * shape[dim]
     packed = contiguous(shape)
-    is_packed = all(size == 1 or a == b for size, a, b in zip(shape, found, packed, strict=True))
-    return packed if is_packed else tuple(found)
+    is_packed = all(size == 1 or a == b for size, a, b in zip(shape, even_strides, packed, strict=True))
+    return packed if is_packed else tuple(even_strides)
 
 
 def ordered_like(shape: tuple[int, ...], like: Strides) -> Strides:
@@ -87,12 +87,12 @@ def _ask(target: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Strides, ..
     except Exception:  # of whatever class: torch does not take these operands, or has no such operator for meta tensors
         return None
     results = result if isinstance(result, (tuple, list)) else (result,)
-    return tuple(evened(tuple(each.shape), each.stride()) for each in results if isinstance(each, torch.Tensor))
+    return tuple(evened(tuple(tensor.shape), tensor.stride()) for tensor in results if isinstance(tensor, torch.Tensor))
 
 
 def _made(value: Any) -> Any:
     if isinstance(value, Operand):
-        return value.made()
+        return value.tensor()
     return [_made(item) for item in value] if isinstance(value, list) else value
 
 
@@ -101,5 +101,5 @@ def follows_operands(target: str) -> bool:
     operator: Any = torch.ops
     for part in target.split("."):
         operator = getattr(operator, part, None)
-    is_alias = any(each.alias_info is not None for each in operator._schema.returns)
+    is_alias = any(value.alias_info is not None for value in operator._schema.returns)
     return is_alias or torch.Tag.pointwise in operator.tags

@@ -65,11 +65,11 @@ def is_stored(value: Any) -> bool:
     return isinstance(value, Var) and value.is_stored
 
 
-def readers_of(x: Var, made: int, flow: Flow) -> Readers | None:
+def readers_of(x: Var, maker: int, flow: Flow) -> Readers | None:
     """The layers that are all that reads x, if they may be one call; torch.addmm only alone. made: by that statement,
     -1 for what no statement makes."""
     read, view = x, -1
-    calls = flow.readers.get((made, x.name), frozenset())
+    calls = flow.readers.get((maker, x.name), frozenset())
     if len(calls) == 1:
         (only,) = calls
         flattened = _flattened(only, flow)
@@ -82,7 +82,7 @@ def readers_of(x: Var, made: int, flow: Flow) -> Readers | None:
     if view >= 0 and not layers[0].is_addmm:
         return None
     first = order[0]
-    holds = flow.value_at(x.name, first, frozenset((view,))) == made
+    holds = flow.value_at(x.name, first, frozenset((view,))) == maker
     may_move = all(flow.may_move(i, first) for i in order[1:])
     return Readers(x, order, layers, view) if holds and may_move else None
 
@@ -115,8 +115,8 @@ def view_of(statement: Statement | None) -> tuple[TensorType, tuple[Any, ...]] |
 def _flattened(index: int, flow: Flow) -> Var | None:
     """The result of a statement that is x as a matrix of its rows; None for any other."""
     statement = flow.body[index] if index < len(flow.body) else None
-    found = view_of(statement)
-    if found is None or not isinstance(statement, Call):
+    view = view_of(statement)
+    if view is None or not isinstance(statement, Call):
         return None
-    held, sizes = found
-    return statement.results[0] if len(sizes) == 2 and sizes[1] == held.shape[-1] else None
+    operand_type, sizes = view
+    return statement.results[0] if len(sizes) == 2 and sizes[1] == operand_type.shape[-1] else None

@@ -17,17 +17,17 @@ def with_logits(program: Program) -> Program:
     if program.logits is None:
         return program
     sources = _sources(program)
-    known: dict[str, TensorType] = {each.name: each.type for each in program.root.inputs}
+    types: dict[str, TensorType] = {variable.name: variable.type for variable in program.root.inputs}
     body = program.root.body
     for at in range(len(body) + 1):
-        if all(_has(known, each) for each in sources):
+        if all(_has(types, variable) for variable in sources):
             is_between_loops = 0 < at < len(body) and all(isinstance(s, LayerLoop) for s in body[at - 1 : at + 1])
             return without_logits(program) if is_between_loops else replace(program, logits_at=at)
         if at < len(body):
-            again = _again(body[at], sources, known)
+            again = _again(body[at], sources, types)
             if again:
                 return replace(program, logits_at=at, giving_logits=(*again, *program.giving_logits))
-            known |= {each.name: each.type for each in assigns(body[at])}
+            types |= {variable.name: variable.type for variable in assigns(body[at])}
     return without_logits(program)
 
 
@@ -39,29 +39,29 @@ def without_logits(program: Program) -> Program:
 def _sources(program: Program) -> list[Var]:
     """What the statements read of forward."""
     assert program.logits is not None
-    made: set[str] = set()
-    found: list[Var] = []
+    computed: set[str] = set()
+    sources: list[Var] = []
     for statement in program.giving_logits:
-        found += [each for each in reads(statement) if each.name not in made]
-        made |= {each.name for each in assigns(statement)}
-    return found if program.logits.name in made else [*found, program.logits]
+        sources += [variable for variable in reads(statement) if variable.name not in computed]
+        computed |= {variable.name for variable in assigns(statement)}
+    return sources if program.logits.name in computed else [*sources, program.logits]
 
 
-def _has(known: dict[str, TensorType], variable: Var) -> bool:
-    return variable.is_stored or known.get(variable.name) == variable.type
+def _has(types: dict[str, TensorType], variable: Var) -> bool:
+    return variable.is_stored or types.get(variable.name) == variable.type
 
 
-def _again(statement: Statement, sources: list[Var], known: dict[str, TensorType]) -> tuple[Call, ...]:
+def _again(statement: Statement, sources: list[Var], types: dict[str, TensorType]) -> tuple[Call, ...]:
     """The calls that a joint one stands for and that make the sources of what is known before it; none if they do
     not."""
     if not isinstance(statement, Call) or not statement.members:
         return ()
-    made = dict(known)
+    available = dict(types)
     calls: list[Call] = []
     for call in statement.original:
-        if all(_has(made, each) for each in reads(call)):
+        if all(_has(available, variable) for variable in reads(call)):
             calls.append(replace(call, section=""))
-            made |= {each.name: each.type for each in call.results if each.name}
-        if all(_has(made, each) for each in sources):
+            available |= {variable.name: variable.type for variable in call.results if variable.name}
+        if all(_has(available, variable) for variable in sources):
             return tuple(calls)
     return ()

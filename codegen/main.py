@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from codegen.columns import COLUMNS
 from codegen.launching import Nodes, single_node, usage
 from codegen.program import PipelineProgram, Program
-from codegen.text import plain
+from codegen.text import plain, quoted
 
-_TEMPLATE = '''"""Trains {name} on {mesh_text}{usage}
+_TEMPLATE = '''"""Train {name} on {mesh_text}{usage}
 
-Without --data every step gets random inputs; with it, --data FILE is read as a stream of bytes and every integer input
-is filled with consecutive pieces of it. Replace `batches` with your own data: it yields whole global batches, of which
-`step.local_batch` takes this rank's part. Needs torch only (and safetensors to read weights).
+Each step trains on random inputs. With --data FILE, integer inputs are pieces of that file, read as bytes. To train on
+your own data, replace `batches`: it yields global batches, and `step.local_batch` takes this rank's part of each. The
+program needs torch, and safetensors to read the weights.
 {optimizer_note}"""
 
 import importlib.util
+import itertools
 import os
 import sys
 import time
@@ -25,40 +27,44 @@ import time
 import torch
 import torch.distributed as dist
 
+# Import this folder as a package, whatever its name is.
 HERE = Path(__file__).resolve().parent
-package = "autopar_program"  # the folder may have any name
+package = "autopar_program"
 spec = importlib.util.spec_from_file_location(package, HERE / "__init__.py", submodule_search_locations=[str(HERE)])
 sys.modules[package] = importlib.util.module_from_spec(spec)
 
 from autopar_program.program import INPUTS, NUM_MICRO_BATCHES, create_mesh, create_step
 {imports}
 
+BATCH_SIZE = {batch}
 VOCABULARY = {vocabulary}
 
 
-def batches(start, data):
-    """Whole global batches by input name, from sample `start` on."""
-    generator = torch.Generator()
-    step = start // {batch}
-    while True:
-        generator.manual_seed(step)
-        batch = {{}}
-        for name, spec in INPUTS.items():
-            shape = (spec.shape[0] * NUM_MICRO_BATCHES, *spec.shape[1:])
-            if spec.dtype.is_floating_point:
-                batch[name] = torch.randn(shape, generator=generator)
-            elif data is not None:
-                length = shape[-1]
-                starts = torch.randint(len(data) - length, shape[:-1], generator=torch.Generator().manual_seed(step))
-                batch[name] = torch.stack([data[s : s + length] for s in starts.flatten()]).view(shape)
-            else:
-                batch[name] = torch.randint(VOCABULARY, shape, generator=generator, dtype=spec.dtype)
-        yield batch
-        step += 1
+def batches(first_sample, data=None):
+    """Yield global batches, tensors by input name, from a sample on: a resumed run goes on in the data."""
+    for step in itertools.count(first_sample // BATCH_SIZE):
+        yield example_batch(step, data)
+
+
+def example_batch(step, data=None):
+    """Return random values for each input, or pieces of the data for integer inputs. Equal on all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    batch = {{}}
+    for name, spec in INPUTS.items():
+        shape = (spec.shape[0] * NUM_MICRO_BATCHES, *spec.shape[1:])
+        if spec.dtype.is_floating_point:
+            batch[name] = torch.randn(shape, generator=generator)
+        elif data is None:
+            batch[name] = torch.randint(VOCABULARY, shape, generator=generator, dtype=spec.dtype)
+        else:
+            length = shape[-1]
+            starts = torch.randint(len(data) - length, shape[:-1], generator=torch.Generator().manual_seed(step))
+            batch[name] = torch.stack([data[start : start + length] for start in starts.flatten()]).view(shape)
+    return batch
 
 
 def initial_value():
-    """The weights beside this file, of which each rank reads its part; `name -> whole tensor` would do, too."""
+    """Return the weights beside this file; each rank reads its part. A function `name -> whole tensor` works too."""
     try:
         return weight_files.stored_weights(HERE)
     except weight_files.WeightFileError as error:
@@ -66,43 +72,44 @@ def initial_value():
 
 
 def read_bytes(path, parser):
-    """The file of --data as numbers below VOCABULARY."""
+    """Return a file's bytes as a tensor of numbers below VOCABULARY."""
     try:
-        found = torch.tensor(bytearray(path.read_bytes()), dtype=torch.uint8).long() % VOCABULARY
+        values = torch.tensor(bytearray(path.read_bytes()), dtype=torch.uint8).long() % VOCABULARY
     except OSError as error:
         parser.error(f"argument --data: {{path}}: {{error.strerror}}")
     specs = [spec for spec in INPUTS.values() if not spec.dtype.is_floating_point]
     longest = max((spec.shape[-1] for spec in specs if spec.shape), default=0)
-    if len(found) <= longest:
-        parser.error(f"argument --data: {{path}} has {{len(found)}} bytes, and pieces of {{longest}} are drawn from it")
-    return found
+    if len(values) <= longest:
+        parser.error(f"argument --data: {{path}} has {{len(values)}} bytes, an input needs more than {{longest}}")
+    return values
 
 
-{optimizer_function}def main():
+{optimizer_function}def read_options():
+    """Return the options of the command line and the data of --data."""
     parser = options.Parser(description=__doc__)
     number = options.number
-    how_long = parser.add_mutually_exclusive_group()
-    how_long.add_argument(
-        "--steps", type=number("steps"), default=10, help="to train from where the run begins or resumes"
-    )
-    how_long.add_argument(
-        "--until", type=number("steps"), help="steps in all instead, those before a resumption included"
-    )
+    duration = parser.add_mutually_exclusive_group()
+    duration.add_argument("--steps", type=number("steps"), default=10, help="steps of this run [default: 10]")
+    duration.add_argument("--until", type=number("steps"), help="steps in all, those before a resumption included")
     {optimizer_option}
-    parser.add_argument("--data", type=Path)
+    parser.add_argument("--data", type=Path, help="file to read integer inputs from")
     parser.add_argument("--checkpoint", type=Path, help="folder to resume from and to write to, also on SIGTERM")
     parser.add_argument(
         "--checkpoint-every", type=number("checkpoint_every"), default=0, help="steps between checkpoints"
     )
-    parser.add_argument("--max-grad-norm", type=number("max_grad_norm"))
-{wait_option}    given = parser.parse_args()
-    if given.checkpoint_every and given.checkpoint is None:
+    parser.add_argument("--max-grad-norm", type=number("max_grad_norm"), help="clip gradients at this global norm")
+{wait_option}    args = parser.parse_args()
+    if args.checkpoint_every and args.checkpoint is None:
         parser.error("argument --checkpoint-every: it needs --checkpoint, a folder")
-    data = None if given.data is None else read_bytes(given.data, parser)
-{optimizer_choice}    running = int(os.environ.get("WORLD_SIZE", "1"))
-    if running != {ranks}:
-        launch = {launch!r}.replace("main.py", sys.argv[0])
-        raise SystemExit(f"this program is for {ranks} processes, {{running}} run: {{launch}}")
+    return args, None if args.data is None else read_bytes(args.data, parser)
+
+
+def main():
+    args, data = read_options()
+{optimizer_choice}    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != {ranks}:
+        launch = {launch}.replace("main.py", sys.argv[0])
+        raise SystemExit(f"this program is for {ranks} processes, {{world_size}} run: {{launch}}")
     on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if on_gpu:
         torch.cuda.set_device({device})
@@ -111,32 +118,32 @@ def read_bytes(path, parser):
     {step}
     step.load(initial_value())
     is_first = dist.get_rank() == 0
-    with checkpoint_folder.locked(given.checkpoint if is_first else None):
-        checkpoint_folder.resume(given.checkpoint, lambda path: checkpoint.load(step, path), is_first)
-        code = train(step, given, data, is_first)
-    dist.barrier()  # a rank that leaves while others still use their connections to it can abort
+    with checkpoint_folder.locked(args.checkpoint if is_first else None):
+        checkpoint_folder.resume(args.checkpoint, lambda path: checkpoint.load(step, path), is_first)
+        exit_code = train(step, args, data, is_first)
+    dist.barrier()  # leave together: a rank that leaves early breaks the connections of the others
     dist.destroy_process_group()
-    processes.leave(code)
+    processes.leave(exit_code)
 
 
-def train(step, given, data, is_first):
-    """The exit code: 143 where it was told to end (SIGTERM) and has where to write a checkpoint, which it then does."""
-    ending = processes.Ending(step.mesh.device) if given.checkpoint else None
+def train(step, args, data, is_first):
+    """Train, and return the exit code: 143 after SIGTERM, if there is a folder for a checkpoint, else 0."""
+    ending = processes.Ending(step.mesh.device) if args.checkpoint else None
     source = batches(step.num_samples, data)
-    until = step.rng.step + given.steps if given.until is None else given.until
+    until = step.rng.step + args.steps if args.until is None else args.until
     while step.rng.step < until:
-        started = time.perf_counter()
+        start = time.perf_counter()
         loss = step(step.local_batch(next(source))).item()
-        done = step.rng.step
+        num_steps = step.rng.step
         if is_first:
-            print(f"step {{done}} loss {{loss:.4f}} {{time.perf_counter() - started:.3f}} s", flush=True)
-        is_told = ending is not None and ending.is_told()
-        is_due = given.checkpoint_every > 0 and done % given.checkpoint_every == 0
-        if given.checkpoint and (is_told or is_due or done == until):
+            print(f"step {{num_steps}} loss {{loss:.4f}} {{time.perf_counter() - start:.3f}} s", flush=True)
+        should_end = ending is not None and ending.is_told()
+        is_due = args.checkpoint_every > 0 and num_steps % args.checkpoint_every == 0
+        if args.checkpoint and (should_end or is_due or num_steps == until):
             checkpoint_folder.write(
-                given.checkpoint, done, lambda path: checkpoint.save(step, path), is_first, dist.barrier
+                args.checkpoint, num_steps, lambda path: checkpoint.save(step, path), is_first, dist.barrier
             )
-        if is_told:
+        if should_end:
             return 143
     return 0
 
@@ -150,9 +157,9 @@ if __name__ == "__main__":
 '''
 
 
-_JOIN = 'processes.join("nccl" if on_gpu else "gloo", given.collective_seconds)'
-_WAIT_OPTION = """    waits = "seconds until ranks that wait for another end with an error [default: 1800, of NCCL 600]"
-    parser.add_argument("--collective-seconds", type=number("collective_seconds"), help=waits)
+_JOIN = 'processes.join("nccl" if on_gpu else "gloo", args.collective_seconds)'
+_WAIT_OPTION = """    timeout = "seconds that a rank waits for others before it fails [default: 1800, of NCCL 600]"
+    parser.add_argument("--collective-seconds", type=number("collective_seconds"), help=timeout)
 """
 _ALONE = 'dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)'
 """One process needs no launcher to tell it where the others are."""
@@ -160,7 +167,7 @@ _ALONE = 'dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashS
 
 @dataclass(frozen=True, slots=True)
 class MainOptimizer:
-    """The optimiser that a saved program trains with.
+    """The optimizer that a saved program trains with.
 
     lr, weight_decay: of AdamW, where nothing else is given. path: of another's factory, `module:name`. arguments:
     keyword arguments of it, of types that `repr` writes. unnamed: what a factory is that has no path.
@@ -174,35 +181,39 @@ class MainOptimizer:
 
     @property
     def is_default(self) -> bool:
-        """Whether the optimiser is AdamW with a rate and a decay."""
+        """Whether the optimizer is AdamW with a rate and a decay."""
         return not (self.path or self.unnamed)
 
 
 _NAMED_NOTE = """
-The optimiser is the one that was compiled in, see `compiled_optimizer`; --optimizer module:factory takes another.
+The optimizer is that of `compiled_optimizer`, or of --optimizer module:factory.
 """
 _UNNAMED_NOTE = """
-The optimiser that was compiled in has no import path: replace the line in `compiled_optimizer`, or give --optimizer
-module:factory. Until then the program stops.
+The program needs an optimizer, as the one that it was compiled with has no import path: give --optimizer
+module:factory, or replace the line in `compiled_optimizer`.
 """
 _OPTIMIZER_FUNCTION = '''def compiled_optimizer():
-    """`params -> torch.optim.Optimizer`, or `named_parameters -> torch.optim.Optimizer`."""
+    """Return a factory of optimizers, of parameters or of (name, parameter) pairs."""
     {line}
 
 
 '''
 _OPTIMIZER_OPTION = 'parser.add_argument("--optimizer", help="module:factory, instead of the one compiled in")'
-_OPTIMIZER_CHOICE = """    chosen = given.optimizer
+_OPTIMIZER_CHOICE = """    chosen = args.optimizer
     factory = optimizers.imported(chosen) if chosen else compiled_optimizer()
 """
 
 
 def _imports(*modules: str) -> str:
-    return f"from autopar_program.runtime import {', '.join(modules)}"
+    line = f"from autopar_program.runtime import {', '.join(modules)}"
+    if len(line) <= COLUMNS:
+        return line
+    names = "".join(f"    {module},\n" for module in modules)
+    return f"from autopar_program.runtime import (\n{names})"
 
 
 def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]:
-    """What the template takes for the optimiser."""
+    """What the template takes for the optimizer."""
     if optimizer.is_default:
         decay = "" if optimizer.weight_decay == 1e-2 else f", weight_decay={optimizer.weight_decay!r}"
         rate = "1e-3" if optimizer.lr == 1e-3 else repr(optimizer.lr)
@@ -216,14 +227,14 @@ def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]
             "optimizer_function": "",
             "optimizer_option": f'parser.add_argument("--lr", type=number("learning_rate"), default={rate})',
             "optimizer_choice": "",
-            "step": f"""factory = partial({name}, lr=given.lr{decay}{fused})
-    step = create_step(mesh, factory, max_grad_norm=given.max_grad_norm)""",
+            "step": f"""factory = partial({name}, lr=args.lr{decay}{fused})
+    step = create_step(mesh, factory, max_grad_norm=args.max_grad_norm)""",
         }
     if optimizer.path:
         arguments = "".join(f", {name}={value!r}" for name, value in optimizer.arguments.items())
         line = f"return optimizers.imported({optimizer.path!r}{arguments})"
     else:
-        why = f"the optimiser that was compiled in ({optimizer.unnamed}) has no import path"
+        why = f"the optimizer that was compiled in ({optimizer.unnamed}) has no import path"
         line = f"raise SystemExit({why + ': give --optimizer module:factory'!r})"
     asked = "checkpoint checkpoint_folder optimizer_trial optimizers options processes weight_files"
     return {
@@ -235,7 +246,7 @@ def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]
         "optimizer_choice": _OPTIMIZER_CHOICE,
         "step": """parameters = optimizers.read_parameters(HERE / "parameters.json")
     trial = optimizer_trial.OptimizerTrial()
-    step = create_step(mesh, factory, parameters=parameters, trial=trial, max_grad_norm=given.max_grad_norm)""",
+    step = create_step(mesh, factory, parameters=parameters, trial=trial, max_grad_norm=args.max_grad_norm)""",
     }
 
 
@@ -251,7 +262,7 @@ def emit_main(
     is_fused = program.any.has_fused_update and optimizer.is_default
     return _TEMPLATE.format(
         usage=f":  {how}" if nodes.num_nodes == 1 else f",\n{how}",
-        launch=launch,
+        launch=quoted(launch),
         device="0" if is_alone else 'int(os.environ["LOCAL_RANK"])',
         join=_ALONE if is_alone else _JOIN,
         wait_option="" if is_alone else _WAIT_OPTION,

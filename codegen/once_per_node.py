@@ -46,25 +46,25 @@ def _rewritten(cls: ModuleClass, neighbours: Neighbours) -> ModuleClass:
     flow = Flow.of(cls.body, cls.outputs)
     body: list[Statement | None] = list(cls.body)
     for position in flow.calls.get("runtime.Routes", ()):
-        found = _mixture(flow, position)
-        if found is None:
+        mixture = _mixture(flow, position)
+        if mixture is None:
             continue
-        call, repeat, dispatch = (_call(flow, i) for i in (found.routes, found.repeat, found.dispatch))
-        combine, *_, total = ends = tuple(_call(flow, i) for i in found.ends)
+        call, repeat, dispatch = (_call(flow, i) for i in (mixture.routes, mixture.repeat, mixture.dispatch))
+        combine, *_, total = ends = tuple(_call(flow, i) for i in mixture.ends)
         num_experts, choices = call.args[1], repeat.args[1]
         axis = call.args[2]
-        own = neighbours(num_experts, choices, axis.joint or (axis.text,))
-        if not own:
+        node_neighbors = neighbours(num_experts, choices, axis.joint or (axis.text,))
+        if not node_neighbors:
             continue
         (routes,) = call.results
-        args, known = (*call.args, choices), (("neighbours", own),)
-        body[found.routes] = replace(call, target="runtime.NodeRoutes", args=args, kwargs=known, members=(call,))
-        sent, arrived = (repeat.args[0], routes), (combine.args[0], found.weights, routes)
+        args, kwargs = (*call.args, choices), (("neighbours", node_neighbors),)
+        body[mixture.routes] = replace(call, target="runtime.NodeRoutes", args=args, kwargs=kwargs, members=(call,))
+        sent, arrived = (repeat.args[0], routes), (combine.args[0], mixture.weights, routes)
         members = repeat, dispatch
-        body[found.dispatch] = replace(dispatch, target="runtime.dispatch_by_node", args=sent, members=members)
-        last = found.ends[-1]
+        body[mixture.dispatch] = replace(dispatch, target="runtime.dispatch_by_node", args=sent, members=members)
+        last = mixture.ends[-1]
         body[last] = replace(total, target="runtime.combine_by_node", args=arrived, kwargs=(), members=ends)
-        for gone in (found.repeat, *found.ends[:-1]):
+        for gone in (mixture.repeat, *mixture.ends[:-1]):
             body[gone] = None
     return replace(cls, body=tuple(statement for statement in body if statement is not None))
 
@@ -87,32 +87,32 @@ def _mixture(flow: Flow, position: int) -> _Mixture | None:
     is_same = _stays(flow, repeat, dispatch, (_call(flow, repeat).args[0],)) and all(
         _stays(flow, at, ends[-1], names) for at, names in ((combine, _call(flow, combine).args), (ends[1], (weights,)))
     )
-    found = _Mixture(routes=position, repeat=repeat, dispatch=dispatch, ends=ends, weights=weights)
-    return found if is_same else None
+    mixture = _Mixture(routes=position, repeat=repeat, dispatch=dispatch, ends=ends, weights=weights)
+    return mixture if is_same else None
 
 
 def _copied(flow: Flow, dispatch: int) -> int | None:
     """The statement that copies every token as often as it has choices, for this dispatch alone."""
     rows = _call(flow, dispatch).args[0]
-    made = flow.origins[dispatch][rows.name]
-    if made < 0 or _target(flow, made) != "aten.repeat_interleave.self_int" or _reader(flow, made) != dispatch:
+    maker = flow.origins[dispatch][rows.name]
+    if maker < 0 or _target(flow, maker) != "aten.repeat_interleave.self_int" or _reader(flow, maker) != dispatch:
         return None
-    tokens, *how = _call(flow, made).args
-    is_plain = len(how) == 2 and isinstance(how[0], int) and how[1] == 0 and not _call(flow, made).kwargs
-    return made if is_plain and tokens.type.placements == rows.type.placements else None
+    tokens, *how = _call(flow, maker).args
+    is_plain = len(how) == 2 and isinstance(how[0], int) and how[1] == 0 and not _call(flow, maker).kwargs
+    return maker if is_plain and tokens.type.placements == rows.type.placements else None
 
 
 def _summed(flow: Flow, combine: int) -> tuple[int, int, int, int] | None:
     """combine and the statements that multiply its rows by a number each, view them by token, and sum over choices."""
     wanted = ("aten.mul.Tensor", "aten.view.default", "aten.sum.dim_IntList")
-    found = [combine]
+    chain = [combine]
     for target in wanted:
-        reader = _reader(flow, found[-1])
+        reader = _reader(flow, chain[-1])
         if reader is None or _target(flow, reader) != target:
             return None
-        found.append(reader)
-    (rows,), (weighed,), (viewed,), (summed,) = (_call(flow, i).results for i in found)
-    factors, (_, *dims), kwargs = _call(flow, found[1]).args, _call(flow, found[3]).args, _call(flow, found[3]).kwargs
+        chain.append(reader)
+    (rows,), (weighed,), (viewed,), (summed,) = (_call(flow, i).results for i in chain)
+    factors, (_, *dims), kwargs = _call(flow, chain[1]).args, _call(flow, chain[3]).args, _call(flow, chain[3]).kwargs
     others = [arg for arg in factors if arg != rows]
     is_weight = len(others) == 1 and isinstance(others[0], Var) and others[0].type.shape == (rows.type.shape[0], 1)
     is_rows = weighed.type.shape == rows.type.shape and rows.type.placements == summed.type.placements
@@ -120,7 +120,7 @@ def _summed(flow: Flow, combine: int) -> tuple[int, int, int, int] | None:
     over = [tuple(dims[0])] if dims and isinstance(dims[0], (tuple, list)) else []
     is_over_choices = over == [(1,)] and not any(dims[1:]) and not any(value for _, value in kwargs)
     is_all = is_weight and is_rows and is_by_token and is_over_choices
-    return (found[0], found[1], found[2], found[3]) if is_all else None
+    return (chain[0], chain[1], chain[2], chain[3]) if is_all else None
 
 
 def _choices(flow: Flow, ends: tuple[int, int, int, int]) -> int:

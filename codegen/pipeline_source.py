@@ -77,20 +77,26 @@ def _with_layers(
             text = layer_class(program, replace(layer, doc=""), words) + repr(layer.layouts)
             users.setdefault(layer.name, {}).setdefault(text, []).append(file)
     most = {name: max(texts.values(), key=len) for name, texts in users.items()}
-    shared = {name: found for name, found in most.items() if len(found) > 1}
-    named = (replace(f, from_layers=frozenset(n for n, found in shared.items() if f in found)) for f in files)
-    stages = {name: tuple(sorted(n for file in found for n in file.stages)) for name, found in shared.items()}
+    shared = {name: files_of_layer for name, files_of_layer in most.items() if len(files_of_layer) > 1}
+    named = (
+        replace(f, from_layers=frozenset(n for n, files_of_layer in shared.items() if f in files_of_layer))
+        for f in files
+    )
+    stages = {
+        name: tuple(sorted(n for file in files_of_layer for n in file.stages))
+        for name, files_of_layer in shared.items()
+    }
     return tuple(named), stages
 
 
 def _layers_source(pipeline: PipelineProgram, shared: dict[str, tuple[int, ...]], words: Words) -> str:
-    found: dict[str, tuple[Program, ModuleClass]] = {}
+    layers: dict[str, tuple[Program, ModuleClass]] = {}
     for name, stages in shared.items():
         program = pipeline.stages[stages[0]].program
         layer = next(layer for layer in program.layers if layer.name == name)
-        found[name] = program, replace(layer, doc=_layer_doc(pipeline, stages, name))
+        layers[name] = program, replace(layer, doc=_layer_doc(pipeline, stages, name))
     title = f"{pipeline.name} for {pipeline.mesh_text}: {batch_text(pipeline.any)}; layers that several stages have"
-    return emit_layers(found, replace(words, title=title))
+    return emit_layers(layers, replace(words, title=title))
 
 
 def _without_particulars(program: Program) -> Program:
@@ -135,11 +141,13 @@ def _boundary_comments(pipeline: PipelineProgram, file: _File) -> Mapping[str, M
     receives = {}
     for name in programs[0].receives:
         sources = {number: (pipeline.source(number, name),) for number in file.stages}
-        receives[name] = _boundary([each.receives[name] for each in programs], f"from {_peers(sources, -1)}")
+        receives[name] = _boundary(
+            [stage_program.receives[name] for stage_program in programs], f"from {_peers(sources, -1)}"
+        )
     sends = {}
     for name in programs[0].sends:
         readers = {number: pipeline.readers(number, name) for number in file.stages}
-        sends[name] = _boundary([each.sends[name] for each in programs], f"to {_peers(readers, 1)}")
+        sends[name] = _boundary([stage_program.sends[name] for stage_program in programs], f"to {_peers(readers, 1)}")
     return {"RECEIVES": receives, "SENDS": sends}
 
 
@@ -209,8 +217,8 @@ def _meshes(pipeline: PipelineProgram) -> list[str]:
     if len(set(pipeline.meshes)) == 1:
         lines = [f"    axes={literal(axes)},", f"    sizes={literal(sizes)},"]
     else:
-        each = zip(pipeline.meshes, pipeline.ranks_of_stage_meshes, firsts, strict=True)
-        rows = [f"        {literal(mesh)},  # {_ranks_text(first, count)}" for mesh, count, first in each]
+        mesh_rows = zip(pipeline.meshes, pipeline.ranks_of_stage_meshes, firsts, strict=True)
+        rows = [f"        {literal(mesh)},  # {_ranks_text(first, count)}" for mesh, count, first in mesh_rows]
         lines = ["    meshes=(", *rows, "    ),"]
     if firsts != tiled(pipeline.ranks_of_stage_meshes):
         lines.append(f"    first_ranks={literal(firsts)},")
@@ -233,7 +241,7 @@ def _stage_call(pipeline: PipelineProgram, number: int, stage: PipelineStage, fi
     return [short] if len(short) <= 100 else ["Stage(", *(f"    {part}," for part in parts), "),"]
 
 
-def _particulars(program: Program, own: Program) -> dict[str, dict[str, str]]:
+def _particulars(program: Program, base: Program) -> dict[str, dict[str, str]]:
     """The tables that override those of `own`, whose module `program` shares; those that are equal are left out."""
 
     def tables(of: Program) -> dict[str, dict[str, str]]:
@@ -244,9 +252,9 @@ def _particulars(program: Program, own: Program) -> dict[str, dict[str, str]]:
             "offload": {k: offload_text(of.offload.get(k, (("", n),))) for k, n in counts.items()},
         }
 
-    mine, known = tables(program), tables(own)
-    has = {"layers": True, "recompute": program.recompute or own.recompute, "offload": program.offload or own.offload}
-    return {name: table for name, table in mine.items() if has[name] and table != known[name]}
+    mine, base_tables = tables(program), tables(base)
+    has = {"layers": True, "recompute": program.recompute or base.recompute, "offload": program.offload or base.offload}
+    return {name: table for name, table in mine.items() if has[name] and table != base_tables[name]}
 
 
 def _table(entries: Mapping[str, str], file: _File) -> str:

@@ -229,7 +229,7 @@ class Program:
     micro-batches. inputs: the batch's specs at the global micro-batch size. vocabulary: integer inputs stay below it.
     receives, sends: of a stage, tensors of earlier stages and for later ones; `root.inputs` are what it receives, then
     `inputs`, and the last stage sends nothing. recompute, offload: layer class -> (mode, how many layers in a row);
-    offload_optimizer: where the optimiser's state lives ("": on the device); offload_parameters: ZeRO-3's shards too.
+    offload_optimizer: where the optimizer's state lives ("": on the device); offload_parameters: ZeRO-3's shards too.
     compression (of ZeRO's collectives), backend: as `Step` takes them. kernels: runs of calls, the update and the
     gradient's norm are fused kernels. fp8: linear layers of layer classes multiply in e4m3 (fp8.py). unused_inputs:
     tensors of the batch without effect. fixed_inputs: what of it is no tensor. guards: values of it that decide.
@@ -287,7 +287,7 @@ class Program:
 
     @property
     def has_fused_update(self) -> bool:
-        """Whether the default optimiser is the run time's FusedAdamW."""
+        """Whether the default optimizer is the run time's FusedAdamW."""
         return self.kernels and not self.offload_optimizer
 
     @property
@@ -335,9 +335,9 @@ class PipelineProgram:
 
     def __post_init__(self) -> None:
         for stage in self.stages:
-            own, other = (stage.program.axes, stage.program.axis_sizes), self.meshes[stage.pipeline_rank]
-            if own != other:
-                raise ValueError(f"stages of pipeline rank {stage.pipeline_rank} have meshes {own} and {other}")
+            mesh, other = (stage.program.axes, stage.program.axis_sizes), self.meshes[stage.pipeline_rank]
+            if mesh != other:
+                raise ValueError(f"stages of pipeline rank {stage.pipeline_rank} have meshes {mesh} and {other}")
         tiled(self.ranks_of_stage_meshes, self.first_ranks)
 
     @property
@@ -357,8 +357,8 @@ class PipelineProgram:
     @property
     def meshes(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         """Axes and their sizes of each pipeline rank."""
-        found = {stage.pipeline_rank: (stage.program.axes, stage.program.axis_sizes) for stage in self.stages}
-        return tuple(found[pipeline_rank] for pipeline_rank in sorted(found))
+        mesh_of = {stage.pipeline_rank: (stage.program.axes, stage.program.axis_sizes) for stage in self.stages}
+        return tuple(mesh_of[pipeline_rank] for pipeline_rank in sorted(mesh_of))
 
     @property
     def ranks_of_stage_meshes(self) -> tuple[int, ...]:
@@ -396,5 +396,5 @@ class PipelineProgram:
 
     def readers(self, stage: int, name: str) -> tuple[int, ...]:
         """The stages that receive what `stage` sends as `name`."""
-        having = [n for n, each in enumerate(self.stages) if n > stage and name in each.program.receives]
+        having = [n for n, later_stage in enumerate(self.stages) if n > stage and name in later_stage.program.receives]
         return tuple(n for n in having if self.source(n, name) == stage)

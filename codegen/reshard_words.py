@@ -26,9 +26,9 @@ class Dims:
     roles: Mapping[tuple[str, str, int], tuple[str, ...]]
     scope: str = ""
 
-    def name(self, held: TensorType, dim: int) -> str:
+    def name(self, tensor_type: TensorType, dim: int) -> str:
         """`the sequence`; `dim 2` where the program does not know what it is."""
-        roles = self.roles.get((self.scope, *held.tensor), ())
+        roles = self.roles.get((self.scope, *tensor_type.tensor), ())
         words = [_ROLES.get(role, "the sequence" if role else "") for role in roles]
         if words[1:] == ["the sequence", ""]:
             words[2] = "the features"
@@ -38,10 +38,10 @@ class Dims:
 _FORMS: Final[Mapping[tuple[str, str], tuple[str, str]]] = {
     ("R", "Rp"): ("", "backward sums the gradient over {axis}, {size}"),
     ("R", "S"): ("keep this rank's part of {target} over {axis}", "backward gathers the gradient, {size}"),
-    ("R", "P"): ("keep it on the first rank of {axis}, zeros on the others", ""),
+    ("R", "P"): ("zero on all ranks of {axis} but the first: added once", ""),
     ("Rp", "R"): ("", "backward keeps the gradient on the first rank of {axis}, zeros on the others"),
     ("Rp", "S"): ("keep this rank's part of {target} over {axis}", "backward puts zeros around the gradient"),
-    ("Rp", "P"): ("keep it on the first rank of {axis}, zeros on the others", "backward the same"),
+    ("Rp", "P"): ("zero on all ranks of {axis} but the first: added once", "backward the same"),
     ("S", "R"): ("gather {source} over {axis}, {size}", "backward keeps this rank's part of the gradient"),
     ("S", "Rp"): ("gather {source} over {axis}, {size}", "backward sums and scatters the gradient"),
     ("S", "S"): ("gather {source} and scatter {target} over {axis}, {size}", "backward the reverse"),
@@ -61,11 +61,11 @@ def in_words(reshard: Reshard, dims: Dims) -> str:
     before, after = (parse_placement(v.type.placement(reshard.axis)) for v in (reshard.source, reshard.result))
     forward, backward = _FORMS[before[0], after[0]]
     parts = (forward, backward if reshard.source.type.requires_grad else "")
-    held = reshard.source.type
+    tensor_type = reshard.source.type
     text = "; ".join(filter(None, parts)).format(
         axis=reshard.axis,
         size=bytes_text(reshard.num_bytes),
-        source=dims.name(held, before[1]),
-        target=dims.name(held, after[1]),
+        source=dims.name(tensor_type, before[1]),
+        target=dims.name(tensor_type, after[1]),
     )
     return (text or "its gradient is summed elsewhere") + waits

@@ -47,10 +47,10 @@ Schema = tuple[Argument, ...]
 @cache
 def schema_of(target: str) -> Schema | None:
     """The schema of an overload such as "aten.linear.default"; None if torch has none of that name."""
-    found: Any = torch.ops
+    member: Any = torch.ops
     for part in target.split("."):
-        found = getattr(found, part, None)
-    return _arguments(found._schema) if isinstance(found, torch._ops.OpOverload) else None
+        member = getattr(member, part, None)
+    return _arguments(member._schema) if isinstance(member, torch._ops.OpOverload) else None
 
 
 @cache
@@ -72,17 +72,17 @@ def makes(target: str) -> bool:
 @cache
 def makes_list(target: str) -> bool:
     """Whether an overload's result is a list of tensors, of however many."""
-    found: Any = torch.ops
+    member: Any = torch.ops
     for part in target.split("."):
-        found = getattr(found, part, None)
-    return isinstance(found, torch._ops.OpOverload) and str(found._schema.returns[0].type).startswith("List")
+        member = getattr(member, part, None)
+    return isinstance(member, torch._ops.OpOverload) and str(member._schema.returns[0].type).startswith("List")
 
 
 @cache
 def schemas_named(name: str) -> tuple[Schema, ...]:
     """The schemas of aten's operator `name`, without overloads that write to `out`; () if there is none."""
-    found = [_arguments(schema) for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")]
-    return tuple(schema for schema in found if not any(argument.name == "out" for argument in schema))
+    schemas = [_arguments(schema) for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")]
+    return tuple(schema for schema in schemas if not any(argument.name == "out" for argument in schema))
 
 
 @cache

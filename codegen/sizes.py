@@ -44,10 +44,13 @@ def with_sizes(program: Program) -> tuple[Program, Mapping[str, str]]:
     A role that ranks cut in several ways keeps its numbers, as does one whose name the program has for something else.
     """
     scopes = [("", program.root), *((layer.name, layer) for layer in program.layers)]
-    known = {scope: [_known(program, scope, statement) for statement in cls.body] for scope, cls in scopes}
-    names = _names({size for found in known.values() for sizes in found for size in sizes if size}, _taken(program))
+    sizes_of = {scope: [_known(program, scope, statement) for statement in cls.body] for scope, cls in scopes}
+    names = _names(
+        {size for sizes_of_scope in sizes_of.values() for sizes in sizes_of_scope for size in sizes if size},
+        _taken(program),
+    )
     root, *layers = (
-        replace(cls, body=tuple(_named(s, sizes, names) for s, sizes in zip(cls.body, known[scope], strict=True)))
+        replace(cls, body=tuple(_named(s, sizes, names) for s, sizes in zip(cls.body, sizes_of[scope], strict=True)))
         for scope, cls in scopes
     )
     order = sorted(names, key=lambda size: (_ORDER.get(size.role, 1), size.role, size.cuts))
@@ -68,30 +71,30 @@ def _given(statement: Statement) -> tuple[Any, ...]:
     """The sizes that a call is given; () where it is given none."""
     if not isinstance(statement, Call) or statement.target not in _SIZES:
         return ()
-    given = statement.args[_SIZES[statement.target]]
-    return given if isinstance(given, tuple) else (given,)
+    sizes = statement.args[_SIZES[statement.target]]
+    return sizes if isinstance(sizes, tuple) else (sizes,)
 
 
 def _known(program: Program, scope: str, statement: Statement) -> tuple[Size | None, ...]:
     """What each size that a call is given is known to be."""
-    given = _given(statement)
-    held = assigns(statement)[0].type if given and assigns(statement) else TensorType((), "")
-    roles = program.dims.get((scope, *held.tensor), ())
-    if not len(given) == len(roles) == len(held.shape):
-        return (None,) * len(given)
+    numbers = _given(statement)
+    tensor_type = assigns(statement)[0].type if numbers and assigns(statement) else TensorType((), "")
+    roles = program.dims.get((scope, *tensor_type.tensor), ())
+    if not len(numbers) == len(roles) == len(tensor_type.shape):
+        return (None,) * len(numbers)
     ranks = dict(zip(program.axes, program.axis_sizes, strict=True))
-    lies = [(axis, *parse_placement(text)[:2]) for axis, text in held.placements if ranks[axis] > 1]
-    found = []
-    for dim, (role, whole, number) in enumerate(zip(roles, held.shape, given, strict=True)):
+    lies = [(axis, *parse_placement(text)[:2]) for axis, text in tensor_type.placements if ranks[axis] > 1]
+    sizes = []
+    for dim, (role, whole, number) in enumerate(zip(roles, tensor_type.shape, numbers, strict=True)):
         size = Size(role, whole, tuple((axis, ranks[axis]) for axis, kind, at in lies if kind == "S" and at == dim))
-        found.append(size if role and number in (size.local, -1) else None)
-    return tuple(found)
+        sizes.append(size if role and number in (size.local, -1) else None)
+    return tuple(sizes)
 
 
-def _named(statement: Statement, known: tuple[Size | None, ...], names: Mapping[Size, str]) -> Statement:
-    if not isinstance(statement, Call) or not names.keys() & set(known):
+def _named(statement: Statement, sizes_of_dims: tuple[Size | None, ...], names: Mapping[Size, str]) -> Statement:
+    if not isinstance(statement, Call) or not names.keys() & set(sizes_of_dims):
         return statement
-    pairs = zip(known, _given(statement), strict=True)
+    pairs = zip(sizes_of_dims, _given(statement), strict=True)
     sizes = tuple(Raw(names[size]) if size and size in names else number for size, number in pairs)
     args = list(statement.args)
     args[_SIZES[statement.target]] = sizes if isinstance(args[_SIZES[statement.target]], tuple) else sizes[0]
@@ -111,13 +114,13 @@ def _names(used: Iterable[Size], taken: Collection[str]) -> dict[Size, str]:
     by_role: dict[str, list[Size]] = {}
     for size in used:
         by_role.setdefault(size.role, []).append(size)
-    found: dict[Size, str] = {}
+    names: dict[Size, str] = {}
     for role, sizes in by_role.items():
         others = {name for other in by_role if other != role for name in (other, f"LOCAL_{other}")}
         is_one = len({size.whole for size in sizes}) == 1 and sum(bool(size.cuts) for size in sizes) <= 1
         if is_one and not {role, f"LOCAL_{role}"} & others.union(taken):
-            found |= {size: f"LOCAL_{role}" if size.cuts and len(sizes) > 1 else role for size in sizes}
-    return found
+            names |= {size: f"LOCAL_{role}" if size.cuts and len(sizes) > 1 else role for size in sizes}
+    return names
 
 
 def _definition(program: Program, size: Size, name: str) -> str:

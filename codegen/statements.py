@@ -122,9 +122,9 @@ def source_lines(
 def returning(lines: list[str], outputs: tuple[Var, ...]) -> list[str]:
     """With the return of a forward, whose only result gets no name of its own where the last line makes it."""
     names = ", ".join(output.name for output in outputs)
-    own = f"{names} = "
-    if len(outputs) == 1 and lines and lines[-1].startswith(own):
-        return [*lines[:-1], "return " + lines[-1].removeprefix(own)]
+    assignment = f"{names} = "
+    if len(outputs) == 1 and lines and lines[-1].startswith(assignment):
+        return [*lines[:-1], "return " + lines[-1].removeprefix(assignment)]
     return [*lines, f"return {names}"]
 
 
@@ -153,14 +153,14 @@ def _chain(call: Call, target: str, text: str, before: _Chain) -> _Chain | None:
 
 def _uses_after(body: tuple[Statement, ...], outputs: tuple[Var, ...]) -> list[dict[Var, int]]:
     """Of each statement, how often what it reads or assigns is read after it before it is assigned again."""
-    counts, found = Counter(outputs), []
+    counts, uses = Counter(outputs), []
     for statement in reversed(body):
         read, assigned = reads(statement), assigns(statement)
-        found.append({variable: counts[variable] for variable in (*read, *assigned)})
+        uses.append({variable: counts[variable] for variable in (*read, *assigned)})
         for variable in assigned:
             counts[variable] = 0
         counts.update(read)
-    return found[::-1]
+    return uses[::-1]
 
 
 def _name(result: Var) -> str:
@@ -187,11 +187,16 @@ def _loop(loop: LayerLoop, is_part: bool, before: list[str], read_later: set[str
 
 def _handed_over(name: str, position: int, arguments: list[str], before: list[str], read_later: set[str]) -> list[str]:
     """Lines that give an argument another name, which it gets in `arguments` too."""
-    given, lines = arguments[position], list[str]()
-    if before and before[-1].startswith(f"{given} = ") and arguments.count(given) == 1 and given not in read_later:
-        before[-1] = name + before[-1].removeprefix(given)
-    elif given != name:
-        lines.append(f"{name} = {given}")
+    argument, lines = arguments[position], list[str]()
+    if (
+        before
+        and before[-1].startswith(f"{argument} = ")
+        and arguments.count(argument) == 1
+        and argument not in read_later
+    ):
+        before[-1] = name + before[-1].removeprefix(argument)
+    elif argument != name:
+        lines.append(f"{name} = {argument}")
     arguments[position] = name
     return lines
 
@@ -246,8 +251,8 @@ def _turns(body: tuple[Statement, ...]) -> _Turns | None:
         if any(a.layer != b.layer for a, b in zip(first, second, strict=True)):
             continue
         strides = tuple(b.first - a.first for a, b in zip(first, second, strict=True))
-        made = {_name(result) for result in first[-1].results}
-        entering = tuple((i, var.name) for i, var in enumerate(second[0].args) if var.name in made)
+        result_names = {_name(result) for result in first[-1].results}
+        entering = tuple((i, var.name) for i, var in enumerate(second[0].args) if var.name in result_names)
         if not _is_entered(first, entering):
             continue
         count = 1
@@ -262,12 +267,12 @@ def _turns(body: tuple[Statement, ...]) -> _Turns | None:
 
 def _is_entered(turn: tuple[LayerLoop, ...], entering: tuple[tuple[int, str], ...]) -> bool:
     """Whether nothing in the turn reads, under one of these names, what was there before it."""
-    known, positions = {name for _, name in entering}, {position for position, _ in entering}
-    if any(var.name in known for i, var in enumerate(turn[0].args) if i not in positions):
+    carried, positions = {name for _, name in entering}, {position for position, _ in entering}
+    if any(var.name in carried for i, var in enumerate(turn[0].args) if i not in positions):
         return False
     for before, loop in itertools.pairwise(turn):
-        known -= {_name(result) for result in before.results}
-        if any(var.name in known for var in loop.args):
+        carried -= {_name(result) for result in before.results}
+        if any(var.name in carried for var in loop.args):
             return False
     return True
 

@@ -72,24 +72,24 @@ _SAME_MEMORY = frozenset({"for_use", "first_rank_only", "first_rank_grad"})
 
 def with_strides(program: Program) -> Program:
     """The program with calls that run for all strides that their operands may have. Results have their strides."""
-    found = _Memory(program)
-    root, at = found.root()
-    layers = tuple(found.layer(layer) for layer in program.layers)
+    memory = _Memory(program)
+    root, at = memory.root()
+    layers = tuple(memory.layer(layer) for layer in program.layers)
     return replace(
         program,
         layers=layers,
         root=replace(program.root, body=root),
-        count_targets=found.of_batch(program.count_targets),
-        whole_sums=found.of_batch(program.whole_sums),
-        giving_logits=found.logits,
+        count_targets=memory.of_batch(program.count_targets),
+        whole_sums=memory.of_batch(program.whole_sums),
+        giving_logits=memory.logits,
         logits_at=at,
     )
 
 
-def local_shape(held: TensorType, sizes: Mapping[str, int]) -> tuple[int, ...]:
+def local_shape(tensor_type: TensorType, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of one rank's part."""
-    shape = list(held.shape)
-    for axis, text in held.placements:
+    shape = list(tensor_type.shape)
+    for axis, text in tensor_type.placements:
         kind, dim, _ = parse_placement(text)
         if kind == "S":
             shape[dim] //= sizes[axis]
@@ -112,43 +112,43 @@ class _Memory:
     def root(self) -> tuple[tuple[Statement, ...], int]:
         """The statements of forward, and after how many the logits are made."""
         program = self.program
-        known = _Scope(self)
-        first = known.run(program.root.body[: program.logits_at])
-        aside = _Scope(self, dict(known.layouts))
+        scope = _Scope(self)
+        first = scope.run(program.root.body[: program.logits_at])
+        aside = _Scope(self, dict(scope.layouts))
         self.logits = tuple(aside.run(program.giving_logits))
-        return (*first, *known.run(program.root.body[program.logits_at :])), len(first)
+        return (*first, *scope.run(program.root.body[program.logits_at :])), len(first)
 
     def layer(self, layer: ModuleClass) -> ModuleClass:
         """The class for everything that its instances are given."""
-        given = self.entering.get(layer.name, (None,) * len(layer.inputs))
-        scope = _Scope(self, dict(zip((each.name for each in layer.inputs), given, strict=True)))
+        layouts = self.entering.get(layer.name, (None,) * len(layer.inputs))
+        scope = _Scope(self, dict(zip((variable.name for variable in layer.inputs), layouts, strict=True)))
         return replace(layer, body=tuple(scope.run(layer.body)))
 
     def of_batch(self, statements: tuple[Statement, ...]) -> tuple[Statement, ...]:
         return tuple(_Scope(self).run(statements))
 
-    def loop(self, loop: LayerLoop, given: tuple[Layouts, ...]) -> tuple[Layouts, ...]:
+    def loop(self, loop: LayerLoop, layouts: tuple[Layouts, ...]) -> tuple[Layouts, ...]:
         """The layouts of a loop's results; those that are carried on enter the next layer."""
         while True:
-            results = self.called(loop.layer, given)
-            again = list(given)
+            results = self.called(loop.layer, layouts)
+            again = list(layouts)
             for position, output in loop.carried:
                 again[position] = _joined(again[position], results[output])
-            if tuple(again) == given or loop.count == 1:
+            if tuple(again) == layouts or loop.count == 1:
                 break
-            given = tuple(again)
+            layouts = tuple(again)
         before = self.entering.get(loop.layer)
-        self.entering[loop.layer] = given if before is None else tuple(map(_joined, before, given))
+        self.entering[loop.layer] = layouts if before is None else tuple(map(_joined, before, layouts))
         return results
 
-    def called(self, name: str, given: tuple[Layouts, ...]) -> tuple[Layouts, ...]:
+    def called(self, name: str, layouts: tuple[Layouts, ...]) -> tuple[Layouts, ...]:
         """The layouts of a layer's results."""
-        if (name, given) not in self.results:
+        if (name, layouts) not in self.results:
             layer = self.layers[name]
-            scope = _Scope(self, dict(zip((each.name for each in layer.inputs), given, strict=True)))
+            scope = _Scope(self, dict(zip((variable.name for variable in layer.inputs), layouts, strict=True)))
             scope.run(layer.body)
-            self.results[name, given] = tuple(scope.of(output) for output in layer.outputs)
-        return self.results[name, given]
+            self.results[name, layouts] = tuple(scope.of(output) for output in layer.outputs)
+        return self.results[name, layouts]
 
 
 class _Scope:
@@ -184,15 +184,15 @@ class _Scope:
     def noted(self, statement: Statement, layouts: tuple[Layouts, ...]) -> Statement:
         """The statement whose results have these layouts."""
         results = (statement.result,) if isinstance(statement, Reshard) else statement.results
-        made = []
-        for result, known in itertools.zip_longest(results, layouts[: len(results)]):
+        noted_results = []
+        for result, result_layouts in itertools.zip_longest(results, layouts[: len(results)]):
             if result != UNREAD:
-                self.layouts[result.name] = known
-                result = replace(result, type=replace(result.type, strides=known))
-            made.append(result)
+                self.layouts[result.name] = result_layouts
+                result = replace(result, type=replace(result.type, strides=result_layouts))
+            noted_results.append(result)
         if isinstance(statement, Reshard):
-            return replace(statement, result=made[0])
-        return replace(statement, results=tuple(made))
+            return replace(statement, result=noted_results[0])
+        return replace(statement, results=tuple(noted_results))
 
     def reshard(self, reshard: Reshard) -> Layouts:
         packed = frozenset({contiguous(self.shape(reshard.result))})
@@ -218,7 +218,7 @@ class _Scope:
 
     def packed(self, call: Call) -> list[Call]:
         """Calls that make a call's operands contiguous; none where torch does not take those either."""
-        packed = {each.name: _operand(each, self.shape(each)) for each in reads(call)}
+        packed = {operand.name: _operand(operand, self.shape(operand)) for operand in reads(call)}
         if answer(call, packed) is None:
             return []
         before: list[Call] = []
@@ -230,19 +230,19 @@ class _Scope:
 
     def operands(self, call: Call) -> list[frozenset[Strides]] | None:
         """The layouts of what a call reads; None where one of them may be any."""
-        found = [self.of(variable) for variable in dict.fromkeys(reads(call))]
-        known = [each for each in found if each is not None]
-        return known if len(known) == len(found) else None
+        layouts_of = [self.of(variable) for variable in dict.fromkeys(reads(call))]
+        known_layouts = [operand_layouts for operand_layouts in layouts_of if operand_layouts is not None]
+        return known_layouts if len(known_layouts) == len(layouts_of) else None
 
     def cases(self, call: Call) -> list[dict[str, Operand]]:
         """Every choice of one layout for each operand."""
         variables = list(dict.fromkeys(reads(call)))
-        layouts = [sorted(self.of(each) or ()) for each in variables]
+        layouts = [sorted(self.of(variable) or ()) for variable in variables]
         choices = itertools.product(*layouts)
         return [
             {
-                each.name: _operand(each, self.shape(each), strides)
-                for each, strides in zip(variables, case, strict=True)
+                variable.name: _operand(variable, self.shape(variable), strides)
+                for variable, strides in zip(variables, case, strict=True)
             }
             for case in itertools.islice(choices, MOST_CASES + 1)
         ]
@@ -264,24 +264,27 @@ class _Scope:
         if call.members:
             inner = _Scope(self.memory, dict(self.layouts))
             inner.run(call.original)
-            return tuple(_joined(own, inner.of(result)) for own, result in zip(packed, call.results, strict=True))
-        is_packed = all(self.of(each) == frozenset({contiguous(self.shape(each))}) for each in reads(call))
+            return tuple(
+                _joined(result_layouts, inner.of(result))
+                for result_layouts, result in zip(packed, call.results, strict=True)
+            )
+        is_packed = all(self.of(variable) == frozenset({contiguous(self.shape(variable))}) for variable in reads(call))
         return packed if is_packed or call.target not in _OF_CONTIGUOUS else (None,) * count
 
     def attention(self, call: Call) -> Layouts:
         shape, queries = self.shape(call.results[0]), self.of(call.args[0])
-        found = {contiguous(shape)}
+        layouts = {contiguous(shape)}
         if len(shape) == 4:
             batch, heads, length, width = shape
-            found.add(evened(shape, (heads * length * width, width, heads * width, 1)))
+            layouts.add(evened(shape, (heads * length * width, width, heads * width, 1)))
         if queries is None:
             return None
-        found |= {evened(shape, ordered_like(shape, strides)) for strides in queries}
-        return _few(found)
+        layouts |= {evened(shape, ordered_like(shape, strides)) for strides in queries}
+        return _few(layouts)
 
     def operator(self, call: Call) -> tuple[Layouts, ...]:
         """Return what torch says of each case."""
-        count, found = len(call.results), [set[Strides]() for _ in call.results]
+        count, layouts = len(call.results), [set[Strides]() for _ in call.results]
         cases = self.cases(call) if self.operands(call) is not None else []
         if not cases or len(cases) > MOST_CASES:
             return (None,) * count
@@ -289,15 +292,15 @@ class _Scope:
             said = answer(call, case)
             if said is None or len(said) < count:
                 return (None,) * count
-            is_packed = all(each.strides == contiguous(each.shape) for each in case.values())
+            is_packed = all(operand.strides == contiguous(operand.shape) for operand in case.values())
             for number, strides in enumerate(said[:count]):
                 shape = self.shape(call.results[number]) if call.results[number] != UNREAD else ()
-                found[number].add(strides)
+                layouts[number].add(strides)
                 if not is_packed and not follows_operands(call.target) and len(shape) == len(strides):
-                    found[number].add(contiguous(shape))  # as kernels of another device may have it
+                    layouts[number].add(contiguous(shape))  # as kernels of another device may have it
                 if call.target == "aten.matmul.default" and len(strides) > 2 and len(strides) == len(shape):
-                    found[number].add(evened(shape, (*contiguous(shape)[:-2], 1, shape[-2])))
-        return tuple(map(_few, found))
+                    layouts[number].add(evened(shape, (*contiguous(shape)[:-2], 1, shape[-2])))
+        return tuple(map(_few, layouts))
 
 
 def _is_operator(call: Call) -> bool:
@@ -323,6 +326,6 @@ def _joined(one: Layouts, other: Layouts) -> Layouts:
     return None if one is None or other is None else _few(one | other)
 
 
-def _few(found: Iterable[Strides]) -> Layouts:
-    kept = frozenset(found)
+def _few(layouts: Iterable[Strides]) -> Layouts:
+    kept = frozenset(layouts)
     return kept if len(kept) <= MOST_LAYOUTS else None

@@ -63,10 +63,10 @@ def check_types(program: Program) -> None:
     _Body(program, f"{root.name}.count_targets", root).check(program.count_targets, program.target_counts)
     _Body(program, f"{root.name}.whole_sums", root).check(program.whole_sums, program.sums)
     if program.logits is not None:
-        given = with_logits(program)
-        results = () if given.logits is None else (given.logits,)
-        before = root.body[: given.logits_at]
-        _Body(program, f"{root.name}'s logits", root).check((*before, *given.giving_logits), results)
+        with_logits_body = with_logits(program)
+        results = () if with_logits_body.logits is None else (with_logits_body.logits,)
+        before = root.body[: with_logits_body.logits_at]
+        _Body(program, f"{root.name}'s logits", root).check((*before, *with_logits_body.giving_logits), results)
 
 
 class _Body:
@@ -77,7 +77,7 @@ class _Body:
         self.sizes = dict(zip(program.axes, program.axis_sizes, strict=True))
         self.layers = {layer.name: layer for layer in program.layers}
         self.stored: Mapping[str, Spec] = {**cls.parameters, **cls.buffers}
-        self.known: dict[str, TensorType] = {}
+        self.defined: dict[str, TensorType] = {}
         self.define(cls.inputs)
 
     def check(self, body: tuple[Statement, ...], outputs: tuple[Var, ...]) -> None:
@@ -102,29 +102,32 @@ class _Body:
     def define(self, variables: tuple[Var, ...]) -> None:
         """Results of one statement, or what forward takes."""
         for index, variable in enumerate(variables):
-            held = variable.type
+            variable_type = variable.type
             if not variable.name.isidentifier() or variable in variables[:index]:
                 raise self.fail("a value needs a name of its own", variable)
-            if not isinstance(getattr(torch, held.dtype, None), torch.dtype):
+            if not isinstance(getattr(torch, variable_type.dtype, None), torch.dtype):
                 raise self.fail("a value without a type", variable)
-            for axis, text in held.placements:
-                if axis not in self.sizes or parse_placement(text)[1] >= len(held.shape):
+            for axis, text in variable_type.placements:
+                if axis not in self.sizes or parse_placement(text)[1] >= len(variable_type.shape):
                     raise self.fail(f"no tensor lies {text} on {axis} there", variable)
-            self.known[variable.name] = held
+            self.defined[variable.name] = variable_type
 
     def read(self, variable: Var) -> None:
         """What is no local variable (a parameter, a sum over the batch) is first known where it is read."""
-        if variable.name not in self.known and not variable.name.isidentifier():
-            held, spec = variable.type, self.stored.get(variable.type.tensor[0])
-            fits = spec is not None and (held.shape, held.placements) == (_padded(spec), spec.placements)
+        if variable.name not in self.defined and not variable.name.isidentifier():
+            variable_type, spec = variable.type, self.stored.get(variable.type.tensor[0])
+            fits = spec is not None and (variable_type.shape, variable_type.placements) == (
+                _padded(spec),
+                spec.placements,
+            )
             if variable.is_stored and not fits:
                 raise self.fail("the class stores no such tensor", variable)
-            self.known[variable.name] = held
-        found = self.known.get(variable.name)
-        if found is None:
+            self.defined[variable.name] = variable_type
+        defined = self.defined.get(variable.name)
+        if defined is None:
             raise self.fail("read before it is defined", variable)
-        if found != variable.type:
-            raise self.fail("the variable holds something else by then", variable, Var(variable.name, found))
+        if defined != variable.type:
+            raise self.fail("the variable holds something else by then", variable, Var(variable.name, defined))
 
     def reshard(self, reshard: Reshard) -> None:
         axis, source, result = reshard.axis, reshard.source, reshard.result
@@ -146,20 +149,20 @@ class _Body:
         if (reshard.forward, reshard.backward) != sent or not math.isclose(reshard.num_bytes, num_bytes):
             raise self.fail(f"the reshard sends {num_bytes} bytes with {sent}", source, result)
 
-    def sections(self, held: TensorType, axis: str) -> int:
+    def sections(self, tensor_type: TensorType, axis: str) -> int:
         """Of the sharded dim as the local tensor has them: axes with coarser shards of it have split the others off."""
-        _, dim, sections = parse_placement(held.placement(axis))
-        others = [(other, parse_placement(text)) for other, text in held.placements if other != axis]
+        _, dim, sections = parse_placement(tensor_type.placement(axis))
+        others = [(other, parse_placement(text)) for other, text in tensor_type.placements if other != axis]
         coarser = (self.sizes[other] for other, (kind, d, k) in others if kind == "S" and d == dim and k < sections)
         return sections // math.prod(coarser)
 
-    def num_bytes(self, held: TensorType, axis: str, kinds: tuple[str, str]) -> float:
+    def num_bytes(self, tensor_type: TensorType, axis: str, kinds: tuple[str, str]) -> float:
         """Of a rank's buffer: as gathered, as reduced, or as exchanged."""
-        ways = math.prod(self.sizes[a] for a, text in held.placements if parse_placement(text)[0] == "S")
+        ways = math.prod(self.sizes[a] for a, text in tensor_type.placements if parse_placement(text)[0] == "S")
         if kinds[0] == "S" and kinds[1] != "S":
             ways //= self.sizes[axis]
-        dtype: torch.dtype = getattr(torch, held.dtype)
-        return math.prod(held.shape) * dtype.itemsize / ways
+        dtype: torch.dtype = getattr(torch, tensor_type.dtype)
+        return math.prod(tensor_type.shape) * dtype.itemsize / ways
 
     def loop(self, loop: LayerLoop) -> None:
         layer = self.layers.get(loop.layer)
@@ -167,9 +170,9 @@ class _Body:
             raise self.fail("the program has no such layer")
         if (len(loop.args), len(loop.results)) != (len(layer.inputs), len(layer.outputs)):
             raise self.fail(f"the layer takes {len(layer.inputs)} and gives {len(layer.outputs)}", *loop.args)
-        made = [pair for pair in zip(loop.results, layer.outputs, strict=True) if pair[0] != UNREAD]
+        read_results = [pair for pair in zip(loop.results, layer.outputs, strict=True) if pair[0] != UNREAD]
         carried = [(layer.outputs[output], layer.inputs[position]) for position, output in loop.carried]
-        for one, other in (*zip(loop.args, layer.inputs, strict=True), *made, *carried):
+        for one, other in (*zip(loop.args, layer.inputs, strict=True), *read_results, *carried):
             if not one.type.is_alike(other.type) or one.type.placements != other.type.placements:
                 raise self.fail("a layer's inputs and outputs are not alike", one, other)
 
@@ -182,20 +185,20 @@ class _Body:
 def _results(call: Call) -> Iterator[TensorType | None]:
     """Global shape and dtype of the results; nothing, or None, where they cannot be told from the arguments' types."""
     target, args = call.target, call.args
-    held = [arg.type if isinstance(arg, Var) else None for arg in args]
+    types = [arg.type if isinstance(arg, Var) else None for arg in args]
     if target in _LIKE_FIRST:
-        yield from [held[0]] * len(call.results)
+        yield from [types[0]] * len(call.results)
     elif target in ("kernels.rotary", "idioms.rotary"):
-        yield from held[:2]
+        yield from types[:2]
     elif target in _SCALARS:
         yield TensorType((), call.results[0].type.dtype)
-    elif target in _ARITHMETIC and len(held) == 2 and held[0] and held[1] and held[0].dtype == held[1].dtype:
-        yield TensorType(_broadcast(held[0].shape, held[1].shape), held[0].dtype)
-    elif target == "aten.to.dtype" and held[0]:
-        yield TensorType(held[0].shape, str(args[1]).removeprefix("torch."))
-    elif target in _LINEAR and held[0]:
-        x, weights = held[0], args[1] if isinstance(args[1], tuple) else (args[1],)
-        for weight in (each.type for each in weights):
+    elif target in _ARITHMETIC and len(types) == 2 and types[0] and types[1] and types[0].dtype == types[1].dtype:
+        yield TensorType(_broadcast(types[0].shape, types[1].shape), types[0].dtype)
+    elif target == "aten.to.dtype" and types[0]:
+        yield TensorType(types[0].shape, str(args[1]).removeprefix("torch."))
+    elif target in _LINEAR and types[0]:
+        x, weights = types[0], args[1] if isinstance(args[1], tuple) else (args[1],)
+        for weight in (weight_var.type for weight_var in weights):
             yield TensorType((*x.shape[:-1], *weight.shape[:-1]), x.dtype)
 
 

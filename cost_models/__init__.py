@@ -1,7 +1,7 @@
-"""Numbers to seconds and bytes: what a device, a link and a collective cost. numpy at most; no torch, no graph.
+"""Convert numbers to seconds and bytes: the cost of devices, links and collectives. numpy at most; no torch, no graph.
 
-``machine`` describes clusters (data with sources in ``machines/*.toml``), ``compute`` prices one kernel,
-``collective`` one collective operation on a group laid over the cluster, ``memory`` has the bytes of a parameter.
+``machine`` describes clusters (data with sources in ``machines/*.toml``). ``compute`` prices one kernel,
+``collective`` one collective operation on a group of a cluster's ranks, and ``memory`` counts the bytes of a parameter.
 """
 
 from cost_models import collective, compute, memory

@@ -1,8 +1,8 @@
-"""How sure a prediction of memory is: the spread of measured by predicted bytes on rows like it.
+"""How certain a memory prediction is: the spread of measured by predicted bytes on similar rows.
 
-The spreads are in ``machines/memory_spread.toml``. Where the ratio of nine rows in ten is within [low, high], a
-prediction of p bytes stands for p x low to p x high. What the device's driver and NCCL take ("workspace") is in hardly
-any row, so it is taken off p first and added as it is.
+The spreads are in ``machines/memory_spread.toml``. If the ratio of nine rows in ten is within [low, high], the
+interval of a prediction of p bytes is p x low to p x high. The memory of the device's driver and NCCL ("workspace") is
+missing from most rows, so it is subtracted from p first and added back unscaled.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ WORKSPACE = "workspace"
 
 @dataclass(frozen=True, slots=True)
 class Certainty:
-    """Bytes between which nine of ten predictions like one were measured, and whether they fit: "yes" or "no" where
-    the whole interval says so."""
+    """The interval that nine of ten similar predictions were measured in, and whether it fits.
+
+    fit: "yes" or "no" where the whole interval agrees.
+    """
 
     low_bytes: float
     high_bytes: float
@@ -33,7 +35,7 @@ class Certainty:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """5th and 95th percentile of measured by predicted bytes. rows: how many it is of; source: which."""
+    """5th and 95th percentile of measured by predicted bytes. rows: number of rows; source: their origin."""
 
     low: float
     high: float
@@ -45,11 +47,11 @@ class Spread:
             raise ValueError(f"a spread must have 0 < low <= high, got {self.low} and {self.high}")
 
     def interval(self, num_bytes: float) -> tuple[float, float]:
-        """The bytes between which nine of ten like it were measured."""
+        """Return the interval, in bytes, in which nine of ten similar rows were measured."""
         return num_bytes * self.low, num_bytes * self.high
 
     def certainty(self, num_bytes: Mapping[str, float], capacity_bytes: float) -> Certainty:
-        """Of predicted bytes by kind, if they are as far off as those of like rows."""
+        """Return the certainty of predicted bytes by kind, assuming the errors of similar rows."""
         fixed = num_bytes.get(WORKSPACE, 0.0)
         low, high = (fixed + size for size in self.interval(sum(num_bytes.values()) - fixed))
         fit: Fit = "yes" if high <= capacity_bytes else "no" if low > capacity_bytes else "within the error"
@@ -58,17 +60,20 @@ class Spread:
 
 @cache
 def spreads() -> Mapping[str, Spread]:
-    """By what was predicted: OWN and OWN_ON_CPU, the name of another framework's profile, or "megatron-core" and a
-    family of models."""
+    """Return the spreads by kind: OWN and OWN_ON_CPU, another framework's profile, or "megatron-core" and a family of
+    models."""
     text = resources.files("cost_models").joinpath("machines", "memory_spread.toml").read_text(encoding="utf-8")
     return MappingProxyType({name: Spread(**table) for name, table in tomllib.loads(text).items()})
 
 
 def spread(kind: str, is_on_cpu: bool = False) -> Spread:
-    """The spread of rows of this kind; of kinds without rows the widest that is known."""
-    known = spreads()
+    """Return the spread of rows of this kind, or the widest known spread for kinds without rows."""
+    all_spreads = spreads()
     kind = OWN_ON_CPU if kind == OWN and is_on_cpu else kind
-    if kind in known:
-        return known[kind]
-    widest = min(known.values(), key=lambda each: each.low).low, max(known.values(), key=lambda each: each.high).high
+    if kind in all_spreads:
+        return all_spreads[kind]
+    widest = (
+        min(all_spreads.values(), key=lambda item: item.low).low,
+        max(all_spreads.values(), key=lambda item: item.high).high,
+    )
     return Spread(low=widest[0], high=widest[1], rows=0, source="the widest of those that are known")

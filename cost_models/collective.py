@@ -6,25 +6,27 @@ factors as in ``doc/PERFORMANCE.md`` of nccl-tests). Every algorithm and protoco
 time is that of the lowest line. Notation:
 
     n ranks on N nodes, p = n / N ranks per node;  B bytes of the whole tensor (see `seconds`)
-    g      what others on the fabric cost: 1 + c log2 M p / d, c the link's contention_per_doubling, d devices per node,
+        g      contention on the fabric: 1 + c log2 M p / d, c the link's contention_per_doubling, d devices per node,
            M all nodes of the cluster
     i      intra-node rate of one rank: achievable, times the share of its links that lead to its group (`mesh`)
     w      inter-node rate of one device:  achievable / g, over devices_per_node if the node shares a link
     hi, he one hop inside and between nodes, of the Simple protocol on a ring; he is the link's latency times g
     s0     startup_seconds of the slowest link in use
-    e      the share of a ring step that a rank's own chunk takes (``machines/nccl.toml``, own_step; 0 for all_reduce)
+        e      the share of a ring step taken by a rank's own chunk (``machines/nccl.toml``, own_step; 0 for
+        all_reduce)
 
-A protocol multiplies s0, hops and rates (`nccl.protocol`); links that NCCL does not drive have one, with factors of 1
-and e = 0. s0, hops and the rates of a link are first multiplied by its latency_factors and rate_factors for the kind.
-All groups of a mesh axis communicate at the same time, so a group owns p / d of its nodes' network interfaces: its ring
-leaves a node at p w. Interfaces of equal number in all nodes are one rail, with switches of its own: a group with one
-rank per node stays on its rail, and a group waits for the slowest of its p rails. Groups that lie on other nodes meet
-on the same switches. So g grows with the nodes of the cluster, not of the group, and with the share of the rails that
-a group uses (docs/published_runs.md, "Rails").
+A protocol multiplies s0, hops and rates (`nccl.protocol`). Links that NCCL does not drive have one protocol, with
+factors of 1 and e = 0. s0, hops and the rates of a link are first multiplied by its latency_factors and rate_factors
+for the kind. All groups of a mesh axis communicate at the same time, so a group owns p / d of its nodes' network
+interfaces: its ring leaves a node at p w. Interfaces of equal number in all nodes form one rail, with its own switches.
+A group with one rank per node stays on its rail, and a group waits for the slowest of its p rails. Groups on other
+nodes share the same switches. So g grows with the nodes of the cluster, not of the group, and with the share of the
+rails that a group uses (docs/published_runs.md, "Rails").
 
-Ranks of a ring wait for one neighbour only, so noisy steps slow it by a factor that does not grow with n (K. Johansson,
-"Shape fluctuations and random matrices", 2000: last-passage times are linear in the number of steps); a fabric that all
-share slows with N. Hence hops and bytes between nodes share one factor g, and no term for the slowest of n steps.
+Ranks of a ring wait for one neighbor only, so noisy steps slow it by a factor that does not grow with n (K. Johansson,
+"Shape fluctuations and random matrices", 2000: last-passage times are linear in the number of steps). A shared fabric
+slows down with N. Hence hops and bytes between nodes share one factor g, and there is no term for the slowest of n
+steps.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks base + i * stride, i < size, for every base that the other mesh axes leave. Raises ValueError."""
+    """The ranks base + i * stride, i < size, for every base that the other mesh axes allow. Raises ValueError."""
 
     size: int
     stride: int
@@ -56,10 +58,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a group lies on a cluster.
+    """The position of a group on a cluster.
 
-    num_nodes: nodes that the group touches. ranks_per_node: its ranks on each of them, on average and rounded up.
-    devices_per_node / ranks_per_node groups of the axis therefore share a node's network interfaces.
+    num_nodes: nodes that the group touches. ranks_per_node: its ranks on each of them, on average and rounded up. So
+    devices_per_node / ranks_per_node groups of the axis share a node's network interfaces.
     """
 
     num_nodes: int
@@ -67,10 +69,10 @@ class Layout:
 
 
 def lay_out(group: Group, cluster: Cluster) -> Layout:
-    """Where the group's ranks are, ranks being numbered node by node. Raises ValueError if the cluster is too small.
+    """Place the group's ranks, numbered node by node. Raises ValueError if the cluster is too small.
 
-    If the groups tile the cluster but not the node (6 ranks in a row on nodes of 8), some of them lie across two
-    nodes; those finish last, so they are the ones described.
+    If the groups tile the cluster but not the node (6 consecutive ranks on nodes of 8), some of them span two nodes.
+    Those finish last, so the layout is theirs.
     """
     span = group.size * group.stride
     if span > cluster.num_devices:
@@ -89,7 +91,7 @@ def _lay_out(group: Group, num_nodes: int, per_node: int) -> Layout:
 
 
 def wire_bytes(kind: Kind, num_bytes: float, size: int) -> float:
-    """Bytes that one of `size` ranks sends; num_bytes as in `seconds`.
+    """Return the bytes that one of `size` ranks sends; num_bytes as in `seconds`.
 
     all_reduce 2 (n-1)/n B; all_gather, reduce_scatter and all_to_all (n-1)/n B; broadcast and p2p at most B (the last
     rank of a chain sends nothing).
@@ -103,12 +105,12 @@ def wire_bytes(kind: Kind, num_bytes: float, size: int) -> float:
 
 
 def seconds(kind: Kind, num_bytes: float, group: Group, cluster: Cluster) -> float:
-    """Time until the last rank is done, when all groups of the axis do the same at once.
+    """Return the time until the last rank is done, when all groups of the axis run the same collective at once.
 
     num_bytes: of the whole tensor: the gathered output of all_gather on one rank; the full input of reduce_scatter and
     all_reduce on one rank; the local buffer of one rank for all_to_all (of which it sends (n-1)/n); the message of
     broadcast and p2p. p2p is a send from every rank of the group to the next one, the slowest counted.
-    A group of one, and nothing to send, cost 0. Raises ValueError for an unknown kind, negative bytes, or a group
+    A group of one, and an empty message, cost 0. Raises ValueError for an unknown kind, negative bytes, or a group
     larger than the cluster.
     """
     if kind not in COLLECTIVES or not num_bytes >= 0:
@@ -134,13 +136,15 @@ def _check(kind: str, num_bytes: float) -> None:
 
 
 Line = tuple[float, float]
-"""Seconds whatever the size, and seconds per byte."""
+"""Fixed seconds, and seconds per byte."""
 
 
 @lru_cache(maxsize=4096)
 def _lines(kind: Kind, group: Group, num_nodes: int, per_node: int, intra: Link, inter: Link) -> tuple[Line, ...]:
-    """The lines of every algorithm and protocol that is the fastest for some size, on num_nodes nodes of per_node
-    devices (not a Cluster, whose device takes longer to look up than the rest)."""
+    """Return the lines of every algorithm and protocol that is the fastest for some size.
+
+    The arguments num_nodes and per_node replace a Cluster, whose device would dominate the cache lookup.
+    """
     path = _path(kind, _lay_out(group, num_nodes, per_node), group, num_nodes, per_node, intra, inter)
     if kind == "all_reduce":
         return _lowest([*_rings(2, path), *_trees(path), *_switch(path)])
@@ -155,7 +159,7 @@ def _lines(kind: Kind, group: Group, num_nodes: int, per_node: int, intra: Link,
 
 
 def _lowest(lines: Iterator[Line] | list[Line]) -> tuple[Line, ...]:
-    """The lines (seconds, seconds per byte) that no other undercuts at every size."""
+    """Return the lines (seconds, seconds per byte) that no other line undercuts at every size."""
     kept: list[Line] = []
     for fixed, per_byte in sorted(lines):
         if not kept or per_byte < kept[-1][1]:
@@ -165,7 +169,7 @@ def _lowest(lines: Iterator[Line] | list[Line]) -> tuple[Line, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A group's layout with the links that it uses (factors applied); rates in bytes per second of one rank."""
+    """A group's layout with its links (factors applied); rates in bytes per second of one rank."""
 
     size: int
     layout: Layout
@@ -179,7 +183,7 @@ class _Path:
 
     @property
     def group_rate(self) -> float:
-        """The group's share of a node's network interfaces, p w: the sibling groups have the rest."""
+        """Return the group's share of a node's network interfaces, p w; sibling groups use the rest."""
         return self.device_rate * self.layout.ranks_per_node
 
     @property
@@ -193,7 +197,7 @@ class _Path:
         return self.intra.latency_seconds if self.layout.num_nodes == 1 else self.inter.latency_seconds
 
     def protocols(self, algorithm: nccl.Algorithm) -> Iterator[tuple[nccl.Protocol, nccl.Protocol]]:
-        """Each protocol on the links (inside, between) nodes; a link that is not in use has the other's factors."""
+        """Yield each protocol on the links (inside, between) nodes; an unused link takes the other's factors."""
         if not self.by_nccl:
             yield nccl.PLAIN, nccl.PLAIN
             return
@@ -225,13 +229,13 @@ def _path(kind: Kind, layout: Layout, group: Group, num_nodes: int, per_node: in
 
 
 def _contention(layout: Layout, num_nodes: int, per_node: int, inter: Link) -> float:
-    """g. A node with one interface has one rail, which all of its groups use."""
+    """Return g. A node with one interface has one rail, which all of its groups use."""
     share = 1.0 if inter.shared_by_node else layout.ranks_per_node / per_node
     return 1 + inter.contention_per_doubling * math.log2(num_nodes) * share
 
 
 def _for_kind(link: Link, kind: Kind) -> Link:
-    """The link with its factors for `kind` applied."""
+    """Return the link with its factors for `kind` applied."""
     latency, rate = link.latency_factors.get(kind, 1.0), link.rate_factors.get(kind, 1.0)
     if latency == rate == 1.0:
         return link
@@ -248,15 +252,18 @@ def _levels(count: int) -> int:
 
 
 def _ring_hops(path: _Path, inside: nccl.Protocol, between: nccl.Protocol) -> float:
-    """One pass around the ring: (n - N) hi + (N - 1) he (NCCL's tuning.cc)."""
+    """Return the seconds of one pass around the ring: (n - N) hi + (N - 1) he (NCCL's tuning.cc)."""
     inter_hops = path.layout.num_nodes - 1
     intra_seconds = (path.size - 1 - inter_hops) * path.intra.latency_seconds * inside.hop
     return intra_seconds + inter_hops * path.inter.latency_seconds * between.hop
 
 
 def _tree_hops(path: _Path, inside: nccl.Protocol, between: nccl.Protocol) -> float:
-    """Seconds of latency from the leaves to the root. NCCL has a chain over the ranks of a node, (p - 1) hi, then a
-    binary tree over nodes, log2(N) he; other libraries a binary tree in both places."""
+    """Return the seconds of latency from the leaves to the root.
+
+    NCCL runs a chain over the ranks of a node, (p - 1) hi, then a binary tree over nodes, log2(N) he. Other libraries
+    run a binary tree in both places.
+    """
     per_node = path.layout.ranks_per_node
     depth = per_node - 1 if path.by_nccl else _levels(per_node)
     intra_seconds = depth * path.intra.latency_seconds * inside.hop
@@ -264,7 +271,7 @@ def _tree_hops(path: _Path, inside: nccl.Protocol, between: nccl.Protocol) -> fl
 
 
 def _rings(passes: int, path: _Path) -> Iterator[Line]:
-    """all_gather and reduce_scatter in one pass, all_reduce in two (Thakur et al., sections 4.1, 4.2, 4.5):
+    """Price all_gather and reduce_scatter in one pass, all_reduce in two (Thakur et al., sections 4.1, 4.2, 4.5):
 
     s0 + passes ((n-N) hi + (N-1) he) + B max((passes (n-1) + e) / n / i, passes (n-1)/n / (p w))
     """
@@ -281,12 +288,12 @@ def _rings(passes: int, path: _Path) -> Iterator[Line]:
 
 
 def _trees(path: _Path) -> Iterator[Line]:
-    """all_reduce to the root and back (NCCL's double binary tree), q levels of nodes above a chain of p ranks:
+    """Price all_reduce to the root and back (NCCL's double binary tree), q levels of nodes above a chain of p ranks:
 
     s0 + 2 hops + 2 B / r + 2 C ((p-1) / i + q / (p w)),  C = min(B, chunk_bytes)
 
-    A rank passes on a chunk of C bytes, of all channels together, when it has all of it, so that the tree is filled
-    before bytes flow at the rate r. Not so with the protocols that pass on single words.
+    A rank forwards a chunk of C bytes, of all channels together, once it has the whole chunk. So the tree fills before
+    bytes flow at the rate r. Protocols that forward single words do not have this delay.
     """
     levels = _levels(path.layout.num_nodes)
     for inside, between in path.protocols("tree"):
@@ -302,14 +309,16 @@ def _trees(path: _Path) -> Iterator[Line]:
 
 
 def _switch(path: _Path) -> Iterator[Line]:
-    """all_reduce where the switch sums, each byte once up and once down (NCCL's NVLS and NVLSTree), q levels of nodes:
+    """Price all_reduce summed in the switch, each byte once up and once down (NCCL's NVLS, NVLSTree), q levels of
+    nodes:
 
     s0 + 2 hi + 2 q he + max(B / i, x B / (p w)) + 2 q C / (p w),  C = min(B, chunk_bytes)
 
-    hops of NVLS: one for both ways inside a node, where it reaches ``switch_rate`` of i (``machines/nccl.toml``). x is
-    what the busiest node sends: every byte once where there are two, twice from three on, as a node inside one of the
-    two binary trees sends to its parent and two children, half of B each, and is a leaf of the other (NCCL allows two
-    nodes twice the bus bandwidth, and aws-ofi-nccl halves it beyond). Chunks as in `_trees`.
+    NVLS has one hop for both ways inside a node, where it reaches ``switch_rate`` of i (``machines/nccl.toml``). x
+    counts what the busiest node sends. With two nodes it sends every byte once. With three or more it sends every byte
+    twice: a node inside one of the two binary trees sends to its parent and two children, half of B each, and is a leaf
+    of the other tree (NCCL allows two nodes twice the bus bandwidth, and aws-ofi-nccl halves it beyond). Chunks as in
+    `_trees`.
     """
     layout = path.layout
     if not path.intra.in_network_reduction or layout.ranks_per_node == 1:
@@ -326,13 +335,13 @@ def _switch(path: _Path) -> Iterator[Line]:
 
 
 def _all_to_all(path: _Path) -> Iterator[Line]:
-    """Every rank sends B/n to each other, over NVLink and network at once (Thakur et al., section 4.3, pairwise):
+    """Price sending B/n to every other rank, over NVLink and network at once (Thakur et al., section 4.3, pairwise):
 
     (p-1) hi + [he + (n-p) m] + max((p-1+e)/n B / i, (n-p)/n B / w)
 
-    m: the host hands messages to the network one by one, and NCCL lets all of them run (``machines/nccl.toml``,
-    message_microseconds). Other libraries wait for each, (n-p) he, and have Bruck's algorithm for small tensors:
-    log2(n) messages of B/2.
+    m: the host hands messages to the network one by one, and NCCL runs all of them at once (``machines/nccl.toml``,
+    message_microseconds). Other libraries wait for each message, (n-p) he, and use Bruck's algorithm for small
+    tensors: log2(n) messages of B/2.
     """
     size, per_node = path.size, path.layout.ranks_per_node
     remote = size - per_node
@@ -347,8 +356,8 @@ def _all_to_all(path: _Path) -> Iterator[Line]:
 
 
 def _broadcast(path: _Path) -> Iterator[Line]:
-    """NCCL's pipelined chain, s0 + (n-1) hops + B / r, and a binomial tree, s0 + log2(n) (hop + B / r), where NCCL is
-    not the library (Thakur et al., section 4.4)."""
+    """Price NCCL's pipelined chain, s0 + (n-1) hops + B / r. Other libraries also have a binomial tree,
+    s0 + log2(n) (hop + B / r) (Thakur et al., section 4.4)."""
     for inside, between in path.protocols("ring"):
         startup = path.startup_seconds * max(inside.startup, between.startup)
         rate = path.ring_rate * min(inside.rate, between.rate)
@@ -358,8 +367,8 @@ def _broadcast(path: _Path) -> Iterator[Line]:
 
 
 def _p2p_rate(group: Group, path: _Path, per_node: int) -> float:
-    """Bytes per second of the slowest pair, by a device's own interface or its part of the node's among those that
-    cross."""
+    """Return the bytes per second of the slowest pair: of a device's own interface, or of its share of the node's
+    interface among the devices that send between nodes."""
     if path.layout.num_nodes == 1:
         return path.intra_rate
     return path.device_rate * per_node / min(group.stride, per_node) if path.inter.shared_by_node else path.device_rate

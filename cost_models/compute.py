@@ -1,24 +1,24 @@
-"""The time of one kernel: a roofline whose roofs are reached gradually.
+"""Price one kernel by a roofline whose roofs are reached gradually.
 
 S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model", CACM 52 (2009), with the
-usual kernel overheads added. With T the ideal time at the nominal peak, the achieved fraction of the peak is
+usual kernel overheads. With T the ideal time at the nominal peak, the achieved fraction of the peak is
 
     efficiency(T) = e * T / (T + r)        (e, r of the device: asymptotic efficiency and ramp)
 
-so that one roof costs (T + r) / e, and the kernel  launch + max(arithmetic roof, memory roof).
+so that one roof costs (T + r) / e, and the kernel costs launch + max(arithmetic roof, memory roof).
 
-One core of a CPU does not multiply while it waits for a weight that its caches have lost: a matmul there costs the sum
-of its arithmetic roof and its bytes at the nominal bandwidth.
+One core of a CPU cannot multiply while it waits for a weight outside its caches. A matmul there costs the sum of its
+arithmetic roof and its bytes at the nominal bandwidth.
 
-Where the device says how many processors it has, the arithmetic roof of a matmul of known shape is that of its tiles.
-A product of m x n x k is cut into tiles of a x b, each made by one processor; P processors make P tiles in one wave:
+If the device states its number of processors, the arithmetic roof of a matmul of known shape is that of its tiles. A
+product of m x n x k is cut into tiles of a x b, each computed by one processor; P processors compute P tiles per wave:
 
     waves * 2 a b k / (peak / P) / (e s) + x * output bytes / memory rate,    waves = ceil(ceil(m/a) ceil(n/b) / P)
 
-and the library takes the cheapest tile of TILES (NVIDIA, "Matrix Multiplication Background User's Guide", DU-09799-001,
-sections "Tile quantization" and "Wave quantization"). s: what a small tile loses, having fewer products per operand
-read. x (output_exposed of the device): processors that write their tile multiply nothing, unless others of the same
-wave do; so a product loses the more the shorter its k. Few tiles with a long k are cut along k too, so that all
+The library takes the cheapest tile of TILES (NVIDIA, "Matrix Multiplication Background User's Guide", DU-09799-001,
+sections "Tile quantization" and "Wave quantization"). s: the relative rate of a small tile, which has fewer products
+per operand read. x (output_exposed of the device): processors that write their tile do not multiply, unless others of
+the same wave do. So a product loses more the shorter its k. Few tiles with a long k are also cut along k, so that all
 processors work (split-k).
 """
 
@@ -39,8 +39,8 @@ TILES = (
     (128, 64, 128 * 64 / 0.8),
     (64, 64, 64 * 64 / 0.8**2),
 )
-"""Rows and columns of the tiles to choose from, and their elements divided by their relative rate. Sizes: CUTLASS's
-defaults for tensor cores, which the guide above lists too. Rates: 0.8 per halving, fitted to measured_ops.json
+"""Rows and columns of the available tiles, and their elements divided by their relative rate. Sizes: CUTLASS's
+defaults for tensor cores, also listed in the guide above. Rates: 0.8 per halving, fitted to measured_ops.json
 (benchmarks/operators.py)."""
 
 SPLIT_TILE = 128
@@ -50,29 +50,29 @@ ATTENTION_BLOCK = 128
 """Queries, and keys, of one block of a flash kernel (T. Dao, "FlashAttention-2" (2023), section 3.3)."""
 
 ATTENTION_RAMP = {False: 64.0, True: 256.0}
-"""Keys that one block of queries could have visited in the time of its start and end, forward and (True) backward.
-Fitted, with CAUSAL_RATE, to FlashAttention-2 in J. Shah et al., "FlashAttention-3" (2024), figures 5 and 6."""
+"""Keys that one block of queries could visit in the time of its start and end, forward and (True) backward. Fitted,
+with CAUSAL_RATE, to FlashAttention-2 in J. Shah et al., "FlashAttention-3" (2024), figures 5 and 6."""
 
 CAUSAL_RATE = 0.91
-"""What blocks of unequal length leave of the rate."""
+"""The fraction of the rate that remains with blocks of unequal length."""
 
 WIDE = {"fp64": 8, "complex64": 8, "fp32": 4, "tf32": 4}
-"""Bytes of one element of a matmul's output, where it is not 2."""
+"""Bytes per element of a matmul's output, for dtypes where it is not 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work that one kernel does.
+    """The work of one kernel.
 
     kind: "matmul" (any contraction), "attention" (a fused one), "memory" (elementwise, reductions, copies).
     flops: floating-point operations, a multiply-add counted as two; of attention with a causal mask only the half below
     the diagonal, and of its backward 2.5 times the forward's. num_bytes: read and written, each byte once.
     dtype: of the operands ("fp32", "bf16", ...; see Device.peak).
-    specials: of a memory-bound kernel, exponentials, error functions, square roots and the like.
-    shape: (m, n, k) of a matmul, of which `flops` may hold several (a batch); of attention (batch x heads, queries,
-    keys); () where unknown. variant, backward, causal: of attention, which kernel (Device.attention_variants), which
-    pass, and whether it skips what a causal mask hides.
-    Raises ValueError for an unknown kind, negative amounts, or a shape of another length than 0 or 3.
+    specials: exponentials, error functions, square roots and the like of a memory-bound kernel.
+    shape: (m, n, k) of a matmul; `flops` may count a batch of them. For attention (batch x heads, queries, keys); ()
+    where unknown. variant, backward, causal: for attention, the kernel (Device.attention_variants), the pass, and
+    whether the kernel skips masked blocks.
+    Raises ValueError for an unknown kind, negative amounts, or a shape whose length is neither 0 nor 3.
     """
 
     kind: Kind
@@ -88,7 +88,7 @@ class Work:
     def __post_init__(self) -> None:
         if self.kind not in ("matmul", "attention", "memory"):
             raise ValueError(f"unknown kind of work {self.kind!r}; known: matmul, attention, memory")
-        # Written so that nan is refused as well.
+        # This form also rejects nan.
         if not (self.flops >= 0 and self.num_bytes >= 0):
             raise ValueError(f"flops and num_bytes must be zero or more, got {self.flops} and {self.num_bytes}")
         if self.shape and (len(self.shape) != 3 or min(self.shape) < 1):
@@ -96,9 +96,9 @@ class Work:
 
 
 def seconds(work: Work, device: Device) -> float:
-    """Time of `work` on `device`. Nothing to do costs nothing, not even a launch.
+    """Return the time of `work` on `device`. Empty work costs nothing, not even a launch.
 
-    "memory" work is priced at the fp32 rate of the vector units whatever its dtype: elementwise kernels compute in
+    "memory" work is priced at the fp32 rate of the vector units, whatever its dtype: elementwise kernels compute in
     fp32 and never use matrix units. Raises ValueError for a dtype that the device cannot compute in.
     """
     if work.flops == 0 and work.num_bytes == 0:
@@ -118,7 +118,7 @@ def _memory_seconds(work: Work, device: Device) -> float:
 
 
 def _cached(num_bytes: float, device: Device) -> float:
-    """Share of a kernel's bytes that the last-level cache serves: all up to half of its size, none from 1.5 times."""
+    """Return the share of a kernel's bytes in the last-level cache: all up to half its size, none from 1.5 times."""
     return min(1.0, max(0.0, 1.5 - num_bytes / device.cache_bytes))
 
 
@@ -137,11 +137,11 @@ def _arithmetic_seconds(work: Work, device: Device) -> float:
 
 
 def _tiled_seconds(work: Work, device: Device, peak: float) -> float:
-    """The arithmetic roof of a matmul of known shape, or of a batch of them."""
+    """Return the arithmetic roof of a matmul of known shape, or of a batch of them."""
     m, n, k = work.shape
     num_processors = device.num_processors
     count = work.flops / (2.0 * m * n * k)
-    # One multiply-add of a whole wave of one-element tiles.
+    # One multiply-add of a full wave of one-element tiles.
     unit = 2.0 * k * num_processors / (peak * device.matmul_efficiency)
     elements = math.inf
     per_processor = count / num_processors
@@ -154,7 +154,7 @@ def _tiled_seconds(work: Work, device: Device, peak: float) -> float:
     tiles = -(-m // SPLIT_TILE) * -(-n // SPLIT_TILE) * count
     if tiles * 2 > num_processors:
         return elements * unit + written
-    # Every part writes its sums, and the last one reads them, in fp32: at most a tile of each processor.
+    # Every split writes its sums in fp32 and the last one reads them: at most one tile per processor.
     parts = num_processors // max(math.ceil(tiles), 1)
     sums = 8.0 * SPLIT_TILE**2 * num_processors / memory_rate
     return min(elements * unit, SPLIT_TILE**2 / parts * unit + sums) + written
@@ -166,7 +166,7 @@ def _attention_seconds(work: Work, device: Device, peak: float) -> float:
     if work.backward:
         rate = variants.get(f"{variant}.backward", rate)
     if not (device.num_processors and work.shape):
-        # torch's kernel for CPUs computes what a causal mask hides, too.
+        # torch's CPU kernel also computes masked elements.
         flops = work.flops * (2 if work.causal and device.is_cpu else 1)
         return _roof(flops / peak, rate, device.matmul_ramp_seconds)
     heads, queries, keys = work.shape
@@ -177,7 +177,7 @@ def _attention_seconds(work: Work, device: Device, peak: float) -> float:
         excess += ATTENTION_BLOCK / keys
         rate *= CAUSAL_RATE
     ideal_seconds = work.flops / peak * (1 + excess)
-    # Padded to whole blocks of queries, and those to whole waves.
+    # Padded to full blocks of queries, and these to full waves.
     blocks = heads * -(-queries // ATTENTION_BLOCK)
     waves = -(-blocks // device.num_processors)
     return ideal_seconds / rate * waves * device.num_processors * ATTENTION_BLOCK / (heads * queries)
@@ -188,7 +188,8 @@ def _roof(ideal_seconds: float, efficiency: float, ramp_seconds: float) -> float
 
 
 def padding(shape: tuple[int, ...], tile: int) -> float:
-    """How many times the useful arithmetic is done when m and n are rounded up to whole tiles; 1 if unknown.
+    """Return the factor by which rounding m and n up to full tiles increases the arithmetic; 1 if the shape is
+    unknown.
 
     NVIDIA, "Matrix Multiplication Background User's Guide" (DU-09799-001), section "Tile quantization".
     """

@@ -1,6 +1,6 @@
-"""How frameworks send rows to the ranks that have their experts: named kinds, as data (``machines/dispatches.toml``).
+"""Named ways to send rows to the ranks that have their experts, as data (``machines/dispatches.toml``).
 
-What a kind takes on a cluster follows by one rule (autopar/costs/expert_exchange.py).
+One rule prices all of them on a cluster (autopar/costs/expert_exchange.py).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ INSIDE = ("choice", "rank")
 class Dispatch:
     """One kind of exchange.
 
-    between: a row crosses between nodes once for every choice of its token, once for every node that has one of them,
-    or goes to all ranks. inside: inside a node once for every choice, or for every rank that has one. power: both ways
-    take (a^p + b^p)^(1/p) seconds, a + b if one waits for the other. passes: readings and writings of all rows beside
-    the one copy by which any exchange sorts them; copy_passes: of the rows between nodes. hidden: the share of it that
-    runs behind other computation, where there is as much. in_programs: autopar's programs have it. source: where the
-    constants come from.
+    between: a row crosses between nodes once per choice of its token ("choice"), once per node that has one of them
+    ("node"), or goes to all ranks ("all"). inside: within a node, a row moves once per choice, or once per rank that
+    has one. power: both ways take (a^p + b^p)^(1/p) seconds; p = 1 means that one waits for the other. passes: reads
+    and writes of all rows beyond the one copy by which any exchange sorts them; copy_passes: the same for rows between
+    nodes. hidden: the share of the exchange that can overlap other computation. in_programs: autopar's programs have
+    this kind. source: the origin of the constants.
 
-    Raises ValueError for words that are not known and figures out of range.
+    Raises ValueError for unknown words and for figures out of range.
     """
 
     name: str
@@ -50,18 +50,18 @@ class Dispatch:
 
 @cache
 def dispatches() -> Mapping[str, Dispatch]:
-    """All kinds by name."""
+    """Return all kinds by name."""
     text = resources.files("cost_models").joinpath("machines", "dispatches.toml").read_text(encoding="utf-8")
-    known, found = {item.name for item in fields(Dispatch)}, dict[str, Dispatch]()
+    allowed, kinds = {item.name for item in fields(Dispatch)}, dict[str, Dispatch]()
     for name, table in tomllib.loads(text).items():
-        if surplus := sorted(table.keys() - known):
+        if surplus := sorted(table.keys() - allowed):
             raise ValueError(f"dispatch {name}: unknown keys {surplus}")
-        found[name] = Dispatch(name, **table)
-    return MappingProxyType(found)
+        kinds[name] = Dispatch(name, **table)
+    return MappingProxyType(kinds)
 
 
 def dispatch(name: str) -> Dispatch:
-    """The kind called `name`. Raises ValueError that lists the known ones."""
+    """Return the kind called `name`. Raises ValueError that lists the known kinds."""
     if name not in dispatches():
         raise ValueError(f"unknown dispatch {name!r}. Known: {', '.join(dispatches())}.")
     return dispatches()[name]

@@ -1,6 +1,6 @@
-"""What training systems do by default, as far as it bears on seconds and bytes: named profiles, as data.
+"""Default behavior of training systems that affects seconds and bytes: named profiles, as data.
 
-The profiles are in ``machines/frameworks.toml``, each constant with its source.
+The profiles are in ``machines/frameworks.toml``, with a source for each constant.
 """
 
 from __future__ import annotations
@@ -26,35 +26,43 @@ HOST_SECONDS = tuple(f"host_{of}_seconds" for of in ("layer", "collective", "apa
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """The habits of one framework, by which strategies given for it are predicted.
+    """The behavior of one framework, under which given strategies are predicted.
 
-    fusion: which memory-bound calls are one kernel: none ("calls"), neighbours of one module, such as the parts of a
-    norm ("modules"), or every run of pointwise calls ("chains"). attention: the kernel, one of the flash kernels of
-    `Device.attention_variants` ("flash": the usual one of the time, fa2), or "unfused": two matmuls with a softmax
-    between. attention_passes: of an unfused one, readings and writings of the scores by forward
-    and backward together. shards_weights: tensor parallelism cuts every matrix. sequence_parallel: what
-    lies between such matrices is cut along the sequence. stages: how a pipeline is cut: the longest stage as short as
-    can be ("time"), equally many layers with the ends on top ("layers"), or by multiply-adds of weights with a last
-    matrix counted ("weights"). overlap: the share of a micro-batch's compute behind which traffic of data parallelism
-    may run; -1: the share of that traffic which the planner takes to be hidden. zero_overlaps: whether that holds of
-    gradients that ZeRO cuts, too. async_linears: a tensor-parallel linear sends its input's gradient while it computes
-    its weight's. cp_exchange: how context-parallel ranks
-    get one another's keys and values, gathered before attention or passed around while it computes ("ring"). cp_habits:
-    whether that takes what crosses the links ("published"), or also the copies and kernels of generated programs.
-    gradient_bytes: of a gradient as it is reduced, in 16-bit training (0: the planner's). accumulate_bytes: moved per
-    parameter and micro-batch to add up gradients. gradient_copy_bytes: of a second copy of all gradients, held for the
-    update. optimizer_bytes: moved per parameter and step by clipping, unscaling and the update, in 16-bit training (0:
-    the planner's). host_layer_seconds: what the host needs to launch a layer's forward and backward;
-    host_collective_seconds: on top for each tensor-parallel collective; host_apart_seconds: on top per layer and
-    tensor-parallel rank where a pipeline of such groups spans nodes; host_far_seconds: the same where such a group
-    itself does. host_step_seconds: once per step of a pipeline, between its last backward and its next forward.
-    loss_bytes: moved per logit by a language model's loss, forward and backward (0: the planner's). dispatches: the
-    kinds of exchange of experts' rows that it has (`dispatch`), of which it takes the fastest. gathers_again: linear
-    layers keep their tensor-parallel rank's part of the input and gather the rest again for backward, which takes bytes
-    off what is kept; its seconds are taken to be hidden. A micro-batch takes no less than its host. source: where the
-    constants come from.
+    fusion: which memory-bound calls share a kernel: none ("calls"), neighbors in one module, such as the operators of a
+    norm ("modules"), or every run of pointwise calls ("chains").
+    attention: one of the flash kernels of `Device.attention_variants` ("flash": the usual one of the time, fa2), or
+    "unfused": two matmuls with a softmax between.
+    attention_passes: reads and writes of the scores of unfused attention, forward and backward together.
+    shards_weights: tensor parallelism shards every matrix.
+    sequence_parallel: activations between such matrices are sharded along the sequence.
+    stages: how a pipeline is cut: minimize the longest stage ("time"), put equally many layers on each stage with the
+    ends on top ("layers"), or balance multiply-adds of weights including a final matrix ("weights").
+    overlap: the share of a micro-batch's compute that can hide traffic of data parallelism; -1: the share of that
+    traffic that the planner takes to be hidden.
+    zero_overlaps: whether this includes gradients that ZeRO shards.
+    async_linears: a tensor-parallel linear sends its input's gradient while it computes its weight's.
+    cp_exchange: context-parallel ranks gather keys and values before attention, or pass them around while it computes
+    ("ring").
+    cp_habits: whether the price covers only the traffic on the links ("published"), or also the copies and kernels of
+    generated programs.
+    gradient_bytes: of a gradient as it is reduced, in 16-bit training (0: the planner's).
+    accumulate_bytes: moved per parameter and micro-batch to add up gradients.
+    gradient_copy_bytes: of a second copy of all gradients, kept for the update.
+    optimizer_bytes: moved per parameter and step by clipping, unscaling and the update, in 16-bit training (0: the
+    planner's).
+    host_layer_seconds: the host's time to launch a layer's forward and backward.
+    host_collective_seconds: added per tensor-parallel collective.
+    host_apart_seconds: added per layer and tensor-parallel rank where a pipeline of such groups spans nodes.
+    host_far_seconds: the same where such a group itself spans nodes.
+    host_step_seconds: once per step of a pipeline, between its last backward and its next forward. A micro-batch takes
+    at least the time of its host.
+    loss_bytes: moved per logit by a language model's loss, forward and backward (0: the planner's).
+    dispatches: the available kinds of expert exchange (`dispatch`); the fastest is taken.
+    gathers_again: linear layers keep only their tensor-parallel rank's shard of the input and gather the rest again in
+    backward, which saves kept bytes; its seconds are taken to be hidden.
+    source: the origin of the constants.
 
-    Raises ValueError for words that are not known and negative figures.
+    Raises ValueError for unknown words and for negative figures.
     """
 
     name: str
@@ -99,26 +107,26 @@ class Framework:
 
     @property
     def hides_by_share(self) -> bool:
-        """Whether a share of the traffic is hidden, whatever there is to hide it behind."""
+        """Whether a fixed share of the traffic is hidden, whatever compute is available to hide it."""
         return self.overlap < 0
 
 
 @cache
 def frameworks() -> Mapping[str, Framework]:
-    """The built-in profiles by name."""
+    """Return the built-in profiles by name."""
     text = resources.files("cost_models").joinpath("machines", "frameworks.toml").read_text(encoding="utf-8")
-    known = {item.name for item in fields(Framework)}
-    found = {}
+    allowed = {item.name for item in fields(Framework)}
+    profiles = {}
     for name, table in tomllib.loads(text).items():
-        if surplus := sorted(table.keys() - known):
+        if surplus := sorted(table.keys() - allowed):
             raise ValueError(f"framework {name}: unknown keys {surplus}")
         lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
-        found[name] = Framework(name, **{**table, **lists})
-    return MappingProxyType(found)
+        profiles[name] = Framework(name, **{**table, **lists})
+    return MappingProxyType(profiles)
 
 
 def framework(name: str) -> Framework:
-    """The profile called `name`. Raises ValueError that lists the known ones."""
+    """Return the profile called `name`. Raises ValueError that lists the known profiles."""
     if name not in frameworks():
         close = difflib.get_close_matches(name, frameworks(), 1, 0.4)
         hint = f" Did you mean {close[0]!r}?" if close else ""

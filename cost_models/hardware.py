@@ -1,4 +1,4 @@
-"""Frozen descriptions of one device and one link. Figures and their sources live in ``machines/*.toml``."""
+"""Frozen descriptions of one device and one link. Figures and their sources are in ``machines/*.toml``."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DTYPE_FALLBACKS: Mapping[str, tuple[str, ...]] = {
     "int32": ("fp32",),
     "int64": ("fp32",),
 }
-"""Where a dtype is computed if the device has no units for it: the first listed dtype that holds its values exactly
-(so bf16 never runs as fp16, whose range is smaller). Integers and complex numbers are priced as fp32. Formats with a
-scale for every 32 (mxfp8) or 16 values (nvfp4) have units of their own or none."""
+"""The dtypes that replace a dtype the device has no units for: the first available one that represents its values
+exactly (so bf16 never runs as fp16, whose range is smaller). Integers and complex numbers are priced as fp32. Formats
+with a scale for every 32 (mxfp8) or 16 values (nvfp4) have no fallback."""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
 """The kinds that `collective` prices and that a link may have factors for."""
@@ -53,32 +53,32 @@ def _require_fraction(owner: str, **values: float) -> None:
 class Device:
     """One accelerator (or CPU process).
 
-    memory_bytes: what one process can use, before `reserved_bytes`.
-    memory_bytes_per_second: nominal. peak_flops_per_second: nominal dense peak by dtype; "fp32" must be there and
-    means true fp32 (PyTorch does not use tf32 for fp32 matmuls unless asked to).
+    memory_bytes: available to one process, before `reserved_bytes`.
+    memory_bytes_per_second: nominal. peak_flops_per_second: nominal dense peak by dtype; "fp32" is required and means
+    true fp32 (PyTorch does not use tf32 for fp32 matmuls by default).
     kernel_launch_seconds: fixed cost of one kernel.
-    host_call_seconds: of a GPU, what its host needs to issue one small call of PyTorch with its autograd and launch, as
-    steps have them, not in a loop of one call.
+    host_call_seconds: on a GPU, the host's time to issue one small call of PyTorch with its autograd and launch,
+    measured in training steps, not in a loop of one call.
     matmul_efficiency, attention_efficiency, memory_efficiency: the fraction of the peak that large kernels reach.
     matmul_ramp_seconds, memory_ramp_seconds: ideal time at which a kernel reaches half of that fraction.
     matmul_tile: rows and columns of an output tile; smaller matrices are padded to it.
-    num_processors: of a GPU (streaming multiprocessors), so that matmuls of known shape are priced as waves of tiles
-    and attention as waves of blocks (compute.py), and matmul_tile and matmul_ramp_seconds only serve the others; 0: not
-    modelled.
-    special_seconds: of one exponential, error function, square root or the like of one element, where they take longer
-    than its bytes (CPUs).
-    core_share: of a process on a CPU, the part of a core that it has while all others compute: below 1 where processes
-    outnumber cores, and rates are of so much.
-    output_exposed: the part of the time of writing a matmul's output in which its processors multiply nothing.
+    num_processors: streaming multiprocessors of a GPU. Matmuls of known shape are then priced as waves of tiles and
+    attention as waves of blocks (compute.py), and matmul_tile and matmul_ramp_seconds serve only other shapes; 0: not
+    modeled.
+    special_seconds: of one exponential, error function, square root or the like of one element, where that takes
+    longer than its bytes (CPUs).
+    core_share: of a CPU process, its share of a core while all processes compute; below 1 where processes outnumber
+    cores, and rates are scaled by it.
+    output_exposed: the share of the time to write a matmul's output in which its processors do not multiply.
     attention_variants: the fraction of the peak that a named kernel reaches forward on long sequences without a mask
-    ("fa2", "fa3", "cudnn", ...), and with ".backward" behind its name in its backward.
-    cache_bytes, cache_bytes_per_second: of the last-level cache, where kernels that fit in it are seen to be faster.
+    ("fa2", "fa3", "cudnn", ...), and with the suffix ".backward" in its backward.
+    cache_bytes, cache_bytes_per_second: of the last-level cache, where kernels that fit in it are measurably faster.
     reserved_bytes: driver context, library workspaces and communication buffers.
-    host_link_bytes_per_second: reached by copies to or from host memory, one direction. host_memory_bytes_per_second:
-    the device's share of what the host reaches in its own memory (the update of an offloaded optimiser).
-    disk_bytes_per_second: its share of what the host's disks read or write.
+    host_link_bytes_per_second: achieved by copies to or from host memory, one direction. host_memory_bytes_per_second:
+    the device's share of the host's own memory bandwidth (for the update of an offloaded optimizer).
+    disk_bytes_per_second: the device's share of the bandwidth of the host's disks.
     intra_link, inter_link: names of the usual links inside and between nodes ("" if none is usual).
-    source: where the figures come from.
+    source: the origin of the figures.
 
     The mapping is copied and must not be changed afterwards. Raises ValueError for figures out of range.
     """
@@ -153,19 +153,19 @@ class Device:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a process on a CPU: its name begins so."""
+        """Whether this is a process on a CPU; its name then begins with "cpu"."""
         return self.name.startswith("cpu")
 
     def peak(self, dtype: str) -> float:
-        """Nominal peak FLOP/s of contractions in `dtype`, by DTYPE_FALLBACKS where the device lacks the dtype.
+        """Return the nominal peak FLOP/s of contractions in `dtype`, by DTYPE_FALLBACKS if the device lacks the dtype.
 
-        Raises ValueError for a dtype that is neither listed for the device nor has a fallback that is.
+        Raises ValueError if the device lists neither the dtype nor any of its fallbacks.
         """
         for candidate in (dtype, *DTYPE_FALLBACKS.get(dtype, ())):
             if candidate in self.peak_flops_per_second:
                 return self.peak_flops_per_second[candidate]
-        known = ", ".join(sorted({*DTYPE_FALLBACKS, *self.peak_flops_per_second}))
-        raise ValueError(f"device {self.name} has no peak for dtype {dtype!r}; known dtypes: {known}")
+        dtypes = ", ".join(sorted({*DTYPE_FALLBACKS, *self.peak_flops_per_second}))
+        raise ValueError(f"device {self.name} has no peak for dtype {dtype!r}; known dtypes: {dtypes}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +175,15 @@ class Link:
     bytes_per_second: nominal, one direction, per device; per node if `shared_by_node`.
     efficiency: the fraction that large messages reach. latency_seconds: of one hop of one message.
     startup_seconds: fixed cost of one collective.
-    contention_per_doubling: c of g = 1 + c log2(nodes), which divides rates and multiplies hops, for fabrics that
-    slow down as more nodes talk at once.
+    contention_per_doubling: c of g = 1 + c log2(nodes), which divides rates and multiplies hops, for fabrics that slow
+    down as more nodes communicate at once.
     in_network_reduction: the switch sums, so that an all_reduce moves every byte once up and once down (NVLink SHARP).
     shared_by_node: the devices of a node share the link.
-    latency_factors, rate_factors: by kind of collective ("all_reduce", ...; 1 if not listed), what its startup and
-    hops, and the rate that it reaches, are multiplied by. For libraries whose algorithm is not the one that
-    `collective` prices: gloo runs a reduce_scatter as an all_reduce.
-    hidden_share: of a collective's time, what a rank does not lose if it computes meanwhile, where that was measured.
-    source: where the figures come from.
+    latency_factors, rate_factors: factors by kind of collective ("all_reduce", ...; default 1) on its startup and
+    hops, and on its rate. For libraries whose algorithm differs from the one that `collective` prices: gloo runs a
+    reduce_scatter as an all_reduce.
+    hidden_share: the measured share of a collective's time that does not delay a rank's concurrent computation.
+    source: the origin of the figures.
 
     The mappings are copied and must not be changed afterwards. Raises ValueError for figures out of range.
     """
@@ -225,5 +225,5 @@ class Link:
 
     @property
     def achievable_bytes_per_second(self) -> float:
-        """What large messages reach: bytes_per_second x efficiency."""
+        """Return the rate of large messages: bytes_per_second x efficiency."""
         return self.bytes_per_second * self.efficiency

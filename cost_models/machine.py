@@ -1,8 +1,7 @@
 """A cluster: equal nodes of equal devices, one kind of link inside a node and one between nodes.
 
-(`mixed.py` has clusters of unlike node groups.)
-
-Ranks are laid out node by node: rank r is device r % devices_per_node of node r // devices_per_node.
+Ranks are numbered node by node: rank r is device r % devices_per_node of node r // devices_per_node. `mixed.py` has
+clusters of unlike node groups.
 """
 
 from __future__ import annotations
@@ -21,17 +20,18 @@ from cost_models.hardware import DTYPE_FALLBACKS, Device, Link
 __all__ = ["DTYPE_FALLBACKS", "TRIALS", "Cluster", "Device", "Link"]
 
 TRIALS = "trials"
-"""The array of tables that a cluster's TOML file may have beside the cluster: steps that were measured there."""
+"""The array of tables with measured steps that a cluster's TOML file may contain besides the cluster."""
 FORM = "'[NODESx]DEVICES DEVICE [INTRA_LINK [INTER_LINK]]', for example '4x8 h100-sxm'"
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """num_nodes nodes of devices_per_node devices. `intra_node` joins the devices of a node, `inter_node` the nodes.
+    """A cluster of num_nodes x devices_per_node devices; `intra_node` joins the devices of a node, `inter_node` the
+    nodes.
 
-    Prints as '4x8 h100-sxm', '8 l4' (one node) or '4x8 a100-80g nvlink3 ib-100g' (links that are not the device's
-    usual ones), which `parse` reads back to an equal value. A name followed by '*' stands for a device or link that is
-    not the built-in one of that name; `parse` rejects it, and `to_toml` is the complete form.
+    Prints as '4x8 h100-sxm', '8 l4' (one node) or '4x8 a100-80g nvlink3 ib-100g' (links other than the device's usual
+    ones), which `parse` reads back to an equal value. A name followed by '*' stands for a device or link that differs
+    from the built-in one of that name; `parse` rejects it, and `to_toml` is the complete form.
     """
 
     device: Device
@@ -52,17 +52,17 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all nodes together."""
+        """Count the devices of all nodes."""
         return self.num_nodes * self.devices_per_node
 
     @property
     def groups(self) -> tuple[Cluster, ...]:
-        """Itself: the groups of equal nodes, as a mixed cluster has them."""
+        """Return the groups of equal nodes, as a mixed cluster does: here the cluster itself."""
         return (self,)
 
     @staticmethod
     def parse(text: str) -> Cluster:
-        """A cluster of built-in parts from '[NODESx]DEVICES DEVICE [INTRA_LINK [INTER_LINK]]'; case is ignored.
+        """Read a cluster of built-in parts from '[NODESx]DEVICES DEVICE [INTRA_LINK [INTER_LINK]]'; case is ignored.
 
         Raises ValueError for another form, and for an unknown name with the known device and link names.
         """
@@ -85,7 +85,7 @@ class Cluster:
 
     @staticmethod
     def from_toml(path: str | Path) -> Cluster:
-        """The cluster in a TOML file; `from_toml_text` describes it. Raises ValueError and OSError."""
+        """Read the cluster in a TOML file; `from_toml_text` describes the format. Raises ValueError and OSError."""
         try:
             return Cluster.from_toml_text(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
@@ -93,19 +93,19 @@ class Cluster:
 
     @staticmethod
     def from_toml_text(text: str) -> Cluster:
-        """A cluster from TOML: num_nodes (default 1), devices_per_node, device, intra_node, inter_node.
+        """Read a cluster from TOML: num_nodes (default 1), devices_per_node, device, intra_node, inter_node.
 
-        device and the links are each a built-in name or a table of the fields of `Device` or `Link`. A link left out
-        is the device's usual one; trials of plans (TRIALS) are passed over. Raises ValueError for anything else.
+        device and the links are each a built-in name or a table of the fields of `Device` or `Link`. An omitted link
+        is the device's usual one. Trials of plans (TRIALS) are skipped. Raises ValueError for anything else.
         """
         return Cluster.from_table({key: value for key, value in tomllib.loads(text).items() if key != TRIALS})
 
     @staticmethod
     def from_table(table: Mapping[str, Any]) -> Cluster:
-        """The cluster of a table as TOML is read to. Raises ValueError as `from_toml_text` does."""
-        known = {"num_nodes", "devices_per_node", "device", "intra_node", "inter_node"}
-        if surplus := sorted(table.keys() - known):
-            raise ValueError(f"unknown keys {surplus}; the keys are {', '.join(sorted(known))}")
+        """Read the cluster from a parsed TOML table. Raises ValueError as `from_toml_text` does."""
+        allowed = {"num_nodes", "devices_per_node", "device", "intra_node", "inter_node"}
+        if surplus := sorted(table.keys() - allowed):
+            raise ValueError(f"unknown keys {surplus}; the keys are {', '.join(sorted(allowed))}")
         if missing := sorted({"devices_per_node", "device"} - table.keys()):
             raise ValueError(f"missing keys {missing}")
         counts = (table.get("num_nodes", 1), table["devices_per_node"])
@@ -121,14 +121,14 @@ class Cluster:
         )
 
     def to_toml(self) -> str:
-        """TOML text that `from_toml_text` reads back to an equal cluster: built-in parts by name, others in full."""
+        """Return TOML that `from_toml_text` reads back to an equal cluster: built-in parts by name, others in full."""
         counts = f"num_nodes = {self.num_nodes}\ndevices_per_node = {self.devices_per_node}\n"
         return counts + part_lines(
             {"device": self.device, "intra_node": self.intra_node, "inter_node": self.inter_node}
         )
 
     def with_memory(self, num_bytes: int) -> Cluster:
-        """The same cluster with devices of `num_bytes` bytes."""
+        """Return the same cluster with devices of `num_bytes` bytes."""
         return replace(self, device=replace(self.device, memory_bytes=num_bytes))
 
     def __str__(self) -> str:
@@ -144,14 +144,14 @@ class Cluster:
 
 
 def part_lines(parts: Mapping[str, Device | Link]) -> str:
-    """TOML of devices and links: built-in ones by name, then tables of the others."""
+    """Return the TOML of devices and links: built-in ones by name, then tables of the others."""
     lines = [f'{key} = "{part.name}"\n' for key, part in parts.items() if _is_builtin(part)]
     lines += [f"\n[{key}]\n{catalog.to_table(part)}" for key, part in parts.items() if not _is_builtin(part)]
     return "".join(lines)
 
 
 def link_from(key: str, value: Any) -> Link:
-    """A built-in link by name, or one in full. Raises ValueError."""
+    """Return a built-in link by name, or a link from its table. Raises ValueError."""
     return _part(Link, key, value, catalog.links())
 
 
@@ -162,7 +162,7 @@ def _is_builtin(part: Device | Link) -> bool:
 
 
 def label(part: Device | Link) -> str:
-    """The part's name, with '*' where it is not the built-in one of that name."""
+    """Return the part's name, with '*' if it differs from the built-in part of that name."""
     return part.name if _is_builtin(part) else f"{part.name}*"
 
 

@@ -1,4 +1,4 @@
-"""Bytes of a parameter in the precisions that models are trained in, and what an allocator wastes.
+"""Bytes per parameter in the precisions used for training, and the fragmentation of the allocator.
 
 Mixed precision with Adam is that of S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
 parameter models" (SC 2020), section 3: an fp32 master beside 16-bit weights.
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 FRAGMENTATION = 0.15
-"""Extra memory that a caching allocator holds, as a fraction of what comes and goes (activations, transients).
+"""Extra memory of a caching allocator, as a fraction of transient memory (activations, temporaries).
 
-C. Guo et al., "GMLake: efficient and transparent GPU memory defragmentation" (ASPLOS 2024), abstract: 15 % on average
-(up to 33 %) of what PyTorch's caching allocator holds is fragmentation that GMLake removes, over eight language models
-on A100-80GB. Weights, gradients and optimiser state are allocated once, so it is not applied to them.
+C. Guo et al., "GMLake: efficient and transparent GPU memory defragmentation" (ASPLOS 2024), abstract: on average 15 %
+(up to 33 %) of the memory in PyTorch's caching allocator is fragmentation that GMLake removes, over eight language
+models on A100-80GB. Weights, gradients and optimizer state are allocated once, so the factor does not apply to them.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Bytes per parameter of the weight computed with, the stored gradient, and a separate fp32 master (0: none)."""
+    """Bytes per parameter: the weight used in compute, the stored gradient, and a separate fp32 master (0: none)."""
 
     name: str
     compute_bytes: int
@@ -41,7 +41,7 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
 
 
 def precision(name: str) -> Precision:
-    """The precision called `name`. Raises ValueError that lists the known ones."""
+    """Return the precision called `name`. Raises ValueError that lists the known precisions."""
     if name not in PRECISIONS:
         raise ValueError(f"unknown precision {name!r}; known: {', '.join(PRECISIONS)}")
     return PRECISIONS[name]

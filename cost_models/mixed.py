@@ -1,7 +1,7 @@
 """A cluster of unlike node groups: 2x8 a100-80g + 4x8 v100-32g.
 
-Ranks are laid out group by group: those of the first group first. No collective spans two groups (pipeline stages lie
-in one group each); activations go from one to another over the link `between` them.
+Ranks are numbered group by group, starting with the first. No collective spans two groups (each pipeline stage is in
+one group); activations cross between groups over the link `between`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ VIA = " via "
 
 @dataclass(frozen=True, slots=True)
 class MixedCluster:
-    """A cluster of at least two groups, each of equal nodes. between: the link that joins nodes of different groups,
-    one direction per device.
+    """A cluster of at least two groups of equal nodes. between: the link between nodes of different groups, one
+    direction per device.
 
     Prints as '2x8 a100-80g + 4x8 v100-32g', with ' via LINK' where `between` is not the slowest of the links between
     the groups' own nodes; `parse` reads that back.
@@ -38,17 +38,17 @@ class MixedCluster:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all groups together."""
+        """Count the devices of all groups."""
         return sum(group.num_devices for group in self.groups)
 
     @staticmethod
     def of(groups: tuple[Cluster, ...]) -> MixedCluster:
-        """Joined by the slowest of the groups' own links between nodes."""
+        """Join groups by the slowest of their own links between nodes."""
         return MixedCluster(groups, _slowest(groups))
 
     @staticmethod
     def parse(text: str) -> MixedCluster:
-        """Groups as `Cluster.parse` reads them, joined by '+', and the link between them after 'via'.
+        """Read groups as `Cluster.parse` does, joined by '+', and the link between them after 'via'.
 
         Raises ValueError as `Cluster.parse` does.
         """
@@ -57,16 +57,16 @@ class MixedCluster:
         return MixedCluster(groups, catalog.link(link.strip())) if link else MixedCluster.of(groups)
 
     def to_toml(self) -> str:
-        """TOML text that `parse_toml` reads back to an equal cluster."""
+        """Return TOML text that `parse_toml` reads back to an equal cluster."""
         parts = [_as_array_entry(group.to_toml()) for group in self.groups]
         return part_lines({"between": self.between}) + "\n" + "\n".join(parts)
 
     def map(self, function: Callable[[Cluster], Cluster]) -> MixedCluster:
-        """The same cluster with every group replaced by `function(group)`."""
+        """Return the same cluster with every group replaced by `function(group)`."""
         return replace(self, groups=tuple(function(group) for group in self.groups))
 
     def with_memory(self, num_bytes: int) -> MixedCluster:
-        """The same cluster with devices of `num_bytes` bytes."""
+        """Return the same cluster with devices of `num_bytes` bytes."""
         return self.map(lambda group: group.with_memory(num_bytes))
 
     def __str__(self) -> str:
@@ -78,12 +78,12 @@ AnyCluster = Cluster | MixedCluster
 
 
 def parse(text: str) -> AnyCluster:
-    """'4x8 h100-sxm', or groups joined by '+'. Raises ValueError."""
+    """Read '4x8 h100-sxm', or groups joined by '+'. Raises ValueError."""
     return MixedCluster.parse(text) if "+" in text else Cluster.parse(text)
 
 
 def from_toml(path: str | Path) -> AnyCluster:
-    """The cluster in a TOML file. Raises ValueError and OSError."""
+    """Read the cluster in a TOML file. Raises ValueError and OSError."""
     try:
         return parse_toml(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
@@ -91,15 +91,16 @@ def from_toml(path: str | Path) -> AnyCluster:
 
 
 def parse_toml(text: str) -> AnyCluster:
-    """The cluster of a TOML text, read as `from_table` says; trials of plans beside it are passed over. Raises
-    ValueError."""
+    """Read the cluster of a TOML text as `from_table` does, skipping trials of plans. Raises ValueError."""
     return from_table({key: value for key, value in tomllib.loads(text).items() if key != TRIALS})
 
 
 def from_table(table: Mapping[str, Any]) -> AnyCluster:
-    """The cluster of a table as `Cluster.from_table` reads it. A mixed cluster has an array of tables `group` of that
-    form, and a link `between` (a name or a table; the slowest of the groups' links between nodes if left out).
-    Raises ValueError."""
+    """Read a cluster as `Cluster.from_table` does, or a mixed cluster.
+
+    A mixed cluster has an array of tables `group` of that form, and a link `between` (a name or a table; by default the
+    slowest of the groups' links between nodes). Raises ValueError.
+    """
     if "group" not in table:
         return Cluster.from_table(table)
     if surplus := sorted(table.keys() - {"group", "between"}):
@@ -118,5 +119,5 @@ def _slowest(groups: tuple[Cluster, ...]) -> Link:
 
 
 def _as_array_entry(text: str) -> str:
-    """A cluster's TOML as an entry of the array `group`."""
+    """Return a cluster's TOML as an entry of the array `group`."""
     return "[[group]]\n" + re.sub(r"^\[", "[group.", text, flags=re.MULTILINE)

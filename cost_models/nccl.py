@@ -1,4 +1,4 @@
-"""NCCL's algorithms and protocols as proportions of a link's own latency and rate, from ``machines/nccl.toml``."""
+"""NCCL's algorithms and protocols as multiples of a link's own latency and rate, from ``machines/nccl.toml``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Algorithm = Literal["ring", "tree"]
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """What one algorithm and protocol multiply a link's startup, hop and rate by.
+    """Factors of one algorithm and protocol on a link's startup, hop and rate.
 
-    streams: a rank passes on every word as it comes, and not only whole chunks.
+    streams: a rank forwards every word as it arrives, not only complete chunks.
     """
 
     startup: float = 1.0
@@ -32,19 +32,19 @@ PLAIN = Protocol()
 
 
 def drives(link: Link) -> bool:
-    """Whether NCCL moves data over this link, by its name."""
+    """Whether NCCL moves data over this link, judged by its name."""
     return link.name in _families()
 
 
 def protocols(links: Sequence[Link]) -> tuple[str, ...]:
-    """The protocols that can be had on a path of these links, all driven by NCCL."""
+    """List the protocols available on a path of these links, all driven by NCCL."""
     excluded = _table()["excluded"]
     names = ("ll", "ll128", "simple")
     return tuple(name for name in names if not any(link.name in excluded.get(name, ()) for link in links))
 
 
 def protocol(algorithm: Algorithm, name: str, link: Link) -> Protocol:
-    """The proportions on `link`, which NCCL must drive; name is one of `protocols`."""
+    """Return the factors on `link`, which NCCL must drive; name is one of `protocols`."""
     table = _table()
     startup, hop = table["startup"], table["hop"][_families()[link.name]]
     rate = table["rate"][algorithm][name]
@@ -60,42 +60,44 @@ def protocol(algorithm: Algorithm, name: str, link: Link) -> Protocol:
 
 
 def own_step(kind: str) -> float:
-    """The share of a ring step that copying a rank's own chunk takes, in the kinds of collective that copy it."""
+    """Return the share of a ring step that copying a rank's own chunk takes, for collectives that copy it."""
     return float(_table()["own_step"]) if kind in ("all_gather", "reduce_scatter", "all_to_all") else 0.0
 
 
 def message_seconds() -> float:
-    """What the host of a rank takes to hand one message to the network, one after the other."""
+    """Return the host's time to hand one message to the network; messages are handed over one by one."""
     return float(_table()["message_microseconds"]) * 1e-6
 
 
 def chunk_bytes() -> float:
-    """What a tree passes on at once, of all channels together (Simple protocol and NVLSTree)."""
+    """Return the bytes that a tree forwards at once, of all channels together (Simple protocol and NVLSTree)."""
     return float(_table()["chunk_bytes"])
 
 
 def switch_rate() -> float:
-    """The share of a ring's rate inside a node that all_reduce in the switch reaches."""
+    """Return the share of a ring's rate inside a node that an all_reduce in the switch reaches."""
     return float(_table()["switch_rate"])
 
 
 def switch_hop(link: Link) -> float:
-    """A hop of NVLS (inside a node) or NVLSTree (between nodes) as a multiple of the link's latency_seconds."""
+    """Return a hop of NVLS (inside a node) or NVLSTree (between nodes) as a multiple of the link's latency_seconds."""
     hop = _table()["hop"][_families()[link.name]]
     return float(hop.get("nvls", hop["tree"]["simple"]) / hop["ring"]["simple"])
 
 
 def mesh_links(link: Link) -> mesh.Links | None:
-    """Links between every two devices of a node, or None where there is a switch."""
+    """Return the links between every two devices of a node, or None where there is a switch."""
     table = _table()["mesh"].get(link.name)
     return table["links"] if table else None
 
 
 @lru_cache(maxsize=4096)
 def mesh_share(link: Link, kind: str, size: int, stride: int, num_devices: int) -> float:
-    """The share of a device's links that serve it in the worst group base + i * stride, i < size, of an axis with
-    several ranks in a node of `num_devices`: 1 where there is a switch. Raises ValueError for larger nodes than the
-    link joins."""
+    """Return the share of a device's links that serve it in the worst group of an axis; 1 where there is a switch.
+
+    The groups are base + i * stride, i < size, with several ranks in a node of `num_devices`. Raises ValueError for
+    nodes larger than the link joins.
+    """
     links = mesh_links(link)
     if links is None:
         return 1.0
@@ -110,5 +112,5 @@ def _table() -> Mapping[str, Any]:
 
 @cache
 def _families() -> Mapping[str, str]:
-    """Hardware family by link name."""
+    """Return the hardware family by link name."""
     return {name: family for family, names in _table()["links"].items() for name in names}

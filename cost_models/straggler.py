@@ -1,4 +1,4 @@
-"""How much longer a step takes because it waits for the slowest of its ranks.
+"""The slowdown of a step that waits for the slowest of its ranks.
 
 Devices of one kind differ (manufacturing, temperature, power limits), and a synchronous step ends with the last one.
 If the time of a rank is normal with mean t and standard deviation c t, independent of the others', the step takes
@@ -6,15 +6,15 @@ If the time of a rank is normal with mean t and standard deviation c t, independ
     E max of n  =  t (1 + c m(n)),      m(n) = E max of n standard normal variables
                                              = integral over x from 0 to infinity of 1 - Phi(x)^n - (1 - Phi(x))^n
 
-m is known in closed form up to n = 5 (H. A. David, H. N. Nagaraja, "Order statistics", 3rd edition, section 3.2). For
-more, let Q(s) be the point with -ln Phi(Q) = e^(-s): the maximum is Q(ln n + G), G with Gumbel's distribution, of mean
+m has a closed form up to n = 5 (H. A. David, H. N. Nagaraja, "Order statistics", 3rd edition, section 3.2). For
+more, let Q(s) be the point with -ln Phi(Q) = e^(-s). The maximum is Q(ln n + G), G with Gumbel's distribution, of mean
 g = 0.5772 (Euler), variance pi^2 / 6 and third cumulant 2 zeta(3). Expanded around s = ln n + g, with x = Q(s),
 p = 1 - Phi(x) and r = p / phi(x) (Mills' ratio) for Q', so that Q'' = r (x r - 1) and Q''' = r^3 + (2 x r - 1) Q'':
 
     m(n) = x + pi^2 / 12 Q'' + zeta(3) / 3 Q''' + ...                         (within 0.15 % for all n > 5)
 
-m grows like sqrt(2 ln n): 1.4 for 8 ranks, 2.5 for 100, 3.2 for 1,000. Only what differs between devices for longer
-than a step belongs into c; noise within a step is averaged over its kernels.
+m grows like sqrt(2 ln n): 1.4 for 8 ranks, 2.5 for 100, 3.2 for 1,000. c covers only differences between devices that
+last longer than a step; noise within a step is averaged over its kernels.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ CLOSED_FORMS = (
     6 * math.atan(math.sqrt(2)) / math.pi**1.5,
     5 / (4 * math.sqrt(math.pi)) + 15 * math.asin(1 / 3) / (2 * math.pi**1.5),
 )
-"""The values m(1) to m(5), which have closed forms."""
+"""The values m(1) to m(5) in closed form."""
 
 
 def slowdown(num_ranks: int, variation: float) -> float:
-    """The expected time of the slowest of `num_ranks` devices by that of one: 1 + variation m(num_ranks).
+    """Return the expected time of the slowest of `num_ranks` devices, relative to one: 1 + variation m(num_ranks).
 
-    variation: coefficient of variation of the time that devices take for the same work. Raises ValueError for no ranks
+    variation: coefficient of variation of the time that devices take for the same work. Raises ValueError without ranks
     or a negative variation.
     """
     if num_ranks < 1 or not variation >= 0:
@@ -56,24 +56,24 @@ def slowdown(num_ranks: int, variation: float) -> float:
 
 
 def variation(device: str) -> float:
-    """Coefficient of variation among devices of the kind called `device`, from ``machines/stragglers.toml``.
+    """Return the coefficient of variation among devices of the kind called `device`, from ``machines/stragglers.toml``.
 
-    That of the longest entry that the name begins with, or the one for all others.
+    The longest entry that the name begins with applies, else the entry for all others.
     """
     families = _table()["families"]
-    known = [family for family in families if device.startswith(family)]
-    return float(families[max(known, key=len)]["variation"] if known else _table()["others"]["variation"])
+    matching = [family for family in families if device.startswith(family)]
+    return float(families[max(matching, key=len)]["variation"] if matching else _table()["others"]["variation"])
 
 
 @lru_cache(maxsize=64)
 def paced(cluster: Cluster, num_ranks: int) -> Cluster:
-    """The cluster whose devices compute as fast as the slowest of `num_ranks` of them is expected to."""
+    """Return the cluster with devices as fast as the expected slowest of `num_ranks` of them."""
     factor = slowdown(num_ranks, variation(cluster.device.name))
     return cluster if factor == 1.0 else replace(cluster, device=slowed(cluster.device, factor))
 
 
 def slowed(device: Device, factor: float) -> Device:
-    """The device with all of its rates divided by `factor`; launches and ramps stay."""
+    """Return the device with all of its rates divided by `factor`; launches and ramps stay."""
     return replace(
         device,
         peak_flops_per_second={dtype: peak / factor for dtype, peak in device.peak_flops_per_second.items()},
@@ -85,7 +85,7 @@ def slowed(device: Device, factor: float) -> Device:
 
 @cache
 def expected_maximum(count: int) -> float:
-    """m(count), the expected maximum of `count` independent standard normal variables."""
+    """Return m(count), the expected maximum of `count` independent standard normal variables."""
     if count <= len(CLOSED_FORMS):
         return CLOSED_FORMS[count - 1]
     upper_tail = -math.expm1(-math.exp(-EULER) / count)

@@ -1,7 +1,7 @@
 """Choose one option per variable at least total cost, under an optional budget. Exact.
 
-``problem`` holds the frozen input and output types, ``intra_op`` the solver. The other modules are the solvers' parts;
-the docstrings of ``intra_op`` and ``inter_op`` (stages of pipelines) say how they fit.
+``problem`` holds the frozen input and output types, ``intra_op`` the solver for one stage and ``inter_op`` the solver
+for pipelines. The docstrings of the two solvers say how the other modules fit.
 """
 
 from search.problem import (

@@ -1,4 +1,4 @@
-"""The problem the solver works on: parallel edges merged, one table per pair, options that are still allowed."""
+"""The problem in the solver's form: merged parallel edges, one table per pair, and the options still allowed."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Pairwise:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of options per variable."""
+        """Count the options of each variable."""
         return tuple(map(len, self.unaries))
 
-    def neighbours(self) -> tuple[tuple[int, ...], ...]:
-        """For each variable, the variables it shares a table with."""
-        found: list[list[int]] = [[] for _ in self.unaries]
+    def neighbors(self) -> tuple[tuple[int, ...], ...]:
+        """List, for each variable, the variables it shares a table with."""
+        neighbors: list[list[int]] = [[] for _ in self.unaries]
         for a, b in sorted(self.edges):
-            found[a].append(b)
-            found[b].append(a)
-        return tuple(tuple(sorted(others)) for others in found)
+            neighbors[a].append(b)
+            neighbors[b].append(a)
+        return tuple(tuple(sorted(others)) for others in neighbors)
 
     def table(self, a: int, b: int) -> Array:
-        """The table of a pair with ``a`` as its first axis."""
+        """Return the table of a pair with ``a`` as its first axis."""
         return self.edges[a, b] if a < b else self.edges[b, a].T
 
     def restrict(self, keep: Sequence[Indices]) -> Pairwise:
-        """The same function on fewer options."""
+        """Return the same function on fewer options."""
         unaries = tuple(unary[kept] for unary, kept in zip(self.unaries, keep, strict=True))
         edges = {(a, b): table[np.ix_(keep[a], keep[b])] for (a, b), table in self.edges.items()}
         return Pairwise(unaries, edges)
@@ -49,8 +49,8 @@ class Pairwise:
 class Core:
     """Costs and usage over the options that remain.
 
-    ``usage[v]`` is what each of variable v's takes from the budget; None without one. ``options[v]`` maps a remaining
-    option of variable v to its index in the original problem (ascending).
+    ``usage[v]`` has the bytes that each option of variable v takes from the budget; ``usage`` is None without a
+    budget. ``options[v]`` maps a remaining option of variable v to its index in the original problem (ascending).
     """
 
     costs: Pairwise
@@ -59,35 +59,35 @@ class Core:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of remaining options per variable."""
+        """Count the remaining options of each variable."""
         return self.costs.sizes
 
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """All pairs that share a cost table."""
+        """List all pairs that share a cost table."""
         return tuple(sorted(self.costs.edges))
 
     def keep(self, masks: Sequence[Mask]) -> Core:
-        """The core with only the options whose mask is true."""
+        """Return the core with only the options whose mask is true."""
         if all(mask.all() for mask in masks):
             return self
         kept = [np.flatnonzero(mask) for mask in masks]
-        usage = None if self.usage is None else tuple(own[new] for own, new in zip(self.usage, kept, strict=True))
+        usage = None if self.usage is None else tuple(values[new] for values, new in zip(self.usage, kept, strict=True))
         options = tuple(old[new] for old, new in zip(self.options, kept, strict=True))
         return Core(self.costs.restrict(kept), usage, options)
 
     def original(self, assignment: Iterable[int]) -> tuple[int, ...]:
-        """Choices among the remaining options, as option indices of the original problem."""
+        """Translate choices among the remaining options to option indices of the original problem."""
         return tuple(int(kept[choice]) for kept, choice in zip(self.options, assignment, strict=True))
 
     def weighted(self, multiplier: float) -> Pairwise:
-        """costs + multiplier * usage."""
+        """Return costs + multiplier * usage."""
         if multiplier == 0.0 or self.usage is None:
             return self.costs
         unaries = (total + multiplier * part for total, part in zip(self.costs.unaries, self.usage, strict=True))
         return Pairwise(tuple(unaries), self.costs.edges)
 
     def without_budget(self) -> Core:
-        """The core that minimises the cost alone."""
+        """Return the core that minimizes the cost alone."""
         return Core(self.costs, None, self.options)
 
 
@@ -105,7 +105,7 @@ def build_core(problem: Problem) -> Core:
 
 
 def usage_only(core: Core) -> Core:
-    """The core that minimises the usage, infinite where the cost is."""
+    """Return the core that minimizes the usage; forbidden options keep infinite cost."""
     assert core.usage is not None
     pairs = zip(core.costs.unaries, core.usage, strict=True)
     unaries = tuple(np.where(np.isinf(cost), np.inf, part) for cost, part in pairs)
@@ -115,13 +115,13 @@ def usage_only(core: Core) -> Core:
 
 
 def shifted(core: Core) -> tuple[Core, float]:
-    """The core with each variable's least usage subtracted, and what that takes from the budget.
+    """Subtract each variable's least usage; return the core and the sum subtracted from the budget.
 
-    Without it, multiplier times limit may dwarf the costs and cost digits.
+    Without this, multiplier times limit can dwarf the costs, and digits of the costs are lost.
     """
     assert core.usage is not None
-    removed = float(sum(own.min() for own in core.usage))
-    return Core(core.costs, tuple(own - own.min() for own in core.usage), core.options), removed
+    removed = float(sum(values.min() for values in core.usage))
+    return Core(core.costs, tuple(values - values.min() for values in core.usage), core.options), removed
 
 
 def _add(unaries: list[Array], edges: dict[tuple[int, int], Array], a: int, b: int, table: Array) -> None:

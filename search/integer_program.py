@@ -1,18 +1,18 @@
 """A core as an integer program, solved by HiGHS through OR-tools' MathOpt.
 
-With z_vi = 1 where variable v takes option i, and y_ij the share that the pair (i, j) of an edge (v, w) has:
+z_vi = 1 where variable v takes option i. y_ij is the share of the pair (i, j) of an edge (v, w).
 
-    minimise    sum c_vi z_vi + sum c_ij y_ij
+    minimize    sum c_vi z_vi + sum c_ij y_ij
     subject to  sum_i z_vi = 1                                     for every variable v         (``_choose_one``)
                 sum_j y_ij = z_vi,  sum_i y_ij = z_wj              for every edge (v, w)        (``_tie_pairs``)
                 sum u_vi z_vi <= limit                             of the budget, if any        (``_keep_within``)
                 sum_v z_v,x(v) <= number of variables - 1          for every excluded choice x  (``_exclude``)
                 z_vi 0 or 1,  y >= 0
 
-Where z is whole, the marginals leave one y per edge, that of the pair chosen. Pairs of infinite cost have no column;
-a column that the budget has no room for, or that costs more than the cutoff by itself, has the upper bound 0. Costs and
-usage count from the least of their table, and are scaled so that the solver's absolute tolerances are small beside the
-differences of interest.
+Where z is integral, the marginals leave one y per edge, that of the chosen pair. Pairs of infinite cost have no
+column. A column that alone exceeds the budget or the cutoff has the upper bound 0. Costs and usage are measured from
+the least entry of their table. They are scaled so that the solver's absolute tolerances are small against relevant
+differences.
 
 Shape legend: C columns.
 """
@@ -28,13 +28,13 @@ from search.core import Core, Indices, Mask
 from search.problem import Array
 
 COST_SPAN = 1e4
-"""What the range of costs is scaled to. The solver tells objectives apart to 1e-6, hence to 1e-10 of the range."""
+"""Range to which costs are scaled. The solver tells objectives apart to 1e-6, hence to 1e-10 of the range."""
 
 USAGE_SPAN = 1e3
-"""What the budget's room is scaled to. The solver keeps rows to 1e-6, hence the budget to 1e-9 of its room."""
+"""Range to which the budget's room is scaled. The solver keeps rows to 1e-6, hence the budget to 1e-9 of its room."""
 
 HIGHS_OPTIONS = {"int_options": {"threads": 1}, "string_options": {"parallel": "off"}}
-"""One thread: a process that is forked later would wait for threads that it does not have."""
+"""One thread: a process forked later would otherwise wait for threads that it does not have."""
 
 
 ONE = np.ones(1)
@@ -42,10 +42,10 @@ ONE = np.ones(1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Columns:
-    """All columns, table by table, counted from the least of their table.
+    """All columns, table by table, measured from the least entry of their table.
 
-    ``places[t]`` are a table's columns, ``pairs[t]`` the options (i, j) of an edge's, and ``base`` [2] what the least
-    of all tables cost and use together.
+    ``places[t]`` are the columns of table t. ``pairs[t]`` are the options (i, j) of an edge's columns. ``base`` [2] is
+    the sum of the least costs and the sum of the least usages of all tables.
     """
 
     costs_C: Array
@@ -57,14 +57,14 @@ class _Columns:
 
 @dataclass(slots=True)
 class _Rows:
-    """Rows in the making: their bounds, and the cells (row, column, value) of the matrix."""
+    """Rows under construction: their bounds, and the cells (row, column, value) of the matrix."""
 
     lows: list[float] = field(default_factory=list)
     highs: list[float] = field(default_factory=list)
     cells: list[tuple[Indices, Indices, Array]] = field(default_factory=list)
 
     def add(self, count: int, low: float, high: float) -> Indices:
-        """Some empty rows with the same bounds."""
+        """Add empty rows with the same bounds."""
         first = len(self.lows)
         self.lows += [low] * count
         self.highs += [high] * count
@@ -83,15 +83,15 @@ def solve(
     cutoff: float,
     excluded: Sequence[tuple[int, ...]],
 ) -> tuple[int, ...] | None:
-    """The cheapest choice of a core within its budget, None if none costs less than the cutoff.
+    """Return the cheapest choice of a core within its budget, or None if none costs less than the cutoff.
 
-    The solver's tolerances apply: the choice may exceed the budget by a billionth of its room.
+    Because of the solver's tolerances the choice may exceed the budget by a billionth of its room.
 
     Args:
-        core: has no variable without options, and no option of infinite cost.
+        core: every variable has an option, and no option has infinite cost.
         limit: of the budget, in bytes.
-        cutoff: assignments that do not cost less are of no interest, and may be missed.
-        excluded: assignments that must not be found.
+        cutoff: assignments that do not cost less may be missed.
+        excluded: assignments that must not be returned.
 
     Raises:
         RuntimeError: the solver gave up.
@@ -117,7 +117,7 @@ def solve(
 
 
 def _columns(core: Core) -> _Columns:
-    """A column per option and per pair of finite cost."""
+    """Build a column per option and per pair of finite cost."""
     usages = core.usage or [np.zeros(size) for size in core.sizes]
     tables = [np.stack(both) for both in zip(core.costs.unaries, usages, strict=True)]
     pairs: list[tuple[Indices, Indices]] = []
@@ -140,40 +140,40 @@ def _columns(core: Core) -> _Columns:
 
 
 def _choose_one(rows: _Rows, columns: _Columns, num_variables: int) -> None:
-    """Every variable takes one of its options."""
+    """Require every variable to take exactly one option."""
     for row, place in zip(rows.add(num_variables, 1.0, 1.0), columns.places, strict=False):
         rows.put(row, place, ONE)
 
 
 def _tie_pairs(rows: _Rows, columns: _Columns, core: Core) -> None:
-    """The pairs of an edge with option i add up to z_i, at both ends."""
+    """Require the pairs of an edge with option i to add up to z_i, at both ends."""
     edges = zip(core.pairs(), columns.pairs, columns.places[len(core.sizes) :], strict=True)
     for ends, options, place in edges:
         for end, option in zip(ends, options, strict=True):
-            own = rows.add(core.sizes[end], 0.0, 0.0)
-            rows.put(own, columns.places[end], -ONE)
-            rows.put(own[option], place, ONE)
+            sums = rows.add(core.sizes[end], 0.0, 0.0)
+            rows.put(sums, columns.places[end], -ONE)
+            rows.put(sums[option], place, ONE)
 
 
 def _keep_within(rows: _Rows, columns: _Columns, room: float) -> None:
-    """The usage keeps within the budget's room; what exceeds it alone has the upper bound 0 and needs no cell."""
+    """Keep the usage within the budget's room. Columns that exceed it alone are fixed to 0 and need no cell."""
     used = np.flatnonzero((columns.usage_C > 0.0) & (columns.usage_C <= room))
     rows.put(rows.add(1, -np.inf, USAGE_SPAN), used, columns.usage_C[used] * (USAGE_SPAN / (room or 1.0)))
 
 
 def _exclude(rows: _Rows, columns: _Columns, excluded: Sequence[tuple[int, ...]]) -> None:
-    """At least one variable differs from each excluded choice."""
+    """Require at least one variable to differ from each excluded choice."""
     for row, assignment in zip(rows.add(len(excluded), -np.inf, 0.0), excluded, strict=True):
         rows.highs[row] = len(assignment) - 1.0
         rows.put(row, np.array([place[choice] for place, choice in zip(columns.places, assignment, strict=False)]), ONE)
 
 
 def _run_highs(rows: _Rows, costs_C: Array, *, fits_C: Mask, num_whole: int, cutoff: float) -> Array | None:
-    """Values of the columns; None without any.
+    """Run HiGHS and return the values of the columns; None if there is no solution.
 
-    The first ``num_whole`` columns are 0 or 1, the others at least 0. What costs more than the cutoff is not searched.
+    The first ``num_whole`` columns are 0 or 1, the others at least 0. Solutions above the cutoff are not searched.
     """
-    # Imported here: it takes 0.3 CPU-seconds, and most plans do without it.
+    # Imported here: it takes 0.3 CPU-seconds, and most plans do not need it.
     from ortools.math_opt import model_pb2
     from ortools.math_opt.python import mathopt
     from ortools.math_opt.solvers import highs_pb2
@@ -194,7 +194,7 @@ def _run_highs(rows: _Rows, costs_C: Array, *, fits_C: Mask, num_whole: int, cut
     model.linear_constraint_matrix.row_ids.extend(row_ids[order])
     model.linear_constraint_matrix.column_ids.extend(column_ids[order])
     model.linear_constraint_matrix.coefficients.extend(values[order])
-    # MathOpt's own cutoff_limit is not for HiGHS, whose branch and bound begins with this option as its upper limit.
+    # HiGHS ignores MathOpt's cutoff_limit; its branch and bound takes this option as the initial upper limit.
     options = highs_pb2.HighsOptionsProto(**HIGHS_OPTIONS, double_options={"objective_bound": cutoff})
     parameters = mathopt.SolveParameters(relative_gap_tolerance=0.0, absolute_gap_tolerance=0.0, highs=options)
     result = mathopt.solve(mathopt.Model.from_model_proto(model), mathopt.SolverType.HIGHS, params=parameters)

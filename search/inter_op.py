@@ -1,56 +1,56 @@
 """Cut a chain of units into pipeline stages on submeshes, and choose how each stage runs its units. Exact.
 
-The problem. Units 0 ... N - 1 are cut into p consecutive non-empty stages. Stage s holds an interval of units, runs
+The problem. Units 0 ... N - 1 are cut into p consecutive non-empty stages. Stage s has an interval of units, runs
 on submesh h_s and takes x_s,c,j units of class c with point j. With m micro-batches:
-
-    minimise    sum_s fill_s + sum_boundaries transfer + (m - 1) max_s steady_s + max_s step_s
+    minimize    sum_s fill_s + sum_boundaries transfer + (m - 1) max_s steady_s + max_s step_s
 
     fill_s   = sum x fill_j                                       fill and drain of the pipeline
     steady_s = sum x steady_j + transfers of its boundaries, if they keep it busy
     step_s   = sum x step_j + tied parameters that leave the stage
 
     subject to, for every stage,
-        sum_j x_s,c,j = number of its units of class c,    x whole
+            sum_j x_s,c,j = number of its units of class c,    x integral
         sum x (fixed_j + F(p, s) micro_j + D(p, s) deferred_j) + max_(x > 0) transient_j + tied copies <= memory of h_s
         and sum_s devices(h_s) = devices of every group.
 
-F(p, s) is the number of micro-batches in flight, min(m, p - s) for 1F1B, and D(p, s) the number of those whose weight
-gradients wait, for which a schedule that splits backwards keeps other tensors. One crossing of a boundary takes
-transfer_seconds x boundary_bytes; a micro-batch crosses it forward and backward, so a boundary adds twice that to the
-fill and, where transfers are exposed, to the steady time of both its stages.
+F(p, s) is the number of micro-batches in flight, min(m, p - s) for 1F1B. D(p, s) is the number of micro-batches whose
+weight gradients are deferred; a schedule that splits backwards keeps other tensors for them. One crossing of a
+boundary takes transfer_seconds x boundary_bytes. A micro-batch crosses it forward and backward, so a boundary adds
+twice that to the fill and, where transfers are exposed, to the steady time of both its stages.
 
 How it is solved. For thresholds T, U let G(T, U) be the least fill of pipelines with every steady_s <= T and every
-step_s <= U. The optimum is the least G(T, U) + (m - 1) T + U. G falls as T and U grow, so that a rectangle
-[T0, T1] x [U0, U1] of thresholds holds nothing below G(T1, U1) + (m - 1) T0 + U0 (``_explore``). Rectangles are cut at
-the times that the solution of their upper corner has, clipped to what can still beat the best pipeline known, and
-halved. T0 starts from the least bottleneck any pipeline has (``_least_bottleneck``); with one micro-batch T is free.
+step_s <= U. The optimum is the least G(T, U) + (m - 1) T + U. G falls as T and U grow. So a rectangle [T0, T1] x [U0,
+U1] of thresholds contains nothing below G(T1, U1) + (m - 1) T0 + U0 (``_explore``). Rectangles are cut at the times of
+the solution of their upper corner, clipped to what can still beat the best known pipeline, and halved. T0 starts from
+the least bottleneck of any pipeline (``_least_bottleneck``); with one micro-batch T is free.
 
 - G(T, U) is a dynamic program over the units, backwards, so that s, F(p, s) and D(p, s) are known (``stage_chain``).
-- It runs on lower bounds of the stages' fills, Lagrangian bounds for all stages at once (``stage_costs``); stages on
-  the path found are then computed exactly, until a path is exact throughout, hence optimal, or too expensive
+- It runs on lower bounds of the stages' fills, Lagrangian bounds for all stages at once (``stage_costs``). Stages on
+the
+  resulting path are then computed exactly, until the whole path is exact, hence optimal, or too expensive
   (``_least_fill``).
-- A stage alone is a knapsack with counts per class and point, solved exactly (``stage_knapsack``). Equal layers are
-  counted, and a stage is known by what it is made of, not by where it lies.
-- Each number of stages is tried by itself; all of them share the best pipeline known.
+- A single stage is a knapsack with counts per class and point, solved exactly (``stage_knapsack``). Equal layers are
+  counted; a stage is identified by its contents, not by its position.
+- Each number of stages is tried by itself; all of them share the best known pipeline.
 
-Sources, and where this differs:
+Sources and differences:
 
 - Alpa (Zheng et al., OSDI 2022, arXiv:2201.12023), section 5.1: sum_s t_s + (m - 1) max t_s, a dynamic program inside
-  an enumeration of t_max with early stop at a gap. Here there are two maxima, as gradient synchronisation and optimiser
-  are paid once per step by the slowest stage; thresholds are explored by bounds, without a gap; and the points of a
-  stage are chosen inside, where Alpa fixes one intra-op plan per stage and mesh and recomputes everything.
-- Galvatron (Miao et al., VLDB 2023, arXiv:2211.13878): per-layer strategies in a stage by dynamic programming over
-  quantised memory, stage boundaries by adjusting a guess. Here memory is not quantised and boundaries are exact. What
-  Galvatron's program has and this does not: costs between strategies of neighbouring layers (a unit's points have to
-  agree on the layout at its boundaries).
+    an enumeration of t_max with early stop at a gap. Here there are two maxima, because the slowest stage pays for
+    gradient synchronization and the optimizer once per step. Thresholds are explored by bounds, without a gap. Points
+    of a stage are chosen inside, where Alpa fixes one intra-op plan per stage and mesh and recomputes everything.
+  - Galvatron (Miao et al., VLDB 2023, arXiv:2211.13878): per-layer strategies in a stage by dynamic programming over
+    quantized memory, stage boundaries by adjusting a guess. Here memory is not quantized and boundaries are exact.
+    Only Galvatron's program has costs between strategies of neighboring layers (here a unit's points have to agree on
+    the layout at its boundaries).
 - Mist (Zhu et al., EuroSys 2025, arXiv:2503.19050): sampled Pareto frontiers of (steady, first/last extra) per stage
   with recompute and offload counted per stage, and a mixed integer program over stages. Here one stage mixes points
   freely, nothing is sampled, and no general solver is needed, which costs tens of milliseconds instead of seconds.
 - nnScaler (Lin et al., OSDI 2024), section 4: pipelines of arbitrary schedules within a constrained space, costs by
   micro-batch count. Here the schedule enters by F, D and fill_j alone; the caller tries schedules one by one.
 
-Exactness. The objective is optimal to a relative 1e-9 (``GAP``), memory holds to ``problem.USAGE_TOLERANCE``. There is
-no randomness: equal problems give equal pipelines.
+Exactness. The objective is optimal to a relative 1e-9 (``GAP``), and memory to ``problem.USAGE_TOLERANCE``. The search
+is deterministic: equal problems give equal pipelines.
 """
 
 from __future__ import annotations
@@ -73,8 +73,6 @@ from search.pipeline_problem import (
     StageNeed,
     Submesh,
     Tied,
-    all_forward_all_backward,
-    one_forward_one_backward,
 )
 from search.problem import Array
 from search.stage_chain import Chain, Cut, Kind
@@ -91,13 +89,11 @@ __all__ = [
     "StageNeed",
     "Submesh",
     "Tied",
-    "all_forward_all_backward",
-    "one_forward_one_backward",
     "solve_pipeline",
 ]
 
 GAP = 1e-9
-"""Relative difference of objectives that is not explored further."""
+"""Relative difference of objectives below which the search stops."""
 
 BELOW = 1.0 - 1e-11
 """Factor that makes a threshold exclude a time that it equals."""
@@ -105,28 +101,28 @@ BELOW = 1.0 - 1e-11
 
 @dataclass(slots=True)
 class _Best:
-    """The best pipeline known: its objective, or the caller's cutoff."""
+    """The best known pipeline: its objective, or the caller's cutoff."""
 
     objective: float
     solution: PipelineSolution | None = None
 
     def excludes(self, bound: float) -> bool:
-        """Whether nothing with this lower bound needs to be looked at."""
+        """Whether a candidate with this lower bound cannot improve the objective."""
         return bound >= self.objective - GAP * abs(self.objective)
 
 
 def solve_pipeline(problem: PipelineProblem, *, cutoff: float = float("inf")) -> PipelineSolution:
-    """The pipeline with the least objective.
+    """Return the pipeline with the least objective.
 
     Args:
-        problem: what to solve.
-        cutoff: seconds; only a pipeline below it is wanted. A known objective of another problem saves most of the
+        problem: the pipeline problem.
+        cutoff: seconds; only a pipeline below it is returned. A known objective of another problem saves most of the
             time.
 
     Raises:
         PipelineInfeasibleError: no pipeline fits.
-        NothingBelowCutoffError: there is a cutoff and no pipeline below it. Whether any fits is not looked at, which
-            would take as long as a solution.
+        NothingBelowCutoffError: there is a cutoff and no pipeline below it. Whether any pipeline fits is not checked,
+            because that would take as long as a solution.
     """
     best, chains = _Best(cutoff), [Chain(problem, p) for p in _numbers_of_stages(problem)]
     for chain in chains:
@@ -135,8 +131,8 @@ def solve_pipeline(problem: PipelineProblem, *, cutoff: float = float("inf")) ->
         return best.solution
     if cutoff < float("inf"):
         raise NothingBelowCutoffError(f"no pipeline takes less than {cutoff} seconds per step")
-    # No name for the error here: it holds this frame, and a frame that holds it too keeps all tables until a garbage
-    # collection, which few but large objects do not call for.
+    # The error is not assigned to a name: it references this frame, and the cycle would keep all tables alive until a
+    # garbage collection, and a few large objects rarely trigger one.
     raise infeasible(chains)
 
 
@@ -145,14 +141,14 @@ class NothingBelowCutoffError(ValueError):
 
 
 def _numbers_of_stages(problem: PipelineProblem) -> tuple[int, ...]:
-    """The allowed numbers of stages that can use the devices as asked, going by the total of all groups."""
+    """Return the allowed numbers of stages that can use all devices, judged by the total of all groups."""
     sizes = [submesh.num_devices for submesh in problem.submeshes]
     total = sum(problem.groups.values())
     return tuple(p for p in problem.allowed_num_stages() if sizes and p * min(sizes) <= total <= p * max(sizes))
 
 
 def _ceilings(chain: Chain) -> tuple[float, float]:
-    """Steady and step times that no stage exceeds."""
+    """Return steady and step times that no stage exceeds."""
     problem = chain.problem
     steady = step = 0.0
     for kind in set(problem.units):
@@ -165,14 +161,14 @@ def _ceilings(chain: Chain) -> tuple[float, float]:
 
 
 def _least_bottleneck(chain: Chain) -> float:
-    """The least largest steady time of any pipeline that fits into memory; inf if none does."""
-    exact = {kind: np.full((len(cost.held), len(cost.counts)), np.nan) for kind, cost in chain.costs.items()}
+    """Return the least possible largest steady time of a pipeline that fits into memory; inf if none does."""
+    exact = {kind: np.full((len(cost.micro_batches), len(cost.counts)), np.nan) for kind, cost in chain.costs.items()}
     most = float("inf")
     while True:
         tables: dict[Kind, Array] = {}
         for kind, cost in chain.costs.items():
-            own = exact[kind]
-            tables[kind] = np.where(np.isnan(own), cost.least_time(1), own)
+            known_times = exact[kind]
+            tables[kind] = np.where(np.isnan(known_times), cost.least_time(1), known_times)
             tables[kind][tables[kind] > most] = np.inf
         value, cuts = chain.solve(tables, bottleneck=True)
         unknown = [cut for cut in cuts if np.isnan(exact[cut.kind][cut.f, cut.shape])]
@@ -184,12 +180,12 @@ def _least_bottleneck(chain: Chain) -> float:
 
 
 def _relaxed_bottleneck(chain: Chain, row: int) -> float:
-    """A lower bound of the least largest steady (row 1) or step (row 2) time."""
+    """Return a lower bound of the least largest steady (row 1) or step (row 2) time."""
     return chain.solve({kind: cost.least_time(row) for kind, cost in chain.costs.items()}, bottleneck=True)[0]
 
 
 def _relaxed_fill(chain: Chain, limits: tuple[float, float]) -> float:
-    """A lower bound of the least fill."""
+    """Return a lower bound of the least fill."""
     tables = {kind: cost.least_fill(*limits)[0] for kind, cost in chain.costs.items()}
     return chain.solve(tables, bottleneck=False)[0]
 
@@ -197,7 +193,7 @@ def _relaxed_fill(chain: Chain, limits: tuple[float, float]) -> float:
 def _least_fill(
     chain: Chain, steady_limit: float, step_limit: float, most: float
 ) -> tuple[float, tuple[tuple[Cut, Entry], ...]]:
-    """G(T, U) and a pipeline that has it; (a lower bound, ()) once that reaches ``most``."""
+    """Return G(T, U) and a pipeline that attains it, or (a lower bound, ()) once that reaches ``most``."""
     while True:
         tables: dict[Kind, Array] = {}
         exact = {}
@@ -211,14 +207,14 @@ def _least_fill(
             entries = [chain.costs[cut.kind].entries[exact[cut.kind][cut.f, cut.shape]] for cut in cuts]
             return value, tuple(zip(cuts, entries, strict=True))
         for kind, f, shape in unknown:
-            # A stage this much above its bound makes the path it lies on, hence every path through it, reach `most`.
-            own = float(tables[kind][f, shape])
+            # A stage this far above its bound raises every path through it to `most`.
+            stage_bound = float(tables[kind][f, shape])
             room = most - value + 1e-9 * abs(value)
-            chain.costs[kind].refine(f, shape, steady_limit, step_limit, own + room)
+            chain.costs[kind].refine(f, shape, steady_limit, step_limit, stage_bound + room)
 
 
 def _explore(chain: Chain, best: _Best) -> None:
-    """Branch and bound over rectangles of thresholds; leaves the best pipeline in ``best``."""
+    """Search rectangles of thresholds by branch and bound; leave the best pipeline in ``best``."""
     per_steady = chain.problem.num_micro_batches - 1
     steady_low = _relaxed_bottleneck(chain, 1)
     step_low = _relaxed_bottleneck(chain, 2)
@@ -265,7 +261,7 @@ def _explore(chain: Chain, best: _Best) -> None:
 def _clip(
     rectangle: tuple[float, float, float, float], fill: float, per_steady: int, objective: float
 ) -> tuple[float, float, float, float]:
-    """The rectangle without thresholds that cannot beat ``objective``, given a lower bound of the fill."""
+    """Shrink the rectangle to thresholds that can beat ``objective``, given a lower bound of the fill."""
     t0, t1, u0, u1 = rectangle
     room = objective - fill - per_steady * t0 - u0
     if not np.isfinite(room):
@@ -276,7 +272,7 @@ def _clip(
 
 
 def _offer(chain: Chain, path: Sequence[tuple[Cut, Entry]], best: _Best) -> None:
-    """Keep a pipeline (empty: none) if it is the best so far."""
+    """Keep a nonempty path if its pipeline is the best so far."""
     if not path:
         return
     problem = chain.problem

@@ -1,11 +1,11 @@
-"""One option per variable at least cost, under a budget that couples all variables. Exact.
+"""Choose one option per variable at least cost, under a budget that couples all variables. Exact.
 
 The problem, with x_v the option of variable v:
 
-    minimise    sum_v c_v(x_v) + sum_(v,w) c_vw(x_v, x_w)
+    minimize    sum_v c_v(x_v) + sum_(v,w) c_vw(x_v, x_w)
     subject to  sum_v u_v(x_v) <= limit
 
-``solve`` works in this order, and stops at the first step that proves its answer:
+``solve`` runs these steps and stops at the first one that proves its answer:
 
 1. ``core.build_core`` merges parallel edges and self loops; ``reductions.reduce_core`` drops options that are
    forbidden, without an allowed partner, or dominated in cost and in usage.
@@ -14,21 +14,21 @@ The problem, with x_v the option of variable v:
        m_v(S_v) = min over x_v of the sum of all tables in v's bucket
 
    An optimum that meets the budget is the answer.
-3. The same with the usage in place of the cost: a least usage above the limit is ``InfeasibleError``.
-4. ``lagrangian.maximise``: L(l) = min [cost + l (usage - limit)], maximised over l >= 0, bounds the
+3. The same with the usage in place of the cost. A least usage above the limit raises ``InfeasibleError``.
+4. ``lagrangian.maximize``: L(l) = min [cost + l (usage - limit)], maximized over l >= 0, bounds the
    optimum from below. ``lagrangian.drop_above`` removes option p of v if L with x_v = p fixed reaches a known choice.
-5. ``integer_program.solve`` gives what is left to HiGHS; this is where the budget constraint itself is imposed.
+5. ``integer_program.solve`` gives the rest to HiGHS, which imposes the budget constraint itself.
 
-Where the tables of an elimination would be too large, the integer program stands in for it, without a Lagrangian;
-without a budget it gets what ``contraction.contract`` leaves.
+Where the tables of an elimination would be too large, the integer program replaces it, without a Lagrangian. Without a
+budget it solves the core that ``contraction.contract`` leaves.
 
-Exactness. Every step compares float64 sums; a choice is discarded only when its bound comes within a relative 1e-12 of
+Exactness. Every step compares float64 sums. A choice is discarded only when its bound comes within a relative 1e-12 of
 a known choice, or by HiGHS, which tells objectives apart to 1e-10 of the range between the least of all tables and the
-best known choice. Objective and usage of the answer come from ``problem.evaluate``, so the objective is optimal to a
-relative 1e-9 for sums without catastrophic cancellation, and a budget holds to ``problem.USAGE_TOLERANCE``.
+best known choice. Objective and usage of the answer come from ``problem.evaluate``. So the objective is optimal to a
+relative 1e-9 for sums without catastrophic cancellation, and a budget is kept to ``problem.USAGE_TOLERANCE``.
 
-Ties. Of equal options the lowest index stays; elimination decodes the last eliminated variable first and takes the
-lowest option; among assignments of equal cost the first found stays. There is no randomness, no thread and no hash
+Ties. Of equal options the lowest index stays. Elimination decodes the last eliminated variable first and takes the
+lowest option. Among assignments of equal cost the first one stays. Nothing depends on randomness, threads or hash
 order: equal problems give equal assignments.
 """
 
@@ -40,20 +40,19 @@ from functools import partial
 import numpy as np
 
 from search import integer_program
-from search.budgeted import solve_budgeted
+from search.budgeted import Search, solve_budgeted
 from search.contraction import contract
 from search.core import Core, build_core, shifted, usage_only
 from search.elimination import Plan, decode, eliminate, plan_elimination
 from search.problem import InfeasibleError, Problem, Solution, evaluate, largest_allowed
 from search.reductions import EmptyDomainError, reduce_core
-from search.state import Search
 
 
 def solve(problem: Problem) -> Solution:
-    """The cheapest choice within the budget.
+    """Return the cheapest choice within the budget.
 
     Raises:
-        InfeasibleError: no choice is allowed; says by how much the budget fails, or which variable has no option.
+        InfeasibleError: no choice is allowed. It names the missing budget, or the variable without options.
     """
     full, search = build_core(problem), Search(partial(_cost_if_fits, problem))
     free = _fastest(problem, full)
@@ -73,14 +72,14 @@ def solve(problem: Problem) -> Solution:
 
 
 def _fastest(problem: Problem, full: Core) -> tuple[int, ...]:
-    """Step 2: the optimum without the budget.
+    """Run step 2: return the optimum without the budget.
 
     Raises:
         InfeasibleError: infinite costs forbid every choice.
     """
     search = Search(lambda assignment: evaluate(problem, assignment)[0])
     try:
-        _minimise(search, full.without_budget())
+        _minimize(search, full.without_budget())
     except EmptyDomainError as error:
         raise InfeasibleError.forbidden([problem.variables[error.variable].name]) from None
     if search.assignment is None:
@@ -90,20 +89,20 @@ def _fastest(problem: Problem, full: Core) -> tuple[int, ...]:
 
 
 def _leanest(problem: Problem, full: Core) -> tuple[int, ...]:
-    """Step 3: the choice that uses least of the budget.
+    """Run step 3: return the choice that uses least of the budget.
 
     Raises:
-        InfeasibleError: that is more than the limit.
+            InfeasibleError: even that choice exceeds the limit.
     """
     search = Search(partial(_usage_if_allowed, problem))
-    _minimise(search, usage_only(full))
+    _minimize(search, usage_only(full))
     assert search.assignment is not None, "there was an allowed choice without the budget"
     if not problem.allows(search.best):
         raise InfeasibleError.over_budget(problem.limit, search.best, search.assignment)
     return search.assignment
 
 
-def _minimise(search: Search, core: Core) -> None:
+def _minimize(search: Search, core: Core) -> None:
     """Offer the optimum of a core without a budget.
 
     Raises:
@@ -111,19 +110,19 @@ def _minimise(search: Search, core: Core) -> None:
     """
     core = reduce_core(core)
     plan = plan_elimination(core.sizes, core.pairs())
-    found = _eliminated(core, plan) if plan.is_affordable else _contracted(core)
-    if found is not None:
-        search.offer(core, found)
+    assignment = _eliminated(core, plan) if plan.is_affordable else _contracted(core)
+    if assignment is not None:
+        search.offer(core, assignment)
 
 
 def _eliminated(core: Core, plan: Plan) -> tuple[int, ...] | None:
-    """The optimum, None where infinite costs forbid every choice."""
+    """Return the optimum, or None where infinite costs forbid every choice."""
     forward = eliminate(core.costs, plan)
     return decode(forward) if np.isfinite(forward.value) else None
 
 
 def _contracted(core: Core) -> tuple[int, ...] | None:
-    """The same where eliminating all variables takes too much: some are, and the integer program finds the rest."""
+    """Return the same for cores too large to eliminate: contract first, then solve an integer program."""
     contraction = contract(core)
     try:
         smaller = reduce_core(contraction.core)
@@ -131,19 +130,19 @@ def _contracted(core: Core) -> tuple[int, ...] | None:
         return None
     plan = plan_elimination(smaller.sizes, smaller.pairs())
     if plan.is_affordable:
-        found = _eliminated(smaller, plan)
+        assignment = _eliminated(smaller, plan)
     else:
-        found = integer_program.solve(smaller, np.inf, cutoff=np.inf, excluded=())
-    return None if found is None else contraction.completed(smaller.original(found))
+        assignment = integer_program.solve(smaller, np.inf, cutoff=np.inf, excluded=())
+    return None if assignment is None else contraction.completed(smaller.original(assignment))
 
 
 def _cost_if_fits(problem: Problem, assignment: Sequence[int]) -> float:
-    """The objective, ``inf`` over budget."""
+    """Return the objective, ``inf`` over budget."""
     objective, usage = evaluate(problem, assignment)
     return objective if problem.allows(usage) else np.inf
 
 
 def _usage_if_allowed(problem: Problem, assignment: Sequence[int]) -> float:
-    """The usage, ``inf`` for forbidden choices."""
+    """Return the usage, ``inf`` for forbidden choices."""
     objective, usage = evaluate(problem, assignment)
     return usage if np.isfinite(objective) else np.inf

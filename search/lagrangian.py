@@ -2,8 +2,8 @@
 
     L(l) = min over assignments of [cost + l (usage - limit)],   l >= 0
 
-is a lower bound for every l. It is concave and piecewise linear; each evaluation (one elimination) yields a choice and
-with it a plane above L. Kelley's cutting-plane method (J. Kelley, SIAM J. 8 (1960)) maximises the minimum of the
+is a lower bound for every l. It is concave and piecewise linear. Each evaluation (one elimination) yields a choice and
+with it a plane above L. Kelley's cutting-plane method (J. Kelley, SIAM J. 8 (1960)) maximizes the minimum of the
 planes, a linear program in two variables, until it meets L.
 """
 
@@ -37,12 +37,12 @@ MIN_SLOPE = 1e-9
 """Scaled slopes below this are rounding; left in, they unsettle the linear solver."""
 
 Plane = tuple[float, float]
-"""A choice as the dual sees it: its cost, and its usage minus the limit."""
+"""A choice seen by the dual: its cost, and its usage minus the limit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dual:
-    """The best multiplier found and the bound L there.
+    """The best multiplier and the bound L there.
 
     ``margins[v][x]`` is the optimum of the Lagrangian (without its constant) with option x of v fixed.
     """
@@ -53,22 +53,21 @@ class Dual:
     margins: tuple[Array, ...]
 
 
-def maximise(
+def maximize(
     core: Core,
     limit: float,
     planes: list[Plane],
     offer: Callable[[Core, tuple[int, ...]], float],
     learn: Callable[[float], None],
 ) -> Dual | None:
-    """Maximise L; None when the bound reaches the cutoff.
+    """Maximize L; return None when the bound reaches the cutoff.
 
     Args:
         core: with a budget.
         limit: of the budget.
-        planes: planes known already; those found are appended.
-        offer: is given each assignment found and returns the cutoff: assignments that do not cost less are of no
-        interest.
-        learn: is told each new lower bound.
+        planes: known planes; new ones are appended.
+        offer: receives each new assignment and returns the cutoff, above which assignments are ignored.
+        learn: receives each new lower bound.
     """
     plan = plan_elimination(core.sizes, core.pairs())
     multiplier, best_value = 0.0, -np.inf
@@ -84,16 +83,16 @@ def maximise(
         if best_value >= cutoff:
             return None
         planes.append(plane(core, assignment, limit))
-        found = best_multiplier(planes)
-        if found is None or found[0] == multiplier:
+        next_point = best_multiplier(planes)
+        if next_point is None or next_point[0] == multiplier:
             break
-        multiplier, ceiling = found
+        multiplier, ceiling = next_point
         settled = RELATIVE_TOLERANCE * abs(ceiling)
         if np.isfinite(cutoff):
             settled = max(settled, GAP_FRACTION * (cutoff - best_value))
         if not ceiling - best_value > settled:
             break
-        del forward  # Two sets of messages at once are enough.
+        del forward  # Keep at most two sets of messages in memory.
     assert best is not None
     multiplier, forward = best
     margins = marginals(forward, completions(forward))
@@ -101,30 +100,30 @@ def maximise(
 
 
 def drop_above(dual: Dual, threshold: float) -> Core | None:
-    """The core without options whose Lagrangian margin is not below ``threshold``; None if a variable has none."""
+    """Drop options whose Lagrangian margin is not below ``threshold``; return None if a variable has none left."""
     masks = [margin < threshold for margin in dual.margins]
     return dual.core.keep(masks) if all(mask.any() for mask in masks) else None
 
 
 def plane(core: Core, assignment: Sequence[int], limit: float) -> Plane:
-    """The plane of one choice."""
+    """Return the plane of one choice."""
     assert core.usage is not None
     cost = sum(float(unary[choice]) for unary, choice in zip(core.costs.unaries, assignment, strict=True))
     cost += sum(float(table[assignment[a], assignment[b]]) for (a, b), table in core.costs.edges.items())
-    return cost, sum(float(own[choice]) for own, choice in zip(core.usage, assignment, strict=True)) - limit
+    return cost, sum(float(values[choice]) for values, choice in zip(core.usage, assignment, strict=True)) - limit
 
 
 def best_multiplier(planes: Sequence[Plane]) -> tuple[float, float] | None:
-    """The multiplier that maximises the least plane, and that maximum; None if the linear solver gives up.
+    """Return the multiplier that maximizes the least plane, and that maximum; None if the linear solver gives up.
 
-    Costs and excesses are scaled so that the solver sees numbers near one.
+    Costs and excesses are scaled to numbers near one for the solver.
     """
     costs, excess = np.array(planes).T
     base, cost_scale = float(costs.min()), float(np.ptp(costs)) or 1.0
     usage_scale = float(np.abs(excess).max()) or 1.0
     slopes = excess / usage_scale
     slopes[np.abs(slopes) < MIN_SLOPE] = 0.0
-    # Imported here: plans without a memory budget do without it, and so may machines that only run programs.
+    # Imported here: plans without a memory budget, and machines that only run programs, do not need it.
     from ortools.linear_solver import pywraplp
 
     solver = pywraplp.Solver.CreateSolver("GLOP")
@@ -136,6 +135,6 @@ def best_multiplier(planes: Sequence[Plane]) -> tuple[float, float] | None:
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
         return None
     scaled = max(0.0, weight.solution_value())
-    # Whatever the solver's tolerances did, this is a valid multiplier, and the ceiling only decides when to stop.
+    # This multiplier is valid whatever the solver's tolerances, and the ceiling only decides when to stop.
     ceiling = float(((costs - base) / cost_scale + slopes * scaled).min()) * cost_scale + base
     return scaled * cost_scale / usage_scale, ceiling

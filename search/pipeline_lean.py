@@ -1,4 +1,4 @@
-"""Why no pipeline fits: the pipeline whose worst stage lacks the least memory."""
+"""Explain why no pipeline fits: find the pipeline whose worst stage lacks the least memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from search.stage_costs import StageCosts
 
 
 def infeasible(chains: Iterable[Chain]) -> PipelineInfeasibleError:
-    """The error that says what is missing where no pipeline of the chains fits.
+    """Return the error that says how much memory is missing where no pipeline of the chains fits.
 
-    Steady and step times are not limited, so a pipeline fits if and only if its leanest points do: the least over
+    Steady and step times are not limited, so a pipeline fits if and only if its leanest points do. The least over
     pipelines of the largest excess over a stage's memory is a bottleneck path (``Chain.solve``), and exact.
     """
     least = float("inf")
@@ -42,18 +42,18 @@ def infeasible(chains: Iterable[Chain]) -> PipelineInfeasibleError:
 
 
 def _least_bytes(cost: StageCosts) -> Array:
-    """[F, S] bytes of the leanest choice of points: per cap on the transient, the least of the rest of each class."""
-    result = np.full((len(cost.held), len(cost.counts)), np.inf)
+    """Return [F, S] bytes of the leanest points: per cap on the transient, the least of the rest of each class."""
+    result = np.full((len(cost.micro_batches), len(cost.counts)), np.inf)
     transients = [np.array([p.transient_bytes for p in points]) for points in cost.points]
-    own = [np.array([[p.fixed_bytes, p.micro_bytes, p.deferred_bytes] for p in points]) for points in cost.points]
-    held = np.column_stack([np.ones(len(cost.held)), cost.held])
+    bytes_of = [np.array([[p.fixed_bytes, p.micro_bytes, p.deferred_bytes] for p in points]) for points in cost.points]
+    weights = np.column_stack([np.ones(len(cost.micro_batches)), cost.micro_batches])
     before = None
     for cap in np.unique(np.concatenate(transients)):
-        allowed = [each <= cap for each in transients]
+        allowed = [sizes <= cap for sizes in transients]
         can = np.array([mask.any() for mask in allowed])
-        least = np.zeros((len(cost.held), len(cost.points)))
+        least = np.zeros((len(cost.micro_batches), len(cost.points)))
         for c in np.flatnonzero(can):
-            least[:, c] = (held @ own[c][allowed[c]].T).min(axis=1)
+            least[:, c] = (weights @ bytes_of[c][allowed[c]].T).min(axis=1)
         if before is not None and np.array_equal(before[0], can) and np.array_equal(before[1], least):
             continue
         before = can, least

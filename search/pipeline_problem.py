@@ -25,10 +25,10 @@ class Point:
 
     Args:
         label: comes back in the solution; unique among the points of one class on one submesh.
-        fill_seconds: what the unit adds to the pipeline's fill and drain (f + b for 1F1B, f + i - w for ZB-H1).
-        steady_seconds: time per micro-batch that the stage is busy with the unit.
-        step_seconds: once per step: what is not hidden of the gradient synchronisation, the optimiser.
-        fixed_bytes: weights, gradients, optimiser state.
+            fill_seconds: the unit's share of the pipeline's fill and drain (f + b for 1F1B, f + i - w for ZB-H1).
+            steady_seconds: time per micro-batch for which the unit occupies the stage.
+            step_seconds: once per step: the exposed gradient synchronization and the optimizer.
+            fixed_bytes: weights, gradients, optimizer state.
         micro_bytes: per micro-batch in flight at the unit's stage.
         transient_bytes: only while the unit runs; a stage needs the largest of its units.
         deferred_bytes: per micro-batch whose weight gradients the unit's stage has deferred.
@@ -57,7 +57,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Submesh:
-    """A shape that a stage may occupy: ``num_devices`` devices of one group, ``memory_bytes`` on each of them."""
+    """A shape that a stage may occupy: ``num_devices`` devices of one group with ``memory_bytes`` each."""
 
     name: str
     group: str
@@ -70,7 +70,7 @@ class Submesh:
 
     @property
     def largest_allowed(self) -> float:
-        """The memory plus the rounding slack ``USAGE_TOLERANCE``, in bytes."""
+        """Return the memory plus the rounding slack ``USAGE_TOLERANCE``, in bytes."""
         return largest_allowed(self.memory_bytes)
 
 
@@ -78,8 +78,8 @@ class Submesh:
 class Tied:
     """Two units that share a parameter.
 
-    In different stages the stage of ``second`` holds ``fixed_bytes`` more, and both stages take ``step_seconds`` more
-    per step (the sum of the two gradients).
+    If they are in different stages, the stage of ``second`` needs ``fixed_bytes`` more. Both stages then take
+    ``step_seconds`` more per step (the sum of the two gradients).
     """
 
     first: int
@@ -93,17 +93,7 @@ class Tied:
 
 
 InFlight = Callable[[int, int], float]
-"""in_flight(p, i): micro-batches whose activations stage i of p holds at its peak."""
-
-
-def one_forward_one_backward(num_micro_batches: int) -> InFlight:
-    """min(m, p - i): 1F1B (PipeDream-Flush, Narayanan et al. 2021, section 2.2)."""
-    return lambda p, i: min(num_micro_batches, p - i)
-
-
-def all_forward_all_backward(num_micro_batches: int) -> InFlight:
-    """m everywhere: GPipe (Huang et al. 2019, section 2.3)."""
-    return lambda p, i: num_micro_batches
+"""in_flight(p, i): the peak number of micro-batches whose activations stage i of p keeps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,20 +102,22 @@ class PipelineProblem:
 
     Args:
         units: class name of each unit, in execution order.
-        submeshes: what a stage may occupy; names are unique.
-        groups: devices that each group has, all of which are used.
-        points: ways to run a class on a submesh, by (class, submesh name); absent or empty: it cannot run there.
-        in_flight: micro-batches in flight, by number of stages and stage.
+            submeshes: the shapes a stage may occupy; names are unique.
+            groups: number of devices of each group; all are used.
+            points: ways to run a class on a submesh, by (class, submesh name). Without an entry the class cannot run
+            there.
+            in_flight: micro-batches in flight, by number of stages and stage.
         num_micro_batches: m >= 1, per step.
         boundary_bytes: bytes that cross the boundary between units i - 1 and i in one direction, per micro-batch, at
             index i; entry 0 is not read. Empty means 0 everywhere.
-        transfer_seconds: seconds per byte between neighbouring stages, by (submesh name, next submesh name); absent
+        transfer_seconds: seconds per byte between neighboring stages, by (submesh name, next submesh name); absent
             means 0.
-        transfer_is_exposed: whether transfers keep both neighbours busy.
+            transfer_is_exposed: whether transfers occupy both neighbors.
         tied: parameters shared by two units.
         num_stages: allowed numbers of stages; None allows all.
-        num_deferred: micro-batches whose weight gradients wait, by number of stages and stage; None: none do.
-        uncut: units ahead of which no stage begins.
+            num_deferred: micro-batches whose weight gradients are deferred, by number of stages and stage; None: none
+            are.
+            uncut: units before which no stage begins.
 
     Raises:
         ValueError: a name, index or number does not fit the others.
@@ -168,19 +160,19 @@ class PipelineProblem:
                 raise ValueError(f"points of {kind!r} on {name!r} repeat a label")
 
     def boundary_seconds(self, boundary: int, before: str, after: str) -> float:
-        """Seconds that one micro-batch adds at a boundary: its activations forward and their gradients backward."""
+        """Return the seconds that one micro-batch adds at a boundary: activations forward, gradients backward."""
         if not self.boundary_bytes or self.transfer_seconds is None:
             return 0.0
         return 2.0 * self.transfer_seconds.get((before, after), 0.0) * self.boundary_bytes[boundary]
 
-    def held(self, num_stages: int, stage: int) -> tuple[float, float]:
-        """Micro-batches that a stage holds at its peak: those in flight, and those whose weight gradients wait."""
+    def live_micro_batches(self, num_stages: int, stage: int) -> tuple[float, float]:
+        """Return a stage's peak numbers of micro-batches in flight and of those with deferred weight gradients."""
         return float(self.in_flight(num_stages, stage)), float(
             self.num_deferred(num_stages, stage)
         ) if self.num_deferred else 0.0
 
     def allowed_num_stages(self) -> tuple[int, ...]:
-        """The numbers of stages that the arguments allow, ascending; devices are not looked at."""
+        """List the allowed numbers of stages, ascending, without regard to devices."""
         return tuple(p for p in range(1, len(self.units) + 1) if self.num_stages is None or p in self.num_stages)
 
 
@@ -188,7 +180,7 @@ class PipelineProblem:
 class StageChoice:
     """Units ``first`` to ``last`` (inclusive) on one submesh.
 
-    ``counts``: per class in order of appearance: how many of its units take which point, by label; counts are > 0.
+    ``counts``: per class in order of appearance, how many of its units take which point, by label; counts are > 0.
     """
 
     first: int
@@ -199,26 +191,28 @@ class StageChoice:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSolution:
-    """What a planner returns: seconds per step, and the stages in order."""
+    """The result of the search: seconds per step, and the stages in order."""
 
     objective: float
     stages: tuple[StageChoice, ...]
 
 
 def objective(
-    problem: PipelineProblem, stages: Sequence[StageChoice], beside: Sequence[tuple[float, float]] = ()
+    problem: PipelineProblem, stages: Sequence[StageChoice], extra_seconds: Sequence[tuple[float, float]] = ()
 ) -> float:
-    """Seconds per step of a pipeline, by the closed form of ``inter_op``. beside: of every stage, seconds per
-    micro-batch and per step that belong to no unit."""
-    steady, step = ([each[part] for each in beside] or [0.0] * len(stages) for part in (0, 1))
+    """Return the seconds per step of a pipeline, by the closed form of ``inter_op``.
+
+    extra_seconds: for every stage, seconds per micro-batch and per step that belong to no unit.
+    """
+    steady, step = ([seconds[part] for seconds in extra_seconds] or [0.0] * len(stages) for part in (0, 1))
     fill = sum(steady)
     for number, stage in enumerate(stages):
         for kind, counts in stage.counts:
-            own = {point.label: point for point in problem.points[kind, stage.submesh]}
+            points = {point.label: point for point in problem.points[kind, stage.submesh]}
             for label, count in counts:
-                fill += count * own[label].fill_seconds
-                steady[number] += count * own[label].steady_seconds
-                step[number] += count * own[label].step_seconds
+                fill += count * points[label].fill_seconds
+                steady[number] += count * points[label].steady_seconds
+                step[number] += count * points[label].step_seconds
         for pair in problem.tied:
             holds = [stage.first <= unit <= stage.last for unit in (pair.first, pair.second)]
             step[number] += pair.step_seconds if holds[0] != holds[1] else 0.0
@@ -232,7 +226,7 @@ def objective(
 
 @dataclass(frozen=True, slots=True)
 class StageNeed:
-    """Bytes that units ``first`` to ``last`` need at least on a submesh, and what the submesh has."""
+    """The least bytes that units ``first`` to ``last`` need on a submesh, and the bytes the submesh has."""
 
     first: int
     last: int
@@ -245,8 +239,9 @@ class PipelineInfeasibleError(InfeasibleError):
     """No pipeline fits.
 
     Attributes:
-        needs: of the pipeline whose worst stage is over its memory by the fewest bytes, what each stage needs with its
-            leanest points; empty when no cut into stages uses the devices as asked, whatever the memory.
+            needs: the least bytes that each stage needs, for the pipeline whose worst stage exceeds its memory by the
+            fewest
+                bytes. Empty when no cut into stages uses all devices, whatever the memory.
         smallest_excess: bytes by which that worst stage is over its memory; NaN when ``needs`` is empty.
     """
 
@@ -255,7 +250,7 @@ class PipelineInfeasibleError(InfeasibleError):
         if not needs:
             self.smallest_excess = float("nan")
             super().__init__(
-                "no cut into stages uses the devices as asked: check num_stages, the submesh sizes against the groups, "
+                "no cut into stages uses all devices: check num_stages, the submesh sizes against the groups, "
                 "and that every class has points on some submesh"
             )
             return

@@ -1,4 +1,4 @@
-"""The input and the output of the search: frozen arrays and ids, nothing of graphs or machines.
+"""The input and the output of the search: frozen arrays and ids, without graphs or machines.
 
 Shape legend: n options of a variable.
 """
@@ -16,19 +16,19 @@ Array = npt.NDArray[np.float64]
 USAGE_TOLERANCE = 1e-12
 """Relative slack when a usage is compared with a limit.
 
-Sums of whole bytes below 2**53 are exact; this only keeps the order of summation of fractional usages from deciding.
-It is less than one byte for every limit below a terabyte.
+Sums of whole bytes below 2**53 are exact. The slack only keeps the order of summation of fractional usages from
+deciding. It is less than one byte for every limit below a terabyte.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variable:
-    """One thing to decide: its options with their costs and what they take from the budget.
+    """A decision: its options, their costs, and the bytes they take from the budget.
 
     Args:
         name: used in messages only; need not be unique.
         costs: [n] seconds, n >= 1; ``inf`` forbids the option, negative values are allowed.
-        usage: [n] bytes, finite and >= 0: what the option takes from the budget.
+            usage: [n] bytes, finite and >= 0, that the option takes from the budget.
 
     Raises:
         ValueError: wrong number of axes, no options, NaN, ``-inf`` cost, negative or infinite usage.
@@ -39,19 +39,19 @@ class Variable:
     usage: Array
 
     def __post_init__(self) -> None:
-        what = f"variable {self.name!r}"
-        object.__setattr__(self, "costs", _costs(self.costs, 1, what))
-        object.__setattr__(self, "usage", _usage(self.usage, self.costs.shape, what))
+        owner = f"variable {self.name!r}"
+        object.__setattr__(self, "costs", _costs(self.costs, 1, owner))
+        object.__setattr__(self, "usage", _usage(self.usage, self.costs.shape, owner))
 
     @property
     def num_options(self) -> int:
-        """Number of options, forbidden ones included."""
+        """Count the options, including forbidden ones."""
         return int(self.costs.shape[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """A cost that depends on the options of two variables (for instance the reshard between two operators).
+    """A cost that depends on the options of two variables, for instance the reshard between two operators.
 
     Args:
         a: index of the first variable.
@@ -72,9 +72,9 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """Variables, the edges between them, and the budget all of them share.
+    """Variables, the edges between them, and the budget they share.
 
-    Several edges between one pair are allowed and add up. limit: of the total usage, in bytes; ``inf`` is no budget.
+    Several edges between one pair add up. limit: of the total usage, in bytes; ``inf`` means no budget.
 
     Raises:
         ValueError: an edge names a variable that does not exist, an array does not fit its variables, or the limit is
@@ -103,7 +103,7 @@ class Problem:
             )
 
     def allows(self, usage: float) -> bool:
-        """Whether a total usage keeps within the limit."""
+        """Whether a total usage is within the limit."""
         return bool(usage <= largest_allowed(self.limit))
 
 
@@ -126,7 +126,7 @@ class InfeasibleError(ValueError):
     """No choice satisfies the problem.
 
     Attributes:
-        assignment: that of the least usage among all allowed ones; empty when infinite costs forbid every choice.
+            assignment: the allowed assignment of least usage; empty when infinite costs forbid every choice.
     """
 
     def __init__(self, message: str, assignment: Sequence[int] = ()) -> None:
@@ -144,18 +144,18 @@ class InfeasibleError(ValueError):
 
     @classmethod
     def forbidden(cls, names: Sequence[str]) -> InfeasibleError:
-        """The error for infinite costs that leave no choice; ``names`` are the variables it was noticed at."""
+        """The error for infinite costs that leave no choice; ``names`` are the variables left without options."""
         listed = ", ".join(repr(name) for name in names)
         return cls(f"infinite costs forbid every choice; no allowed combination of options remains at {listed}")
 
 
 def largest_allowed(limit: float) -> float:
-    """The limit plus the rounding slack ``USAGE_TOLERANCE``."""
+    """Return the limit plus the rounding slack ``USAGE_TOLERANCE``."""
     return limit if np.isinf(limit) else limit + USAGE_TOLERANCE * abs(limit)
 
 
 def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, float]:
-    """Cost in seconds and usage in bytes of one choice, summed in the order of the problem.
+    """Return cost in seconds and usage in bytes of one choice, summed in the order of the problem.
 
     Raises:
         ValueError: wrong number of choices or an option that does not exist.
@@ -173,25 +173,25 @@ def evaluate(problem: Problem, assignment: Sequence[int]) -> tuple[float, float]
     return objective, usage
 
 
-def _costs(values: npt.ArrayLike, num_axes: int, what: str) -> Array:
-    """A read-only float64 copy of ``values``, checked."""
+def _costs(values: npt.ArrayLike, num_axes: int, owner: str) -> Array:
+    """Return a checked, read-only float64 copy of ``values``."""
     array = np.array(values, dtype=np.float64)
     if array.ndim != num_axes:
-        raise ValueError(f"{what}: costs must have {num_axes} axes, they have shape {array.shape}")
+        raise ValueError(f"{owner}: costs must have {num_axes} axes, they have shape {array.shape}")
     if 0 in array.shape:
-        raise ValueError(f"{what}: there must be at least one option, costs have shape {array.shape}")
+        raise ValueError(f"{owner}: there must be at least one option, costs have shape {array.shape}")
     if np.isnan(array).any() or np.isneginf(array).any():
-        raise ValueError(f"{what}: costs must be finite or inf, they contain NaN or -inf")
+        raise ValueError(f"{owner}: costs must be finite or inf, they contain NaN or -inf")
     array.setflags(write=False)
     return array
 
 
-def _usage(values: npt.ArrayLike, shape: tuple[int, ...], what: str) -> Array:
-    """A read-only float64 copy of ``values``, checked against the shape of the costs."""
+def _usage(values: npt.ArrayLike, shape: tuple[int, ...], owner: str) -> Array:
+    """Return a read-only float64 copy of ``values``, checked against the shape of the costs."""
     array = np.array(values, dtype=np.float64)
     if array.shape != shape:
-        raise ValueError(f"{what}: usage must have shape {shape} as the costs, not {array.shape}")
+        raise ValueError(f"{owner}: usage must have shape {shape} as the costs, not {array.shape}")
     if not np.isfinite(array).all() or (array < 0).any():
-        raise ValueError(f"{what}: usage must be finite and >= 0")
+        raise ValueError(f"{owner}: usage must be finite and >= 0")
     array.setflags(write=False)
     return array

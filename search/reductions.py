@@ -1,15 +1,15 @@
-"""Exact reductions: options that no optimal choice needs are dropped before any search.
+"""Exact reductions: drop options that no optimal choice needs, before any search.
 
-Two rules, applied until neither drops anything (the second for a few rounds only):
+Two rules run until neither drops anything (the second for a few rounds only):
 
 * dead ends: an option with infinite cost, or without an allowed partner across some edge;
 * dominance (Goldstein's dead-end elimination; R. Goldstein, Biophysical Journal 66 (1994), equation 4): option q of
-  variable v is dropped for option p when
+  variable v is dropped in favor of option p when
 
       c_v(p) - c_v(q) + sum over edges (v, w) of max over x_w of [c(p, x_w) - c(q, x_w)] <= 0
 
-  and p uses no more of the budget. Swapping q for p then never costs more and never uses more, whatever
-  the other variables do. Equal options keep the lowest index.
+  and p uses no more of the budget. Swapping q for p then never costs or uses more, whatever the other variables
+  do. Of equal options the lowest index stays.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class EmptyDomainError(Exception):
 
 
 def reduce_core(core: Core) -> Core:
-    """The core without dead ends and without dominated options.
+    """Drop dead ends and dominated options.
 
     Raises:
         EmptyDomainError: a variable has no option left.
     """
     core = drop_dead_ends(core)
-    neighbours = core.costs.neighbours()
+    neighbors = core.costs.neighbors()
     open_ = set(range(len(core.sizes)))
     for _ in range(MAX_DOMINANCE_ROUNDS):
-        smaller, changed = _drop_dominated(core, neighbours, open_)
+        smaller, changed = _drop_dominated(core, neighbors, open_)
         smaller, before = drop_dead_ends(smaller), smaller.sizes
         changed |= {v for v, (new, old) in enumerate(zip(smaller.sizes, before, strict=True)) if new < old}
         if smaller.sizes == core.sizes:
             break
-        open_ |= {w for v in changed for w in neighbours[v]}
+        open_ |= {w for v in changed for w in neighbors[v]}
         core = smaller
     return core
 
@@ -79,12 +79,13 @@ def drop_dead_ends(core: Core) -> Core:
     return core.keep(masks)
 
 
-def _drop_dominated(core: Core, neighbours: Sequence[Sequence[int]], open_: set[int]) -> tuple[Core, set[int]]:
-    """One round of the dominance rule, and the variables that lost options. Each variable is judged with its
-    neighbours' current options.
+def _drop_dominated(core: Core, neighbors: Sequence[Sequence[int]], open_: set[int]) -> tuple[Core, set[int]]:
+    """Apply one round of the dominance rule; return the core and the variables that lost options.
 
-    open_: the variables to be judged; after it, those with a neighbour that lost options since they were judged. No
-    other can lose more: what is left of a variable was compared with the same partners.
+    Each variable is compared over its neighbors' current options.
+
+    open_: the variables to compare; afterwards, those with a neighbor that has lost options since their comparison.
+    The others cannot lose more: their options were compared over the same partners.
     """
     masks: list[Mask] = [np.ones(size, dtype=np.bool_) for size in core.sizes]
     kept: list[Places] = [_all_places(size) for size in core.sizes]
@@ -94,19 +95,19 @@ def _drop_dominated(core: Core, neighbours: Sequence[Sequence[int]], open_: set[
             continue
         open_.discard(v)
         if size > 1:
-            masks[v] = _undominated(core, v, {w: kept[w] for w in neighbours[v]})
+            masks[v] = _undominated(core, v, {w: kept[w] for w in neighbors[v]})
             if not masks[v].all():
                 kept[v] = np.flatnonzero(masks[v])
                 changed.add(v)
-                open_.update(neighbours[v])
+                open_.update(neighbors[v])
     return core.keep(masks), changed
 
 
 def _undominated(core: Core, v: int, partners: Mapping[int, Places]) -> Mask:
-    """Which options of ``v`` remain, judged with the options of its neighbours that are left."""
+    """Return the mask of the options of ``v`` that remain, compared over its neighbors' remaining options."""
     size = core.sizes[v]
     keep: Mask = np.ones(size, dtype=np.bool_)
-    # Over a few partners the maximum is a lower bound: it refutes most pairs cheaply.
+    # The maximum over a few partners is a lower bound, which refutes most pairs cheaply.
     likely = (_excess_of_all(core, v, {w: kept[_places(len(kept))] for w, kept in partners.items()}) <= 0) & _pairs(
         size
     )
@@ -126,7 +127,7 @@ def _undominated(core: Core, v: int, partners: Mapping[int, Places]) -> Mask:
 
 @lru_cache(maxsize=4096)
 def _pairs(size: int) -> Mask:
-    """[n, n] all pairs of different options."""
+    """Return the [n, n] mask of all pairs of different options."""
     return ~np.eye(size, dtype=np.bool_)
 
 
@@ -137,12 +138,12 @@ def _all_places(size: int) -> Places:
 
 @lru_cache(maxsize=4096)
 def _places(count: int) -> Places:
-    """A few evenly spaced places among ``count`` partners."""
+    """Return a few evenly spaced places among ``count`` partners."""
     return np.linspace(0, count - 1, num=min(NUM_SAMPLED_PARTNERS, count)).astype(np.int64)
 
 
 def _excess_of_all(core: Core, v: int, partners: Mapping[int, Places]) -> Array:
-    """[n, n] the left side of the dominance rule for every pair (better, worse); NaN where it is undecided."""
+    """Return the left side of the dominance rule for every pair (better, worse), [n, n]; NaN where it is undecided."""
     unary = core.costs.unaries[v]
     total: Array = unary[:, None] - unary[None, :]
     with np.errstate(invalid="ignore"):
@@ -150,7 +151,7 @@ def _excess_of_all(core: Core, v: int, partners: Mapping[int, Places]) -> Array:
             table = core.costs.table(v, w)
             table = table if len(kept) == table.shape[1] else table[:, kept]
             gaps = table[:, None, :] - table[None, :, :]
-            # A partner that ``worse`` may not have says nothing, whatever ``better`` costs with it.
+            # A partner that is forbidden with ``worse`` does not matter, whatever it costs with ``better``.
             barred = np.isinf(table)
             if barred.any():
                 gaps[:, barred] = -np.inf
@@ -165,7 +166,7 @@ def _excess(
     worse: Places,
     partners: Mapping[int, Places],
 ) -> Array:
-    """The left side of the dominance rule for each pair (better[i], worse[i]); NaN where it is undecided."""
+    """Return the left side of the dominance rule for each pair (better[i], worse[i]); NaN where it is undecided."""
     unary = core.costs.unaries[v]
     total: Array = unary[better] - unary[worse]
     with np.errstate(invalid="ignore"):

@@ -1,21 +1,28 @@
-"""How many items of each group take which option, at least cost, within limits. Exact.
+"""Choose how many items of each group take which option, at least cost, within limits. Exact.
 
 Shape legend: K options of all groups together, R rows (memory, steady time, step time), G groups (classes), C cuts.
 
-    minimise    sum_j cost_j x_j
-    subject to  sum_(j in g) x_j = n_g,    sum_j rows_rj x_j <= limit_r,    x whole and >= 0
+    minimize    sum_j cost_j x_j
+        subject to  sum_(j in g) x_j = n_g,    sum_j rows_rj x_j <= limit_r,    x integral and >= 0
 
 Every multiplier vector l >= 0 gives non-negative reduced costs q_j = c_j + l . rows_j - min over the group, and every
-solution that costs less than u meets the *cut* sum_j q_j x_j < u - bound(l) (``stage_lp.bound``). The same holds with a
-row in the role of the cost and its limit in the role of u, and each row itself is a cut (l = 0). ``_Enumeration`` walks
-all count vectors within all cuts, option by option, as arrays of partial vectors; the last two options of the last
-group follow in closed form, as every cut leaves an interval of counts. u - bound grows from a small guess until the
-best vector found costs at most u, which proves it (``cheapest``).
+solution that costs less than u meets the *cut* sum_j q_j x_j < u - bound(l) (``stage_lp.bound``). The same holds with
+a row in the role of the cost and its limit in the role of u, and each row itself is a cut (l = 0). ``_Enumeration``
+walks all count vectors within all cuts, option by option, as arrays of partial vectors. The last two options of the
+last group follow in closed form, as every cut leaves an interval of counts. u - bound grows from a small guess until
+the best vector costs at most u, which proves it optimal (``cheapest``).
+
+For a stage of few units it is faster to enumerate all ways to run it, as arrays (``num_ways`` and below; Q ways, one
+count per option).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -23,20 +30,23 @@ from search.problem import Array
 from search.stage_lp import Indices, bound, relax
 
 MAX_STATES = 20_000
-"""Partial count vectors that are held at a time; more are walked in parts."""
+"""Partial count vectors kept at a time; more are walked in halves."""
 
 SLACK = 1e-12
-"""Relative rounding slack of the cuts; limits are checked anew, without it, on the vectors found."""
+"""Relative rounding slack of the cuts; the resulting vectors are checked against the limits without it."""
+
+MAX_WAYS = 4096
+"""The most ways to run a stage that are enumerated; ``cheapest`` solves larger stages."""
 
 GROWTH = 4.0
 """Factor between successive guesses of the cost above the bound."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class KnapsackResult:
     """The result of ``cheapest``: ``counts`` [K] (None: infeasible, or not below the cutoff) and useful multipliers.
 
-    ``multipliers`` [R] are of the linear relaxation; ``is_ray`` says that they prove infeasibility with zero costs.
+    ``multipliers`` [R] belong to the linear relaxation; ``is_ray`` says that they prove infeasibility with zero costs.
     """
 
     counts: Indices | None
@@ -45,8 +55,8 @@ class Found:
     is_ray: bool
 
 
-def cheapest(cost: Array, rows: Array, limits: Array, starts: Indices, sizes: Indices, cutoff: float) -> Found:
-    """The cheapest whole x that costs less than ``cutoff`` (inf: the cheapest).
+def cheapest(cost: Array, rows: Array, limits: Array, starts: Indices, sizes: Indices, cutoff: float) -> KnapsackResult:
+    """Return the cheapest integral x that costs less than ``cutoff`` (inf: the cheapest of all).
 
     Args:
         cost: [K].
@@ -60,37 +70,37 @@ def cheapest(cost: Array, rows: Array, limits: Array, starts: Indices, sizes: In
     least = np.minimum.reduceat(rows, starts, axis=1) @ sizes
     over = least > limits + SLACK * np.abs(limits)
     if over.any():
-        return Found(None, np.inf, over / np.maximum(np.abs(limits), 1e-300), True)
+        return KnapsackResult(None, np.inf, over / np.maximum(np.abs(limits), 1e-300), True)
     binding = np.maximum.reduceat(rows, starts, axis=1) @ sizes > limits
     cuts = _Cuts(cost=cost, rows=rows[binding], limits=limits[binding], starts=starts, sizes=sizes)
     multipliers = nothing.copy()
     if binding.any():
-        found, feasible = relax(cost, cuts.rows, cuts.limits, starts, sizes)
-        multipliers[binding] = found
-        if not feasible and bound(0 * cost, cuts.rows, cuts.limits, starts, sizes, found) > 0:
-            return Found(None, np.inf, multipliers, True)
+        relaxed, feasible = relax(cost, cuts.rows, cuts.limits, starts, sizes)
+        multipliers[binding] = relaxed
+        if not feasible and bound(0 * cost, cuts.rows, cuts.limits, starts, sizes, relaxed) > 0:
+            return KnapsackResult(None, np.inf, multipliers, True)
     base = cuts.cut_cost(multipliers[binding])
     most = float(np.maximum.reduceat(cuts.coefficients[0], starts) @ sizes)
     span = min(most, cutoff - base)
     if span < 0:
-        return Found(None, np.inf, multipliers, False)
+        return KnapsackResult(None, np.inf, multipliers, False)
     positive = cuts.coefficients[0][cuts.coefficients[0] > 0]
     guess = min(span, float(np.median(positive)) / GROWTH if len(positive) else 0.0)
     for attempt in range(1000):
         if attempt == 1 and not cuts.cut_rows():
-            return Found(None, np.inf, multipliers, False)
+            return KnapsackResult(None, np.inf, multipliers, False)
         budget = guess + SLACK * (abs(base) + most)
         counts, value = _Enumeration(cuts, budget).best()
         if value <= base + budget or guess >= span:
             break
         guess = min(span, value - base if np.isfinite(value) else guess * GROWTH)
     if counts is None or value >= cutoff:
-        return Found(None, np.inf, multipliers, False)
-    return Found(counts, value, multipliers, False)
+        return KnapsackResult(None, np.inf, multipliers, False)
+    return KnapsackResult(counts, value, multipliers, False)
 
 
 class _Cuts:
-    """The cuts: ``coefficients`` [C, K] >= 0 and ``budgets`` [C]; cut 0 is the cost's, its budget is set per try."""
+    """The cuts: ``coefficients`` [C, K] >= 0 and ``budgets`` [C]. Cut 0 is the cost's; each try sets its budget."""
 
     def __init__(self, cost: Array, rows: Array, limits: Array, starts: Indices, sizes: Indices) -> None:
         self.cost, self.rows, self.limits, self.starts, self.sizes = cost, rows, limits, starts, sizes
@@ -101,14 +111,14 @@ class _Cuts:
         self.budgets = np.append(0.0, limits - least @ sizes + SLACK * np.abs(limits))
 
     def cut_cost(self, multipliers: Array) -> float:
-        """Set cut 0; returns the bound."""
+        """Set cut 0; return the bound."""
         reduced = self.cost + multipliers @ self.rows
         least = np.minimum.reduceat(reduced, self.starts)
         self.coefficients[0] = reduced - least[self.group]
         return float(least @ self.sizes - multipliers @ self.limits)
 
     def cut_rows(self) -> bool:
-        """Add a cut per row with the row as the cost; False if one proves infeasibility."""
+        """Add a cut per row with the row as the cost; return False if a cut proves infeasibility."""
         for r in range(len(self.rows) if len(self.rows) > 1 else 0):
             others = np.arange(len(self.rows)) != r
             rows, limits = self.rows[others], self.limits[others]
@@ -127,12 +137,12 @@ class _Cuts:
 
 
 class _Enumeration:
-    """All count vectors within the cuts; keeps the cheapest that meets the limits."""
+    """A walk over all count vectors within the cuts that keeps the cheapest one within the limits."""
 
     def __init__(self, cuts: _Cuts, budget: float) -> None:
         self.cuts = cuts
         self.budgets = np.append(budget, cuts.budgets[1:])
-        self.found: Indices | None = None
+        self.counts: Indices | None = None
         self.value = float("inf")
         share = (cuts.coefficients / np.maximum(self.budgets, 1e-300)[:, None]).max(axis=0)
         self.levels: list[tuple[str, int, int]] = []
@@ -146,11 +156,11 @@ class _Enumeration:
             self.levels.append(("pair", options[-2], options[-1]) if pair else ("rest", options[-1], 0))
 
     def best(self) -> tuple[Indices | None, float]:
-        """The counts [K] and their cost; (None, inf) if there are none."""
+        """Return the counts [K] and their cost; (None, inf) if there are none."""
         num_cuts, num_options = self.cuts.coefficients.shape
         counts = np.zeros((1, num_options), dtype=np.int64)
         self._walk(0, counts, np.zeros(1, dtype=np.int64), np.zeros((num_cuts, 1)))
-        return self.found, self.value
+        return self.counts, self.value
 
     def _walk(self, level: int, counts: Indices, left: Indices, sums: Array) -> None:
         """Place the options from ``level`` on: counts [S, K], items left in the group [S], cuts used [C, S]."""
@@ -184,7 +194,7 @@ class _Enumeration:
         self._keep(counts)
 
     def _room(self, sums: Array, column: Array) -> Indices:
-        """How many more items of an option the cuts allow, [S]."""
+        """Return how many more items of an option the cuts allow, [S]."""
         room = np.maximum(self.budgets[:, None] - sums, 0.0)
         ratio = np.full(sums.shape, 1e9)
         np.divide(room, column, out=ratio, where=column > 1e-300)
@@ -192,7 +202,7 @@ class _Enumeration:
         return whole
 
     def _pair(self, counts: Indices, left: Indices, sums: Array, a: int, b: int) -> Indices:
-        """The last two options: each cut leaves an interval for the count of ``a``; the cost is linear on it."""
+        """Place the last two options: cuts leave an interval for the count of ``a``, where the cost is linear."""
         slope = (self.cuts.coefficients[:, a] - self.cuts.coefficients[:, b])[:, None]
         room = self.budgets[:, None] - sums - self.cuts.coefficients[:, b][:, None] * left
         high = np.where(slope > 0, room / np.where(slope > 0, slope, 1.0), np.inf).min(axis=0)
@@ -203,7 +213,7 @@ class _Enumeration:
         state = np.flatnonzero((bottom <= top) & ~bad)
         cheap, step = (bottom, 1) if self.cuts.cost[a] >= self.cuts.cost[b] else (top, -1)
         taken = np.stack([cheap[state], cheap[state] + step])
-        # The neighbour too: rounding may have let in an end of the interval that a limit then forbids.
+        # The next count too: rounding may have admitted an end of the interval that a limit then forbids.
         fits = (taken >= bottom[state]) & (taken <= top[state])
         state = np.broadcast_to(state, taken.shape)[fits]
         counts = counts[state]
@@ -212,11 +222,47 @@ class _Enumeration:
         return counts
 
     def _keep(self, counts: Indices) -> None:
-        """Keep the cheapest vector if it meets the limits and beats the one found before."""
+        """Keep the cheapest vector if it meets the limits and beats the best one so far."""
         usage = self.cuts.rows @ counts.T
         cost = np.where((usage <= self.cuts.limits[:, None]).all(axis=0), counts @ self.cuts.cost, np.inf)
         if not len(cost):
             return
         best = int(np.argmin(cost))
         if cost[best] < self.value:
-            self.found, self.value = counts[best], float(cost[best])
+            self.counts, self.value = counts[best], float(cost[best])
+
+
+def num_ways(sizes: Sequence[int], num_points: Sequence[int]) -> int:
+    """Return Q: the product of the multiset coefficients."""
+    return math.prod(math.comb(n + k - 1, n) for n, k in zip(sizes, num_points, strict=True) if n)
+
+
+@lru_cache(maxsize=256)
+def multisets(size: int, num_points: int) -> Indices:
+    """Return [Q, k] counts of k points that place ``size`` units of one class; read-only."""
+    rows = [list(row) for row in itertools.combinations_with_replacement(range(num_points), size)]
+    counts = np.zeros((len(rows), num_points), dtype=np.int64)
+    if size:
+        np.add.at(counts, (np.repeat(np.arange(len(rows)), size), np.array(rows).reshape(-1)), 1)
+    counts.setflags(write=False)
+    return counts
+
+
+def combine(parts: Sequence[Indices]) -> Indices:
+    """Return [Q, K] all combinations of the ways of each class, points side by side."""
+    result = parts[0]
+    for part in parts[1:]:
+        result = np.hstack([np.repeat(result, len(part), axis=0), np.tile(part, (len(result), 1))])
+    return result
+
+
+def totals(counts: Indices, figures: Array) -> Array:
+    """Return [7, Q]: sums of fill, steady, step, fixed, micro and deferred bytes, and the largest transient.
+
+    Args:
+        counts: [Q, K].
+        figures: [K, 7] of the points.
+    """
+    sums = counts @ figures[:, :6]
+    largest = np.where(counts > 0, figures[:, 6], 0.0).max(axis=1)
+    return np.concatenate([sums.T, largest[None]])

@@ -1,8 +1,8 @@
-"""Multipliers for the knapsack of one stage, from its linear relaxation.
+"""Compute multipliers for the knapsack of one stage from its linear relaxation.
 
 Shape legend: K options of all groups together, R rows (resources), G groups.
 
-    minimise    sum_j cost_j x_j
+    minimize    sum_j cost_j x_j
     subject to  sum_(j in g) x_j = n_g              for every group g
                 sum_j rows_rj x_j <= limit_r        for every row r,    x >= 0
 
@@ -11,7 +11,7 @@ optimality: for ANY multipliers l >= 0
 
     bound(l) = sum_g n_g min_(j in g) (cost_j + sum_r l_r rows_rj) - sum_r l_r limit_r
 
-is a lower bound, and ``relax`` returns multipliers from which the caller computes that bound anew.
+is a lower bound, and ``relax`` returns multipliers from which the caller recomputes that bound.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from search.problem import Array
 Indices = npt.NDArray[np.int64]
 
 MAX_PIVOTS = 60
-"""Pivots after which the multipliers reached so far are taken: this ends the cycles that degenerate tableaus can run
-into."""
+"""Pivots after which the current multipliers are taken. This ends the cycles that degenerate tableaus can run into."""
 
 FEASIBILITY_TOLERANCE = 1e-9
-"""Least violation, relative to a row's limit, that counts as infeasible."""
+"""The least violation, relative to a row's limit, that counts as infeasible."""
 
 
 def relax(cost: Array, rows: Array, limits: Array, starts: Indices, sizes: Indices) -> tuple[Array, bool]:
-    """Multipliers [R] >= 0 of the rows, and whether the linear relaxation may be feasible.
+    """Return multipliers [R] >= 0 of the rows, and whether the linear relaxation may be feasible.
 
     Args:
         cost: [K].
@@ -79,7 +78,7 @@ def relax(cost: Array, rows: Array, limits: Array, starts: Indices, sizes: Indic
 
 
 def _simplex(tableau: Array, basis: Indices, price: Array, width: int) -> Array:
-    """Pivot in place over the first ``width`` columns until no reduced price is negative; returns the prices."""
+    """Pivot in place over the first ``width`` columns until no reduced price is negative; return the prices."""
     scale = 1e-12 * max(1e-300, float(np.abs(price[:-1]).max()))
     for _ in range(MAX_PIVOTS):
         column = int(np.argmin(price[:width]))
@@ -101,6 +100,6 @@ def _simplex(tableau: Array, basis: Indices, price: Array, width: int) -> Array:
 
 
 def bound(cost: Array, rows: Array, limits: Array, starts: Indices, sizes: Indices, multipliers: Array) -> float:
-    """``bound(l)`` of the module's docstring."""
+    """Return ``bound(l)`` of the module's docstring."""
     least = np.minimum.reduceat(cost + multipliers @ rows, starts)
     return float(least @ sizes - multipliers @ limits)

@@ -1,6 +1,6 @@
-"""What the stages of a chain are made of, each kind of stage once.
+"""The shapes of a chain's stages: the units and boundaries that determine a stage's cost, each shape once.
 
-Problems that differ in seconds and bytes only have the same shapes, which are therefore kept between problems. Shape
+Problems that differ only in seconds and bytes have the same shapes, so shapes are cached between problems. Shape
 legend: S shapes, N units, L the longest stage, C classes, T tied parameters.
 """
 
@@ -19,9 +19,9 @@ from search.stage_lp import Indices
 class Shapes:
     """The distinct shapes of stages, as read-only arrays.
 
-    shape_of: [N, L] the shape of the stage that starts at a unit and has a length less one, -1 where there is none.
-    counts: [S, C] units of each class. busy: [S] seconds of its boundaries. second_alone, one_alone: [S, T] whether it
-    has the second unit of a tied parameter without the first, and one of both without the other, as 0 or 1.
+    shape_of: [N, L] the shape of the stage by its first unit and its length minus one, -1 where there is none.
+    counts: [S, C] units of each class. busy: [S] seconds of its boundaries. second_alone, one_alone: [S, T] whether the
+    stage has the second unit of a tied parameter without the first, and exactly one of both units, as 0 or 1.
     """
 
     shape_of: Indices
@@ -40,11 +40,11 @@ def shapes_of(
     tied: tuple[tuple[int, int], ...],
     uncut: tuple[int, ...] = (),
 ) -> Shapes:
-    """The shapes of all intervals of up to `longest` units.
+    """Return the shapes of all intervals of up to `longest` units.
 
     busy: [N + 1] seconds of the boundary before each unit as a stage's first and as its last boundary. usable: whether
-    a class (in order of appearance) can run at all; stages that have one that cannot have no shape. uncut: units at
-    which no stage begins or ends; those that would have no shape either.
+    a class (in order of appearance) can run at all; a stage with an unusable class has no shape. uncut: units at which
+    no stage may begin or end; an interval that does has no shape.
     """
     num_units = len(units)
     start = np.repeat(np.arange(num_units), longest)
@@ -64,7 +64,7 @@ def shapes_of(
     code = np.zeros(len(start), dtype=np.int64)
     for column in columns:
         values, inverse = np.unique(column, return_inverse=True)
-        # Folded anew each time, so that the code stays below the number of intervals squared.
+        # Folded again each time, so that the code stays below the number of intervals squared.
         code = np.unique(code * len(values) + inverse.reshape(-1), return_inverse=True)[1].reshape(-1)
     _, first_of, inverse = np.unique(code[valid], return_index=True, return_inverse=True)
     chosen = np.flatnonzero(valid)[first_of]
@@ -73,13 +73,13 @@ def shapes_of(
     table = np.array([column[chosen] for column in columns])
     num_classes = len(usable)
     counts = table[:num_classes].T.astype(np.int64).reshape(-1, num_classes)
-    found = Shapes(
+    shapes = Shapes(
         shape_of=shape_of,
         counts=counts,
         busy=table[num_classes],
         second_alone=table[num_classes + 1 :: 2].T,
         one_alone=table[num_classes + 2 :: 2].T,
     )
-    for each in (found.shape_of, found.counts, found.busy, found.second_alone, found.one_alone):
-        each.setflags(write=False)
-    return found
+    for array in (shapes.shape_of, shapes.counts, shapes.busy, shapes.second_alone, shapes.one_alone):
+        array.setflags(write=False)
+    return shapes

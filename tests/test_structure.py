@@ -11,6 +11,8 @@ from typing import NamedTuple
 import networkx as nx
 import pytest
 
+from codegen.axes import AXES
+from cost_models.schedule import SCHEDULES
 from tests.operator_tables import HOMONYMS, operator_tables, tables_in
 
 REPOSITORY = Path(__file__).parent.parent
@@ -191,6 +193,66 @@ def test_what_is_by_position_is_seen() -> None:
     assert (
         not seen("ModuleClass(1, 2, 3, 4, body=5)") and not seen("ModuleClass(*row)") and not seen("f(1, 2, 3, 4, 5)")
     )
+
+
+RECORDS = {"codegen/axes.py": AXES, "cost_models/schedules/generate.py": SCHEDULES}
+"""The modules that have the records of axes and schedules."""
+ROTARY = ("codegen/fusion/rotary.py", "codegen/kernels/rotary.py")
+"""Modules in which "interleaved" is an argument of rotary embeddings."""
+
+DEGREES_BY_NAME = {
+    "autopar/explain/decisions.py": 1,
+    "autopar/explain/render.py": 2,
+    "autopar/ir/mesh.py": 1,
+    "autopar/page/what_if.py": 2,
+    "autopar/simulate/experts.py": 1,
+}
+"""Keys of dicts of degrees or placements: data, such as {"tp": 2}."""
+
+
+def named(node: ast.expr) -> Iterator[str]:
+    """The names of axes and schedules in a constant, or in a display of constants."""
+    for part in node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else (node,):
+        if isinstance(part, ast.Constant) and part.value in {*AXES, *SCHEDULES}:
+            yield part.value
+        elif isinstance(part, (ast.Tuple, ast.List, ast.Set)):
+            yield from named(part)
+
+
+def is_pin(comparison: ast.Compare) -> bool:
+    """Whether it asks for the key of a user: `"tp" in limits.degrees`."""
+    return isinstance(comparison.ops[0], (ast.In, ast.NotIn)) and ast.unparse(comparison.comparators[0]).endswith(
+        "degrees"
+    )
+
+
+def compared_names(node: ast.AST) -> list[str]:
+    """The names of axes and schedules that an expression compares with."""
+    if not isinstance(node, ast.Compare) or is_pin(node):
+        return []
+    return [name for side in (node.left, *node.comparators) for name in named(side)]
+
+
+def test_only_records_tell_axes_and_schedules_apart_by_name() -> None:
+    compared, keys = [], {}
+    for path in (path for root in ROOTS for path in files(root)):
+        file = str(path.relative_to(REPOSITORY))
+        own = RECORDS.get(file, ("interleaved",) if file in ROTARY else ())
+        compared += [f"{file}: {name}" for node in nodes(path) for name in compared_names(node) if name not in own]
+        displays = (node for node in nodes(path) if isinstance(node, ast.Dict))
+        count = sum(name not in own for node in displays for key in node.keys if key for name in named(key))
+        keys |= {file: count} if count else {}
+    assert not compared
+    assert keys == DEGREES_BY_NAME
+
+
+def test_comparisons_with_names_are_seen() -> None:
+    def seen(text: str) -> list[str]:
+        return compared_names(ast.parse(text, mode="eval").body)
+
+    assert seen('schedule == "1f1b"') == ["1f1b"] and seen('axis in ("tp", "ttp")') == ["tp", "ttp"]
+    assert seen('axes[:1] in (("tp",),)') == ["tp"] and seen('"cp" not in mesh.axes') == ["cp"]
+    assert not seen('"cp" in limits.degrees') and not seen('kind == "forward"')
 
 
 def test_traits_of_operators_have_one_home() -> None:

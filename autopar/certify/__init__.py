@@ -1,14 +1,17 @@
-"""Proof of a plan without its cluster: what it uses, run small on this machine, and what that shows.
+"""Prove a plan without its cluster: run its parts small on this machine and check the program against the plan.
 
-small.py       a call as it is, but small              operators.py   every (operator, option) of the plan
-reshards.py    every reshard, as emitted               decisions.py   the program against the plan
-edges.py       the typed program, edge by edge         messages.py    what crosses between stages
-schedules.py   the schedule, action by action          miniature.py   the model's class, small, trained
-certify.py     all of it, in order                     certificate.py what was found, as value and file
+operators.py       every (operator, option) of the plan on real tensors
+reshards.py        every reshard, as emitted
+edges.py           the typed program, edge by edge
+decisions.py       the program against the plan
+messages.py        tensors that cross between stages
+schedules.py       the schedule, action by action
+miniature.py       the model's class, small, trained
+certify.py         all checks, in order
+certificate.py     the result, as value and file
 
-A miniature is made in small_job.py: its meshes by cuts.py, its model by small_config.py, its optimiser by
-small_optimizer.py, its plan by small_plan.py, for which counterparts.py finds the plan's calls. rounded.py judges one
-that rounds as the plan does.
+shrunken_call.py shrinks one call, and emitted_call.py runs it. miniature_run.py trains one miniature: its meshes come
+from cuts.py, its model from miniature_config.py, its plan from miniature_plan.py.
 """
 
 from autopar.certify.certificate import Certificate

@@ -1,21 +1,19 @@
-"""The certificate: what of a plan was proven, how often, to what error, and what was not; as value, YAML and tables."""
+"""The certificate of a plan: what was proven, how often and to what error, and what was not; as value, YAML, tables."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.console import RenderableType
 
-from autopar.certify.findings import Findings
 from autopar.files.outputs import write_output
 from autopar.plan import Plan
-from autopar.report.summary import short_table
-from autopar.report.tables import WIDTH, plain_text
+from autopar.report.tables import WIDTH, plain_text, short_table
 
 FILE = "certificate.yaml"
 TITLES = {
@@ -31,10 +29,10 @@ TITLES = {
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What was found of one plan.
+    """The findings about one plan.
 
-    plan_sha256: of the text of its file. versions: of what computed. cpu_seconds: of this process and its ranks,
-    without planning. planning_seconds: of CPU too, of imports and planning before it; None where that is not known.
+    plan_sha256: of the plan file's text. versions: of the software used. cpu_seconds: of this process and its ranks,
+    without planning. planning_seconds: CPU-seconds of imports and planning before the certification; None if unknown.
     """
 
     model: str
@@ -49,40 +47,41 @@ class Certificate:
 
     @property
     def verdict(self) -> str:
-        """In a word: "FAILED" where anything is wrong, "incomplete" where parts of the plan were not run, "passed"."""
+        """Return "FAILED" if anything is wrong, "incomplete" if parts of the plan were not run, else "passed"."""
         return "FAILED" if not self.ok else "incomplete" if self.gaps else "passed"
 
     @property
     def ok(self) -> bool:
-        """Whether nothing that was checked is wrong. Whether all was checked is in `verdict`."""
-        return all(each.ok for each in self.findings)
+        """Whether no check failed. `verdict` also says whether everything was checked."""
+        return all(part.ok for part in self.findings)
 
     @property
     def failures(self) -> tuple[str, ...]:
-        return tuple(text for each in self.findings for text in each.failures)
+        return tuple(text for part in self.findings for text in part.failures)
 
     @property
     def gaps(self) -> tuple[str, ...]:
-        """What of this plan a certificate shows, and this one does not."""
-        return tuple(text for each in self.findings for text in each.gaps)
+        """List what certificates show in general, but this one does not."""
+        return tuple(text for part in self.findings for text in part.gaps)
 
     @property
     def not_proven(self) -> tuple[str, ...]:
-        """The gaps, and what no certificate shows."""
-        return (*self.gaps, *(text for each in self.findings for text in each.not_proven))
+        """List the gaps, and what no certificate shows."""
+        return (*self.gaps, *(text for part in self.findings for text in part.not_proven))
 
     def part(self, subject: str) -> Findings:
-        """The findings about "operators", "reshards", "decisions", "edges", "messages", "schedule" or "miniature".
+        """Return the findings about "operators", "reshards", "decisions", "edges", "messages", "schedule" or
+        "miniature".
 
         Raises KeyError.
         """
-        for each in self.findings:
-            if each.subject == subject:
-                return each
+        for part in self.findings:
+            if part.subject == subject:
+                return part
         raise KeyError(subject)
 
     def to_yaml(self) -> str:
-        """The certificate's file."""
+        """Return the text of the certificate's file."""
         data: dict[str, Any] = {
             "certificate": self.verdict,
             "model": self.model,
@@ -93,19 +92,19 @@ class Certificate:
             "versions": dict(self.versions),
             "cpu_seconds": round(self.cpu_seconds, 1),
             **({} if self.planning_seconds is None else {"planning_cpu_seconds": round(self.planning_seconds, 1)}),
-            "proven": {each.subject: _proven(each) for each in self.findings if each.counts},
+            "proven": {part.subject: _proven(part) for part in self.findings if part.counts},
             "failures": list(self.failures),
             "not_proven": list(self.not_proven),
         }
         return yaml.safe_dump(data, sort_keys=False, width=120, default_flow_style=False)
 
     def write(self, path: str | Path, force: bool = False) -> Path:
-        """Writes the file; a folder gets it as `certificate.yaml`. Raises OutputError."""
+        """Write the file; in a folder it is named `certificate.yaml`. Raises OutputError."""
         path = Path(path)
         return write_output(path / FILE if path.is_dir() else path, self.to_yaml(), force)
 
     def panels(self) -> Iterator[RenderableType]:
-        """Tables of what was proven, and of what failed or was not."""
+        """Yield tables of what was proven, what failed and what was not proven."""
         table = short_table(f"Certificate of {self.model} on {self.mesh}: {self.verdict}", "", "")
         table.add_row("cluster", f"{self.cluster} ({self.num_ranks} ranks)")
         table.add_row("plan", f"sha256 {self.plan_sha256[:16]}")
@@ -113,9 +112,9 @@ class Certificate:
         before = "" if self.planning_seconds is None else f", after {self.planning_seconds:.1f} of imports and planning"
         table.add_row("in", f"{self.cpu_seconds:.1f} CPU-seconds{before}")
         yield table
-        for each in self.findings:
-            if each.counts:
-                yield _table(each)
+        for part in self.findings:
+            if part.counts:
+                yield _table(part)
         others = self.not_proven[len(self.gaps) :]
         titles = ("What failed", "What of this plan was not run", "What was not proven")
         for title, texts in zip(titles, (self.failures, self.gaps, others), strict=True):
@@ -129,28 +128,58 @@ class Certificate:
         return plain_text(self.panels(), WIDTH)
 
 
-def _table(found: Findings) -> RenderableType:
-    table = short_table(TITLES[found.subject], "", "")
-    for name, count in found.counts.items():
+def _table(part: Findings) -> RenderableType:
+    table = short_table(TITLES[part.subject], "", "")
+    for name, count in part.counts.items():
         table.add_row(name, f"{count:,}")
-    if found.largest_error is not None:
-        table.add_row(
-            "largest relative error", f"{found.largest_error:.1e}{f' ({found.worst})' if found.worst else ''}"
-        )
-    table.add_row("wrong", str(len(found.failures)), style="bold red" if found.failures else "")
+    if part.largest_error is not None:
+        table.add_row("largest relative error", f"{part.largest_error:.1e}{f' ({part.worst})' if part.worst else ''}")
+    table.add_row("wrong", str(len(part.failures)), style="bold red" if part.failures else "")
     return table
 
 
-def _proven(found: Findings) -> dict[str, Any]:
-    data: dict[str, Any] = dict(found.counts)
-    if found.largest_error is not None:
-        data["largest relative error"] = float(f"{found.largest_error:.2e}")
-        data["largest at"] = found.worst
-    data["wrong"] = len(found.failures)
-    data["cpu_seconds"] = round(found.seconds, 1)
+def _proven(part: Findings) -> dict[str, Any]:
+    data: dict[str, Any] = dict(part.counts)
+    if part.largest_error is not None:
+        data["largest relative error"] = float(f"{part.largest_error:.2e}")
+        data["largest at"] = part.worst
+    data["wrong"] = len(part.failures)
+    data["cpu_seconds"] = round(part.seconds, 1)
     return data
 
 
 def hash_of(plan: Plan) -> str:
-    """The sha256 of a plan file's text, which the file's own last line has too."""
+    """Return the sha256 of a plan file's text, as in the last line of the file itself."""
     return hashlib.sha256(plan.to_yaml().encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """One part of a certificate.
+
+    subject: what was checked, such as "operators". counts: numbers by description. largest_error: of all runs, relative
+    to the whole tensor's largest element; None where nothing was computed. worst: the place of that error. failures:
+    the faults, each with its place. gaps: what this part usually shows but did not show for this plan, with the reason.
+    not_proven: what this part cannot show for any plan.
+    """
+
+    subject: str
+    counts: dict[str, int] = field(default_factory=dict)
+    largest_error: float | None = None
+    worst: str = ""
+    failures: tuple[str, ...] = ()
+    gaps: tuple[str, ...] = ()
+    not_proven: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
+def grouped(reasons: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Turn (name, reason) pairs into one line per reason, with all names it applies to."""
+    names_of: dict[str, list[str]] = {}
+    for name, reason in reasons:
+        names_of.setdefault(reason, []).append(name)
+    return tuple(f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in names_of.items())

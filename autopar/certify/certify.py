@@ -1,4 +1,4 @@
-"""Certifying a program: each part of the proof in order, and how long it took."""
+"""Certify a program: run each part of the proof in order and measure its time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from dataclasses import replace
 
 import torch
 
-from autopar.certify.certificate import Certificate, hash_of
+from autopar.certify.certificate import Certificate, Findings, hash_of
 from autopar.certify.decisions import check_decisions
 from autopar.certify.edges import check_edges
-from autopar.certify.findings import Findings
 from autopar.certify.messages import prove_messages
 from autopar.certify.miniature import UNSHOWN, prove_miniature
+from autopar.certify.miniature_run import Miniature
 from autopar.certify.operators import prove_operators
 from autopar.certify.reshards import prove_reshards
 from autopar.certify.schedules import check_schedule
-from autopar.certify.small_job import Miniature
 from autopar.compiled import CompiledProgram
 from autopar.profiling.machine import own_version
-from autopar.running.surroundings import check_starting
+from autopar.running.process_state import check_starting
 from codegen.program import PipelineProgram
 
 
@@ -32,11 +31,11 @@ def certify_program(
     miniature: Miniature | None = None,
     planning_seconds: float | None = None,
 ) -> Certificate:
-    """Proves on this machine, without the cluster, what can be proven of a program.
+    """Prove on this machine, without the cluster, what can be proven of a program.
 
-    train: whether a miniature is trained on local processes, too. miniature: (model, batch, loss_fn or None) where the
-    model has no configuration from which autopar can make a small one. planning_seconds: of CPU, that it took until
-    now, to be noted.
+    train: whether to train a miniature on local processes as well. miniature: (model, batch, loss_fn or None) for
+    models without a configuration from which autopar can build a small one. planning_seconds: CPU-seconds used so far,
+    recorded in the certificate.
     """
     program, plan = compiled.program, compiled.plan
     if train:
@@ -62,19 +61,19 @@ def certify_program(
         plan_sha256=hash_of(plan),
         versions={"autopar": own_version(), "torch": str(torch.__version__), "Python": platform.python_version()},
         findings=tuple(findings),
-        cpu_seconds=sum(each.seconds for each in findings),
+        cpu_seconds=sum(finding.seconds for finding in findings),
         planning_seconds=planning_seconds,
     )
 
 
 def _timed(part: Callable[[], Findings]) -> Findings:
-    """What a part found, with the CPU-seconds that it and the processes that it started took."""
+    """Run a part; return its findings with the CPU-seconds of this process and its children."""
     before = cpu_seconds()
-    found = part()
-    return replace(found, seconds=cpu_seconds() - before)
+    findings = part()
+    return replace(findings, seconds=cpu_seconds() - before)
 
 
 def cpu_seconds() -> float:
-    """CPU-seconds of this process and the processes that it started and that have ended."""
+    """Return the CPU-seconds of this process and of its child processes that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system

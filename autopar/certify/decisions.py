@@ -1,8 +1,8 @@
-"""The program against the plan, decision by decision: what is stored, cut, repeated and kept, as the plan has it.
+"""Check the program against the plan, decision by decision: storage, sharding, repetition, recomputation.
 
-The program was lowered from the plan; here each fact is worked out again from the plan and the traced model alone, so
-that a pass that lost one is found: a layer that no stage runs, a parameter whose gradient nobody sums, a stage on other
-ranks than its schedule says, a batch that is divided into other micro-batches.
+The program was lowered from the plan. Here each fact is derived again, from the plan and the traced model alone. This
+finds a pass that lost a fact: a layer that no stage runs, a parameter whose gradient is not summed, a stage on other
+ranks than in its schedule, or a batch divided into other micro-batches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.certify.findings import Findings
+from autopar.certify.certificate import Findings
 from autopar.compiled import CompiledProgram
 from autopar.ir.batch_names import batch_key
 from autopar.ir.chain import chain
@@ -37,23 +37,23 @@ KINDS = {
 
 
 def check_decisions(compiled: CompiledProgram) -> Findings:
-    """Compares the program with the plan's decisions."""
-    found, program = _Decisions(compiled.best), compiled.program
-    stages = found.plan.pipeline.stages or (StagePlan(0, len(chain(found.best.graph))),)
-    found.same("stages", "the number of stages", len(program.programs), len(stages))
+    """Compare the program with the plan's decisions."""
+    decisions, program = _Decisions(compiled.best), compiled.program
+    stages = decisions.plan.pipeline.stages or (StagePlan(0, len(chain(decisions.best.graph))),)
+    decisions.same("stages", "the number of stages", len(program.programs), len(stages))
     if isinstance(program, PipelineProgram):
-        found.pipeline(program)
-    for number, (each, stage) in enumerate(zip(program.programs, stages, strict=False)):
+        decisions.pipeline(program)
+    for number, (stage_program, stage) in enumerate(zip(program.programs, stages, strict=False)):
         where = f"stage {number}, " if len(stages) > 1 else ""
-        found.switches(each, where)
-        found.stage(each, stage, where)
-    found.all_layers(program)
-    found.all_parameters(program)
-    found.files(compiled)
+        decisions.switches(stage_program, where)
+        decisions.stage(stage_program, stage, where)
+    decisions.all_layers(program)
+    decisions.all_parameters(program)
+    decisions.files(compiled)
     return Findings(
         subject="decisions",
-        counts={text: found.counts[kind] for kind, text in KINDS.items() if found.counts[kind]},
-        failures=tuple(found.failures),
+        counts={text: decisions.counts[kind] for kind, text in KINDS.items() if decisions.counts[kind]},
+        failures=tuple(decisions.failures),
     )
 
 
@@ -67,17 +67,17 @@ class _Decisions:
     def plan(self) -> Plan:
         return self.best.plan
 
-    def same(self, kind: str, what: str, own: Any, wanted: Any, count: int = 1) -> None:
-        """Notes whether the program has what the plan says. count: of how many things that is."""
+    def same(self, kind: str, fact: str, actual: Any, planned: Any, count: int = 1) -> None:
+        """Record whether the program agrees with the plan. count: how many decisions this compares."""
         self.counts[kind] += count
-        if own != wanted:
-            self.failures.append(f"{what}: the program has {own}, the plan says {wanted}")
+        if actual != planned:
+            self.failures.append(f"{fact}: the program has {actual}, the plan says {planned}")
 
     def pipeline(self, program: PipelineProgram) -> None:
         pipeline = self.plan.pipeline
         ranks = tuple(stage.pipeline_rank for stage in program.stages)
-        wanted = pipeline_ranks(pipeline.schedule, len(program.stages), pipeline.num_pipeline_ranks)
-        self.same("stages", "pipeline ranks of stages", ranks, wanted, len(ranks))
+        planned = pipeline_ranks(pipeline.schedule, len(program.stages), pipeline.num_pipeline_ranks)
+        self.same("stages", "pipeline ranks of stages", ranks, planned, len(ranks))
         self.same("stages", "schedule", program.schedule_name, pipeline.schedule)
         earlier: Counter[str] = Counter()
         for number, stage in enumerate(program.stages):
@@ -85,13 +85,13 @@ class _Decisions:
             self.same("layers", f"stage {number}, layers before it", dict(stage.first_layer), first, 0)
             earlier.update({name: len(stage.program.paths(name)) for name in stage.program.layer_names})
             mesh = self.plan.stage_meshes[stage.pipeline_rank].mesh
-            own = Mesh(stage.program.axes, stage.program.axis_sizes)
-            self.same("stages", f"stage {number}, mesh", str(own.compact), str(mesh.compact))
+            actual = Mesh(stage.program.axes, stage.program.axis_sizes)
+            self.same("stages", f"stage {number}, mesh", str(actual.compact), str(mesh.compact))
 
     def switches(self, program: Program, where: str) -> None:
         plan = self.plan
         offload = plan.pipeline.offload
-        wanted = {
+        planned = {
             "global_batch_size": plan.global_batch_size,
             "num_micro_batches": plan.num_micro_batches,
             "precision": plan.precision,
@@ -99,17 +99,17 @@ class _Decisions:
             "offload_parameters": offload == "parameters",
             "compression": plan.compression.names,
         }
-        for name, value in wanted.items():
+        for name, value in planned.items():
             self.same("switches", f"{where}{name}", getattr(program, name), value)
 
     def stage(self, program: Program, stage: StagePlan, where: str) -> None:
-        """What one stage stores, takes of the batch, and runs."""
+        """Compare what one stage stores, reads of the batch, and runs."""
         mesh = Mesh(program.axes, program.axis_sizes)
         classes = [(cls, "" if cls is program.root else cls.name) for cls in (*program.layers, program.root)]
         for cls, scope in classes:
             for name, spec in {**cls.parameters, **cls.buffers}.items():
                 self.parameter(spec, scope, name, mesh, f"{where}{cls.name}.{name}")
-        batch = {batch_key(each.name): each for each in self.best.graph.inputs}
+        batch = {batch_key(entry.name): entry for entry in self.best.graph.inputs}
         for name, spec in program.inputs.items():
             places = self.best.assignment.tensors.get(("", Ref(batch[name].name if name in batch else name)))
             if places is not None:
@@ -126,39 +126,39 @@ class _Decisions:
             self.same("layers", f"{where}layers {name} that are stored", len(program.paths(name)), count, count)
             self.modes(program, stage, name, count, f"{where}recomputation of {name}")
 
-    def modes(self, program: Program, stage: StagePlan, name: str, count: int, what: str) -> None:
-        """How each layer of a class recomputes, and whether the host holds what it keeps."""
+    def modes(self, program: Program, stage: StagePlan, name: str, count: int, fact: str) -> None:
+        """Compare each layer's recompute mode, and whether the host holds its kept tensors."""
         modes, homes = (_each(runs, name, count) for runs in (program.recompute, program.offload))
-        own = [(mode or "none", home) for mode, home in zip(modes, homes, strict=False)]
+        actual = [(mode or "none", home) for mode, home in zip(modes, homes, strict=False)]
         planned = [mode or "none" for mode in _each(stage.recompute, name, count)]
-        wanted = [("none", "host") if mode == "offload" else (mode, "") for mode in planned]
-        self.same("modes", what, own, wanted, sum(mode != "none" for mode in planned))
+        expected = [("none", "host") if mode == "offload" else (mode, "") for mode in planned]
+        self.same("modes", fact, actual, expected, sum(mode != "none" for mode in planned))
 
-    def parameter(self, spec: Spec, scope: str, name: str, mesh: Mesh, what: str) -> None:
+    def parameter(self, spec: Spec, scope: str, name: str, mesh: Mesh, fact: str) -> None:
         stored = self.best.assignment.parameters.get((scope, name))
         if stored is not None:
-            wanted = placement_pairs(stored.placements, mesh), stored.zero
-            self.same("parameters", what, (spec.placements, spec.zero), wanted)
+            planned = placement_pairs(stored.placements, mesh), stored.zero
+            self.same("parameters", fact, (spec.placements, spec.zero), planned)
 
     def all_layers(self, program: Program | PipelineProgram) -> None:
-        """Every layer of the model is in one stage, in order."""
+        """Check that every layer of the model is in exactly one stage, in order."""
         for name in sorted(layer_names(self.best.graph)):
-            paths = tuple(path for each in program.programs for path in each.paths(name))
-            wanted = tuple(
+            paths = tuple(path for stage_program in program.programs for path in stage_program.paths(name))
+            planned = tuple(
                 path
                 for piece in self.best.graph.body
                 if isinstance(piece, LayerRun) and piece.layer.name == name
                 for path in piece.instances
             )
-            self.same("layers", f"paths of layers {name}", paths, wanted, 0)
+            self.same("layers", f"paths of layers {name}", paths, planned, 0)
 
     def all_parameters(self, program: Program | PipelineProgram) -> None:
-        """Every trained parameter is in one stage, or tied."""
+        """Check that every trained parameter is in one stage, or tied."""
         tied = {name for name, _ in program.tied} if isinstance(program, PipelineProgram) else set[str]()
-        held = Counter(name for each in program.programs for name in _parameters(each))
+        copies = Counter(name for stage_program in program.programs for name in _parameters(stage_program))
         for parameter in self.best.graph.parameters:
             if parameter.meta.requires_grad and not parameter.is_buffer:
-                count = held[parameter.name]
+                count = copies[parameter.name]
                 if count < 1 or (count > 1) != (parameter.name in tied):
                     self.failures.append(f"{parameter.name}: {count} stages hold it, tied are {sorted(tied) or 'none'}")
 
@@ -171,19 +171,19 @@ class _Decisions:
 
 
 def pipeline_ranks(schedule: str, num_stages: int, num_pipeline_ranks: int) -> tuple[int, ...]:
-    """Where stages run: in turn, or in the shape of a V."""
+    """Return the pipeline rank of each stage: round-robin, or in the shape of a V."""
     turn = tuple(stage % num_pipeline_ranks for stage in range(num_stages))
     return (*turn[:num_pipeline_ranks], *reversed(turn[num_pipeline_ranks:])) if schedule.endswith("-v") else turn
 
 
 def _parameters(program: Program) -> Iterator[str]:
-    """Full names of what a stage's classes store."""
+    """Yield the full names of the parameters that a stage's classes store."""
     yield from program.root.parameters
     for layer in program.layers:
         yield from (f"{path}.{name}" for path in program.paths(layer.name) for name in layer.parameters)
 
 
 def _each(runs: Mapping[str, Sequence[tuple[str, int]]], name: str, count: int) -> Iterator[str]:
-    """Runs of equal modes as one mode per layer, "" for what is left out."""
+    """Expand runs of equal modes to one mode per layer, "" where none is recorded."""
     for mode, number in runs.get(name, (("", count),)):
         yield from [mode] * number

@@ -1,17 +1,17 @@
-"""The typed program, edge by edge: every value is read as it was made, and every call reads what its option says.
+"""Check the typed program, edge by edge: each value is read as it was produced, each call reads what its option says.
 
-Three things are compared that were made apart: the program (`codegen.Program`, whatever passes made of it), the options
-that the plan chose (`Assignment`), and the types that stages and layers hand to one another.
+Three independent sources are compared: the program (`codegen.Program`, after all passes), the options that the plan
+chose (`Assignment`), and the types that stages and layers pass to one another.
 
-    defined once    no name holds two values at once, and none is read before it is there
-    reads           the variable's type, where it is read, is the one with which it was last assigned
-    calls           inputs and results lie on every axis as the call's option says (a fused call: each of its members)
+    defined once    no name holds two values at once, and none is read before it is assigned
+    reads           a variable is read with the type with which it was last assigned
+    calls           inputs and results have the placements of the call's option (a fused call: of each member)
     reshards        one step of the table of methods, by its arguments, collectives and bytes (`codegen/verify.py`)
-    layers          what enters and leaves a loop is what the layer class takes and gives
-    stages          what a stage sends has the shape, dtype and placements of what the other receives
-    loss            lies whole on every rank
-    gradients       where a value needs one, its conjugate placements agree at both ends, which follows from the above
-                    and from each reshard's backward (`certify/reshards.py`): these edges are counted
+    layers          values that enter and leave a loop match the inputs and outputs of the layer class
+    stages          what a stage sends has the shape, dtype and placements that the other stage receives
+    loss            is whole on every rank
+    gradients       where a value needs one, its conjugate placements agree at both ends. This follows from the above
+                    and from each reshard's backward (`certify/reshards.py`); these edges are counted
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.certify.findings import Findings
+from autopar.certify.certificate import Findings
 from autopar.certify.reshards import bodies
 from autopar.ir.graph import Ref
 from autopar.ir.mesh import Mesh
@@ -49,33 +49,33 @@ MOST_SHOWN = 20
 
 
 def check_edges(program: Program | PipelineProgram, best: Candidate) -> Findings:
-    """Checks every edge of every stage's program against the plan's decisions."""
-    found = _Edges(best)
-    for number, each in enumerate(program.programs):
+    """Check every edge of every stage's program against the plan's decisions."""
+    edges = _Edges(best)
+    for number, stage_program in enumerate(program.programs):
         where = f"stage {number}, " if len(program.programs) > 1 else ""
         try:
-            check_types(each)
+            check_types(stage_program)
         except EmissionError as error:
-            found.failures.append(f"{where}{error}")
-        found.program(each, where)
+            edges.failures.append(f"{where}{error}")
+        edges.program(stage_program, where)
     if isinstance(program, PipelineProgram):
-        found.boundaries(program)
+        edges.boundaries(program)
     kinds = ("reads", "calls", "axes", "reshards", "layers", "stages", "gradients")
     names = {
         "reads": "values read as they were made",
         "calls": "inputs and results of calls that lie as their option says",
         "axes": "calls that communicate, over the axes of their option",
-        "reshards": "reshards that are one step between their neighbours' placements",
+        "reshards": "reshards that are one step between their neighbors' placements",
         "layers": "values that enter or leave a run of layers",
         "stages": "tensors that cross between stages",
         "gradients": "edges that carry a gradient back, in conjugate placements",
     }
-    left = sum(found.unmatched.values())
-    targets = ", ".join(f"{target} ({count})" for target, count in found.unmatched.most_common(8))
+    left = sum(edges.unmatched.values())
+    targets = ", ".join(f"{target} ({count})" for target, count in edges.unmatched.most_common(8))
     return Findings(
         subject="edges",
-        counts={"edges": sum(found.counts[k] for k in kinds[:-1])} | {names[k]: found.counts[k] for k in kinds},
-        failures=tuple(dict.fromkeys(found.failures))[:MOST_SHOWN],
+        counts={"edges": sum(edges.counts[k] for k in kinds[:-1])} | {names[k]: edges.counts[k] for k in kinds},
+        failures=tuple(dict.fromkeys(edges.failures))[:MOST_SHOWN],
         not_proven=(
             f"{left} arguments of calls that are parts or products of the run time's own, read as they were made, have "
             f"no placement in the plan to compare with: {targets}",
@@ -87,7 +87,7 @@ def check_edges(program: Program | PipelineProgram, best: Candidate) -> Findings
 
 @dataclass
 class _Edges:
-    """best: the plan's decisions. unmatched: arguments of calls that stand for no tensor of the graph."""
+    """The state of the check. best: the plan's decisions. unmatched: call arguments without a tensor of the graph."""
 
     best: Candidate
     counts: Counter[str] = field(default_factory=Counter)
@@ -100,12 +100,12 @@ class _Edges:
         for name, body in bodies(program):
             scope = scopes.get(name, "")
             entering = next((c.inputs for c in (*program.layers, program.root) if c.name == name), program.root.inputs)
-            known = {variable.name: variable.type for variable in entering}
+            types = {variable.name: variable.type for variable in entering}
             for statement in body:
-                self.statement(statement, known, mesh, scope, f"{where}{name}")
+                self.statement(statement, types, mesh, scope, f"{where}{name}")
             outputs = next((c.outputs for c in (*program.layers, program.root) if c.name == name), ())
             for variable in outputs:
-                self.read(variable, known, f"{where}{name}, results")
+                self.read(variable, types, f"{where}{name}, results")
             if name == program.root.name and not program.sends:
                 self.loss(outputs, f"{where}{name}")
 
@@ -113,61 +113,63 @@ class _Edges:
         return {scope for scope, _ in self.best.operators}
 
     def loss(self, outputs: tuple[Var, ...], where: str) -> None:
-        """The loss is whole on every rank, or ranks would train different models."""
+        """Check that the loss is whole on every rank; otherwise ranks would train different models."""
         for variable in outputs:
             if variable.type.shape != () or variable.type.placements:
-                self.failures.append(f"{where}: the loss {variable.name} lies {_places(variable.type)}, not whole")
+                self.failures.append(
+                    f"{where}: the loss {variable.name} is {_places(variable.type)}, not whole on every rank"
+                )
 
-    def statement(self, statement: Statement, known: dict[str, TensorType], mesh: Mesh, scope: str, where: str) -> None:
+    def statement(self, statement: Statement, types: dict[str, TensorType], mesh: Mesh, scope: str, where: str) -> None:
         at = f"{where}, {_text(statement)}"
         for variable in reads(statement):
-            self.read(variable, known, at)
+            self.read(variable, types, at)
         if isinstance(statement, Reshard):
             self.counts["reshards"] += 1
         elif isinstance(statement, LayerLoop):
             self.counts["layers"] += len(statement.args) + len(assigns(statement))
         else:
             self.call(statement, mesh, scope, at)
-        made = assigns(statement)
-        for variable in made:
-            if sum(variable == other for other in made) > 1:
+        results = assigns(statement)
+        for variable in results:
+            if sum(variable == other for other in results) > 1:
                 self.failures.append(f"{at}: {variable.name} is assigned twice")
-            known[variable.name] = variable.type
+            types[variable.name] = variable.type
 
-    def read(self, variable: Var, known: Mapping[str, TensorType], at: str) -> None:
-        """A variable is there, as it was last assigned. What is stored, or given by the step, `codegen/verify.py` holds
-        to what the class says of it."""
-        held = known.get(variable.name)
-        if held is None and not variable.name.isidentifier():
-            held = variable.type
-        if held is None:
+    def read(self, variable: Var, types: Mapping[str, TensorType], at: str) -> None:
+        """Check that a variable exists, with the type of its last assignment. `codegen/verify.py` checks stored values
+        and values from the step against their class."""
+        assigned = types.get(variable.name)
+        if assigned is None and not variable.name.isidentifier():
+            assigned = variable.type
+        if assigned is None:
             self.failures.append(f"{at}: {variable.name} is read before it is defined")
-        elif held != variable.type:
+        elif assigned != variable.type:
             self.failures.append(
-                f"{at}: {variable.name} is read as {_described(variable.type)}, but holds {_described(held)}"
+                f"{at}: {variable.name} is read as {_described(variable.type)}, but holds {_described(assigned)}"
             )
         else:
             self.counts["reads"] += 1
             self.counts["gradients"] += variable.type.requires_grad
 
     def call(self, call: Call, mesh: Mesh, scope: str, at: str) -> None:
-        """Inputs and results of a call, or of the calls that it stands for, lie as the plan's options say."""
-        for each in call.original:
-            operator, option = self._operator_of(each, scope)
-            self.axes_of(each, option, mesh, scope, at)
+        """Check inputs and results of a call, or of the calls it replaces, against the plan's options."""
+        for original in call.original:
+            operator, option = self._operator_of(original, scope)
+            self.axes_of(original, option, mesh, scope, at)
             if operator is None or option is None:
-                self.unmatched[each.target] += len(reads(each))
+                self.unmatched[original.target] += len(reads(original))
                 continue
-            wanted = dict(_wanted(operator, option))
-            for variable in (*reads(each), *assigns(each)):
+            expected = dict(_wanted(operator, option))
+            for variable in (*reads(original), *assigns(original)):
                 ref = Ref(*variable.type.tensor)
-                places = wanted.get(ref)
-                # Of a loss that ranks add up, what each row has is made under its name first.
+                places = expected.get(ref)
+                # A loss that ranks sum: each row's own loss is assigned under its name first.
                 is_part = (
                     ref.node == operator.node.name and variable.type.shape != operator.node.outputs[ref.index].shape
                 )
                 if places is None or is_part:
-                    self.unmatched[each.target] += 1
+                    self.unmatched[original.target] += 1
                     continue
                 pairs = {placement_pairs(p, mesh) for p in places}
                 self.counts["calls"] += 1
@@ -179,25 +181,26 @@ class _Edges:
                     )
 
     def axes_of(self, call: Call, option: Option | None, mesh: Mesh, scope: str, at: str) -> None:
-        """A call communicates over those axes alone on which the option has it do so, and experts' rows over all of
-        these."""
+        """Check that a call communicates only over axes that its option needs, and experts' rows over all of them."""
         named = set(_axes_in((call.args, tuple(value for _, value in call.kwargs)), mesh.axes))
         if call.target.endswith("Routes"):
             options = (other for (owner, _), other in self.best.assignment.operators.items() if owner == scope)
             routed = [axes for other in options if (axes := _lowered(other, mesh, {"routed"}))]
             is_right = named in routed if routed else not named
-            wanted = " or ".join(sorted({"x".join(sorted(axes)) for axes in routed})) or "no axis"
+            expected = " or ".join(sorted({"x".join(sorted(axes)) for axes in routed})) or "no axis"
         elif option is not None and named:
-            own = _lowered(option, mesh, None)
-            is_right, wanted = named <= own, "x".join(sorted(own)) or "no axis"
+            option_axes = _lowered(option, mesh, None)
+            is_right, expected = named <= option_axes, "x".join(sorted(option_axes)) or "no axis"
         else:
             return
         self.counts["axes"] += 1
         if not is_right:
-            self.failures.append(f"{at}: goes over {'x'.join(sorted(named)) or 'no axis'}, its option over {wanted}")
+            self.failures.append(
+                f"{at}: goes over {'x'.join(sorted(named)) or 'no axis'}, but its option over {expected}"
+            )
 
     def _operator_of(self, call: Call, scope: str) -> tuple[Operator | None, Option | None]:
-        """The graph's call that a statement is of: what made its results."""
+        """Return the graph's call that a statement implements, found by its results."""
         for variable in assigns(call):
             key = scope, variable.type.tensor[0]
             if key in self.best.operators and key in self.best.assignment.operators:
@@ -205,7 +208,7 @@ class _Edges:
         return None, None
 
     def boundaries(self, program: PipelineProgram) -> None:
-        """What crosses between stages is one thing at both ends; stages on unlike meshes may hold it in other parts."""
+        """Check that both stages agree on a tensor; stages on unlike meshes may shard it differently."""
         for number, stage in enumerate(program.stages):
             for name, received in stage.program.receives.items():
                 source = next((n for n in reversed(range(number)) if name in program.stages[n].program.sends), None)
@@ -223,17 +226,17 @@ class _Edges:
 
 
 def _wanted(operator: Operator, option: Option) -> Iterator[tuple[Ref, set[Placements]]]:
-    """How each tensor that a call reads or makes may lie: a tensor that it reads twice, in either way."""
-    found: dict[Ref, set[Placements]] = {}
+    """Yield the allowed placements of each tensor that a call reads or returns; one read twice may have either."""
+    placements_of: dict[Ref, set[Placements]] = {}
     for ref, places in zip(operator.node.inputs, option.inputs, strict=True):
-        found.setdefault(ref, set()).add(places)
+        placements_of.setdefault(ref, set()).add(places)
     for index, places in enumerate(option.outputs):
-        found.setdefault(Ref(operator.node.name, index), set()).add(places)
-    yield from found.items()
+        placements_of.setdefault(Ref(operator.node.name, index), set()).add(places)
+    yield from placements_of.items()
 
 
 def _axes_in(value: Any, axes: tuple[str, ...]) -> Iterator[str]:
-    """The mesh's axes of several ranks that a call's arguments name."""
+    """Yield the mesh axes with several ranks that a call's arguments name."""
     if isinstance(value, Raw):
         yield from value.joint or ((value.text,) if value.text in axes else ())
     elif isinstance(value, tuple):
@@ -242,9 +245,9 @@ def _axes_in(value: Any, axes: tuple[str, ...]) -> Iterator[str]:
 
 
 def _lowered(option: Option, mesh: Mesh, names: set[str] | None) -> set[str]:
-    """Axes on which an option has the call do something of its own: any, or one of these."""
+    """Return the axes on which an option gives the call a lowering: any, or one of these names."""
     pairs = zip(mesh.axes, option.axes, strict=False)
-    return {axis for axis, each in pairs if each.lowering and (names is None or each.lowering in names)}
+    return {axis for axis, choice in pairs if choice.lowering and (names is None or choice.lowering in names)}
 
 
 def _text(statement: Statement) -> str:
@@ -254,12 +257,12 @@ def _text(statement: Statement) -> str:
     return f"{results} = {statement.target if isinstance(statement, Call) else statement.layer}"
 
 
-def _described(held: TensorType) -> str:
-    return f"{held.dtype} {list(held.shape)} {_places(held)}"
+def _described(tensor_type: TensorType) -> str:
+    return f"{tensor_type.dtype} {list(tensor_type.shape)} {_places(tensor_type)}"
 
 
-def _places(held: TensorType) -> str:
-    return _pairs_text(held.placements)
+def _places(tensor_type: TensorType) -> str:
+    return _pairs_text(tensor_type.placements)
 
 
 def _pairs_text(pairs: tuple[tuple[str, str], ...]) -> str:

@@ -1,6 +1,6 @@
-"""One operator call through the real lowering and emitter, run by simulated ranks of this process.
+"""Run one operator call through the real lowering and emitter, on simulated ranks in this process.
 
-`autopar.rules.proof` compares what they compute, forward and backward, with torch's operator on the whole tensors.
+`autopar.rules.proof` compares the results, forward and backward, with torch's operator on the whole tensors.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from autopar.ir.draws import draw_numbers
 from autopar.ir.graph import Graph, Input, Node, Ref, TensorMeta
 from autopar.ir.mesh import Mesh
-from autopar.lowering.draw_numbers import draw_numbers
 from autopar.lowering.scope_lowering import Lowering, Shared, dtype_name
 from autopar.options.assignment import Assignment
 from autopar.options.scopes import scopes_of
@@ -20,7 +20,7 @@ from autopar.rules.execute import DROPOUT_KEY
 from autopar.rules.localize import tensor_placements
 from autopar.rules.outcome import Prepared
 from autopar.rules.rule import AxisOption, Rule
-from autopar.rules.simulate import AXIS_NAMES, SimulatedMesh, Sizes
+from autopar.rules.simulate import SIMULATED_AXES, SimulatedMesh, Sizes
 from codegen.check import check_files
 from codegen.emit import emit_model
 from codegen.program import ModuleClass, Program, Spec
@@ -29,7 +29,7 @@ from codegen.program import ModuleClass, Program, Spec
 def program_of(
     node: Node, rule: Rule, options: tuple[AxisOption, ...], inputs: tuple[TensorMeta, ...], sizes: Sizes
 ) -> Program:
-    """The call as a model of its own, whose inputs and results lie as the options say."""
+    """Build a model of just this call, whose inputs and results have the placements of the options."""
     names = [ref.node for ref in node.inputs]
     formal = tuple(Input(name, meta) for name, meta in zip(names, inputs, strict=True))
     places_in, places_out = tensor_placements(options)
@@ -41,8 +41,8 @@ def program_of(
         {("", Ref(name)): places for name, places in zip(names, places_in, strict=True)},
         {},
     )
-    mesh = Mesh(AXIS_NAMES[: len(sizes)], sizes)
-    operators = {key: Operator(scope="", node=node, inputs=inputs, rule=rule, known=True, batch=None, sections={})}
+    mesh = Mesh(SIMULATED_AXES[: len(sizes)], sizes)
+    operators = {key: Operator(scope="", node=node, inputs=inputs, rule=rule, has_rule=True, batch=None, sections={})}
     shared = Shared(
         graph=graph,
         operators=operators,
@@ -53,9 +53,9 @@ def program_of(
         numbers=draw_numbers(graph),
     )
     lowering = Lowering(shared, shared.scopes[""])
-    entering = tuple(lowering.at_hand[Ref(name), lowering.lies[Ref(name)]] for name in names)
+    entering = tuple(lowering.available[Ref(name), lowering.placements[Ref(name)]] for name in names)
     body = lowering.run(graph.body)
-    outputs = tuple(lowering.at_hand[ref, lowering.lies[ref]] for ref in results)
+    outputs = tuple(lowering.available[ref, lowering.placements[ref]] for ref in results)
     counting = Lowering(shared, shared.scopes[""])
     statements, counts = counting.count_targets(lowering.losses)
     cls = ModuleClass(
@@ -68,7 +68,7 @@ def program_of(
         outputs=outputs,
         layouts=tuple(lowering.layouts),
     )
-    given = {name: Spec(meta.shape, dtype_name(meta.dtype)) for name, meta in zip(names, inputs, strict=True)}
+    specs = {name: Spec(meta.shape, dtype_name(meta.dtype)) for name, meta in zip(names, inputs, strict=True)}
     return Program(
         name="Model",
         axes=mesh.axes,
@@ -76,7 +76,7 @@ def program_of(
         precision="fp32",
         global_batch_size=1,
         num_micro_batches=1,
-        inputs=given,
+        inputs=specs,
         layers=(),
         root=cls,
         runs=(),
@@ -88,7 +88,7 @@ def program_of(
 def prepare(
     node: Node, rule: Rule, options: tuple[AxisOption, ...], inputs: tuple[TensorMeta, ...], sizes: Sizes
 ) -> Prepared:
-    """What a rank of the emitted program computes (`proof.Prepare`)."""
+    """Return a function that runs one rank of the emitted program (`proof.Prepare`)."""
     program = program_of(node, rule, options, inputs, sizes)
     text = emit_model(program)
     check_files({"model.py": text})

@@ -1,9 +1,9 @@
-"""Tensors that cross between stages, part by part: what each rank is sent makes up what it should hold.
+"""Prove tensors that cross between stages: the parts sent to each rank make up the part it should hold.
 
-The boxes that the run time will send (`codegen/runtime/transfer.py`) are asked for, and moved here: every element of
-each rank's part must be written once, with the value that the whole tensor has there, forward and for the gradient
-backward. Meshes are those of the program, halved on axes that both have until they are small; dims are as long as their
-sections and ranks need.
+The run time's own plan of boxes (`codegen/runtime/transfer.py`) is executed here. Every element of each rank's part
+must be written once, with the value of the whole tensor at that place, forward and, for the gradient, backward. The
+program's meshes are halved on axes that both ends have until they are small; dims are as long as their sections and
+ranks need.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.certify.findings import Findings, grouped
+from autopar.certify.certificate import Findings, grouped
 from autopar.ir.placement import Placement, Placements
 from autopar.rules.simulate import coordinates, cut
 from codegen.program import PipelineProgram, Spec
@@ -25,11 +25,11 @@ from codegen.runtime.transfer import StageMesh, plan_slices
 
 MOST_RANKS, MOST_ELEMENTS = 64, 1 << 20
 Crossing = tuple[Spec, StageMesh, Spec, StageMesh]
-"""What is sent, and where it lies; what is received, and where."""
+"""The spec and mesh that send, and the spec and mesh that receive."""
 
 
 def prove_messages(program: PipelineProgram) -> Findings:
-    """Moves every distinct tensor that crosses between stages, and its gradient."""
+    """Move every distinct tensor that crosses between stages, and its gradient."""
     proven: dict[object, int] = {}
     failures: list[str] = []
     gaps: list[tuple[str, str]] = []
@@ -37,19 +37,19 @@ def prove_messages(program: PipelineProgram) -> Findings:
     for place, crossing in _crossings(program):
         num_crossings += 1
         sent, source, received, target = crossing
-        for one, here, other, there in (crossing, (received, target, sent, source)):
-            if one is received and not sent.requires_grad:
+        for spec, source_mesh, read_spec, target_mesh in (crossing, (received, target, sent, source)):
+            if spec is received and not sent.requires_grad:
                 continue
-            shape, places = _small(one, here, other, there)
-            key = shape, places, here, there
+            shape, places = _small(spec, source_mesh, read_spec, target_mesh)
+            key = shape, places, source_mesh, target_mesh
             if key in proven:
                 continue
             if math.prod(shape) > MOST_ELEMENTS:
                 gaps.append((place, "its sections do not get smaller"))
                 continue
-            proven[key], fault = _move(shape, places, here, there)
+            proven[key], fault = _move(shape, places, source_mesh, target_mesh)
             num_boxes += proven[key]
-            failures += [f"{place}{' back' if one is received else ''}: {fault}"] if fault else []
+            failures += [f"{place}{' back' if spec is received else ''}: {fault}"] if fault else []
     return Findings(
         subject="messages",
         counts={
@@ -68,23 +68,27 @@ def _crossings(program: PipelineProgram) -> Iterator[tuple[str, Crossing]]:
     for number, stage in enumerate(program.stages):
         for name, sent in stage.program.sends.items():
             for reader in program.readers(number, name):
-                own, other = stage.pipeline_rank, program.stages[reader].pipeline_rank
-                if own == other:
+                sender, receiver = stage.pipeline_rank, program.stages[reader].pipeline_rank
+                if sender == receiver:
                     continue
-                one, two = _cut(shapes[own], shapes[other])
-                # Which of them comes first bears on who sends what.
-                first = (0, math.prod(one[1])) if firsts[own] < firsts[other] else (math.prod(two[1]), 0)
+                sender_shape, receiver_shape = _cut(shapes[sender], shapes[receiver])
+                # The order of the two decides who sends what.
+                first = (
+                    (0, math.prod(sender_shape[1]))
+                    if firsts[sender] < firsts[receiver]
+                    else (math.prod(receiver_shape[1]), 0)
+                )
                 received = program.stages[reader].program.receives[name]
-                source, target = StageMesh(*one, first[0]), StageMesh(*two, first[1])
+                source, target = StageMesh(*sender_shape, first[0]), StageMesh(*receiver_shape, first[1])
                 yield f"{name} of stage {number} for stage {reader}", (sent.spec, source, received.spec, target)
 
 
 Shape = tuple[tuple[str, ...], tuple[int, ...]]
 
 
-def _cut(one: Shape, other: Shape) -> tuple[Shape, Shape]:
-    """Both meshes with axes halved, the largest first, until they are small."""
-    sizes, others = list(one[1]), list(other[1])
+def _cut(first: Shape, second: Shape) -> tuple[Shape, Shape]:
+    """Halve axes of both meshes, the largest first, until they are small."""
+    sizes, others = list(first[1]), list(second[1])
     while max(math.prod(sizes), math.prod(others)) > MOST_RANKS:
         even = [i for i, (a, b) in enumerate(zip(sizes, others, strict=True)) if a % 2 == b % 2 == 0 and max(a, b) > 2]
         if not even:
@@ -92,14 +96,16 @@ def _cut(one: Shape, other: Shape) -> tuple[Shape, Shape]:
         largest = max(even, key=lambda i: max(sizes[i], others[i]))
         sizes[largest] //= 2
         others[largest] //= 2
-    return (one[0], tuple(sizes)), (other[0], tuple(others))
+    return (first[0], tuple(sizes)), (second[0], tuple(others))
 
 
-def _small(one: Spec, here: StageMesh, other: Spec, there: StageMesh) -> tuple[tuple[int, ...], tuple[Placements, ...]]:
-    """Dims that both grids divide, and how the tensor lies at both ends."""
-    ends = [(_placements(spec, mesh), mesh.sizes) for spec, mesh in ((one, here), (other, there))]
+def _small(
+    sent: Spec, source_mesh: StageMesh, read_spec: Spec, target_mesh: StageMesh
+) -> tuple[tuple[int, ...], tuple[Placements, ...]]:
+    """Return dims that both grids divide, and the tensor's placements at both ends."""
+    ends = [(_placements(spec, mesh), mesh.sizes) for spec, mesh in ((sent, source_mesh), (read_spec, target_mesh))]
     shape = []
-    for dim in range(len(one.shape)):
+    for dim in range(len(sent.shape)):
         ways = [
             math.lcm(*(p.sections for p in places if p.is_shard and p.dim == dim))
             * math.prod(size for p, size in zip(places, sizes, strict=True) if p.is_shard and p.dim == dim)
@@ -110,32 +116,36 @@ def _small(one: Spec, here: StageMesh, other: Spec, there: StageMesh) -> tuple[t
 
 
 def _placements(spec: Spec, mesh: StageMesh) -> Placements:
-    held = dict(spec.placements)
-    return tuple(Placement.parse(held.get(axis, "R")) for axis in mesh.axes)
+    texts = dict(spec.placements)
+    return tuple(Placement.parse(texts.get(axis, "R")) for axis in mesh.axes)
 
 
-def _move(shape: tuple[int, ...], places: tuple[Placements, ...], here: StageMesh, there: StageMesh) -> tuple[int, str]:
-    """How many boxes were moved, and what is wrong, "" if nothing is."""
+def _move(
+    shape: tuple[int, ...], places: tuple[Placements, ...], source_mesh: StageMesh, target_mesh: StageMesh
+) -> tuple[int, str]:
+    """Return the number of moved boxes and the fault, "" if there is none."""
     whole = torch.arange(math.prod(shape)).reshape(shape)
-    (held, parts), (wanted, targets) = (_parts(whole, p, mesh) for p, mesh in zip(places, (here, there), strict=True))
+    (source_param, parts), (target_param, targets) = (
+        _parts(whole, p, mesh) for p, mesh in zip(places, (source_mesh, target_mesh), strict=True)
+    )
     try:
-        boxes = plan_slices(held, here, wanted, there)
+        boxes = plan_slices(source_param, source_mesh, target_param, target_mesh)
     except ValueError as error:
         return 0, str(error)
-    made = {rank: torch.full_like(part, -1) for rank, part in targets.items()}
+    received = {rank: torch.full_like(part, -1) for rank, part in targets.items()}
     for box in boxes:
-        if box.source not in parts or box.target not in made:
+        if box.source not in parts or box.target not in received:
             return 0, f"rank {box.source} sends to rank {box.target}"
-        into = made[box.target][box.target_box]
+        into = received[box.target][box.target_box]
         if bool((into >= 0).any()):
             return 0, f"rank {box.target} gets elements twice"
         into.copy_(parts[box.source][box.source_box])
-    wrong = [rank for rank, part in made.items() if not torch.equal(part, targets[rank])]
+    wrong = [rank for rank, part in received.items() if not torch.equal(part, targets[rank])]
     return len(boxes), f"rank {wrong[0]} gets other elements than its own, or not all" if wrong else ""
 
 
 def _parts(whole: Tensor, places: Placements, mesh: StageMesh) -> tuple[Param, dict[int, Tensor]]:
-    """How the run time is told of it, and each process' part as the simulation cuts it."""
+    """Return the run time's description of a tensor, and each process' part as the simulation shards it."""
     texts: dict[str, Any] = {axis: str(place) for axis, place in zip(mesh.axes, places, strict=True)}
     ranks = zip(mesh.ranks, coordinates(mesh.sizes), strict=True)
     return Param(tuple(whole.shape), **texts), {rank: cut(whole, places, mesh.sizes, at) for rank, at in ranks}

@@ -1,8 +1,14 @@
-"""The miniature: the model's own class, small, trained on processes of this machine against one process.
+"""Train miniatures: the model's own class, small, on processes of this machine against one process.
 
-What single calls cannot show is shown here: ZeRO's collectives, gradients over data-parallel ranks, recomputation,
-messages between stages in the order of the schedule, state that the host holds, the optimiser's step. Where the plan's
-axes need more processes than MOST_RANKS, several miniatures have some of the axes each (`cuts.py`).
+This shows what single calls cannot: ZeRO's collectives, gradients over data-parallel ranks, recomputation, messages
+between stages in schedule order, state on the host, and the optimizer's step. If the plan's axes need more processes
+than MOST_RANKS, several miniatures have some of the axes each (`cuts.py`).
+
+One more miniature rounds as the plan does: products in fp8, and ZeRO's messages in 8-bit codes. The exact miniatures
+show what a program computes; this one shows that rounding adds its own error and nothing else. A CPU uses the same
+codes and scales as a GPU and sums their products in fp32 (codegen/kernels/fp8.py and quantize.py). One process computes
+without rounding, and all gradients of a step are compared as one vector. Single tensors say little: small ones share
+blocks of codes with large ones, and a token or two may be routed to other experts.
 """
 
 from __future__ import annotations
@@ -11,38 +17,40 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
-from autopar.certify.cuts import cuts_of
-from autopar.certify.findings import Findings, grouped
-from autopar.certify.rounded import judged, train_rounded
-from autopar.certify.small_config import has_config
-from autopar.certify.small_job import STEPS, Miniature, Trained, targets_of, train_miniature
+from autopar.certify.certificate import Findings, grouped
+from autopar.certify.cuts import Cut, cuts_of
+from autopar.certify.miniature_config import has_config
+from autopar.certify.miniature_run import STEPS, Miniature, Trained, targets_of, train_miniature
 from autopar.compiled import CompiledProgram
 from autopar.costs.updates import DefaultAdamW
 from autopar.errors import AutoparError, InternalError
+from autopar.ir.mesh import ZERO_AXES
 from autopar.launch import RankError
 from autopar.verify import roundings
-from autopar.verify_report import VerifyReport
+from autopar.verify_report import GRADIENTS, LOSS, VerifyReport
 
 _Result = TypeVar("_Result")
 
 UNSHOWN = "training as a whole (ZeRO, sums of gradients over ranks, recomputation, messages between stages, updates)"
 
 
-def prove_miniature(compiled: CompiledProgram, given: Miniature | None = None) -> Findings:
-    """Trains as many miniatures as the plan's axes need, STEPS steps each."""
-    why_not = _why_none(compiled, given)
+def prove_miniature(compiled: CompiledProgram, miniature: Miniature | None = None) -> Findings:
+    """Train as many miniatures as the plan's axes need, STEPS steps each."""
+    why_not = _why_none(compiled, miniature)
     if why_not:
         return Findings("miniature", gaps=(f"{UNSHOWN}: {why_not}",))
     cuts, left = cuts_of(compiled.plan)
     failures: list[str] = []
     gaps = list(left)
-    every = [_tried(f"on {cut}", partial(train_miniature, compiled, cut, given), failures, gaps) for cut in cuts]
-    trained = [each for each in every if each is not None]
-    failures += [f"miniature on {each.text}: {_fault(each.report)}" for each in trained if not each.report.ok()]
+    every = [_tried(f"on {cut}", partial(train_miniature, compiled, cut, miniature), failures, gaps) for cut in cuts]
+    trained = [training for training in every if training is not None]
+    failures += [
+        f"miniature on {training.text}: {_fault(training.report)}" for training in trained if not training.report.ok()
+    ]
     wanted = roundings(compiled)
     rounded, of_rounding = None, Findings("rounded")
     if wanted:
-        train = partial(train_rounded, compiled, cuts, given)
+        train = partial(train_rounded, compiled, cuts, miniature)
         rounded = _tried(f"with {' and '.join(wanted)}", train, failures, gaps)
     if rounded is not None:
         of_rounding = judged(compiled, rounded)
@@ -73,30 +81,30 @@ def prove_miniature(compiled: CompiledProgram, given: Miniature | None = None) -
     )
 
 
-def _tried(what: str, train: Callable[[], _Result], failures: list[str], gaps: list[str]) -> _Result | None:
-    """What a training returns; where it does not end, that is a failure of the program's or a gap."""
+def _tried(description: str, train: Callable[[], _Result], failures: list[str], gaps: list[str]) -> _Result | None:
+    """Run a training and return its result; record an exception as a failure of the program or as a gap."""
     try:
         return train()
-    except (InternalError, RankError) as error:  # the program was made wrong, or does not run
-        failures.append(f"miniature {what}: {error}")
+    except (InternalError, RankError) as error:  # the program is wrong, or does not run
+        failures.append(f"miniature {description}: {error}")
     except (AutoparError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
         kind = "" if isinstance(error, AutoparError) else f"{type(error).__name__}: "
-        gaps.append(f"a miniature {what} was not trained: {kind}{(str(error).splitlines() or [''])[0]}")
+        gaps.append(f"a miniature {description} was not trained: {kind}{(str(error).splitlines() or [''])[0]}")
     return None
 
 
-def _why_none(compiled: CompiledProgram, given: Miniature | None) -> str:
-    if given is not None:
+def _why_none(compiled: CompiledProgram, miniature: Miniature | None) -> str:
+    if miniature is not None:
         return ""
     if not has_config(compiled.model):
-        return "the model's class takes no configuration that could be made small; give a miniature"
+        return "the model's class has no configuration to shrink; pass a miniature"
     if compiled.loss_fn is not None:
-        return "the model's loss is a function of its own, whose targets cannot be made up; give a miniature"
+        return "the model has a separate loss function, whose targets are unknown; pass a miniature"
     return ""
 
 
 def _switches(compiled: CompiledProgram) -> Iterator[str]:
-    """What was asked for of the program that miniatures, which run on a CPU, go without."""
+    """Yield requested features of the program that miniatures cannot have on a CPU."""
     if compiled.backend != "eager":
         yield f"backend {compiled.backend}: miniatures run layers eagerly"
 
@@ -105,14 +113,16 @@ KERNELS = ("kernels.", "grouped.", "fp8.")
 
 
 def _beyond(compiled: CompiledProgram, trained: list[Trained]) -> Iterator[str]:
-    """What miniatures do otherwise than the program, whatever its plan."""
-    own = targets_of(compiled.program)
-    in_miniatures = frozenset[str]().union(*(each.targets for each in trained))
-    yield from grouped((target, _reason(target, target in in_miniatures)) for target in sorted(own) if _reason(target))
-    others = sorted(target for target in own - in_miniatures if not _reason(target)) if trained else ()
+    """Yield differences between miniatures and any program, whatever its plan."""
+    program_targets = targets_of(compiled.program)
+    in_miniatures = frozenset[str]().union(*(training.targets for training in trained))
+    yield from grouped(
+        (target, _reason(target, target in in_miniatures)) for target in sorted(program_targets) if _reason(target)
+    )
+    others = sorted(target for target in program_targets - in_miniatures if not _reason(target)) if trained else ()
     if others:
         yield f"{', '.join(others)}: called by no miniature; the calls of the plan that they stand for were proven"
-    lacks = [set(each.lacks.items()) for each in trained]
+    lacks = [set(training.lacks.items()) for training in trained]
     missing = sorted(set[tuple[str, int]].intersection(*lacks)) if lacks else ()
     if missing:
         names = ", ".join(f"{op} ({count})" for op, count in missing)
@@ -120,13 +130,13 @@ def _beyond(compiled: CompiledProgram, trained: list[Trained]) -> Iterator[str]:
     if compiled.plan.precision != "fp32":
         yield f"{compiled.plan.precision}: everything was computed in fp32 or fp64, so that errors mean something"
     if compiled.plan.pipeline.offload.startswith("nvme:") and trained:
-        yield f"{compiled.plan.pipeline.offload}: miniatures kept the optimiser's state in a folder of this machine"
+        yield f"{compiled.plan.pipeline.offload}: miniatures kept the optimizer's state in a folder of this machine"
     if compiled.program.any.has_fused_update and isinstance(compiled.optimizer, DefaultAdamW):
         yield "AdamW's kernel, which updates all that a rank has at once: miniatures have torch's own AdamW"
 
 
 def _reason(target: str, is_in_miniature: bool = True) -> str:
-    """Why a call of the program is not proven by what a CPU runs, "" if it is."""
+    """Return why running on a CPU does not prove a call of the program; "" if it does."""
     if target.startswith(KERNELS):
         return (
             "kernels of a GPU; their references in torch were run, and the calls that they stand for proven"
@@ -140,6 +150,34 @@ def _reason(target: str, is_in_miniature: bool = True) -> str:
 
 def _fault(report: VerifyReport) -> str:
     beyond = report.beyond(report.tolerance)
-    found = [f"loss is off by {report.loss:.1e}"] if report.loss > report.tolerance else []
-    found += [f"{len(beyond)} tensors are off, such as {', '.join(beyond[:3])}"] if beyond else []
-    return "; ".join([*found, *report.proves_nothing]) or "not equal"
+    faults = [f"loss is off by {report.loss:.1e}"] if report.loss > report.tolerance else []
+    faults += [f"{len(beyond)} tensors are off, such as {', '.join(beyond[:3])}"] if beyond else []
+    return "; ".join([*faults, *report.proves_nothing]) or "not equal"
+
+
+def train_rounded(compiled: CompiledProgram, cuts: list[Cut], miniature: Miniature | None) -> Trained:
+    """Train one miniature with the plan's roundings. Raises what `train_miniature` raises.
+
+    cuts: of the exact miniatures; the first one on which ZeRO sends something is taken.
+    """
+    shared = (cut for cut in cuts if any(cut.degrees.get(axis, 1) > 1 for axis in ZERO_AXES))
+    cut = next(shared, cuts[0]) if compiled.plan.compresses else cuts[0]
+    return train_miniature(compiled, cut, miniature, is_rounded=True)
+
+
+def judged(compiled: CompiledProgram, trained: Trained) -> Findings:
+    """Return the findings of a miniature that rounds."""
+    report, planned = trained.report, roundings(compiled)
+    without = [rounding for rounding in planned if rounding not in trained.rounds]
+    description = f"{' and '.join(trained.rounds)} on {trained.text}"
+    return Findings(
+        subject="rounded",
+        failures=tuple(f"miniature in {description}: {text}" for text in report.faults()) if trained.rounds else (),
+        gaps=tuple(f"{rounding}: the miniature has nothing that it rounds" for rounding in without),
+        not_proven=(
+            f"more accurate rounding: in {description} a miniature's gradients were off by {report.together:.1g} "
+            f"in norm, and its loss by {report.loss:.1g}, where {GRADIENTS:g} and {LOSS:.1g} pass",
+        )
+        if trained.rounds
+        else (),
+    )

@@ -1,7 +1,7 @@
-"""Every (operator, option) of a plan on real tensors: the emitted call on simulated ranks against the whole call.
+"""Prove every (operator, option) of a plan on real tensors: the emitted call on simulated ranks against the whole call.
 
-The call is lowered and emitted as in the program (`emitted_call.py`), small (`small.py`), and run forward and backward
-in float64 by all ranks of its axes, in this process.
+The call is lowered and emitted as in the program (`emitted_call.py`), shrunk (`shrunken_call.py`), and run forward and
+backward in float64 by all ranks of its axes, in this process.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from autopar.certify.certificate import Findings, grouped
 from autopar.certify.emitted_call import prepare
-from autopar.certify.findings import Findings, grouped
-from autopar.certify.small import CannotShrink, SmallCall, small_call
+from autopar.certify.shrunken_call import CannotShrink, SmallCall, small_call
 from autopar.ir.graph import map_refs
 from autopar.ir.plan_data import labels_text
 from autopar.options.assignment import Candidate
@@ -19,14 +19,14 @@ from autopar.options.strategies import Operator, Option
 from autopar.rules.outcome import check_option
 
 RANKS = (2, 3)
-"""Ranks that each axis is cut to, in turn."""
+"""Sizes to which each axis is shrunk, in turn."""
 MOST_RANKS = 27
-"""Of one run."""
+"""The most ranks of one run."""
 
 
 @dataclass
 class _Tally:
-    """What was run so far. proven: the error of each small call. fits: how many calls of the plan there were."""
+    """The runs so far. proven: the error of each distinct small call."""
 
     proven: dict[object, float] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -37,9 +37,9 @@ class _Tally:
 
 
 def prove_operators(best: Candidate) -> Findings:
-    """Runs every distinct call of the plan under the option that the plan has for it."""
+    """Run every distinct call of the plan under its option."""
     tally = _Tally()
-    # On one device every call is the model's own: there is no option to prove.
+    # On one device every call is the model's own and there is no option to prove.
     chosen = best.assignment.operators if best.plan.mesh.axes else {}
     for (scope, name), option in chosen.items():
         operator = best.operators[scope, name]
@@ -81,7 +81,7 @@ def _prove(tally: _Tally, operator: Operator, option: Option, best: Candidate, n
 def _small_calls(
     operator: Operator, option: Option, axes: tuple[str, ...], sizes: tuple[int, ...]
 ) -> Iterator[SmallCall]:
-    """The call on two ranks of every axis, and on three where that is another call and not too many ranks."""
+    """Yield the call on two ranks per axis, and on three if that is a different call with few enough ranks."""
     yield small_call(operator, option, axes, sizes, RANKS[0])
     for ranks in RANKS[1:]:
         try:
@@ -96,6 +96,6 @@ def _small_calls(
 
 
 def key_of(small: SmallCall) -> object:
-    """Equal for calls that do the same under the same options."""
+    """Return a key that is equal for calls that compute the same under the same options."""
     constants = map_refs((small.node.args, tuple(value for _, value in small.node.kwargs)), lambda _: "tensor")
     return small.node.op, repr(constants), small.inputs, small.node.outputs, small.options, small.sizes

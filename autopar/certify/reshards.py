@@ -1,9 +1,9 @@
-"""Every reshard of a program on simulated ranks: the statements as emitted, forward and backward.
+"""Prove every reshard of a program on simulated ranks: the emitted statements, forward and backward.
 
-Reshards that follow one another on one value are one way, from the placements in which the value was made to those in
-which it is used. The value is cut as the first placements say, every rank runs the methods of its axes that the program
-calls (`codegen/runtime/mesh.py`, `reshard.py`), and the parts must make the whole value again in the last placements.
-Then a gradient comes in the conjugate placements of the last, and must be the whole gradient in those of the first.
+Consecutive reshards of one value form one way, from the placements in which the value was produced to those in which it
+is used. The value is sharded by the first placements. Every rank runs the axis methods that the program calls
+(`codegen/runtime/mesh.py`, `reshard.py`), and the parts must assemble to the whole value in the last placements. Then a
+gradient enters in the conjugate of the last placements, and must be the whole gradient in the conjugate of the first.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.certify.findings import Findings, grouped
-from autopar.certify.small import few_of
+from autopar.certify.certificate import Findings, grouped
+from autopar.certify.shrunken_call import few_of
 from autopar.ir.placement import Placement, Placements, divides
 from autopar.rules.simulate import (
     Coordinate,
@@ -38,7 +38,7 @@ TOLERANCE = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Reshards of one value in a row, and where the first of them is written. sizes: of the program's axes."""
+    """Consecutive reshards of one value. place: where the first one is. sizes: of the program's axes."""
 
     place: str
     steps: tuple[Reshard, ...]
@@ -46,20 +46,22 @@ class Way:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes on which the value lies in any other way than whole, at any time."""
-        lying = {axis for held in self.held for axis, _ in held.placements} | {step.axis for step in self.steps}
+        """Return the axes on which the value is not always whole."""
+        lying = {axis for tensor_type in self.types for axis, _ in tensor_type.placements} | {
+            step.axis for step in self.steps
+        }
         return tuple(axis for axis in self.sizes if axis in lying and self.sizes[axis] > 1)
 
     @property
-    def held(self) -> tuple[TensorType, ...]:
-        """The value's types, before the first and after each."""
+    def types(self) -> tuple[TensorType, ...]:
+        """Return the value's types: before the first reshard and after each one."""
         return (self.steps[0].source.type, *(step.result.type for step in self.steps))
 
-    def placements(self, held: TensorType) -> Placements:
-        return tuple(Placement.parse(held.placement(axis)) for axis in self.axes)
+    def placements(self, tensor_type: TensorType) -> Placements:
+        return tuple(Placement.parse(tensor_type.placement(axis)) for axis in self.axes)
 
     def __str__(self) -> str:
-        first, last = self.held[0], self.held[-1]
+        first, last = self.types[0], self.types[-1]
         ways = ", ".join(
             f"{axis} {first.placement(axis)} -> {last.placement(axis)}"
             for axis in self.axes
@@ -69,12 +71,12 @@ class Way:
 
 
 def prove_reshards(program: Program | PipelineProgram) -> Findings:
-    """Runs every distinct way of the program."""
+    """Run every distinct way of the program."""
     proven: dict[object, float] = {}
     failures: list[str] = []
     gaps: list[tuple[str, str]] = []
     worst, num_ways, collectives = "", 0, set[str]()
-    for way in (way for each in program.programs for way in ways_of(each)):
+    for way in (way for stage_program in program.programs for way in ways_of(stage_program)):
         num_ways += 1
         collectives |= {sent for step in way.steps for sent in (step.forward, step.backward) if sent}
         for ranks in RANKS:
@@ -101,7 +103,7 @@ def prove_reshards(program: Program | PipelineProgram) -> Findings:
 
 
 def ways_of(program: Program) -> Iterator[Way]:
-    """Every maximal chain of reshards of each body."""
+    """Yield every maximal chain of reshards of each body."""
     sizes = dict(zip(program.axes, program.axis_sizes, strict=True))
     for name, body in bodies(program):
         rows: list[Reshard] = []
@@ -116,12 +118,12 @@ def ways_of(program: Program) -> Iterator[Way]:
             yield Way(f"{name}, {rows[0].source.name}", tuple(rows), sizes)
 
 
-def _follows(one: Reshard, other: Reshard) -> bool:
-    return one.result == other.source and one.result.type == other.source.type
+def _follows(first: Reshard, second: Reshard) -> bool:
+    return first.result == second.source and first.result.type == second.source.type
 
 
 def bodies(program: Program) -> Iterator[tuple[str, Sequence[Statement]]]:
-    """What is run in a row, by the name of its class and function."""
+    """Yield the statement sequences of a program, with the names of their class and function."""
     classes: tuple[ModuleClass, ...] = (*program.layers, program.root)
     for cls in classes:
         yield cls.name, cls.body
@@ -131,7 +133,7 @@ def bodies(program: Program) -> Iterator[tuple[str, Sequence[Statement]]]:
 
 @dataclass(frozen=True, slots=True)
 class SmallWay:
-    """A way of a small tensor. steps: (number of the axis, method, its arguments). placements: before and after."""
+    """A way of a small tensor. steps: (axis index, method, arguments). source, target: placements before and after."""
 
     shape: tuple[int, ...]
     sizes: Sizes
@@ -146,13 +148,13 @@ class SmallWay:
 
 
 def small_way(way: Way, ranks: int) -> SmallWay | None:
-    """The way with every axis cut to so many ranks and every dim to few elements; None if it cannot be."""
+    """Return the way with every axis shrunk to `ranks` and every dim to few elements; None if that is impossible."""
     axes = way.axes
     sizes = tuple(min(ranks, way.sizes[axis]) for axis in axes)
-    places = [way.placements(held) for held in way.held]
+    places = [way.placements(tensor_type) for tensor_type in way.types]
     shape, sections = _small_dims(way, axes, sizes, places)
-    small = [tuple(_with_sections(p, sections) for p in each) for each in places]
-    if not all(divides(shape, each, sizes) for each in small):
+    small = [tuple(_with_sections(p, sections) for p in placements) for placements in places]
+    if not all(divides(shape, placements, sizes) for placements in small):
         return None
     steps = []
     for number, step in enumerate(way.steps):
@@ -166,7 +168,7 @@ def small_way(way: Way, ranks: int) -> SmallWay | None:
             if name != "wait"
         )
         steps.append((axis, step.method, kwargs))
-    has_gradient = way.held[0].requires_grad and all(s.method not in ("sum_over",) for s in way.steps)
+    has_gradient = way.types[0].requires_grad and all(s.method not in ("sum_over",) for s in way.steps)
     return SmallWay(
         shape=shape, sizes=sizes, steps=tuple(steps), source=small[0], target=small[-1], has_gradient=has_gradient
     )
@@ -179,13 +181,13 @@ Levels = dict[tuple[int, int], int]
 def _small_dims(
     way: Way, axes: tuple[str, ...], sizes: Sizes, places: list[Placements]
 ) -> tuple[tuple[int, ...], Levels]:
-    """Dims that hold every grid in which the value lies at any time: sections, ranks, and elements of each part."""
-    whole = way.held[0].shape
+    """Return dims that fit every grid of the value's placements: sections, ranks, and elements of each part."""
+    whole = way.types[0].shape
     shape, levels = [], {}
     for dim, length in enumerate(whole):
         sharing: dict[int, set[int]] = {}
-        for each in places:
-            for number, placement in enumerate(each):
+        for placements in places:
+            for number, placement in enumerate(placements):
                 if placement.is_shard and placement.dim == dim:
                     sharing.setdefault(placement.sections, set()).add(number)
         small = product = 1
@@ -205,18 +207,18 @@ def _with_sections(placement: Placement, levels: Levels) -> Placement:
 
 
 def _local_sections(placements: Placements, axis: int, sizes: Sizes) -> int:
-    """Sections of the sharded dim as a rank's tensor has them: coarser shards of other axes have split them."""
-    own = placements[axis]
+    """Return the sections of the sharded dim in a rank's tensor, after coarser shards of other axes have split it."""
+    sharded = placements[axis]
     coarser = (
         sizes[i]
         for i, p in enumerate(placements)
-        if i != axis and p.is_shard and p.dim == own.dim and p.sections < own.sections
+        if i != axis and p.is_shard and p.dim == sharded.dim and p.sections < sharded.sections
     )
-    return own.sections // math.prod(coarser)
+    return sharded.sections // math.prod(coarser)
 
 
 def run_way(small: SmallWay) -> tuple[float, str]:
-    """The largest error of value and gradient, and what is wrong, "" if nothing is."""
+    """Return the largest error of value and gradient, and the fault, "" if there is none."""
     generator = torch.Generator().manual_seed(0)
     value, grad = (torch.randn(small.shape, generator=generator, dtype=torch.float64) for _ in range(2))
     parts = distribute(value, small.source, small.sizes, generator)
@@ -226,23 +228,23 @@ def run_way(small: SmallWay) -> tuple[float, str]:
 
     def work(rank: Coordinate) -> tuple[Tensor, Tensor | None]:
         x = parts[rank].clone().requires_grad_(small.has_gradient)
-        found = x
+        moved = x
         for axis, method, kwargs in small.steps:
-            found = _run_step(mesh_of[rank].axes[axis], method, found, dict(kwargs))
+            moved = _run_step(mesh_of[rank].axes[axis], method, moved, dict(kwargs))
         if not small.has_gradient:
-            return found.detach(), None
-        (gradient,) = torch.autograd.grad(found, x, grads[rank])
-        return found.detach(), gradient
+            return moved.detach(), None
+        (gradient,) = torch.autograd.grad(moved, x, grads[rank])
+        return moved.detach(), gradient
 
     try:
         results = run_ranks(list(mesh_of), work, together=True)
-        error = _largest({rank: found for rank, (found, _) in results.items()}, small.target, small, value)
+        error = _largest({rank: part for rank, (part, _) in results.items()}, small.target, small, value)
         if not error <= TOLERANCE:
             return math.inf, "the value differs"
         if small.has_gradient:
-            made = {rank: gradient for rank, (_, gradient) in results.items() if gradient is not None}
+            gradients = {rank: gradient for rank, (_, gradient) in results.items() if gradient is not None}
             places = tuple(conjugate(p) for p in small.source)
-            error = max(error, _largest(made, places, small, grad))
+            error = max(error, _largest(gradients, places, small, grad))
             if not error <= TOLERANCE:
                 return math.inf, "the gradient differs"
         return error, ""
@@ -251,13 +253,13 @@ def run_way(small: SmallWay) -> tuple[float, str]:
 
 
 def _run_step(axis: SimulatedAxis, method: str, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """The method of the run time's axis, on one whose ranks are simulated; what that has itself moves the data."""
-    own = getattr(axis, method, None)
-    result: Tensor = own(x) if own is not None else getattr(Axis, method)(axis, x, **kwargs)
+    """Run a method of the run time's axis on a simulated one; the simulated axis' own methods move the data."""
+    simulated = getattr(axis, method, None)
+    result: Tensor = simulated(x) if simulated is not None else getattr(Axis, method)(axis, x, **kwargs)
     return result
 
 
 def _largest(parts: dict[Coordinate, Tensor], places: Placements, small: SmallWay, whole: Tensor) -> float:
     size = float(whole.abs().max())
-    found = assembled(parts, places, small.sizes, small.shape)
-    return max(float((total - whole).abs().max()) / size for total in found)
+    wholes = assembled(parts, places, small.sizes, small.shape)
+    return max(float((total - whole).abs().max()) / size for total in wholes)

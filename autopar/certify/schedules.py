@@ -1,8 +1,8 @@
-"""A pipeline's schedule, action by action: every one once, every message taken by whom it is for, and an end.
+"""Check a pipeline's schedule, action by action: every action once, every message received by its reader, and an end.
 
-`codegen/runtime/actions.py` checks the lines before a program trains. Here they are also played: each pipeline rank
-runs its line, sends go into the channel between two pipeline ranks in the order in which they end, and what an action
-waits for is taken out of its channel. Nothing may stay in a channel, and no rank may wait for ever.
+`codegen/runtime/actions.py` checks the lines before a program trains. Here they are also executed. Each pipeline rank
+runs its line, sends enter the channel between two pipeline ranks in the order in which they end, and an action takes
+its inputs from the channel. No message may stay in a channel, and no rank may wait forever.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from autopar.certify.findings import Findings
+from autopar.certify.certificate import Findings
 from codegen.program import PipelineProgram
 from codegen.runtime.actions import Action, Lines, Link, check_lines, parse_lines
 
 Message = tuple[int, int, int, bool]
-"""(stage that sends, stage that takes, micro-batch, whether it is a gradient)"""
+"""(sending stage, receiving stage, micro-batch, whether it is a gradient)"""
 
 
 def check_schedule(program: PipelineProgram) -> Findings:
-    """Checks the lines of the real number of pipeline ranks and micro-batches."""
+    """Check the lines for the real number of pipeline ranks and micro-batches."""
     num_micro_batches = program.any.num_micro_batches
     ranks = tuple(stage.pipeline_rank for stage in program.stages)
     links = links_of(program)
@@ -51,31 +51,33 @@ def check_schedule(program: PipelineProgram) -> Findings:
 
 
 def links_of(program: PipelineProgram) -> tuple[Link, ...]:
-    """Which stage sends to which, and whether a gradient comes back."""
-    found: dict[tuple[int, int], bool] = {}
+    """Return which stage sends to which, and whether a gradient comes back."""
+    has_gradient_of: dict[tuple[int, int], bool] = {}
     for number, stage in enumerate(program.stages):
         for name, sent in stage.program.sends.items():
             for reader in program.readers(number, name):
-                found[number, reader] = found.get((number, reader), False) or sent.spec.requires_grad
-    return tuple(Link(source, target, has_gradient) for (source, target), has_gradient in found.items())
+                has_gradient_of[number, reader] = (
+                    has_gradient_of.get((number, reader), False) or sent.spec.requires_grad
+                )
+    return tuple(Link(source, target, has_gradient) for (source, target), has_gradient in has_gradient_of.items())
 
 
 def complete(lines: Lines, ranks: Sequence[int], num_micro_batches: int) -> str:
-    """What is missing or there too often, "" if nothing: each stage's F and B, or F, I and W, of each micro-batch."""
-    there = Counter(action for line in lines for action in line)
-    deferred = {action.stage for action in there if action.kind == "I"}
-    wanted = Counter(
+    """Return the missing or surplus actions, "" if none: each stage's F and B, or F, I and W, of each micro-batch."""
+    present = Counter(action for line in lines for action in line)
+    deferred = {action.stage for action in present if action.kind == "I"}
+    expected = Counter(
         Action(kind, stage, index)
         for stage in range(len(ranks))
         for index in range(num_micro_batches)
-        for kind in ("FIW" if stage in deferred and Action("I", stage, index) in there else "FB")
+        for kind in ("FIW" if stage in deferred and Action("I", stage, index) in present else "FB")
     )
-    wrong = [str(action) for action in (there - wanted) + (wanted - there)]
+    wrong = [str(action) for action in (present - expected) + (expected - present)]
     return f"actions that are missing or too many: {', '.join(wrong[:8])}" if wrong else ""
 
 
 def play(lines: Lines, ranks: Sequence[int], links: Sequence[Link]) -> tuple[int, int, int]:
-    """(messages, channels, messages taken after one that was sent later). Raises ValueError naming line and action."""
+    """Execute the lines; return (messages, channels, messages received after a later one). Raises ValueError."""
     channels: dict[tuple[int, int], deque[Message]] = {}
     places = [0] * len(lines)
     num_messages = num_kept = 0
@@ -108,7 +110,7 @@ def play(lines: Lines, ranks: Sequence[int], links: Sequence[Link]) -> tuple[int
 
 
 def takes(action: Action, links: Sequence[Link]) -> list[Message]:
-    """What must have come before an action starts."""
+    """Return the messages that an action needs before it starts."""
     stage, index = action.stage, action.micro_batch
     if action.kind == "F":
         return [(link.source, stage, index, False) for link in links if link.target == stage]
@@ -118,7 +120,7 @@ def takes(action: Action, links: Sequence[Link]) -> list[Message]:
 
 
 def sends(action: Action, links: Sequence[Link]) -> list[Message]:
-    """What leaves when an action has ended."""
+    """Return the messages that an action sends when it ends."""
     stage, index = action.stage, action.micro_batch
     if action.kind == "F":
         return [(stage, link.target, index, False) for link in links if link.source == stage]

@@ -1,9 +1,9 @@
 """The command line: `autopar plan | report | simulate | explain | compare | certify | fit | doctor`,
 `verify | profile | trial | tune | train | launch | export`.
 
-What a user got wrong is printed without a traceback (which `--traceback` shows) and ends with exit code 2; a
-verification or certificate that finds a difference, and a rank that fails, end with 1; an error of autopar's own with
-70. docs/cli.md has all of them.
+A user's error ends with exit code 2 and without a traceback, which `--traceback` shows. A verification or certificate
+that finds a difference, and a rank that fails, end with 1; a defect of autopar ends with 70. docs/cli.md lists all
+codes.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from autopar.running.supervise import exit_on
 from codegen.text import visible
 
 _ClickException: Any = typer.BadParameter.__mro__[2]
-"""The base of errors about words; which package has it depends on typer's version."""
+"""The base class of command-line errors; the package that defines it depends on typer's version."""
 
 
 class Commands(TyperGroup):
-    """The commands; the words of a user are shown with escapes where typer refuses them."""
+    """The commands. Error messages escape the control characters of a user's words."""
 
-    def make_context(self, *given: Any, **named: Any) -> Any:
+    def make_context(self, *arguments: Any, **settings: Any) -> Any:
         with _visible_errors():
-            return super().make_context(*given, **named)
+            return super().make_context(*arguments, **settings)
 
     def invoke(self, ctx: Any) -> Any:
         with _visible_errors():
@@ -65,17 +65,27 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script; `--traceback` may stand anywhere. SIGINT, SIGTERM and SIGHUP end it with 128 + number."""
+    """Run the console script. SIGINT, SIGTERM and SIGHUP end it with 128 + their number.
+
+    `--traceback` may stand anywhere. Warnings for users are printed as one line each, without their place in the
+    source.
+    """
     exit_on(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    as_text = warnings.formatwarning
-    warnings.formatwarning = lambda *given, **named: visible(as_text(*given, **named))
+    with_source = warnings.formatwarning
+
+    def one_line(message: Any, category: Any, *place: Any, **settings: Any) -> str:
+        if category is UserWarning:
+            return visible(f"warning: {message}") + "\n"
+        return visible(with_source(message, category, *place, **settings))
+
+    warnings.formatwarning = one_line
     words = sys.argv[1:]
-    asked = ["--traceback"] if "--traceback" in words else []
-    app([*asked, *(word for word in words if word != "--traceback")])
+    flags = ["--traceback"] if "--traceback" in words else []
+    app([*flags, *(word for word in words if word != "--traceback")])
 
 
-def _show_version(is_asked: bool) -> None:
-    if is_asked:
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
         print(f"autopar {metadata.version('autopar')} (torch {torch.__version__}, Python {platform.python_version()})")
         raise typer.Exit
 
@@ -87,7 +97,7 @@ def everywhere(
         bool, typer.Option("--version", help="show the version, and end", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """From a single-GPU PyTorch model to a distributed training program."""
+    """Turn a single-GPU PyTorch model into a distributed training program."""
     shows_traceback.set(traceback)
 
 

@@ -1,4 +1,4 @@
-"""`autopar certify`: proof of a plan on this machine, without its cluster."""
+"""`autopar certify`: prove a plan on this machine, without its cluster."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from autopar.certify import certify_program
 from autopar.certify.certificate import FILE
 from autopar.certify.certify import cpu_seconds
-from autopar.certify.small_job import Miniature
+from autopar.certify.miniature_run import Miniature
 from autopar.cli.options import (
     Flags,
     Force,
     GivenCluster,
     GivenModel,
     Source,
-    console,
     is_plan_file,
     program_of_source,
     require_outputs,
 )
-from autopar.cli.output import say
+from autopar.cli.output import say, show
 from autopar.errors import ModelError
 from autopar.files.outputs import write_output
 from autopar.integrations.job import load_job
@@ -49,26 +49,27 @@ def certify(
     train: Annotated[bool, typer.Option("--train/--no-train", help="train miniatures on local processes")] = True,
     force: Force = False,
 ) -> None:
-    """Prove a plan without its cluster: operators, reshards, edges, schedule, and a miniature that trains."""
+    """Prove a plan without its cluster: check operators, reshards, edges and schedule, and train a miniature."""
     folder = Path(out) if out else Path(source).parent if is_plan_file(source) else None
     plan_file = str(folder / "plan.yaml") if folder is not None and out is not None else None
     file = str(folder / FILE) if folder is not None else None
     require_outputs(None, [plan_file, file], force)
-    given = _miniature(miniature)  # before the work of planning
+    small_model = _miniature(miniature)  # fails before the work of planning
     compiled = program_of_source(source, model, cluster, flags)
-    found = certify_program(compiled, train=train, miniature=given, planning_seconds=cpu_seconds())
-    for panel in found.panels():
-        console().print(panel)
+    certificate = certify_program(compiled, train=train, miniature=small_model, planning_seconds=cpu_seconds())
+    for panel in certificate.panels():
+        show(panel, Text(""))
     if plan_file is not None:
         say(f"plan written to {write_output(plan_file, compiled.plan.to_yaml(), force)}")
     if file is not None:
-        say(f"certificate written to {found.write(file, force)}")
-    if not found.ok:
+        say(f"certificate written to {certificate.write(file, force)}")
+    if not certificate.ok:
         raise typer.Exit(1)
 
 
 def _miniature(name: str | None) -> Miniature | None:
-    """What a factory makes, of MINIATURE_ROWS rows, or of its own where it takes no number. Raises ModelError."""
+    """Load the miniature from its factory, with MINIATURE_ROWS rows if the factory takes a number. Raises
+    ModelError."""
     if name is None:
         return None
     try:

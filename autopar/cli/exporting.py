@@ -1,4 +1,4 @@
-"""`autopar export`: a checkpoint of training as a Hugging Face folder or a safetensors file."""
+"""`autopar export`: write a checkpoint as a Hugging Face folder or a safetensors file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def export(
     checkpoint: Annotated[
-        str, typer.Argument(help="a checkpoint, or a folder of them: the newest", show_default=False)
+        str, typer.Argument(help="a checkpoint, or a folder with the newest one", show_default=False)
     ],
     hf: Annotated[
         str | None, typer.Option("--hf", help="write a folder that from_pretrained reads", metavar="FOLDER")
@@ -42,45 +42,51 @@ def export(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="the model that was trained \\[default: of --hf the one that the checkpoint names]"),
+        typer.Option(help="the model that was trained \\[default with --hf: the model that the checkpoint names]"),
     ] = None,
     option: Options = None,
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 \\[default: the checkpoint's]")] = None,
     force: Force = False,
 ) -> None:
-    """Write a checkpoint's weights, whatever plan they were trained under, for others to read."""
+    """Write a checkpoint's weights in a common format; any plan may have trained them."""
     if (hf is None) == (safetensors is None):
-        raise ConstraintError("export writes one thing", alternatives=["--hf FOLDER", "--safetensors FILE"])
+        raise ConstraintError(
+            "export writes one format at a time",
+            values="--hf and --safetensors" if hf else "no format",
+            alternatives=["--hf FOLDER", "--safetensors FILE"],
+        )
     if dtype not in (None, *DTYPES):
-        raise ConstraintError("there is no such dtype", values=repr(dtype), alternatives=list(DTYPES))
+        raise ConstraintError("--dtype names an unknown dtype", values=dtype, alternatives=list(DTYPES))
     if hf is not None:
         require_replaceable(Path(hf))
-    directory, manifest = _found(Path(checkpoint))
+    directory, manifest = _read_checkpoint(Path(checkpoint))
     options, wanted = parse_settings(option or (), "--option"), DTYPES[dtype] if dtype else None
     if hf is not None:
-        made, source = _model(model, manifest, options)
-        require_same_model(made, manifest, directory)
+        module, source = _model(model, manifest, options)
+        require_same_model(module, manifest, directory)
         with readable():
-            folder = save_pretrained(checkpoint_values(directory, manifest), made, hf, source=source, dtype=wanted)
+            folder = save_pretrained(checkpoint_values(directory, manifest), module, hf, source=source, dtype=wanted)
         say(f"{directory} written to {folder}")
     elif safetensors is not None:
         _write_file(directory, manifest, model, options, wanted, Path(safetensors), force)
         say(f"{directory} written to {safetensors}")
 
 
-def _found(checkpoint: Path) -> tuple[Path, Manifest]:
-    """The checkpoint and what it holds. Raises CheckpointError."""
-    found = checkpoint if (checkpoint / MANIFEST).exists() else latest(checkpoint)
-    if found is None:
+def _read_checkpoint(checkpoint: Path) -> tuple[Path, Manifest]:
+    """Return the checkpoint's folder and manifest. Raises CheckpointError."""
+    folder = checkpoint if (checkpoint / MANIFEST).exists() else latest(checkpoint)
+    if folder is None:
         raise CheckpointError(
-            "there is no checkpoint", values=str(checkpoint), alternatives="a folder that train wrote"
+            "the folder has no complete checkpoint",
+            values=str(checkpoint),
+            alternatives="the checkpoint folder of a training run (train --checkpoint FOLDER)",
         )
     with readable():
-        return found, read_manifest(found)
+        return folder, read_manifest(folder)
 
 
 def _model(spec: str | None, manifest: Manifest, options: dict[str, Any]) -> tuple[Any, str | None]:
-    """The model on meta, and the folder that it came from, if any."""
+    """Return the model on meta and its source folder, if it has one."""
     notes = manifest.record.get("notes", {})
     if spec is not None:
         home = spec.removeprefix("hf:")
@@ -88,15 +94,16 @@ def _model(spec: str | None, manifest: Manifest, options: dict[str, Any]) -> tup
         return load_model(spec, meta=True, **options).model, source if spec.startswith("hf:") else None
     if "hf_config" not in notes:
         raise CheckpointError(
-            "the checkpoint does not say of which Hugging Face model it is", alternatives="--model hf:FOLDER"
+            "the checkpoint names no Hugging Face model",
+            alternatives="--model hf:FOLDER with the model that was trained",
         )
     with temporary_folder() as folder:
         (folder / "config.json").write_text(notes["hf_config"], encoding="utf-8")
-        made = load_model(f"hf:{folder / 'config.json'}", meta=True, **options).model
-    noted: str | None = notes.get("hf_folder") or None
-    if noted is not None:
-        say(f"note: tokenizer and other files are copied from {noted}, which the checkpoint names", as_note=True)
-    return made, noted
+        module = load_model(f"hf:{folder / 'config.json'}", meta=True, **options).model
+    noted_folder: str | None = notes.get("hf_folder") or None
+    if noted_folder is not None:
+        say(f"note: the tokenizer and other files come from {noted_folder}, which the checkpoint names", as_note=True)
+    return module, noted_folder
 
 
 def _write_file(
@@ -108,17 +115,19 @@ def _write_file(
     file: Path,
     force: bool,
 ) -> None:
-    """One file of all names of the model's state dict; of those that the checkpoint has, where no model is given."""
+    """Write one file with all names of the model's state dict, or without a model with the checkpoint's names."""
     if file.exists() and not force:
-        raise OutputError("the output exists", values=str(file), alternatives=["another file", "--force"])
+        raise OutputError(
+            "the output file exists", values=str(file), alternatives=["another file name", "--force to replace it"]
+        )
     require_folder(file.parent)
     file.parent.mkdir(parents=True, exist_ok=True)
     names_of: dict[str, tuple[str, ...]] = {name: (name,) for name in model_tensors(manifest)}
     if model is not None:
-        made = load_model(model, meta=True, **options).model
-        require_same_model(made, manifest, directory)
-        state = made.state_dict(keep_vars=True)
-        names_of = {name: tuple(each for each in state if state[each] is state[name]) for name in names_of}
+        module = load_model(model, meta=True, **options).model
+        require_same_model(module, manifest, directory)
+        state = module.state_dict(keep_vars=True)
+        names_of = {name: tuple(alias for alias in state if state[alias] is state[name]) for name in names_of}
     specs = {
         name: TensorSpec(stored.shape, dtype if dtype and stored.dtype.is_floating_point else stored.dtype)
         for key, stored in model_tensors(manifest).items()

@@ -1,4 +1,4 @@
-"""`autopar fit`: what fits on a cluster, from a machine without it."""
+"""`autopar fit`: find out whether a job fits a cluster, without the cluster."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from autopar.cli.options import Flags, Json, Model, console, read_cluster, read_job
-from autopar.cli.output import print_json, working
+from autopar.cli.options import Flags, Json, Model, read_cluster, read_job
+from autopar.cli.output import print_json, show, working
 from autopar.cluster import ClusterSpec
 from autopar.compile import Traced, padded_search, planned_alone, request_of, traced_of
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError, ModelError
@@ -24,14 +24,14 @@ from autopar.planning.layer_pool import LayerPool
 from autopar.planning.planner import POLISH_ONLY, SearchResult, fits_soon
 from autopar.planning.request import Request
 from autopar.report.json_facts import record_json
-from autopar.report.tables import table_of
+from autopar.report.tables import bullet, table_of
 from autopar.settings.compile_options import CompileOptions
-from autopar.units import bytes_text, count_text, fit_text, seconds_text
+from autopar.units import bytes_text, count_text, counted, fit_text, seconds_text
 
 FITS = {"yes": "fits", "no": "does not fit", "within the error": "within the error"}
-"""The verdict on a cluster, by `Certainty.fit`."""
+"""Words for the verdict on a cluster, by `Certainty.fit`."""
 KEPT_LENGTHS = 8
-"""Sequence lengths at which models and their traces are kept, none of which has memory of its own."""
+"""Cached sequence lengths; their models and traces are on meta and take no memory."""
 
 
 def fit(
@@ -44,36 +44,36 @@ def fit(
         list[str] | None,
         typer.Option("--price", help='dollars per GPU and hour: "h100-sxm=2.5"; may be repeated', metavar="NAME=VALUE"),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="after which no further plan is looked for")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="time limit; the answers so far are printed after it")] = 60.0,
     as_json: Json = False,
 ) -> None:
-    """Will it fit, with which longest sequence, largest batch and fewest GPUs, and where is it cheapest."""
+    """Find out whether a job fits, its longest sequence, largest batch, fewest GPUs and cheapest cluster."""
     prices = parse_settings(price or (), "--price")
     clusters = [read_cluster(text, flags.processes, model) for text in cluster]
-    asking = _Planner(model, flags, clusters[0].num_devices)
-    seq_len, no_seq = asking.sequence()
+    planner = _Planner(model, flags, clusters[0].num_devices)
+    seq_len, no_seq = planner.sequence()
     with working("planning for " + ", ".join(map(str, clusters))):
-        found = fits(
-            asking,
+        answers = fits(
+            planner,
             clusters,
             seq_len=seq_len,
-            longest=asking.longest(),
+            longest=planner.longest(),
             no_seq=no_seq,
             prices=prices,
             seconds=seconds,
             processes=spare_processes(),
         )
     if as_json:
-        print_json(record_json("fit", found))
+        print_json(record_json("fit", answers))
     else:
-        for part in _panels(found):
-            console().print(part)
-    if all(on.asked.found is None for on in found.clusters):
+        for part in _panels(answers):
+            show(part)
+    if all(cluster_answers.asked.found is None for cluster_answers in answers.clusters):
         raise typer.Exit(1)
 
 
 class _Planner(Planner):
-    """Plans questions about the model of a command line. The rows of the first cluster are those of all."""
+    """Plans questions about the model of a command line. All clusters get the rows of the first."""
 
     def __init__(self, model: str, flags: Flags, num_devices: int) -> None:
         self.model, self.flags, self.num_devices = model, flags, num_devices
@@ -87,7 +87,7 @@ class _Planner(Planner):
         return read_job(self.model, self.num_devices, replace(self.flags, seq=seq_len), meta=True)
 
     def sequence(self) -> tuple[int | None, str]:
-        """Tokens of a row as asked, and why others cannot be asked about."""
+        """Return the tokens of a row, and the reason why other lengths cannot be planned, or ""."""
         try:
             length = self.job.seq_len
         except ModelError:
@@ -96,32 +96,32 @@ class _Planner(Planner):
             other = self.job_at(length).seq_len
         except AutoparError:
             return length, "the factory takes no seq_len"
-        return length, "" if other == length else "the factory makes a batch of its own length"
+        return length, "" if other == length else "the factory ignores seq_len"
 
     def longest(self) -> int | None:
-        """Tokens that the model's configuration allows, where it has one."""
+        """Return the most tokens that the model's configuration allows, if it says so."""
         config: Any = getattr(self.job.model, "config", None)
-        found = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-        return found if isinstance(found, int) else None
+        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+        return limit if isinstance(limit, int) else None
 
     def __call__(self, question: Question) -> Fitted:
-        job, asked = self._asked(question)
-        traced, is_own = self.traced_at(question.seq_len), question == Question(question.cluster)
+        job, options = self._asked(question)
+        traced, is_job = self.traced_at(question.seq_len), question == Question(question.cluster)
 
         def search(request: Request) -> SearchResult:
-            """The plan of `plan` for the job itself; of others the exact search only polishes what it need not find."""
-            if not is_own:
+            """Search the job itself as `plan` does; for other questions the exact search only polishes."""
+            if not is_job:
                 with contextlib.suppress(InfeasibleError):
                     return padded_search(request, self.pool, POLISH_ONLY)
             return padded_search(request, self.pool)
 
-        planned = planned_alone(job.model, question.cluster, asked, search, traced)
+        planned = planned_alone(job.model, question.cluster, options, search, traced)
         return fitted_of(planned.request, planned.best, _seq_len(job))
 
     def fits_soon(self, question: Question) -> bool:
         """See `Planner`."""
-        job, asked = self._asked(question)
-        request = request_of(job.model, question.cluster, asked, self.traced_at(question.seq_len))
+        job, options = self._asked(question)
+        request = request_of(job.model, question.cluster, options, self.traced_at(question.seq_len))
         return fits_soon(request, self.pool)
 
     def _asked(self, question: Question) -> tuple[Job, CompileOptions]:
@@ -130,15 +130,15 @@ class _Planner(Planner):
         options = dict(self.options)
         options["global_batch_size"] = question.rows or self.flags.batch or self.job.batch_size
         if question.in_one:
-            given: Mapping[str, Any] = options.get("constraints") or {}
-            if given.get("micro_batches", 1) != 1:
-                raise ConstraintError("the number of micro-batches is pinned")
-            options["constraints"] = {**given, "micro_batches": 1}
+            pinned: Mapping[str, Any] = options.get("constraints") or {}
+            if pinned.get("micro_batches", 1) != 1:
+                raise ConstraintError("micro_batches is pinned")
+            options["constraints"] = {**pinned, "micro_batches": 1}
         return job, CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, **options)
 
     def _traced_at(self, seq_len: int | None) -> Traced:
-        job, asked = self._asked(Question(ClusterSpec.parse("1 cpu"), seq_len=seq_len))
-        return traced_of(job.model, asked)
+        job, options = self._asked(Question(ClusterSpec.parse("1 cpu"), seq_len=seq_len))
+        return traced_of(job.model, options)
 
 
 def _seq_len(job: Job) -> int | None:
@@ -148,27 +148,31 @@ def _seq_len(job: Job) -> int | None:
         return None
 
 
-def _panels(found: Fits) -> Iterator[RenderableType]:
-    for on in found.clusters:
-        yield from _of_cluster(on)
-    if found.cheapest is not None and len(found.clusters) > 1:
-        yield Text(f"Cheapest: {found.cheapest}", style="bold")
+def _panels(answers: Fits) -> Iterator[RenderableType]:
+    for cluster_answers in answers.clusters:
+        yield from _of_cluster(cluster_answers)
+    if answers.cheapest is not None and len(answers.clusters) > 1:
+        yield Text(f"Cheapest: {answers.cheapest}", style="bold")
 
 
-def _of_cluster(on: OnCluster) -> Iterator[RenderableType]:
-    found = on.asked.found
-    if found is None:
-        needed = "" if on.needed_bytes is None else f"; {bytes_text(on.needed_bytes)} per rank would do"
-        yield Text(
-            f"{on.cluster}: {FITS[on.needed.fit if on.needed else 'no']} ({on.asked.words}{needed})", style="bold"
+def _of_cluster(cluster_answers: OnCluster) -> Iterator[RenderableType]:
+    best = cluster_answers.asked.found
+    if best is None:
+        needed = (
+            ""
+            if cluster_answers.needed_bytes is None
+            else f"; {bytes_text(cluster_answers.needed_bytes)} per rank would be enough"
         )
-        if on.needed is not None and on.needed.fit != "no":
-            yield Text(f"  the leanest plan: {fit_text(on.needed)}")
+        verdict = FITS[cluster_answers.needed.fit if cluster_answers.needed else "no"]
+        reason = f"{cluster_answers.asked.words}{needed}"
+        yield Text(f"{cluster_answers.cluster}: {verdict} ({reason})", style="bold")
+        if cluster_answers.needed is not None and cluster_answers.needed.fit != "no":
+            yield Text(f"  the plan with least memory fits: {fit_text(cluster_answers.needed)}")
     else:
-        free = max(found.capacity_bytes - found.peak_bytes, 0)
-        verdict, capacity = FITS[found.certainty.fit], bytes_text(found.capacity_bytes)
-        yield Text(f"{on.cluster}: {verdict}, {bytes_text(free)} of {capacity} free", style="bold")
-        yield Text(f"  as asked: {fit_text(found.certainty)}")
+        free = max(best.capacity_bytes - best.peak_bytes, 0)
+        verdict, capacity = FITS[best.certainty.fit], bytes_text(best.capacity_bytes)
+        yield Text(f"{cluster_answers.cluster}: {verdict}, {bytes_text(free)} of {capacity} free", style="bold")
+        yield Text(f"  the job fits: {fit_text(best.certainty)}")
     table = table_of(
         "",
         ("question", 17),
@@ -178,34 +182,36 @@ def _of_cluster(on: OnCluster) -> Iterator[RenderableType]:
         ("peak", 9, "right"),
     )
     notes = []
-    for name, answer, value in _answers(on):
+    for name, answer, value in _answers(cluster_answers):
         if answer.found is not None:
-            each = answer.found
-            rate = count_text(each.tokens_per_second) if each.tokens else "-"
-            table.add_row(name, value, seconds_text(each.step_seconds), rate, bytes_text(each.peak_bytes))
-            is_sure = each.certainty.fit == "yes" or name == "as asked"
-            notes.append(f"{name}: {each.plan}" + ("" if is_sure else f"; {each.certainty.fit}"))
-        if answer.words and name != "as asked":
+            fitted = answer.found
+            rate = count_text(fitted.tokens_per_second) if fitted.tokens else "-"
+            table.add_row(name, value, seconds_text(fitted.step_seconds), rate, bytes_text(fitted.peak_bytes))
+            is_sure = fitted.certainty.fit == "yes" or name == "the job"
+            notes.append(f"{name}: {fitted.plan}" + ("" if is_sure else f"; {fitted.certainty.fit}"))
+        if answer.words and name != "the job":
             refused = f" at {answer.refused}" if answer.refused is not None else ""
             notes.append(f"{name}{refused}: {answer.words}")
     if table.row_count:
         yield table
     for note in notes:
-        yield Text(f"  - {note}")
-    if on.dollars is not None:
-        per = on.dollars_per_million_tokens
-        yield Text(f"  ${on.dollars:.4g} a step" + ("" if per is None else f", ${per:.4g} per million tokens"))
+        yield bullet(note)
+    if cluster_answers.dollars is not None:
+        per = cluster_answers.dollars_per_million_tokens
+        yield Text(
+            f"  ${cluster_answers.dollars:.4g} a step" + ("" if per is None else f", ${per:.4g} per million tokens")
+        )
     yield Text("")
 
 
-def _answers(on: OnCluster) -> Iterator[tuple[str, Answer, str]]:
-    """Name, answer and its number in words."""
+def _answers(cluster_answers: OnCluster) -> Iterator[tuple[str, Answer, str]]:
+    """Yield the name of each question, its answer, and the answer's number in words."""
 
-    def of(answer: Answer, words: str, name: str) -> str:
-        return "" if answer.found is None else f"{getattr(answer.found, name)} {words}"
+    def words(answer: Answer, noun: str, field: str) -> str:
+        return "" if answer.found is None else counted(getattr(answer.found, field), noun)
 
-    yield "as asked", on.asked, of(on.asked, "rows", "rows")
-    yield "longest sequence", on.longest, of(on.longest, "tokens", "seq_len")
-    yield "largest batch", on.largest, of(on.largest, "rows", "rows")
-    yield "in 1 micro-batch", on.in_one, of(on.in_one, "rows", "rows")
-    yield "fewest devices", on.fewest, of(on.fewest, "devices", "num_devices")
+    yield "the job", cluster_answers.asked, words(cluster_answers.asked, "row", "rows")
+    yield "longest sequence", cluster_answers.longest, words(cluster_answers.longest, "token", "seq_len")
+    yield "largest batch", cluster_answers.largest, words(cluster_answers.largest, "row", "rows")
+    yield "in 1 micro-batch", cluster_answers.in_one, words(cluster_answers.in_one, "row", "rows")
+    yield "fewest devices", cluster_answers.fewest, words(cluster_answers.fewest, "device", "num_devices")

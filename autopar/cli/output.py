@@ -1,4 +1,4 @@
-"""Where a command's words go: to a person, to a program that reads JSON, or nowhere; and a sign that it still works."""
+"""The output of a command: text, tables, JSON, and the progress of long work."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
+from autopar.report.tables import WIDTH, VisibleConsole, plain_text
 from codegen.text import visible
 
 SECONDS_OF_SILENCE = 3.0
-"""After which a command on a terminal says what it is doing."""
+"""A command on a terminal shows its progress after this time."""
 
 _results: ContextVar[TextIO | None] = ContextVar("results", default=None)
-"""Standard output while words go elsewhere."""
+"""Standard output while text goes elsewhere."""
 
 _is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
 
 
 @contextlib.contextmanager
 def words_to(quiet: bool, as_json: bool) -> Iterator[None]:
-    """What is printed inside goes nowhere, or to standard error where JSON has standard output to itself."""
+    """Discard what the block prints (quiet), or redirect it to standard error, as JSON has standard output to
+    itself."""
     if not (quiet or as_json):
         yield
         return
@@ -40,20 +42,39 @@ def words_to(quiet: bool, as_json: bool) -> Iterator[None]:
 
 
 def say(text: object, *, as_note: bool = False) -> None:
-    """Print a line of words, with control characters escaped. as_note: to standard error."""
+    """Print a line of text, with control characters escaped. as_note: to standard error."""
     print(visible(str(text)), file=sys.stderr if as_note else None)
 
 
-def print_json(found: dict[str, Any]) -> None:
-    """One object on standard output. Raises ValueError for numbers that JSON has not."""
-    print(json.dumps(found, indent=1, allow_nan=False), file=_results.get() or sys.stdout, flush=True)
+def show(*panels: RenderableType) -> None:
+    """Print tables and texts: with colors on a terminal, else as plain text of WIDTH columns without trailing
+    blanks."""
+    screen = console()
+    if screen.is_terminal:
+        for panel in panels:
+            screen.print(panel)
+    else:
+        print(plain_text(panels, WIDTH), end="")
+
+
+def console() -> Console:
+    """Return a console as wide as the terminal, at most WIDTH; a file or pipe gets WIDTH."""
+    screen = VisibleConsole(highlight=False)
+    return VisibleConsole(
+        highlight=False, markup=False, width=min(screen.width, WIDTH) if screen.is_terminal else WIDTH
+    )
+
+
+def print_json(record: dict[str, Any]) -> None:
+    """Print one object on standard output. Raises ValueError for numbers that JSON does not have."""
+    print(json.dumps(record, indent=1, allow_nan=False), file=_results.get() or sys.stdout, flush=True)
 
 
 @contextlib.contextmanager
 def working(words: str) -> Iterator[Callable[[str], None]]:
-    """Says `words` on a terminal's standard error while the block takes longer than SECONDS_OF_SILENCE.
+    """Show `words` on a terminal's standard error if the block takes longer than SECONDS_OF_SILENCE.
 
-    The block gets a function that adds to them how far it is.
+    Yields a function that adds the block's progress to the words.
     """
     screen = Console(stderr=True)
     if _is_quiet.get() or not screen.is_terminal:

@@ -28,7 +28,6 @@ from autopar.cli.options import (
     Source,
     Timeline,
     compile_job,
-    console,
     is_plan_file,
     plan_of_model,
     program_of_source,
@@ -36,7 +35,7 @@ from autopar.cli.options import (
     read_job,
     require_outputs,
 )
-from autopar.cli.output import print_json, say, working
+from autopar.cli.output import console, print_json, say, show, working
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
 from autopar.explain.compare import compare as compare_plans
@@ -53,7 +52,7 @@ from autopar.profiling.trials import profile_of
 from autopar.report import report_panels
 from autopar.report.facts import facts_of
 from autopar.report.json_facts import facts_json, plan_json, record_json
-from autopar.report.summary import plan_summary
+from autopar.report.render import plan_summary
 from autopar.report.timeline import write_timeline
 from autopar.simulate import predict
 from autopar.simulate.text import comparison_lines, fit_lines, prediction_lines
@@ -76,7 +75,7 @@ def plan(
     as_json: Json = False,
     force: Force = False,
 ) -> None:
-    """Choose the fastest plan that fits, and report what it does."""
+    """Choose the fastest plan that fits, and report it."""
     require_outputs(code, [out, timeline, html], force)
     spec = read_cluster(cluster, flags.processes, model)
     job = read_job(model, spec.num_devices, flags, meta=code is None, lazy=True)
@@ -103,19 +102,18 @@ def report(
     as_json: Json = False,
     force: Force = False,
 ) -> None:
-    """What a plan file, or the plan that would be chosen for a model, does with every layer, and what it costs."""
+    """Report a plan file, or the plan for a model: the sharding of every layer, and the predicted time and memory."""
     require_outputs(None, [timeline, html], force)
-    flags.plan_options()  # what is wrong in a flag is said also where the flag changes nothing
+    flags.plan_options()  # refuse a wrong flag even where it changes nothing
     if log is not None:
         _require_log(log, html)
     if is_plan_file(source) and model is None and timeline is None and html is None:
-        given = Plan.from_file(source)
+        saved = Plan.from_file(source)
         if as_json:
-            print_json(plan_json(given))
+            print_json(plan_json(saved))
             return
-        for panel in plan_summary(given):
-            console().print(panel)
-        say(f"`autopar report {source} --model MODEL` explains every layer and prices the plan anew.")
+        show(*plan_summary(saved))
+        say(f"\n`autopar report {source} --model MODEL` reports every layer and predicts the plan again.")
         return
     compiled = program_of_source(source, model, cluster, flags)
     _print_report(compiled, as_json)
@@ -139,14 +137,14 @@ def simulate(
         list[str] | None,
         typer.Option(
             "--what-if",
-            help="show the step beside one with this changed; may be repeated. batch=64; tp=4, recompute=full, ...: of "
-            "the strategy; device=h100-sxm, inter_node=ib-200g; device.peak=x2, device.bandwidth=2e12, "
+            help="compare with a step under this change; may be repeated. batch=64; tp=4, recompute=full, ...: the "
+            "strategy; device=h100-sxm, inter_node=ib-200g; device.peak=x2, device.bandwidth=2e12, "
             "device.memory=96GiB, intra_node.bandwidth=x0.5, inter_node.latency=1e-5; cluster=..., framework=..., "
             "precision=...",
             metavar="NAME=VALUE",
         ),
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="fail where it does not fit the memory")] = False,
+    check: Annotated[bool, typer.Option("--check", help="fail if the strategy does not fit the memory")] = False,
     timeline: Timeline = None,
     force: Force = False,
 ) -> None:
@@ -156,7 +154,7 @@ def simulate(
     spec = read_cluster(cluster, processes, model)
     flags = Flags(batch=batch, seq=seq, option=option, settings=settings, memory=memory, constraints=constraints)
     job = read_job(model, spec.num_devices, flags, meta=True)
-    found = predict(
+    prediction = predict(
         job.model,
         spec,
         flags.limits,
@@ -167,13 +165,13 @@ def simulate(
         framework=framework,
         check=check,
     )
-    for line in (*prediction_lines(found), *fit_lines(found)):
+    for line in (*prediction_lines(prediction), *fit_lines(prediction)):
         say(line)
     if changes:
-        for line in ("", *comparison_lines(found.what_if(**changes))):
+        for line in ("", *comparison_lines(prediction.what_if(**changes))):
             say(line)
     if timeline is not None:
-        say(f"timeline written to {found.write_timeline(timeline, force)}")
+        say(f"timeline written to {prediction.write_timeline(timeline, force)}")
 
 
 def explain(
@@ -182,24 +180,23 @@ def explain(
     model: GivenModel = None,
     cluster: GivenCluster = None,
     timeline: Timeline = None,
-    seconds: Annotated[float, typer.Option(help="after which no further question is asked")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="time limit; the answers so far are printed after it")] = 60.0,
     as_json: Json = False,
     force: Force = False,
 ) -> None:
-    """Why this plan: what binds it, what other decisions would cost, and what more of everything would buy."""
+    """Explain a plan: its bottleneck, the cost of other decisions, and the gain from more hardware."""
     require_outputs(None, [timeline], force)
-    found_by: CompiledProgram | Planned
+    source_of_facts: CompiledProgram | Planned
     if is_plan_file(source) or timeline is not None:
-        found_by = compiled = program_of_source(source, model, cluster, flags)
+        source_of_facts = compiled = program_of_source(source, model, cluster, flags)
     else:  # the program is not needed
-        compiled, found_by = None, plan_of_model(source, cluster, flags)
-    with working("planning again, to see what binds") as tell:
-        found = ask(found_by, seconds=seconds, tell=tell, processes=spare_processes())
+        compiled, source_of_facts = None, plan_of_model(source, cluster, flags)
+    with working("planning under changed conditions") as tell:
+        explanation = ask(source_of_facts, seconds=seconds, tell=tell, processes=spare_processes())
     if as_json:
-        print_json(record_json("explanation", found))
+        print_json(record_json("explanation", explanation))
     else:
-        for panel in explanation_panels(found):
-            console().print(panel)
+        show(*explanation_panels(explanation))
     if compiled is not None:
         _write_timeline(compiled, timeline, force)
 
@@ -207,42 +204,39 @@ def explain(
 def compare(
     first: Annotated[str, typer.Argument(help="a plan file", show_default=False)],
     second: Annotated[str, typer.Argument(help="another plan file", show_default=False)],
-    model: Annotated[str | None, typer.Option(help="the model of both, which are then priced anew")] = None,
+    model: Annotated[str | None, typer.Option(help="the model of both plans, to predict them again")] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="as in plan, to price both on; by default each on its own")
+        str | None, typer.Option(help="as in plan, with --model \\[default: each plan's own cluster]")
     ] = None,
     processes: Processes = None,
     seq: Seq = None,
     option: Options = None,
     as_json: Json = False,
 ) -> None:
-    """Two plans side by side: decisions, stages, placements, time and memory."""
+    """Compare two plans: decisions, stages, placements, time and memory."""
     plans = [Plan.from_file(path) for path in (first, second)]
     if model is not None:
         flags = Flags(processes=processes, seq=seq, option=option)
         programs = (program_of_source(path, model, cluster, flags) for path in (first, second))
         plans = [program.plan for program in programs]
-    found = compare_plans(*plans)
+    comparison = compare_plans(*plans)
     if as_json:
-        print_json(record_json("comparison", found))
+        print_json(record_json("comparison", comparison))
         return
-    for panel in comparison_panels(found, (first, second)):
-        console().print(panel)
+    show(*comparison_panels(comparison, (first, second)))
 
 
 def _print_report(compiled: CompiledProgram, as_json: bool) -> None:
     if as_json:
         print_json(facts_json(facts_of(compiled)))
         return
-    screen = console()
-    for panel in report_panels(compiled, screen.width):
-        screen.print(panel)
+    show(*report_panels(compiled, console().width))
 
 
 def _require_log(log: str, html: str | None) -> None:
-    """Raises ConstraintError for a log without a page, and OutputError for what is no log, before anything is done."""
+    """Raise ConstraintError for a log without a page, and OutputError for a file that is no log."""
     if html is None:
-        raise ConstraintError("a log is shown on the page", values=f"--log {log}", alternatives="--html FILE beside it")
+        raise ConstraintError("--log needs a page", values=f"--log {log}", alternatives=f"--log {log} --html FILE")
     read_log(log)
 
 

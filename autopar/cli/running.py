@@ -18,11 +18,10 @@ from autopar.cli.options import (
     Model,
     Processes,
     compile_job,
-    console,
     read_cluster,
     read_job,
 )
-from autopar.cli.output import say
+from autopar.cli.output import console, say, show
 from autopar.cluster import as_cluster
 from autopar.errors import ConstraintError
 from autopar.files.text_files import read_mapping
@@ -31,19 +30,20 @@ from autopar.launch import RankError, launch_main
 from autopar.plan import Plan
 from autopar.profiling.cases import Level
 from autopar.profiling.profile import profile as measure
-from autopar.profiling.profile import summary_table
-from autopar.running.launched import under_launcher
-from autopar.running.surroundings import check_starting
+from autopar.report.tables import error_table
+from autopar.running.process_group import under_launcher
+from autopar.running.process_state import check_starting
 from autopar.settings.compile_options import check_verify
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig, overridden
 from autopar.training.progress import train_summary
 from autopar.training.result import TrainResult
 from autopar.tune import tune as fill
+from autopar.units import counted
 from autopar.verify import sgd_with_momentum, verify_program
 
 SOURCE_FIELDS = ("model", "data", "sequence_length")
-"""What a configuration's file says beside a TrainerConfig's fields."""
+"""Keys of a configuration file that are not fields of TrainerConfig."""
 
 
 def verify(
@@ -53,70 +53,70 @@ def verify(
     backend: Backend = None,
     fp8: Fp8 = None,
     plan: Annotated[str | None, typer.Option(help="a plan file to verify instead of searching", metavar="FILE")] = None,
-    steps: Annotated[int, typer.Option(help="optimiser steps to compare")] = 3,
+    steps: Annotated[int, typer.Option(help="optimizer steps to compare")] = 3,
     max_grad_norm: Annotated[float | None, typer.Option(help="clip gradients to this norm")] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(help="largest relative error that passes \\[default: 1e-5; of fp8, by gradients together]"),
+        typer.Option(help="largest relative error that passes \\[default: 1e-5; under fp8 a bound on all gradients]"),
     ] = None,
 ) -> None:
-    """Run the generated program beside the single-process model on this machine, and compare."""
+    """Train the original model and the generated program side by side on this machine, and compare them."""
     check_verify(steps, max_grad_norm, 0)
     spec = read_cluster(cluster, flags.processes, model)
     job = read_job(model, spec.num_devices, flags, meta=False)
     options = flags.plan_options(backend=backend, fp8=fp8, plan=plan)
     compiled = compile_job(job, spec, options, sgd_with_momentum)
-    found = verify_program(compiled, job.inputs, steps=steps, max_grad_norm=max_grad_norm)
-    say(found)
-    if found.rounds and tolerance is None:
-        faults = "; ".join(found.faults())
-        say(f"DIFFERENT: {faults}" if faults else f"equal but for what {' and '.join(found.rounds)} rounds")
+    comparison = verify_program(compiled, job.inputs, steps=steps, max_grad_norm=max_grad_norm)
+    say(comparison)
+    if comparison.rounds and tolerance is None:
+        faults = "; ".join(comparison.faults())
+        say(f"DIFFERENT: {faults}" if faults else f"equal up to the rounding of {' and '.join(comparison.rounds)}")
         if faults:
             raise typer.Exit(1)
         return
-    tolerance = found.tolerance if tolerance is None else tolerance
-    is_ok = found.ok(tolerance)
+    tolerance = comparison.tolerance if tolerance is None else tolerance
+    is_ok = comparison.ok(tolerance)
     say(f"{'equal' if is_ok else 'DIFFERENT'} within {tolerance:g}")
-    if is_ok and found.explained(tolerance):
-        say(f"(or as near to it as the model's own training is to fp64: {', '.join(found.explained(tolerance))})")
+    if is_ok and (explained := comparison.explained(tolerance)):
+        say(f"(some errors are larger, but within the model's own error against fp64: {', '.join(explained)})")
     if not is_ok:
         raise typer.Exit(1)
 
 
 def profile(
     processes: Processes = None,
-    out: Annotated[str, typer.Option(help="the cluster's TOML file; samples go beside it", metavar="FILE")] = (
+    out: Annotated[str, typer.Option(help="the cluster file to write; samples go beside it", metavar="FILE")] = (
         "profile.toml"
     ),
     quick: Annotated[bool, typer.Option("--quick", help="fewer shapes and rounds")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="do not go on with an earlier run's samples")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="discard the samples of an earlier run")] = False,
     like: Annotated[
-        str | None, typer.Option(help='for GPUs not known by name, a cluster like theirs: "8 h100-sxm"')
+        str | None, typer.Option(help='for GPUs without a built-in entry, a similar cluster: "8 h100-sxm"')
     ] = None,
     force: Force = False,
 ) -> None:
-    """Measure this machine (under torchrun: all of them) and write it down for --cluster."""
-    given = read_cluster(like, None).groups[0] if like else None
+    """Measure this machine (under torchrun: all machines) and write a cluster file for --cluster."""
+    similar = read_cluster(like, None).groups[0] if like else None
     level: Level = "quick" if quick else "full"
-    found = measure(processes, out=out, level=level, fresh=fresh, like=given, console=console(), force=force)
-    if found is not None:
-        console().print(summary_table(found))
+    measured = measure(processes, out=out, level=level, fresh=fresh, like=similar, console=console(), force=force)
+    if measured is not None:
+        show(error_table(measured.errors()))
         say(f"profile written to {out}")
 
 
 def tune(
-    folder: Annotated[str, typer.Argument(help="of a program that `plan --code` wrote", show_default=False)],
+    folder: Annotated[str, typer.Argument(help="the folder of a program from `plan --code`", show_default=False)],
     steps: Annotated[int, typer.Option(help="training steps to run", min=1)] = 1,
 ) -> None:
-    """Choose the launch parameters of a saved program's kernels, on this machine's GPUs, into its tuning.json."""
-    found = fill(folder, steps)
-    if found is None:
-        say("there is no GPU here, so there is nothing to tune: on a CPU the kernels' torch formulas run")
+    """Tune the launch parameters of a saved program's kernels on this machine's GPUs, into its tuning.json."""
+    result = fill(folder, steps)
+    if result is None:
+        say("nothing to tune: this machine has no GPU, and on a CPU torch operators replace the kernels")
         return
-    chosen, before = found
+    chosen, before = result
     for choice in chosen:
         say(choice)
-    say(f"{len(chosen)} cases tuned, {len(before)} were known before: {Path(folder) / 'tuning.json'}")
+    say(f"{counted(len(chosen), 'case')} tuned, {len(before)} known before: {Path(folder) / 'tuning.json'}")
 
 
 def train(
@@ -125,7 +125,7 @@ def train(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help='fields over those of the file: steps=100 optimizer.lr=3e-4 cluster="8 h100-sxm"',
+            help='fields that override the file: steps=100 optimizer.lr=3e-4 cluster="8 h100-sxm"',
             metavar="[NAME=VALUE]...",
             show_default=False,
         ),
@@ -135,20 +135,20 @@ def train(
     fp8: Fp8 = None,
     plan: Annotated[str | None, typer.Option(help="a plan file to use instead of searching", metavar="FILE")] = None,
     data: Annotated[
-        str | None, typer.Option(help="text to train on, read as bytes; a made-up batch by default", metavar="FILE")
+        str | None, typer.Option(help="text to train on, read as bytes \\[default: a synthetic batch]", metavar="FILE")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="optimiser steps \\[default: 100]")] = None,
+    steps: Annotated[int | None, typer.Option(help="optimizer steps \\[default: 100]")] = None,
     learning_rate: Annotated[
         float | None, typer.Option("--lr", help="AdamW's learning rate \\[default: 0.001]")
     ] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(help="folder to write checkpoints to and to resume from", metavar="FOLDER")
+        str | None, typer.Option(help="folder of the checkpoints; training resumes from the latest", metavar="FOLDER")
     ] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="steps between checkpoints")] = None,
-    single: Annotated[bool, typer.Option("--single", help="train the plain model on this process")] = False,
+    single: Annotated[bool, typer.Option("--single", help="train the original model in this process")] = False,
 ) -> None:
-    """Plan, start the processes, and train. Under torchrun every process calls this."""
-    given = flags.plan_options(
+    """Plan, start the processes, and train. Under torchrun every process runs this command."""
+    from_flags = flags.plan_options(
         cluster=cluster,
         num_processes=flags.processes,
         backend=backend,
@@ -161,12 +161,12 @@ def train(
         auto_parallel=False if single else None,
     )
     fields = overridden(_fields_of(source), overrides or ())
-    said = [each.partition("=")[0] for each in overrides or ()]
-    is_other = (cluster or "cluster" in said) and (cluster or fields["cluster"]) != "detect"
-    if is_other and "num_processes" not in said:
-        fields.pop("num_processes", None)  # it was said of the file's own cluster
+    overridden_names = [override.partition("=")[0] for override in overrides or ()]
+    is_other = (cluster or "cluster" in overridden_names) and (cluster or fields["cluster"]) != "detect"
+    if is_other and "num_processes" not in overridden_names:
+        fields.pop("num_processes", None)  # it belongs to the file's cluster
     name, text, length = (fields.pop(key, None) for key in SOURCE_FIELDS)
-    config = TrainerConfig.from_mapping(fields | given, source)
+    config = TrainerConfig.from_mapping(fields | from_flags, source)
     job, config = _training_job(str(name), config, replace(flags, seq=flags.seq or length))
     places = dict(zip(SOURCE_FIELDS, (name, data or text, flags.seq or length), strict=True))
     trainer = Trainer(
@@ -192,14 +192,16 @@ def launch(
     script, *arguments = command
     if not Path(script).is_file():
         raise ConstraintError(
-            "there is no such script", values=script, alternatives="autopar launch plan.yaml -- train.py"
+            "the script does not exist",
+            values=script,
+            alternatives="a Python script after --, as in autopar launch plan.yaml -- train.py",
         )
     check_starting("launch")
     launch_main(Path(script), arguments, Plan.from_file(plan).num_ranks)
 
 
 def _train(trainer: Any, config: TrainerConfig) -> None:
-    """Fit with a word before and after, on the first rank only."""
+    """Train. The first rank prints the plan before and a summary after."""
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and config.auto_parallel and not under_launcher():
         say(f"{trainer.compile()!r}")
@@ -208,26 +210,28 @@ def _train(trainer: Any, config: TrainerConfig) -> None:
     except RankError as error:
         say(f"error: {error}", as_note=True)
         if config.checkpoint_directory:
-            say("the same command continues from the last checkpoint", as_note=True)
+            say("note: run the same command to continue from the last checkpoint", as_note=True)
         raise typer.Exit(1) from None
     if is_first:
-        console().print(train_summary(result))
+        show(train_summary(result))
 
 
 def _fields_of(source: str) -> dict[str, Any]:
-    """The fields of a configuration's file, or of a model's name."""
+    """Return the fields of a configuration file; a model's name is a configuration with only that field."""
     if not source.endswith((".yaml", ".yml", ".toml")):
         return {"model": source}
     fields = read_mapping(source)
     if "model" not in fields:
         raise ConstraintError(
-            f"{source} names no model", alternatives="model: module:factory or hf:path/to/config.json"
+            "the configuration names no model",
+            values=source,
+            alternatives="a line `model: module:factory` or `model: hf:path/to/config.json` in the file",
         )
     return fields
 
 
 def _training_job(name: str, config: TrainerConfig, flags: Flags) -> tuple[Job, TrainerConfig]:
-    """The job, and the configuration with its cluster resolved (measured once, unless ranks must agree on it)."""
+    """Load the job, and resolve the configuration's cluster (measured here, unless ranks must agree on it)."""
     num_devices = int(os.environ.get("WORLD_SIZE", "1"))
     if config.auto_parallel and not under_launcher():
         spec = (

@@ -28,10 +28,11 @@ Under inductor a run of calls between two reshards is one graph of torch.compile
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from autopar.ir.graph import base_name
 from autopar.operators.traits import ATTENTION, MATMULS, VIEWS
+from codegen.fusion import PATTERNS
 from codegen.program import Call, LayerLoop, Reshard, Statement, reads
 
 Calls = tuple[float, float]
@@ -71,15 +72,8 @@ RUNTIME: Calls = (FUNCTION + 10 * CALL, FUNCTION + 10 * CALL)
 JOINED = ("overlapped.", "deferred.", "fp8.", "async_tp.")
 """Run-time functions that combine a product with other calls."""
 GRAPH = 5.0
-KERNELS: Mapping[str, tuple[int, int]] = {
-    "kernels.add_rms_norm": (1, 2),
-    "kernels.add_layer_norm": (1, 3),
-    "kernels.rms_norm": (1, 2),
-    "kernels.layer_norm": (1, 3),
-    "kernels.bias_gelu": (1, 2),
-    "kernels.cross_entropy": (3, 1),
-}
-"""Launches of fused kernels that have several in one direction, by pattern, as `TERMS` of kernels.py."""
+LAUNCHES = {pattern.target: pattern.launches for pattern in PATTERNS}
+"""Launches of fused kernels, forward and backward."""
 
 
 def calls_of(statement: Statement) -> Calls:
@@ -131,7 +125,7 @@ def host_calls(statements: Iterable[Statement], is_layer: bool, is_compiled: boo
 def _kernel(call: Call) -> Calls:
     if call.target == "kernels.linear_cross_entropy":
         return LM_HEAD
-    forward, backward = KERNELS.get(call.target, (1, 1))
+    forward, backward = LAUNCHES.get(call.target, (1, 1))
     is_trained = any(result.type.requires_grad for result in call.results)
     return FUNCTION + forward * LAUNCH, FUNCTION + backward * LAUNCH if is_trained else 0.0
 

@@ -34,6 +34,7 @@ from autopar.ir.placement import Placements
 from autopar.options.fused import Fusion
 from autopar.options.strategies import Operator, Option, num_local
 from codegen.fusion.losses import ACCUMULATOR_BYTES
+from codegen.kernels.linear_cross_entropy import even_chunk
 from cost_models import compute
 
 LM_HEAD = "linear and cross-entropy"
@@ -41,49 +42,6 @@ LM_HEAD_CALL = "kernels.linear_cross_entropy"
 
 Key = tuple[str, str]
 """Name of a call: (scope, call)."""
-
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "gpu": 1 << 28}
-CHUNK_GRANULE = 128
-"""Logits of one chunk, and the multiple to which its rows are rounded up (codegen/kernels/linear_cross_entropy.py
-`_even_chunk`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """Price terms of one kernel.
-
-    needs_whole: whether the last dim of its tensors may not be cut. launches: if more than one kernel, forward and
-    backward. on_cpu: whether its CPU version, in torch operations, is fused too; references of other kernels are the
-    calls that they replace. is_linear: in possibly partial sums, so that intermediates may be partial. no_gradient:
-    leaves whose gradient is another tensor's, passed on.
-    """
-
-    needs_whole: bool = False
-    launches: tuple[int, int] = (1, 1)
-    on_cpu: bool = False
-    is_linear: bool = False
-    no_gradient: frozenset[str] = frozenset()
-
-
-_RESIDUAL = frozenset({"residual"})
-
-TERMS: Mapping[str, Terms] = {
-    "dropout and sum": Terms(is_linear=True, no_gradient=_RESIDUAL),
-    "sum and RMSNorm": Terms(needs_whole=True, launches=(1, 2), no_gradient=_RESIDUAL),
-    "sum and LayerNorm": Terms(needs_whole=True, launches=(1, 3), no_gradient=_RESIDUAL),
-    "RMSNorm": Terms(needs_whole=True, launches=(1, 2)),
-    "LayerNorm": Terms(needs_whole=True, launches=(1, 3)),
-    "rotary": Terms(needs_whole=True, is_linear=True),
-    "SwiGLU": Terms(),
-    "GeGLU": Terms(),
-    "bias and GELU": Terms(launches=(1, 2)),
-    "GELU": Terms(on_cpu=True),
-    "cross-entropy": Terms(needs_whole=True, launches=(3, 1)),
-    LM_HEAD: Terms(on_cpu=True),
-}
-"""The terms by the pattern's name. In backward, partial sums of a weight's and a bias' gradient are added up;
-cross-entropy's forward adds up the losses and divides. GELU is torch's call. Dropout's backward draws its mask
-again, in the same kernel."""
 
 
 @dataclass
@@ -113,7 +71,7 @@ class KernelPricer(Pricer):
     def is_one_call(self, fusion: Fusion) -> bool:
         """Return whether this device runs the kernel as one call; references on CPUs are the calls that they
         replace."""
-        return TERMS[fusion.name].on_cpu or not is_cpu(self.cluster)
+        return fusion.match.pattern.on_cpu or not is_cpu(self.cluster)
 
     def fused(self, operator: Operator, option: Option) -> Fusion | None:
         """Return the run whose share a call pays: the program's, or without one the run that this decision leaves
@@ -160,15 +118,15 @@ class KernelPricer(Pricer):
         own += zip(operator.node.outputs, option.outputs, strict=True)
         largest, lies = max(own, key=lambda pair: pair[0].numel)
         local = num_local(largest, lies, self.mesh) / largest.numel
-        name, terms = operator.node.name, TERMS[fusion.name]
+        name, pattern = operator.node.name, fusion.match.pattern
         metas, charged = fusion.tensors, fusion.charged
         results = [Ref(node.name) for node in fusion.nodes]
-        handed_on = {fusion.leaves[leaf] for leaf in terms.no_gradient}
+        handed_on = {fusion.leaves[leaf] for leaf in pattern.no_gradient}
         gradients = [ref for ref, meta in fusion.entering.items() if meta.requires_grad and ref not in handed_on]
         launch, seconds = self.cluster.device.kernel_launch_seconds, []
         moved = [*fusion.entering, *results], [*results, *kept_by(fusion), *gradients]
         counts = specials(fusion.node)
-        for refs, launches, count in zip(moved, terms.launches, counts, strict=True):
+        for refs, launches, count in zip(moved, pattern.launches, counts, strict=True):
             whole = sum(metas[ref].num_bytes for ref in refs)
             here = sum(metas[ref].num_bytes for ref in refs if charged[ref] == name)
             work = compute.Work("memory", 0.0, local * whole, specials=count * local * fusion.node.meta.numel)
@@ -262,9 +220,7 @@ class KernelPricer(Pricer):
 
     def _chunks(self, rows: int, classes: int) -> tuple[int, int]:
         """Return how the kernel cuts the rows: (number of chunks, rows of one)."""
-        most = max(1, CHUNK_ELEMENTS["cpu" if is_cpu(self.cluster) else "gpu"] // max(1, classes))
-        even = -(-rows // max(1, -(-rows // most)))
-        height = max(1, min(most, -(-even // CHUNK_GRANULE) * CHUNK_GRANULE))
+        height = even_chunk(rows, classes, is_cpu(self.cluster))
         return -(-rows // height), min(height, rows)
 
 
@@ -292,10 +248,10 @@ class _LMHead:
 
 def is_whole(fusion: Fusion, operator: Operator, option: Option) -> bool:
     """Return whether a call's decision leaves its run one kernel call."""
-    terms, is_last = TERMS[fusion.name], operator.node.name == fusion.node.name
-    if not (is_last or terms.is_linear) and any(p.kind == "P" for lies in option.outputs for p in lies):
+    pattern, is_last = fusion.match.pattern, operator.node.name == fusion.node.name
+    if not (is_last or pattern.is_linear) and any(p.kind == "P" for lies in option.outputs for p in lies):
         return False
-    if not terms.needs_whole:
+    if not pattern.needs_whole:
         return True
     tensors = [*zip(operator.inputs, option.inputs, strict=True)]
     tensors += zip(operator.node.outputs, option.outputs, strict=True)

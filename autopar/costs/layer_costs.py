@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from autopar.costs.liveness import Liveness
 from autopar.costs.peak import Slot
+from cost_models.schedule import schedule_named
 
 SYNCHRONISATION = "gradient and parameter synchronisation"
 HIDDEN = "hidden communication"
@@ -140,7 +141,7 @@ class LayerCost:
 
 def defers_weights(schedule: str) -> bool:
     """Return whether a schedule defers weight gradients, so that no sums can overlap them."""
-    return schedule.startswith("zero-bubble")
+    return schedule_named(schedule).defers_weights
 
 
 def exposed(seconds: Mapping[str, float]) -> float:

@@ -135,7 +135,7 @@ def pipeline_costs(
     graph = ranks[0].graph
     stages = pipeline.stages or (StagePlan(0, len(chain(graph))),)
     pipeline = replace(pipeline, stages=stages)
-    home = placement(pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks)
+    home = placement(pipeline.schedule, pipeline.num_pipeline_ranks, pipeline.num_chunks)
     of_stage = [ranks[rank] for rank in home]
     tied = _tied(of_stage, stages, pipeline.num_pipeline_ranks)
     return PipelineCosts(

@@ -21,7 +21,7 @@ from autopar.costs.layer_costs import (
 )
 from autopar.costs.peak import Holding, Life, Peaks, Slot, at_peak, peaks
 from autopar.ir.plan_data import Pipeline, Prediction, StagePlan
-from cost_models.schedule import Shape, StageTimes, Timeline, make_schedule, placement, simulate
+from cost_models.schedule import Shape, StageTimes, Timeline, make_schedule, placement, schedule_named, simulate
 
 BUBBLE = "pipeline bubble"
 ACTIONS = "pipeline actions"
@@ -209,7 +209,7 @@ def simulated(
     bubble. A first pass (`FIRST_PASS`) is simulated as the first half of every forward: except for messages, this
     takes as long as all its forwards first.
     """
-    schedule, pp, chunks = pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks
+    schedule, pp, chunks = pipeline.schedule, pipeline.num_pipeline_ranks, pipeline.num_chunks
     lines = make_schedule(schedule, pp, num_micro_batches, chunks)
     workspace = [{"workspace": size} if size else {} for size in workspace_bytes or [0.0] * pp]
     defers = any(action.kind == "W" for action in lines[0])
@@ -314,7 +314,7 @@ def rank_bytes(
     stages: Sequence[StageCost], pipeline: Pipeline, num_micro_batches: int, tied: Sequence[TiedParameter]
 ) -> list[dict[str, float]]:
     """Return the peak of one device of every pipeline rank by kind, without the device's workspace."""
-    schedule, pp, chunks = pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks
+    schedule, pp, chunks = pipeline.schedule, pipeline.num_pipeline_ranks, pipeline.num_chunks
     states = holding_states(schedule, pp, num_micro_batches, chunks)
     home = placement(schedule, pp, chunks)
     return [_memory(stages, home, states[rank], rank, tied) for rank in range(pp)]
@@ -322,17 +322,11 @@ def rank_bytes(
 
 @lru_cache(maxsize=1024)
 def holding_states(schedule: str, pp: int, num_micro_batches: int, chunks: int) -> tuple[tuple[Holding, ...], ...]:
-    """Return per pipeline rank every kind of action with its stages' micro-batches in flight, once each.
-
-    Two groups of micro-batches and the rest cover all cases: more of them repeat these. For interleaved schedules
-    this requires that no rest is left.
-    """
-    count, p = num_micro_batches, pp
-    if count > 3 * p and schedule != "gpipe" and (schedule != "interleaved" or count % p == 0):
-        count = 2 * p + count % p
-    home = placement(schedule, p, chunks)
+    """Return per pipeline rank every kind of action with its stages' micro-batches in flight, once each."""
+    count = schedule_named(schedule).representative_micro_batches(pp, num_micro_batches)
+    home = placement(schedule, pp, chunks)
     found = []
-    for rank, line in enumerate(make_schedule(schedule, p, count, chunks)):
+    for rank, line in enumerate(make_schedule(schedule, pp, count, chunks)):
         held = {stage: [0, 0] for stage, where in enumerate(home) if where == rank}
         seen: dict[Holding, None] = {}
         for action in line:

@@ -1,11 +1,12 @@
-"""Why a plan: what binds it, what each other decision would cost, and what would make an infeasible request feasible.
+"""Why a plan: its bottleneck, the cost of each other decision, and the changes that make an infeasible request
+feasible.
 
-    explain(program)       an Explanation, found by planning again under changed conditions    questions.py
-    render_explanation     the same as text                                                    render.py
-    compare(one, other)    two plans side by side                                              compare.py
-    advised(request, ...)  an InfeasibleError that says what would do                          rescue.py
+    explain(program)       an Explanation, from planning again under changed conditions        questions.py
+    render_explanation     the explanation as text                                             render.py
+    compare(first, second) two plans side by side                                              compare.py
+    advised(request, ...)  an InfeasibleError with changes that make the request feasible      rescue.py
 
-Nothing is inferred from the plan alone: every number is a prediction of a plan that was made or priced for it.
+Every number is a prediction of a plan that was chosen or priced for it. Nothing is extrapolated from the plan alone.
 """
 
 from autopar.explain.compare import Comparison, compare, render_comparison

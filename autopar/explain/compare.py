@@ -1,4 +1,4 @@
-"""Two plans side by side: what was decided differently, and what that does to time and memory."""
+"""Two plans side by side: the decisions that differ, and their effect on time and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.units import bytes_text, seconds_text
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One line: what, and how it is in each plan."""
+    """One line: a decision or tensor, and its value in each plan."""
 
     what: str
     first: str
@@ -37,8 +37,9 @@ class Amounts:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """decisions: all of those made once per plan. stages: one line per stage. placements: those that differ, by scope
-    and tensor. seconds, num_bytes: by kind. pipeline_ranks: peak bytes of each pipeline rank."""
+    """The differences of two plans. decisions: all decisions that hold for a whole plan. stages: one line per stage.
+    placements: those that differ, by scope and tensor. seconds, num_bytes: by kind. pipeline_ranks: peak bytes of each
+    pipeline rank."""
 
     first: Plan
     second: Plan
@@ -51,7 +52,7 @@ class Comparison:
 
 
 def compare(first: Plan, second: Plan) -> Comparison:
-    """What differs between two plans, as their files say it."""
+    """Compare two plans by their files."""
     return Comparison(
         first=first,
         second=second,
@@ -78,13 +79,13 @@ def _decisions(first: Plan, second: Plan) -> Iterator[Difference]:
         "layers recomputed": lambda p: ", ".join(f"{n} {mode}" for mode, n in recompute_modes(p).items()) or "none",
         "on the host": lambda p: p.pipeline.offload or "nothing",
     }
-    return (Difference(what, text(first), text(second)) for what, text in rows.items())
+    return (Difference(name, text(first), text(second)) for name, text in rows.items())
 
 
 def _stages(first: Plan, second: Plan) -> Iterator[Difference]:
-    mine, its = first.pipeline.stages, second.pipeline.stages
-    for index in range(max(len(mine), len(its))):
-        texts = [_stage_text(stages[index]) if index < len(stages) else "-" for stages in (mine, its)]
+    first_stages, second_stages = first.pipeline.stages, second.pipeline.stages
+    for index in range(max(len(first_stages), len(second_stages))):
+        texts = [_stage_text(stages[index]) if index < len(stages) else "-" for stages in (first_stages, second_stages)]
         yield Difference(f"stage {index}", *texts)
 
 
@@ -99,20 +100,20 @@ def _placements(first: Plan, second: Plan) -> Iterator[Difference]:
     for scope in dict.fromkeys((*first.scopes, *second.scopes)):
         tables = [_table(plan, scope) for plan in (first, second)]
         for name in dict.fromkeys((*tables[0], *tables[1])):
-            texts = [table.get(name, "as its producer or inputs") for table in tables]
+            texts = [table.get(name, "follows from neighboring tensors") for table in tables]
             if texts[0] != texts[1]:
                 yield Difference(f"{scope}: {name}" if scope else name, *texts)
 
 
 def _table(plan: Plan, scope: str) -> dict[str, str]:
-    """Every entry of a scope by "kind name"."""
+    """Return every entry of a scope by "kind name"."""
     if scope not in plan.scopes:
         return {}
-    own, mesh = plan.scopes[scope], plan.mesh
-    found = {f"input {n}": placements_text(p, mesh) for n, p in own.inputs.items()}
-    found |= {n: stored_text(s, mesh) for n, s in own.parameters.items()}
-    found |= {f"call {n}": labels_text(labels, mesh) for n, labels in own.calls.items()}
-    return found | {f"result {n}": placements_text(p, mesh) for n, p in own.tensors.items()}
+    decisions, mesh = plan.scopes[scope], plan.mesh
+    entries = {f"input {n}": placements_text(p, mesh) for n, p in decisions.inputs.items()}
+    entries |= {n: stored_text(s, mesh) for n, s in decisions.parameters.items()}
+    entries |= {f"call {n}": labels_text(labels, mesh) for n, labels in decisions.calls.items()}
+    return entries | {f"result {n}": placements_text(p, mesh) for n, p in decisions.tensors.items()}
 
 
 def _amounts(first: Mapping[str, float], second: Mapping[str, float]) -> Iterator[Amounts]:
@@ -125,7 +126,7 @@ def _amounts(first: Mapping[str, float], second: Mapping[str, float]) -> Iterato
 def _pipeline_ranks(first: Plan, second: Plan) -> Iterator[Amounts]:
     peaks = [[sum(kinds.values()) for kinds in plan.prediction.pipeline_ranks] for plan in (first, second)]
     for index in range(max(map(len, peaks))):
-        values = [own[index] if index < len(own) else 0.0 for own in peaks]
+        values = [rank_peaks[index] if index < len(rank_peaks) else 0.0 for rank_peaks in peaks]
         yield Amounts(f"pipeline rank {index}", *values)
 
 
@@ -133,17 +134,20 @@ def _pipeline_ranks(first: Plan, second: Plan) -> Iterator[Amounts]:
 
 
 def render_comparison(comparison: Comparison, names: tuple[str, str] = ("A", "B"), width: int = WIDTH) -> str:
-    """The comparison as plain text of at most `width` columns."""
+    """Return the comparison as plain text of at most `width` columns."""
     return plain_text(comparison_panels(comparison, names), width)
 
 
 def comparison_panels(comparison: Comparison, names: tuple[str, str] = ("A", "B")) -> Iterator[RenderableType]:
-    """The comparison's parts in order, for `rich.console.Console.print`."""
+    """Yield the comparison's parts in order, for `rich.console.Console.print`."""
     yield _differences("Decisions", comparison.decisions, names)
+    yield Text("")
     if comparison.stages:
         yield _differences("Stages", comparison.stages, names)
+        yield Text("")
     if comparison.placements:
         yield _differences("Placements that differ", comparison.placements, names)
+        yield Text("")
     else:
         yield Text("Placements that differ: none\n")
     first, second = comparison.first.prediction, comparison.second.prediction
@@ -151,9 +155,11 @@ def comparison_panels(comparison: Comparison, names: tuple[str, str] = ("A", "B"
     hidden = tuple(row for row in comparison.seconds if row.kind == HIDDEN)
     total = Amounts("one step", first.step_seconds, second.step_seconds)
     yield _numbers("Predicted time of one step", (*exposed, total), names, seconds_text, hidden)
+    yield Text("")
     peak = Amounts("peak", first.peak_bytes, second.peak_bytes)
     yield _numbers("Predicted memory of the fullest rank", (*comparison.num_bytes, peak), names, bytes_text)
     if comparison.pipeline_ranks:
+        yield Text("")
         yield _numbers("Peak of each pipeline rank", comparison.pipeline_ranks, names, bytes_text, has_total=False)
 
 
@@ -172,7 +178,7 @@ def _numbers(
     after: tuple[Amounts, ...] = (),
     has_total: bool = True,
 ) -> RenderableType:
-    """rows: the last of them is the total. after: what does not count in it."""
+    """Return a table of numbers. rows: the last row is the total. after: rows that the total does not include."""
     table = table_of(title, ("", 42), (names[0], 14, "right"), (names[1], 14, "right"), ("difference", 0, "right"))
     for row in rows:
         is_total = has_total and row is rows[-1]

@@ -1,4 +1,4 @@
-"""Conditions that are changed to see what binds: the request with more of one thing and all else equal."""
+"""Changed conditions that show what binds a plan: the request with more of one resource and everything else equal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from autopar.planning.request import Request
 from cost_models.hardware import Device, Link
 from cost_models.machine import Cluster
 
-MORE_MEMORY = ((1.1, "10 % more"), (1.25, "25 % more"), (2.0, "twice the"))
+MORE_MEMORY = ((1.1, "10% more"), (1.25, "25% more"), (2.0, "twice the"))
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """resource: what there is more of. is_comparable: whether a step does the same work on as many devices, so that
-    step times tell what binds. has_same_prices: whether a device and its links are as before."""
+    """A changed request. resource: the resource with more of it. is_comparable: whether a step does the same work on as
+    many devices, so that step times show what binds. has_same_prices: whether devices and links are unchanged."""
 
     resource: str
     words: str
@@ -26,16 +26,16 @@ class Condition:
 
 
 def conditions(request: Request) -> Iterator[Condition]:
-    """Changed requests, those that tell most first."""
+    """Yield the changed requests, the most informative first."""
     groups = request.whole.groups
     yield _on(request, "compute", "twice the arithmetic rate", _device(faster_compute))
     yield _on(request, "memory bandwidth", "twice the device's memory bandwidth", _device(faster_memory))
     if any(group.devices_per_node > 1 for group in groups):
-        where = "between processes" if is_cpu(groups[0]) else "inside a node"
+        place = "between processes" if is_cpu(groups[0]) else "inside a node"
         yield _on(
             request,
-            f"bandwidth {where}",
-            f"twice the bandwidth {where}",
+            f"bandwidth {place}",
+            f"twice the bandwidth {place}",
             lambda group: replace(group, intra_node=faster_link(group.intra_node)),
         )
     if any(group.num_nodes > 1 for group in groups):
@@ -50,7 +50,7 @@ def conditions(request: Request) -> Iterator[Condition]:
         words = "twice the bandwidth between the groups of nodes"
         wider = replace(request, mixed=joined)
         yield Condition("bandwidth between the groups of nodes", words, wider, has_same_prices=False)
-    yield _on(request, "latency", "half the time of starting kernels and messages", prompter)
+    yield _on(request, "latency", "half the latency of kernels and messages", lower_latency)
     for factor, words in reversed(MORE_MEMORY):
         yield Condition("memory", f"{words} memory", with_more_memory(request, factor))
     larger = replace(request, global_batch_size=2 * request.global_batch_size)
@@ -61,12 +61,12 @@ def conditions(request: Request) -> Iterator[Condition]:
 
 
 def _device(change: Callable[[Device], Device]) -> Callable[[Cluster], Cluster]:
-    """A change of every device of a cluster."""
+    """Return a change of a cluster's device."""
     return lambda cluster: replace(cluster, device=change(cluster.device))
 
 
 def with_more_memory(request: Request, factor: float) -> Request:
-    """The request with `factor` times the memory of every rank."""
+    """Return the request with `factor` times the memory of every rank."""
     limits = request.constraints
     if request.mixed is not None and limits.memory_bytes is None:
         return _changed(request, lambda group: group.with_memory(int(group.device.memory_bytes * factor)))
@@ -74,32 +74,33 @@ def with_more_memory(request: Request, factor: float) -> Request:
 
 
 def faster_memory(device: Device, factor: float = 2.0) -> Device:
-    """The device with `factor` times the bandwidth of its memory."""
+    """Return the device with `factor` times its memory bandwidth."""
     return replace(device, memory_bytes_per_second=factor * device.memory_bytes_per_second)
 
 
 def faster_compute(device: Device, factor: float = 2.0) -> Device:
-    """The device with `factor` times the peak of every dtype."""
+    """Return the device with `factor` times the peak of every dtype."""
     peaks = {dtype: factor * peak for dtype, peak in device.peak_flops_per_second.items()}
     return replace(device, peak_flops_per_second=peaks)
 
 
 def faster_link(link: Link, factor: float = 2.0) -> Link:
-    """The link with `factor` times the bandwidth."""
+    """Return the link with `factor` times the bandwidth."""
     return replace(link, bytes_per_second=factor * link.bytes_per_second)
 
 
-def prompter(cluster: Cluster, factor: float = 2.0) -> Cluster:
-    """The cluster with a `factor`-th of all fixed times: of kernels, hosts, messages and collectives."""
+def lower_latency(cluster: Cluster, factor: float = 2.0) -> Cluster:
+    """Return the cluster with all fixed times divided by `factor`: of kernels, hosts, messages and collectives."""
 
-    def prompt(link: Link) -> Link:
+    def faster_start(link: Link) -> Link:
         startup = link.startup_seconds / factor
         return replace(link, latency_seconds=link.latency_seconds / factor, startup_seconds=startup)
 
     launch = cluster.device.kernel_launch_seconds / factor
     issue = cluster.device.host_call_seconds / factor
     device = replace(cluster.device, kernel_launch_seconds=launch, host_call_seconds=issue)
-    return replace(cluster, device=device, intra_node=prompt(cluster.intra_node), inter_node=prompt(cluster.inter_node))
+    intra_node, inter_node = faster_start(cluster.intra_node), faster_start(cluster.inter_node)
+    return replace(cluster, device=device, intra_node=intra_node, inter_node=inter_node)
 
 
 def _on(request: Request, resource: str, words: str, change: Callable[[Cluster], Cluster]) -> Condition:
@@ -107,7 +108,7 @@ def _on(request: Request, resource: str, words: str, change: Callable[[Cluster],
 
 
 def _changed(request: Request, change: Callable[[Cluster], Cluster]) -> Request:
-    """The request with every group of equal nodes changed."""
+    """Return the request with every group of equal nodes changed."""
     if request.mixed is None:
         return replace(request, cluster=change(request.cluster))
     mixed = request.mixed.map(change)

@@ -1,4 +1,4 @@
-"""The decisions of a plan, and the constraints that make one of them differently and leave the others open."""
+"""The decisions of a plan, and the constraints that change one decision and leave the others open."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
-from autopar.ir.mesh import AXIS_NAMES
+from autopar.ir.mesh import AXIS_NAMES, PIPELINE_AXIS
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES
 from autopar.plan import Plan
 from autopar.planning.equal_configs import Shape, expert_degrees, micro_batch_counts, shapes
 from autopar.planning.request import Request, divisors
 from autopar.report.plan_words import recompute_modes, zero_stage
 from autopar.settings.constraints import Constraints
+from codegen.axes import AXES
 from cost_models.schedule import SCHEDULES
 
 PINS = (*AXIS_NAMES, "etp", "zero", "micro_batches", "schedule", "chunks", "recompute", "offload", "context")
@@ -23,7 +24,7 @@ PINS = (*AXIS_NAMES, "etp", "zero", "micro_batches", "schedule", "chunks", "reco
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision made differently. dimension: a name of constraints; value: what it is set to, "" for not at all."""
+    """One changed decision. dimension: a name of constraints; value: its new value, "" for a removed pin."""
 
     dimension: str
     value: str
@@ -31,7 +32,7 @@ class Decision:
 
 
 def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]:
-    """Every decision of a plan, a step to each side, with the user's other pins kept."""
+    """Yield every decision of a plan, changed by one step to each side. The user's other pins stay."""
     limits = request.constraints
     for name in pins_of(limits):
         yield Decision(name, "", without(limits, (name,)))
@@ -46,7 +47,7 @@ def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[De
             if stage != zero_stage(plan):
                 yield Decision("zero", str(stage), replace(limits, zero=stage))
     if limits.schedule is None and plan.pipeline.num_pipeline_ranks > 1:
-        degrees = {**limits.degrees, "pp": plan.pipeline.num_pipeline_ranks}
+        degrees = {**limits.degrees, PIPELINE_AXIS: plan.pipeline.num_pipeline_ranks}
         for schedule in SCHEDULES:
             if schedule != plan.pipeline.schedule:
                 yield Decision("schedule", schedule, replace(limits, schedule=schedule, degrees=degrees))
@@ -54,7 +55,7 @@ def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[De
         counts = list(filter(request.splits, micro_batch_counts(request.global_batch_size // data_ranks, None)))
         degrees = {**limits.degrees}
         if not plan.pipeline.stage_meshes:
-            # The count that a rank's rows allow depends on dp, which is therefore kept.
+            # The possible counts depend on a rank's rows and so on dp, which therefore stays.
             degrees |= {axis: plan.mesh.size(axis) for axis in ("ddp", "cp", "ep", "ttp") if axis in plan.mesh.axes}
             degrees["dp"] = data_ranks // plan.mesh.size("ddp")
         for count in neighbours(counts, plan.num_micro_batches):
@@ -67,7 +68,7 @@ def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[De
 
 
 def _degrees(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]:
-    """A step up and down on each axis that is not pinned."""
+    """Yield a step up and a step down on each axis that is not pinned."""
     limits = request.constraints
     if request.mixed is not None:
         yield from _degrees_of_groups(request, plan, num_units)
@@ -80,7 +81,7 @@ def _degrees(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]
     degrees = {axis: mesh.size(axis) for axis in ("cp", "ttp", "tp")}
     chosen = Shape(pp=plan.pipeline.num_pipeline_ranks, dp=mesh.num_data_ranks, **degrees)
     for axis, here in chosen._asdict().items():
-        if axis not in limits.degrees and not (axis == "dp" and "ddp" in limits.degrees):
+        if axis not in limits.degrees and not (AXES[axis].cuts_batch and "ddp" in limits.degrees):
             for size in neighbours(sorted({getattr(shape, axis) for shape in legal}), here):
                 yield Decision(axis, str(size), replace(limits, degrees={**limits.degrees, axis: size}))
     ep, data = plan.mesh.size("ep"), plan.mesh.num_data_ranks // plan.mesh.size("ddp")
@@ -90,7 +91,7 @@ def _degrees(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]
 
 
 def _degrees_of_groups(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]:
-    """The other degrees over groups of unlike nodes, where `dp` differs from one pipeline rank to the next."""
+    """Yield other degrees for groups of unlike nodes, where `dp` differs between pipeline ranks."""
     limits, groups = request.constraints, request.whole.groups
     pipeline_ranks = list(range(len(groups), num_units + 1))
     degrees = divisors(math.lcm(*(g.devices_per_node for g in groups)))
@@ -101,19 +102,19 @@ def _degrees_of_groups(request: Request, plan: Plan, num_units: int) -> Iterator
 
 
 def neighbours(values: Sequence[int], chosen: int) -> list[int]:
-    """The next smaller and the next larger of ascending values."""
+    """Return the next smaller and the next larger of ascending values."""
     return [v for v in values if v < chosen][-1:] + [v for v in values if v > chosen][:1]
 
 
 def pins_of(limits: Constraints) -> list[str]:
-    """Names of the single decisions that a user pinned, and of the tables of placements."""
-    found = [name for name in PINS if name in limits.degrees or getattr(limits, name, None) is not None]
+    """Return the names of the decisions and of the tables of placements that a user pinned."""
+    names = [name for name in PINS if name in limits.degrees or getattr(limits, name, None) is not None]
     tables = ("parameters", "activations", "forbid_parameters", "forbid_activations")
-    return found + [name for name in tables if getattr(limits, name)]
+    return names + [name for name in tables if getattr(limits, name)]
 
 
 def pin_text(limits: Constraints, name: str) -> str:
-    """`tp=2`, or the table's name."""
+    """Return `tp=2`, or the table's name."""
     if name in limits.degrees:
         return f"{name}={limits.degrees[name]}"
     value = getattr(limits, name)
@@ -121,7 +122,7 @@ def pin_text(limits: Constraints, name: str) -> str:
 
 
 def without(limits: Constraints, names: Sequence[str]) -> Constraints:
-    """The constraints less some pins."""
+    """Return the constraints without some pins."""
     degrees = {axis: n for axis, n in limits.degrees.items() if axis not in names}
     cleared: dict[str, Any] = {
         name: () if isinstance(getattr(limits, name), tuple) else None for name in names if name not in AXIS_NAMES
@@ -129,8 +130,8 @@ def without(limits: Constraints, names: Sequence[str]) -> Constraints:
     return replace(limits, degrees=degrees, **cleared)
 
 
-def is_made(plan: Plan, decision: Decision) -> bool:
-    """Whether a plan really has what was asked for; not every model can have every mode and stage."""
+def has_decision(plan: Plan, decision: Decision) -> bool:
+    """Return whether a plan really makes a decision; some models cannot have every mode and stage."""
     value = decision.value
     if decision.dimension == "recompute":
         return bool(recompute_modes(plan)[value]) if value != "none" else not recompute_modes(plan)

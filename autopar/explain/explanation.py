@@ -1,4 +1,4 @@
-"""What an explanation consists of."""
+"""The data of an explanation."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cost_models.certainty import Certainty
 class WhatIf:
     """One changed condition: more memory, a faster link, more devices, a larger batch.
 
-    resource: what is changed ("compute", "memory", ...); words: how. rows: of one step under the change.
-    same_plan_seconds: of a step of the explained plan, None where it cannot run as it is. seconds: of a step of the
-    best plan, None where none was found, for the reason in `problem`. plan: that plan in words.
+    resource: the changed resource ("compute", "memory", ...); words: the change. rows: of one step under the change.
+    same_plan_seconds: step time of the explained plan, None if it cannot run unchanged. seconds: step time of the best
+    plan, None if there is none, for the reason in `problem`. plan: the best plan in words.
     """
 
     resource: str
@@ -27,13 +27,13 @@ class WhatIf:
 
     @property
     def best_seconds(self) -> float | None:
-        """Step seconds of the faster of both plans: the same one kept, or the one planned anew; None without either."""
+        """The step time of the faster plan: the explained one or the best one; None without either."""
         return min((s for s in (self.same_plan_seconds, self.seconds) if s is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The best plan with one decision made differently. seconds, peak_bytes: None where there is none."""
+    """The best plan with one changed decision. seconds, peak_bytes: None if there is no plan."""
 
     dimension: str
     value: str
@@ -47,10 +47,10 @@ class Alternative:
 class Explanation:
     """Why a plan was chosen, in numbers and sentences.
 
-    capacity_bytes: what a rank may use. certainty: how sure the peak is, and so whether it fits. searched: the best
-    plan that the search finds for the same request; another one where the explained plan was given. verdict: what
-    binds, in sentences. time: where the time goes and what hides what, in sentences. tied: alternatives whose times
-    predictions do not tell from the plan's, in words. not_tried: questions for which there was no time.
+    capacity_bytes: the memory budget of a rank. certainty: the 90 % interval of the peak, and whether it fits.
+    searched: the best plan for the same request, which differs from `plan` only if that was given. verdict: the
+    bottlenecks. time: the split of the step, and what overlaps. tied: alternatives that predictions cannot tell from
+    the plan. not_tried: questions left open at the time limit.
     """
 
     plan: Plan

@@ -1,8 +1,8 @@
-"""What fits: the plan of a job, its longest sequence, its largest batch, its fewest devices, and its cheapest cluster.
+"""Does a job fit: its plan, its longest sequence, its largest batch, its fewest devices, and its cheapest cluster.
 
-Every answer is a plan that the planner found for exactly that question, never an extrapolation. Memory grows with rows
-and tokens, so the largest number is bracketed by doubling and then bisected; what a bisection assumes, that less fits
-where more does, holds of memory but not of every divisor, which is why rows go in steps that the devices divide.
+Every answer is a plan for exactly that question, never an extrapolation. Memory grows with rows and tokens, so the
+search brackets the largest number by doubling and then bisects. Bisection assumes that less fits where more does. That
+holds for memory but not for every divisor, so batches grow in steps that the devices divide.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster
 
 LONGEST_TRIED = 2**20
-"""Tokens per row beyond which no model without a limit of its own is asked about."""
+"""The longest row, in tokens, that is tried for a model without a limit."""
 SHORTEST_TRIED = 8
 MOST_TIMES = 64
-"""Times the given rows up to which a larger batch is looked for: micro-batches make nearly any batch fit."""
+"""The largest batch that is tried, as a multiple of the job's rows: with micro-batches nearly any batch fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One request to the planner. rows: of the batch, None for the job's own. seq_len: None for the job's own.
-    in_one: the batch may not be cut into micro-batches."""
+    """One request to the planner. rows: of the batch, None for the job's. seq_len: None for the job's. in_one: the
+    whole batch is one micro-batch."""
 
     cluster: AnyCluster
     rows: int | None = None
@@ -44,8 +44,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A plan that was found. Seconds and tokens are of one step over all ranks, bytes of the fullest rank; tokens is 0
-    for a model that takes none. certainty: how sure the peak is, and so whether it fits."""
+    """A plan that fits. Seconds and tokens are of one step over all ranks, bytes of the fullest rank. tokens is 0 for a
+    model without tokens. certainty: the 90 % interval of the peak, and whether it fits."""
 
     cluster: str
     num_devices: int
@@ -62,8 +62,8 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """found: the best plan of the question, None where none is known. refused: the nearest number that was tried
-    without success. words: why it ends there, or why there is no answer."""
+    """An answer. found: the best plan for the question, or None. refused: the nearest number that was tried and has no
+    plan. words: why the search ended, or why there is no answer."""
 
     found: Fitted | None = None
     refused: int | None = None
@@ -72,9 +72,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class OnCluster:
-    """The answers for one cluster. needed_bytes: a budget that would be enough where the job does not fit; needed: how
-    sure that is. dollars: of
-    one step; dollars_per_million_tokens: None for models without tokens, both None without a price."""
+    """The answers for one cluster. needed_bytes: a sufficient budget if the job does not fit; needed: its certainty.
+    dollars: of one step, None without a price; dollars_per_million_tokens: None also for models without tokens."""
 
     cluster: str
     asked: Answer
@@ -90,25 +89,27 @@ class OnCluster:
 
 @dataclass(frozen=True, slots=True)
 class Fits:
-    """All answers, and the text of the cheapest cluster on which the job fits; None without prices."""
+    """All answers. cheapest: the cheapest cluster on which the job fits, in words; None without prices."""
 
     clusters: tuple[OnCluster, ...]
     cheapest: str | None
 
 
 class Planner(Protocol):
-    """Plans questions."""
+    """A function from questions to plans."""
 
     def __call__(self, question: Question) -> Fitted:
-        """The best plan. Raises InfeasibleError where nothing fits, another AutoparError where that cannot be asked."""
+        """Return the best plan. Raises InfeasibleError if nothing fits, another AutoparError for an invalid
+        question."""
 
     def fits_soon(self, question: Question) -> bool:
-        """Whether it is found out, without looking for the best plan, that one fits; raises as a call does."""
+        """Return whether a quick check finds a plan that fits, without the search for the best. Raises as a call
+        does."""
         return False
 
 
 def fitted_of(request: Request, best: Candidate, seq_len: int | None) -> Fitted:
-    """The figures of a plan that was found for a request."""
+    """Return the figures of a plan for a request."""
     plan = best.plan
     seconds = plan.prediction.step_seconds
     tokens = plan.num_micro_batches * tokens_of(best.graph)
@@ -138,25 +139,24 @@ def fits(
     seconds: float = math.inf,
     processes: int = 1,
 ) -> Fits:
-    """Answers for every cluster.
+    """Answer all questions for every cluster.
 
-    seq_len: tokens of a row as asked. longest: tokens that the model takes at most, where it says so. no_seq: why
-    sequences of other lengths cannot be asked about. prices: dollars per device and hour by the device's name. seconds:
-    after which no further question is asked; the first one of every cluster always is. processes: in so many a
-    cluster's questions are answered; more than one are forked, which is safe where no other thread holds what they
-    need. Raises ClusterError for a device without a price where there are prices, ConstraintError for a price below
-    zero.
+    seq_len: tokens of a row of the job. longest: the most tokens that the model takes, if it says so. no_seq: why
+    other sequence lengths cannot be tried, or "". prices: dollars per device and hour, by the device's name. seconds:
+    the time limit; the first question of every cluster is always answered. processes: processes that answer a
+    cluster's questions; more than one are forked, which is safe if no other thread holds locks that they need.
+    Raises ClusterError for a device without a price if there are prices, ConstraintError for a price below zero.
     """
     hourly = [dollars_per_hour(cluster, prices) for cluster in clusters]
     end = time.monotonic() + seconds
-    asking = _Asking(planner, end)
-    firsts = [asking.first(Question(cluster)) for cluster in clusters]
-    found = []
+    asker = _Asker(planner, end)
+    firsts = [asker.first(Question(cluster)) for cluster in clusters]
+    priced = []
     for number, (cluster, price, (first, error)) in enumerate(zip(clusters, hourly, firsts, strict=True)):
         now = time.monotonic()
-        asking.limit = now + (end - now) / (len(clusters) - number)  # what is left is shared by the clusters left
-        in_one, fewest, longest_one, largest = asking.others(cluster, first, seq_len, longest, no_seq, processes)
-        on = OnCluster(
+        asker.limit = now + (end - now) / (len(clusters) - number)  # the clusters left share the time left
+        in_one, fewest, longest_one, largest = asker.others(cluster, first, seq_len, longest, no_seq, processes)
+        cluster_answers = OnCluster(
             cluster=str(cluster),
             asked=first,
             needed_bytes=error.needed_bytes if error else None,
@@ -166,52 +166,52 @@ def fits(
             in_one=in_one,
             fewest=fewest,
         )
-        found.append(_priced(on, price))
-    return Fits(tuple(found), _cheapest(found))
+        priced.append(_priced(cluster_answers, price))
+    return Fits(tuple(priced), _cheapest(priced))
 
 
 @dataclass
-class _Asking:
-    """Asks the planner until the time is up, never the same twice."""
+class _Asker:
+    """Asks the planner each question once, until the time limit."""
 
     planner: Planner
     limit: float
-    known: dict[Question, Fitted | AutoparError] = field(default_factory=dict)
+    outcomes: dict[Question, Fitted | AutoparError] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
         return time.monotonic() > self.limit
 
     def ask(self, question: Question) -> Fitted | AutoparError:
-        if question not in self.known:
+        if question not in self.outcomes:
             try:
-                self.known[question] = self.planner(question)
+                self.outcomes[question] = self.planner(question)
             except AutoparError as error:
-                self.known[question] = error
-        return self.known[question]
+                self.outcomes[question] = error
+        return self.outcomes[question]
 
     def refusal(self, question: Question) -> AutoparError | None:
-        """Why the question has no plan, or None where it has one, which need not be the best."""
-        found = None if self.fits_soon(question) else self.ask(question)
-        return found if isinstance(found, AutoparError) else None
+        """Return why the question has no plan, or None if it has one, which need not be the best."""
+        outcome = None if self.fits_soon(question) else self.ask(question)
+        return outcome if isinstance(outcome, AutoparError) else None
 
     def fits_soon(self, question: Question) -> bool:
-        """Whether the question is known to have a plan, or that is soon found out."""
-        if question in self.known:
-            return isinstance(self.known[question], Fitted)
+        """Return whether the question has a plan, as known or by a quick check."""
+        if question in self.outcomes:
+            return isinstance(self.outcomes[question], Fitted)
         try:
             return not self.is_over and self.planner.fits_soon(question)
         except AutoparError:
             return False
 
     def first(self, question: Question) -> tuple[Answer, InfeasibleError | None]:
-        """The job as asked, and the error that says what it needs. Raises what is wrong with it other than memory."""
-        found = self.ask(question)
-        if isinstance(found, Fitted):
-            return Answer(found), None
-        if not isinstance(found, InfeasibleError):
-            raise found
-        return Answer(words=found.constraint), found
+        """Answer the job itself, with the error that says what it needs. Raises any error except InfeasibleError."""
+        outcome = self.ask(question)
+        if isinstance(outcome, Fitted):
+            return Answer(outcome), None
+        if not isinstance(outcome, InfeasibleError):
+            raise outcome
+        return Answer(words=outcome.constraint), outcome
 
     def others(
         self,
@@ -222,8 +222,8 @@ class _Asking:
         no_seq: str,
         processes: int,
     ) -> list[Answer]:
-        """In one micro-batch, the fewest devices, the longest sequence and the largest batch: what takes longest first.
-        longest, no_seq, processes: as `fits` takes them."""
+        """Answer the other questions, the slowest first: in one micro-batch, fewest devices, longest sequence, largest
+        batch. longest, no_seq, processes: as `fits` takes them."""
         base, rows = Question(cluster), first.found.rows if first.found else None
         asks = [
             partial(self.largest, replace(base, in_one=True), first),
@@ -236,130 +236,139 @@ class _Asking:
         return answers(lambda number: asks[number](), len(asks), processes)
 
     def longest(self, base: Question, first: Answer, most: int | None) -> Answer:
-        """The longest row among powers of two, the halves between them, and the model's own limit."""
+        """Find the longest row among powers of two, the halves between them, and the model's limit."""
         assert base.seq_len is not None
-        tried = lengths(base.seq_len, most or LONGEST_TRIED)
+        candidates = lengths(base.seq_len, most or LONGEST_TRIED)
         return self._last(
-            [replace(base, seq_len=length) for length in tried],
-            tried,
-            tried.index(base.seq_len),
+            [replace(base, seq_len=length) for length in candidates],
+            candidates,
+            candidates.index(base.seq_len),
             first,
-            f"the model's positions end at {most}" if most else f"longer ones than {LONGEST_TRIED} are not tried",
+            f"{most} is the model's limit" if most else f"rows of more than {LONGEST_TRIED} tokens are not tried",
         )
 
     def largest(self, base: Question, first: Answer) -> Answer:
-        """The largest batch in steps that the devices divide, up to MOST_TIMES the given one."""
+        """Find the largest batch in steps that the devices divide, up to MOST_TIMES the job's rows."""
         if first.found is None:
-            return Answer(words="the job as asked does not fit")
+            return Answer(words="the job itself does not fit")
         rows = first.found.rows
         step = math.gcd(rows, base.cluster.num_devices)
-        tried = list(range(step, MOST_TIMES * rows + 1, step))
-        known = Answer() if base.in_one else first
+        candidates = list(range(step, MOST_TIMES * rows + 1, step))
+        first_answer = Answer() if base.in_one else first
         return self._last(
-            [replace(base, rows=count) for count in tried],
-            tried,
-            tried.index(rows),
-            known,
-            f"more than {MOST_TIMES} times the given rows are not tried: micro-batches take little more memory",
+            [replace(base, rows=count) for count in candidates],
+            candidates,
+            candidates.index(rows),
+            first_answer,
+            f"more than {MOST_TIMES} times the job's rows are not tried: micro-batches need little more memory",
         )
 
-    def _last(self, asked: Sequence[Question], numbers: Sequence[int], start: int, first: Answer, end: str) -> Answer:
-        """The last question that fits of a list that gets harder. start: where the search begins. Only that one is
-        planned for its best plan. What is soon found to fit is not asked otherwise."""
-        low, best = -1, first.found
-        high, width = len(asked), 1
-        at, error = start, None
-        if best is not None:
-            low, at = start, start + 1
-        while low + 1 < high and not self.is_over:
-            soon = self._last_soon(asked, low, high) if low >= 0 else low
-            if soon > low:
-                low, best, at = soon, None, soon + 1
-            if at < high:
-                refused = self.refusal(asked[at])
-                if refused is None:
-                    low, best = at, None
-                else:
-                    high, error = at, refused
-            width *= 2
-            if high == len(asked):
-                at = min(low + width, high - 1)
-            elif low == -1:
-                at = max(high - width, 0)
-            else:
-                at = (low + high) // 2
-        words = end if high == len(asked) else _refusal(error)
-        if low + 1 < high:
-            words = "the time was up: more may fit"
-        if low >= 0 and best is None:
-            found = self.ask(asked[low])
-            best = found if isinstance(found, Fitted) else None
-        return Answer(best, numbers[high] if high < len(asked) else None, words)
+    def _last(
+        self, questions: Sequence[Question], numbers: Sequence[int], start: int, first: Answer, end: str
+    ) -> Answer:
+        """Find the last question that fits in a list of growing difficulty. start: the first index to try.
 
-    def _last_soon(self, asked: Sequence[Question], low: int, high: int) -> int:
-        """The last question before `high` that is soon found to fit, `low` if none is: the last of all, or in steps
-        that double as long as they fit, and then between the last two."""
-        if high == len(asked) and self.fits_soon(asked[-1]):
+        Only the answer is planned exactly; a quick check settles the other questions where it can."""
+        low, best = -1, first.found
+        high, width = len(questions), 1
+        index, error = start, None
+        if best is not None:
+            low, index = start, start + 1
+        while low + 1 < high and not self.is_over:
+            soon_index = self._last_soon(questions, low, high) if low >= 0 else low
+            if soon_index > low:
+                low, best, index = soon_index, None, soon_index + 1
+            if index < high:
+                refused = self.refusal(questions[index])
+                if refused is None:
+                    low, best = index, None
+                else:
+                    high, error = index, refused
+            width *= 2
+            if high == len(questions):
+                index = min(low + width, high - 1)
+            elif low == -1:
+                index = max(high - width, 0)
+            else:
+                index = (low + high) // 2
+        words = end if high == len(questions) else _refusal(error)
+        if low + 1 < high:
+            words = "the time limit ended the search: more may fit"
+        if low >= 0 and best is None:
+            outcome = self.ask(questions[low])
+            best = outcome if isinstance(outcome, Fitted) else None
+        return Answer(best, numbers[high] if high < len(questions) else None, words)
+
+    def _last_soon(self, questions: Sequence[Question], low: int, high: int) -> int:
+        """Return the last question before `high` that a quick check finds to fit, or `low`. It tries the very last one,
+        then steps that double while they fit, then bisects the last step."""
+        if high == len(questions) and self.fits_soon(questions[-1]):
             return high - 1
         width = 1
-        while low + width < high and self.fits_soon(asked[low + width]):
+        while low + width < high and self.fits_soon(questions[low + width]):
             low, width = low + width, 2 * width
         high = min(low + width, high)
         while low + 1 < high:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.fits_soon(asked[middle]) else (low, middle)
+            low, high = (middle, high) if self.fits_soon(questions[middle]) else (low, middle)
         return low
 
     def fewest(self, base: Question, first: Answer) -> Answer:
-        """Half the nodes as long as they fit, then half the devices of the node."""
+        """Halve the nodes while the job fits, then the devices of the node."""
         cluster = base.cluster
         if not isinstance(cluster, Cluster):
-            return Answer(words="unlike groups of nodes have no half")
+            return Answer(words="a cluster of unlike groups of nodes cannot be halved")
         if first.found is None:
-            return Answer(words="the job as asked does not fit")
+            return Answer(words="the job itself does not fit")
         fitting, refused, words = base, None, ""
         for smaller in halves(cluster):
             question = replace(base, cluster=smaller)
             error = None if self.is_over else self.refusal(question)
             if self.is_over or error is not None:
                 refused = smaller.num_devices
-                words = _refusal(error) or "the time was up: fewer may do"
+                words = _refusal(error) or "the time limit ended the search: fewer may be enough"
                 break
             fitting = question
         best = first.found if fitting == base else self.ask(fitting)
         return Answer(best if isinstance(best, Fitted) else None, refused, words)
 
 
-def lengths(given: int, most: int) -> list[int]:
-    """Powers of two, the halves between, `given` and `most`, ascending."""
+def lengths(length: int, most: int) -> list[int]:
+    """Return powers of two, the halves between them, `length` and `most`, in ascending order."""
     powers = [2**power for power in range(most.bit_length())]
     between = [power + power // 2 for power in powers[1:]]
-    return sorted({n for n in (*powers, *between) if SHORTEST_TRIED <= n <= most} | {given, most})
+    return sorted({n for n in (*powers, *between) if SHORTEST_TRIED <= n <= most} | {length, most})
 
 
 def halves(cluster: Cluster) -> list[Cluster]:
-    """The cluster with half the nodes, again and again while they are even, and then half the devices of a node."""
-    found = []
+    """Return the cluster with half the nodes, repeatedly while they are even, then with half the devices of a node."""
+    smaller = []
     while cluster.num_devices > 1:
         if cluster.num_nodes > 1:
             cluster = replace(cluster, num_nodes=cluster.num_nodes // 2)
         else:
             cluster = replace(cluster, devices_per_node=cluster.devices_per_node // 2)
-        found.append(cluster)
-    return found
+        smaller.append(cluster)
+    return smaller
 
 
 def dollars_per_hour(cluster: AnyCluster, prices: Mapping[str, float] | None) -> float | None:
-    """Of all devices together; None without prices. Raises ClusterError and ConstraintError."""
+    """Return the price of all devices together; None without prices. Raises ClusterError and ConstraintError."""
     if not prices:
         return None
     for name, price in prices.items():
         if isinstance(price, bool) or not isinstance(price, (int, float)) or not 0 <= price < math.inf:
-            raise ConstraintError("a price is dollars per device and hour", values=f"{name}={price!r}")
+            raise ConstraintError(
+                "a price is a number of dollars per device and hour, 0 or more",
+                values=f"{name}={price}",
+                alternatives=f'--price "{name}=2.5"',
+            )
     missing = [group.device.name for group in cluster.groups if group.device.name not in prices]
     if missing:
         raise ClusterError(
-            "a device has no price", values=", ".join(missing), alternatives=f'--price "{missing[0]}=2.5"'
+            "--price has no entry for a device",
+            values=", ".join(missing),
+            alternatives=f'also --price "{missing[0]}=2.5"',
         )
     return sum(group.num_devices * prices[group.device.name] for group in cluster.groups)
 
@@ -370,19 +379,22 @@ def _refusal(error: AutoparError | None) -> str:
     return "more does not fit the memory" if isinstance(error, InfeasibleError) else error.constraint
 
 
-def _priced(on: OnCluster, hourly: float | None) -> OnCluster:
-    found = on.asked.found
-    if hourly is None or found is None:
-        return on
-    dollars = hourly * found.step_seconds / 3600
+def _priced(answers_of: OnCluster, hourly: float | None) -> OnCluster:
+    fitted = answers_of.asked.found
+    if hourly is None or fitted is None:
+        return answers_of
+    dollars = hourly * fitted.step_seconds / 3600
     return replace(
-        on, dollars=dollars, dollars_per_million_tokens=dollars / found.tokens * 1e6 if found.tokens else None
+        answers_of, dollars=dollars, dollars_per_million_tokens=dollars / fitted.tokens * 1e6 if fitted.tokens else None
     )
 
 
-def _cheapest(found: Sequence[OnCluster]) -> str | None:
-    """By the dollars of a row, which are those of a token: clusters may take different numbers of rows."""
+def _cheapest(answered: Sequence[OnCluster]) -> str | None:
+    """Return the cluster with the lowest price per row, and so per token: clusters may take different numbers of
+    rows."""
     priced = [
-        (on.dollars / on.asked.found.rows, on.cluster) for on in found if on.dollars is not None and on.asked.found
+        (answers_of.dollars / answers_of.asked.found.rows, answers_of.cluster)
+        for answers_of in answered
+        if answers_of.dollars is not None and answers_of.asked.found
     ]
     return min(priced)[1] if priced else None

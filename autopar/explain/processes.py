@@ -1,4 +1,4 @@
-"""Questions answered by several processes, forked from one that has all they begin with."""
+"""Questions answered by several processes, forked from a process that holds their common data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 MOST_PROCESSES = 4
-"""Each has the pages that it writes to itself, and answers some of the questions without what others found."""
+"""More would cost memory, as each copies the pages that it writes, and time, as each lacks what the others computed."""
 
 _NUMBER_BYTES = 2
 
@@ -23,7 +23,8 @@ Answer = TypeVar("Answer")
 
 
 def spare_processes() -> int:
-    """In how many a program that started no threads of its own may answer: one per core, where forks are safe."""
+    """Return how many processes may answer questions in a program without threads of its own: one per core, or 1 where
+    forks are unsafe."""
     is_on_gpu = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     if sys.platform != "linux" or is_on_gpu or (dist.is_available() and dist.is_initialized()):
         return 1
@@ -33,26 +34,26 @@ def spare_processes() -> int:
 def answers(
     ask: Callable[[int], Answer], count: int, processes: int = 1, tell: Callable[[int], None] = lambda _: None
 ) -> list[Answer]:
-    """`ask(0)` to `ask(count - 1)`; whoever is free takes the next number.
+    """Return `ask(0)` to `ask(count - 1)`; the next free process takes the next number.
 
-    `ask` gives what can be pickled, and the same in every process. What a process that died leaves unanswered is asked
-    here, and so is what it could not answer, so that errors are raised as they are without other processes. tell: gets
-    every number that this process asks, before it does; in others threads that it may wait for are missing.
+    ask: must return the same picklable value in every process. This process asks again what a process left unanswered
+    because it died or `ask` raised, so errors are raised as without other processes. tell: gets every number that this
+    process asks, before it does; it does not run in forked processes, which lack the threads it may wait for.
     """
 
-    def told(number: int) -> Answer:
+    def ask_aloud(number: int) -> Answer:
         tell(number)
         return ask(number)
 
     if processes == 1:
-        return [told(number) for number in range(count)]
+        return [ask_aloud(number) for number in range(count)]
     source, sink = os.pipe()
     os.write(sink, b"".join(number.to_bytes(_NUMBER_BYTES) for number in range(count)))
-    os.close(sink)  # so that whoever finds no number left knows that there is none
+    os.close(sink)  # so that reading an empty pipe means that no number is left
     context = multiprocessing.get_context("fork")
     others: list[Any] = []
     receivers: list[Connection] = []
-    found: dict[int, Answer] = {}
+    answers_by_number: dict[int, Answer] = {}
     try:
         for _ in range(processes - 1):
             receiver, sender = context.Pipe(duplex=False)
@@ -61,32 +62,32 @@ def answers(
             sender.close()
             others.append(process)
             receivers.append(receiver)
-        found |= {number: told(number) for number in _numbers(source)}
-        for each in receivers:
+        answers_by_number |= {number: ask_aloud(number) for number in _numbers(source)}
+        for connection in receivers:
             with contextlib.suppress(EOFError, OSError):
-                found |= each.recv()
+                answers_by_number |= connection.recv()
     finally:
         os.close(source)
         for process in others:
             process.kill()
             process.join()
-    return [found[number] if number in found else told(number) for number in range(count)]
+    return [answers_by_number[number] if number in answers_by_number else ask_aloud(number) for number in range(count)]
 
 
 def _numbers(source: int) -> Iterator[int]:
-    """Those that no other process takes: a read of so few bytes gives one number to one process."""
+    """Yield numbers that no other process takes: a read of so few bytes is atomic."""
     while number := os.read(source, _NUMBER_BYTES):
         yield int.from_bytes(number)
 
 
 def _answer_some(ask: Callable[[int], Answer], source: int, sender: Connection, parent: int) -> None:
-    """What a forked process does. It ends with the one that it was forked from."""
-    torch.set_num_threads(1)  # threads of the other process are not here
-    gc.freeze()  # what is inherited is no garbage: looking for it would copy its pages
-    found: dict[int, Answer] = {}
-    with contextlib.suppress(Exception):  # asked again by the other process, where it is raised
+    """Answer questions in a forked process, which ends when its parent does."""
+    torch.set_num_threads(1)  # the parent's threads do not exist here
+    gc.freeze()  # a collection would copy the inherited pages
+    answers_by_number: dict[int, Answer] = {}
+    with contextlib.suppress(Exception):  # the parent asks again and raises
         for number in _numbers(source):
             if os.getppid() != parent:
                 return
-            found[number] = ask(number)
-    sender.send(found)
+            answers_by_number[number] = ask(number)
+    sender.send(answers_by_number)

@@ -1,5 +1,5 @@
-"""The explanation of a plan: what-ifs and alternatives, each planned again on the traces and solved layers of the
-first."""
+"""The explanation of a plan. What-ifs and alternatives are planned again with the traces and solved layers of the
+plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from autopar.costs.layer_costs import defers_weights
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.explain.conditions import Condition, conditions
-from autopar.explain.decisions import Decision, is_made, other_decisions, pin_text
+from autopar.explain.decisions import Decision, has_decision, other_decisions, pin_text
 from autopar.explain.explanation import Alternative, Explanation, WhatIf
 from autopar.explain.processes import answers
 from autopar.explain.verdict import TIE, time_words, verdict_words
@@ -37,18 +37,20 @@ def explain(
     tell: Callable[[str], None] = lambda _: None,
     processes: int = 1,
 ) -> Explanation:
-    """Why the plan of a compiled program, or the one that was or would be chosen for a request.
+    """Explain the plan of a compiled program, or the plan for a request.
 
-    seconds: after which no further question is asked; what is left is named in `not_tried`. A question that has begun
-    is answered. tell: gets each question that this process asks, with its number, when it begins. processes: in so
-    many questions are answered, with the same answers; more than one are forked, which is safe where no other thread
-    holds what they need.
-    Raises ConstraintError for numbers that are not in their range, PlanError on a program without its request, and
-    AutoparError where nothing can be planned.
+    seconds: the time limit; `not_tried` names the questions left open. A question that has begun is answered. tell:
+    gets each question that this process asks, with its number, when it begins. processes: processes that answer, with
+    the same results; more than one are forked, which is safe if no other thread holds locks that they need.
+    Raises ConstraintError for numbers out of range, PlanError for a program without its request, and AutoparError if
+    nothing can be planned.
     """
     check_numbers({"seconds": seconds, "processes": processes})
     if isinstance(source, GeneratedProgram) and source.request is None:
-        raise PlanError("the program came from another process, without what it was planned for")
+        raise PlanError(
+            "a program of another process cannot be explained",
+            alternatives="call explain in the process that called autopar.compile",
+        )
     request = source if isinstance(source, Request) else source.request
     assert request is not None
     limit = time.monotonic() + seconds
@@ -58,7 +60,7 @@ def explain(
     else:
         before = result.solved if result is not None else None
         solved_layers = before or (EqualSearch if request.mixed is None else UnequalSearch)(request).solved
-        # What was solved for the plan is known; only the search of many meshes for one stage is left out.
+        # The plan's layers are solved already. POLISH_ONLY omits only the search over many meshes for one stage.
         searched = search_plans(request, solved_layers, POLISH_ONLY).best
     explained = searched if isinstance(source, Request) else source.best
     questions = _Questions(request=request, solved_layers=solved_layers, searched=searched, limit=limit, tell=tell)
@@ -67,16 +69,17 @@ def explain(
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """To one question. found: None where there is nothing to tell. not_tried: the question where the time was up."""
+    """The answer to one question. content: None if there is nothing to report. not_tried: the question, if the time
+    limit left it open."""
 
-    found: Alternative | WhatIf | None = None
+    content: Alternative | WhatIf | None = None
     not_tried: str = ""
 
 
 @dataclass
 class _Questions:
-    """What is asked of one request. searched: its best plan; solved_layers: solved for it, and shared by all
-    questions."""
+    """The questions about one request. searched: its best plan; solved_layers: the layers solved for that plan, which
+    all questions share."""
 
     request: Request
     solved_layers: Solved
@@ -87,28 +90,29 @@ class _Questions:
 
     def answer(self, best: Candidate, processes: int) -> Explanation:
         plan = best.plan
-        # First what is solved already: other decisions have the prices of the plan, other conditions few of them.
-        asked: list[Decision | Condition] = [*other_decisions(self.request, plan, most_stages(best.graph))]
-        asked += conditions(self.request)
+        # Solved questions come first: other decisions keep the prices of the plan, most other conditions do not.
+        questions: list[Decision | Condition] = [*other_decisions(self.request, plan, most_stages(best.graph))]
+        questions += conditions(self.request)
 
-        # What shares layers that are solved for it is asked by one process, and first, as it takes longest.
-        deferring = [i for i, each in enumerate(asked) if isinstance(each, Decision) and self._defers(each.constraints)]
+        # One process answers the questions that share another set of solved layers. They take longest, so they go
+        # first.
+        deferring = [i for i, q in enumerate(questions) if isinstance(q, Decision) and self._defers(q.constraints)]
         units = [deferring] if deferring else []
-        units += [[i] for i in range(len(asked)) if i not in deferring]
+        units += [[i] for i in range(len(questions)) if i not in deferring]
 
         def ask(number: int) -> dict[int, _Answer]:
-            return {i: self._ask(best, asked[i]) for i in units[number]}
+            return {i: self._ask(best, questions[i]) for i in units[number]}
 
         def tell(number: int) -> None:
             for i in units[number]:
-                question = asked[i]
-                made = f"{question.dimension} {question.value}" if isinstance(question, Decision) else question.words
-                self.tell(f"question {i + 1} of {len(asked)}, {made}")
+                question = questions[i]
+                words = f"{question.dimension} {question.value}" if isinstance(question, Decision) else question.words
+                self.tell(f"question {i + 1} of {len(questions)}, {words}")
 
-        found = {i: each for part in answers(ask, len(units), processes, tell) for i, each in part.items()}
-        answered = [found[i] for i in range(len(asked))]
-        alternatives = [each.found for each in answered if isinstance(each.found, Alternative)]
-        what_ifs = [each.found for each in answered if isinstance(each.found, WhatIf)]
+        by_number = {i: answer for part in answers(ask, len(units), processes, tell) for i, answer in part.items()}
+        answered = [by_number[i] for i in range(len(questions))]
+        alternatives = [answer.content for answer in answered if isinstance(answer.content, Alternative)]
+        what_ifs = [answer.content for answer in answered if isinstance(answer.content, WhatIf)]
         capacity = float(self.request.capacity_bytes(plan.fullest_group))
         certainty = self.request.certainty(plan.prediction.num_bytes, plan.fullest_group)
         binding = verdict_words(plan, self.searched.plan, capacity, what_ifs)
@@ -122,35 +126,35 @@ class _Questions:
             what_ifs=tuple(what_ifs),
             alternatives=tuple(alternatives),
             tied=tuple(_tied(plan, alternatives)),
-            not_tried=tuple(each.not_tried for each in answered if each.not_tried),
+            not_tried=tuple(answer.not_tried for answer in answered if answer.not_tried),
         )
 
     def _ask(self, best: Candidate, question: Decision | Condition) -> _Answer:
         return self.alternative(best.plan, question) if isinstance(question, Decision) else self.what_if(best, question)
 
     def what_if(self, best: Candidate, condition: Condition) -> _Answer:
-        """The explained plan, and the best one, under a changed condition."""
+        """Answer for the explained plan and the best plan under a changed condition."""
         same = _same_plan_seconds(best, condition)
-        asked = WhatIf(
+        what_if = WhatIf(
             resource=condition.resource,
             words=condition.words,
             rows=condition.request.global_batch_size,
             same_plan_seconds=same,
         )
         if time.monotonic() > self.limit:
-            found = None if same is None else replace(asked, problem="not planned anew")
-            return _Answer(found, condition.words)
+            answer = None if same is None else replace(what_if, problem="not planned again")
+            return _Answer(answer, condition.words)
         solved_layers = (
             self.solved_layers if condition.has_same_prices else self.solved_layers.priced_for(condition.request)
         )
         try:
             plan = search_plans(condition.request, solved_layers, POLISH_ONLY).best.plan
         except AutoparError as error:
-            return _Answer(replace(asked, problem=error.constraint))
-        return _Answer(replace(asked, seconds=plan.prediction.step_seconds, plan=full_words(plan)))
+            return _Answer(replace(what_if, problem=error.constraint))
+        return _Answer(replace(what_if, seconds=plan.prediction.step_seconds, plan=full_words(plan)))
 
     def alternative(self, plan: Plan, decision: Decision) -> _Answer:
-        """The best plan with one decision made differently; nothing where no plan has it."""
+        """Find the best plan with one changed decision; the answer is empty if no plan has it."""
         name = decision.dimension
         value = decision.value or f"without {pin_text(self.request.constraints, name)}"
         if time.monotonic() > self.limit:
@@ -158,19 +162,19 @@ class _Questions:
         request = replace(self.request, constraints=decision.constraints)
         nothing = Alternative(dimension=name, value=value, plan="", seconds=None, peak_bytes=None, why="")
         try:
-            found = search_plans(request, self._solved_for(request), POLISH_ONLY).best.plan
+            other = search_plans(request, self._solved_for(request), POLISH_ONLY).best.plan
         except AutoparError as error:
             return _Answer(replace(nothing, why=self._refusal(error)))
-        if not is_made(found, decision):
+        if not has_decision(other, decision):
             return _Answer()
-        prediction = found.prediction
+        prediction = other.prediction
         seconds, peak_bytes = prediction.step_seconds, prediction.peak_bytes
-        why = _difference(found, plan)
-        return _Answer(replace(nothing, plan=full_words(found), seconds=seconds, peak_bytes=peak_bytes, why=why))
+        why = _difference(other, plan)
+        return _Answer(replace(nothing, plan=full_words(other), seconds=seconds, peak_bytes=peak_bytes, why=why))
 
     def _solved_for(self, request: Request) -> Solved:
-        """The layers for a request with another decision: without weight gradients that sums could run beside, they are
-        solved for other prices."""
+        """Return the layers for a request with another decision. Layers are solved again if weight gradients, which can
+        overlap with sums, are deferred or no longer deferred."""
         if not self._defers(request.constraints):
             return self.solved_layers
         if self._deferring is None:
@@ -179,8 +183,7 @@ class _Questions:
         return self._deferring
 
     def _defers(self, limits: Constraints) -> bool:
-        """Whether a request with these constraints defers weight gradients where the one explained does not, or the
-        other way round."""
+        """Return whether these constraints change whether weight gradients are deferred."""
         schedules = (limits.schedule or "", self.request.constraints.schedule or "")
         return self.request.overlaps and len({*map(defers_weights, schedules)}) == 2
 
@@ -188,32 +191,32 @@ class _Questions:
         capacity = min(map(self.request.capacity_bytes, range(len(self.request.whole.groups))))
         if isinstance(error, InfeasibleError) and error.needed_bytes is not None:
             excess = bytes_text(max(error.needed_bytes - capacity, 0))
-            return f"does not fit: it needs {bytes_text(error.needed_bytes)} per rank, {excess} more than there is"
+            return f"does not fit: needs {bytes_text(error.needed_bytes)} per rank, {excess} too much"
         return error.constraint
 
 
 def _tied(plan: Plan, alternatives: Sequence[Alternative]) -> Iterator[str]:
-    """Other plans among the alternatives whose times predictions do not tell from the plan's, each once."""
-    least, own = plan.prediction.step_seconds, full_words(plan)
-    found = {each.plan: each.seconds for each in alternatives if each.seconds is not None and each.plan != own}
-    for words, seconds in sorted(found.items(), key=lambda pair: pair[1]):
+    """Yield the alternatives that predictions cannot tell from the plan, each once."""
+    least, chosen = plan.prediction.step_seconds, full_words(plan)
+    seconds_by_plan = {a.plan: a.seconds for a in alternatives if a.seconds is not None and a.plan != chosen}
+    for words, seconds in sorted(seconds_by_plan.items(), key=lambda pair: pair[1]):
         if is_tied(seconds, least):
             yield f"{words} ({seconds / least - 1:+.1%})"
 
 
 def _same_plan_seconds(best: Candidate, condition: Condition) -> float | None:
-    """A step of the plan as it is, priced under the condition; None where it cannot run as it is."""
+    """Return the step time of the unchanged plan under the condition; None if it cannot run unchanged."""
     if not condition.is_comparable:
         return None
     return predicted(condition.request, best).plan.prediction.step_seconds
 
 
 def _difference(plan: Plan, best: Plan) -> str:
-    """Why a plan is slower than the explained one, in the kinds of time that are larger."""
-    mine, its = plan.prediction.step_seconds, best.prediction.step_seconds
-    if abs(mine - its) <= TIE * its:
-        less = best.prediction.peak_bytes - plan.prediction.peak_bytes
-        return "as fast" + (f", and {bytes_text(-less)} more memory" if less < 0 else "")
-    if mine < its:
-        return f"faster by {seconds_text(its - mine)}"
-    return f"+{seconds_text(mine - its)}: {why_slower(plan, best)}"
+    """Return why a plan is slower than the explained one: the kinds of time that are larger."""
+    seconds, best_seconds = plan.prediction.step_seconds, best.prediction.step_seconds
+    if abs(seconds - best_seconds) <= TIE * best_seconds:
+        more = plan.prediction.peak_bytes - best.prediction.peak_bytes
+        return "as fast" + (f", with {bytes_text(more)} more memory" if more > 0 else "")
+    if seconds < best_seconds:
+        return f"faster by {seconds_text(best_seconds - seconds)}"
+    return f"+{seconds_text(seconds - best_seconds)}: {why_slower(plan, best)}"

@@ -1,4 +1,4 @@
-"""What would make an infeasible request feasible: one pin less, or more nodes of the same kind."""
+"""Changes that make an infeasible request feasible: one pin less, or more nodes of the same kind."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from autopar.report.plan_words import plan_words
 from autopar.units import seconds_text
 
 SECONDS = 5.0
-"""Seconds after which no further way is tried."""
+"""Time limit for trying changes."""
 
 MOST_NODES = 64
-"""Factor on the given number of nodes up to which more are tried."""
+"""The most nodes that are tried, as a multiple of the request's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change of the request under which a plan exists."""
+    """A changed request that has a plan."""
 
     words: str
     plan: Plan
 
 
 def advised(request: Request, error: InfeasibleError, seconds: float = SECONDS) -> InfeasibleError:
-    """The error with what would do, where that is found in `seconds`, after the budget that it names."""
+    """Return the error with changes that `seconds` are enough to find, after the budget that the error names."""
     if error.needed_bytes is None or request.mixed is not None:
         return error
     try:
@@ -41,25 +41,28 @@ def advised(request: Request, error: InfeasibleError, seconds: float = SECONDS) 
     except AutoparError:
         return error
     solved_layers, limit = search.solved_layers, time.monotonic() + seconds
-    found = [
+    remedies = [
         r for r in (cheapest_pin(request, solved_layers, limit), smallest_cluster(request, solved_layers, limit)) if r
     ]
-    texts = [f"{r.words}: {plan_words(r.plan)}, {seconds_text(r.plan.prediction.step_seconds)} a step" for r in found]
-    given = error.alternatives
-    known = [given] if isinstance(given, str) else list(given or ())
-    better = InfeasibleError(error.constraint, values=error.values, alternatives=[*known[:1], *texts, *known[1:]])
+    texts = []
+    for remedy in remedies:
+        step = seconds_text(remedy.plan.prediction.step_seconds)
+        texts.append(f"{remedy.words}: {plan_words(remedy.plan)}, {step} a step")
+    alternatives = error.alternatives
+    choices = [alternatives] if isinstance(alternatives, str) else list(alternatives or ())
+    better = InfeasibleError(error.constraint, values=error.values, alternatives=[*choices[:1], *texts, *choices[1:]])
     better.needed_bytes, better.certainty = error.needed_bytes, error.certainty
     return better
 
 
 def cheapest_pin(request: Request, solved_layers: SolvedLayers, limit: float) -> Remedy | None:
-    """The single pin without which the fastest plan exists; a few of them where no single one is enough."""
-    pins, found = pins_of(request.constraints), list[Remedy]()
+    """Find the single pin whose removal gives the fastest plan; or several pins if no single one is enough."""
+    pins, remedies = pins_of(request.constraints), list[Remedy]()
     for name in pins:
         remedy = _without(request, (name,), solved_layers) if time.monotonic() < limit else None
-        found += [remedy] if remedy is not None else []
-    if found:
-        return min(found, key=lambda r: r.plan.prediction.step_seconds)
+        remedies += [remedy] if remedy is not None else []
+    if remedies:
+        return min(remedies, key=lambda r: r.plan.prediction.step_seconds)
     remedy = _without(request, tuple(pins), solved_layers) if len(pins) > 1 and time.monotonic() < limit else None
     dropped = tuple(pins)
     for name in pins if remedy is not None else ():
@@ -72,14 +75,14 @@ def cheapest_pin(request: Request, solved_layers: SolvedLayers, limit: float) ->
 
 def _without(request: Request, names: tuple[str, ...], solved_layers: SolvedLayers) -> Remedy | None:
     limits = request.constraints
-    # Tables of placements bear on what solved layers decide; other pins do not.
+    # Solved layers depend on tables of placements, but not on other pins.
     has_table = any(isinstance(getattr(limits, name, None), tuple) for name in names)
     plan = plan_for(replace(request, constraints=without(limits, names)), None if has_table else solved_layers)
     return None if plan is None else Remedy("without " + ", ".join(pin_text(limits, n) for n in names), plan)
 
 
 def smallest_cluster(request: Request, solved_layers: SolvedLayers, limit: float) -> Remedy | None:
-    """The fewest nodes of the same kind that hold a plan, found by doubling and then between the last two."""
+    """Find the fewest nodes of the same kind with a plan: double, then try numbers between the last two."""
     nodes, low, remedy = request.cluster.num_nodes, request.cluster.num_nodes, None
     count = 2 * nodes
     while remedy is None and count <= MOST_NODES * nodes and time.monotonic() < limit:
@@ -97,7 +100,7 @@ def smallest_cluster(request: Request, solved_layers: SolvedLayers, limit: float
 
 
 def _between(low: int, high: int) -> Iterator[int]:
-    """Some eight numbers between `low` and `high`, ascending; all of them where there are fewer."""
+    """Yield about eight numbers between `low` and `high` in ascending order, or all if there are fewer."""
     step = max((high - low) // 8, 1)
     yield from range(low + step, high, step)
 
@@ -110,7 +113,7 @@ def _with_nodes(request: Request, count: int, solved_layers: SolvedLayers) -> Re
 
 
 def plan_for(request: Request, solved_layers: SolvedLayers | None) -> Plan | None:
-    """The best plan of the search over pipelines (one pipeline rank is one of them), or None."""
+    """Return the best plan of the search over pipelines, which includes one pipeline rank, or None."""
     try:
         best = EqualSearch(request, solved_layers).run().best
         return None if best is None else candidate_of(best, request).plan

@@ -1,1 +1,1 @@
-"""Reading and writing files: text with its lines, outputs that are only ours to replace, scratch folders."""
+"""Reading and writing files: text with line numbers, outputs that replace only autopar's files, scratch folders."""

@@ -1,4 +1,4 @@
-"""Putting a finished folder in the place of an older one without losing anything that is not autopar's."""
+"""Replace an older folder by a finished one, without losing files that are not autopar's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from autopar.files.outputs import require_folder, require_path
 from autopar.files.text_files import parse_json
 
 MARK = ".autopar.json"
-"""The list of a folder's files, relative paths with their sha256, which makes the folder autopar's."""
+"""The list of a folder's files, relative paths with their sha256. It marks the folder as autopar's."""
 
 TUNING_FILE = "tuning.json"
-"""Where kernels of a saved program keep their launch parameters (codegen/kernels/tuning.py), if it is there."""
+"""The launch parameters of a saved program's kernels (codegen/kernels/tuning.py), if it was tuned."""
 
-_ALTERNATIVES = ["another folder", "an empty one", "moving what is in it elsewhere"]
+_ALTERNATIVES = ["another folder", "an empty folder", "move its contents elsewhere first"]
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -35,13 +35,13 @@ def write_mark(folder: Path) -> None:
 
 
 def require_replaceable(directory: Path) -> Path:
-    """The folder's real path, if it is absent, empty, or autopar's with nothing else in it. Raises OutputError."""
+    """Return the folder's real path if it is absent, empty, or has only files of autopar. Raises OutputError."""
     require_path(directory)
     if directory.is_symlink():
         raise OutputError(
-            "the output folder is a symbolic link, which is not followed",
+            "the output folder is a symbolic link, which autopar does not follow",
             values=f"{directory} -> {os.readlink(directory)}",
-            alternatives=f"{directory.resolve()}, to write where it leads",
+            alternatives=f"{directory.resolve()}, the link's target",
         )
     directory = directory.resolve()
     if directory.exists() and not directory.is_dir():
@@ -58,7 +58,7 @@ def _require_ours(directory: Path) -> None:
         if directory == place or directory in place.parents:
             relation = "is" if directory == place else "contains"
             raise OutputError(
-                "a folder that is in use is not replaced",
+                "autopar does not replace a folder that is in use",
                 values=f"{directory} {relation} {name}, and is not empty",
                 alternatives=_ALTERNATIVES,
             )
@@ -72,29 +72,29 @@ def _require_ours(directory: Path) -> None:
     strange = strangers(directory, listed)
     if strange:
         raise OutputError(
-            "the output folder holds files that autopar did not write, or that were edited since",
+            "the output folder has files that autopar did not write, or that were edited since",
             values=f"{directory} with {_some(strange)}",
             alternatives=_ALTERNATIVES,
         )
 
 
 def read_mark(directory: Path) -> dict[str, str] | None:
-    """The files of a folder of ours with their checksums; None for another's."""
+    """Return the files of a folder of autopar with their checksums, or None for another folder."""
     try:
-        found = parse_json((directory / MARK).read_text(encoding="utf-8"))
-        files = found["files"]
-        is_ours = found["written by"] == "autopar" and all(isinstance(v, str) for v in files.values())
+        mark = parse_json((directory / MARK).read_text(encoding="utf-8"))
+        files = mark["files"]
+        is_ours = mark["written by"] == "autopar" and all(isinstance(v, str) for v in files.values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     return files if is_ours else None
 
 
 def strangers(directory: Path, listed: dict[str, str]) -> list[str]:
-    """What lies in the folder and is not as the mark says; links count, and are not followed.
+    """Return the folder's entries that differ from the mark, including links, which are not followed.
 
-    What Python compiled of our files, and launch parameters that our kernels measured, are ours.
+    Python's bytecode of autopar's files, and measured launch parameters of its kernels, belong to autopar.
     """
-    found = []
+    names = []
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
         if path.is_dir() and not path.is_symlink():
@@ -106,15 +106,15 @@ def strangers(directory: Path, listed: dict[str, str]) -> list[str]:
         else:
             is_known = name in listed and (name == TUNING_FILE or _sha256(path) == listed[name])
         if not is_known:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 @contextlib.contextmanager
-def new_folder(directory: Path, what: str) -> Iterator[Path]:
-    """A folder to write `what` into, which then takes the place of `directory`: complete, or not at all.
+def new_folder(directory: Path, contents: str) -> Iterator[Path]:
+    """Yield a folder to write into, which then replaces `directory`: complete, or not at all. contents: for messages.
 
-    Raises OutputError for a folder that is not ours to replace, and where it cannot be written.
+    Raises OutputError for a folder that autopar may not replace, or that cannot be written.
     """
     directory = require_replaceable(directory)
     try:
@@ -127,15 +127,19 @@ def new_folder(directory: Path, what: str) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
-        replace_folder(fresh, directory)  # after which `fresh` is another folder's name
+        replace_folder(fresh, directory)  # `fresh` may then be the old folder's name
     except OSError as error:
-        raise OutputError(f"{what} cannot be written", values=f"{directory}: {error.strerror or error}") from None
+        raise OutputError(
+            f"{contents} cannot be written",
+            values=f"{directory}: {error.strerror or error}",
+            alternatives="another folder, or free space and write permission for this one",
+        ) from None
 
 
 def replace_folder(fresh: Path, directory: Path) -> None:
-    """Put `fresh` in the place of `directory`, which `require_replaceable` has passed.
+    """Move `fresh` to the place of `directory`, which `require_replaceable` has passed.
 
-    In one step where the system can exchange two names, so that a crash leaves the one or the other.
+    This is one step where the system can exchange two names, so a crash leaves either the old or the new folder.
     """
     if not directory.exists():
         fresh.rename(directory)
@@ -151,15 +155,15 @@ def replace_folder(fresh: Path, directory: Path) -> None:
 
 
 def _fill(fresh: Path, directory: Path) -> None:
-    """An empty folder stays the one that it is: a shell may be in it, or another file system begin there."""
-    # The mark first: what an interrupted run leaves can then be replaced.
+    """Move the files into an empty folder, which stays itself: it may be a shell's folder or a mount point."""
+    # The mark comes first, so that a later run can replace what an interrupted run leaves.
     for path in sorted(fresh.iterdir(), key=lambda path: path.name != MARK):
         shutil.move(path, directory / path.name)
     fresh.rmdir()
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two names at once; False where the system or the file system cannot."""
+    """Exchange two names at once. Returns False if the system or the file system cannot."""
     exchange = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
     if exchange is None:
         return False
@@ -169,17 +173,20 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def _remove(aside: Path, directory: Path) -> None:
-    """Delete what the older folder's mark lists; what has come into it meanwhile stays."""
+    """Delete what the older folder's mark lists. Files that appeared since then stay."""
     listed = read_mark(aside) or {}
-    kept = strangers(aside, listed)
-    if kept:
+    strange = strangers(aside, listed)
+    if strange:
         rescued = Path(tempfile.mkdtemp(prefix=f"{directory.name}_old_", dir=directory.parent))
         aside.rename(rescued)
-        warnings.warn(f"{_some(kept)} came into {directory} meanwhile, which is now {rescued}", stacklevel=2)
+        warnings.warn(
+            f"{_some(strange)} appeared in {directory} while autopar replaced it; the old folder is now {rescued}",
+            stacklevel=2,
+        )
         return
-    # What is found, and not what the mark names: its text may be anyone's.
-    found = [path for path in aside.rglob("*") if path.is_file() and not path.is_symlink()]
-    for path in found:
+    # Delete the files in the folder, not those that the mark names: anyone may have written its text.
+    files = [path for path in aside.rglob("*") if path.is_file() and not path.is_symlink()]
+    for path in files:
         path.unlink()
     for folder in sorted((path for path in aside.rglob("*") if path.is_dir()), reverse=True):
         folder.rmdir()
@@ -187,7 +194,8 @@ def _remove(aside: Path, directory: Path) -> None:
 
 
 def _is_compiled(path: Path, directory: Path, listed: dict[str, str]) -> bool:
-    """Whether it is Python's cache of a file of ours: `__pycache__/model.cpython-311.pyc` of `model.py`."""
+    """Return whether a path is Python's bytecode of a file of autopar: `__pycache__/model.cpython-311.pyc` of
+    `model.py`."""
     if path.parent.name != "__pycache__" or path.suffix != ".pyc":
         return False
     source = path.parent.parent / f"{path.name.partition('.')[0]}.py"

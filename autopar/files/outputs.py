@@ -1,8 +1,8 @@
-"""Files that commands write: looked at before any work is done, written whole or not at all, never over a stranger's.
+"""Files that commands write: checked before any work, written whole or not at all, never over a file of someone else.
 
-A file of ours says so, with a checksum of its text: in its last line, as a comment of YAML, TOML or HTML; in
-"otherData" of a trace. What a person has edited, or another program wrote, has no such line or another sum, and is not
-overwritten.
+A file of autopar says so with a checksum of its text: in its last line, as a comment of YAML, TOML or HTML; in
+"otherData" of a trace. A file that a person edited, or another program wrote, has no such line or another checksum, and
+is not replaced.
 """
 
 from __future__ import annotations
@@ -22,51 +22,63 @@ _OTHER_DATA = re.compile(r'\A\{"otherData": \{"written by autopar, sha256": "([0
 
 
 def require_writable(path: str | Path, force: bool = False, instead: str | None = None) -> None:
-    """Raises OutputError where `write_output` would, as far as it can be known beforehand. Changes nothing.
+    """Raise OutputError if `write_output` would, as far as this is known beforehand. Changes nothing.
 
-    instead: what would do in the place of another's file, where `force` cannot be asked for.
+    instead: the alternative to another's file, for callers without `force`.
     """
     path = Path(path)
     require_path(path)
     if _is_device(path):
         return
     if path.is_dir():
-        raise OutputError("the output must be a file", values=f"{path} is a folder")
+        raise OutputError(
+            "the output must be a file", values=f"{path} is a folder", alternatives=f"a file in it: {path / 'NAME'}"
+        )
     if path.exists() and not force and not is_ours(path):
         raise OutputError(
-            "the output exists, and autopar did not write it, or it was edited since",
+            "the output file exists, and autopar did not write it, or it was edited since",
             values=str(path),
-            alternatives=[instead] if instead else ["another file", "--force (in Python force=True), to overwrite it"],
+            alternatives=[instead]
+            if instead
+            else ["another file name", "--force (in Python force=True), to replace it"],
         )
     require_folder(path.parent)
 
 
 def require_path(path: Path) -> None:
-    """Raise OutputError for a path that no file system takes."""
+    """Raise OutputError for a path that no file system accepts."""
     if "\0" in str(path):
         raise OutputError("a path cannot have a null character", values=str(path), alternatives="the path without it")
 
 
 def require_folder(folder: Path) -> None:
-    """Raises OutputError unless files can be made in it, or it can be made. Leaves nothing behind."""
+    """Raise OutputError unless files can be created in the folder, or the folder itself. Leaves nothing behind."""
     require_path(folder)
     nearest = folder.absolute()
     while not nearest.exists() and not nearest.is_symlink():
         nearest = nearest.parent
     if not nearest.is_dir():
-        raise OutputError("the output's folder cannot be made", values=f"{nearest} is no folder")
+        raise OutputError(
+            "the output's folder cannot be created",
+            values=f"{nearest} is not a folder",
+            alternatives="a path below an existing folder",
+        )
     try:
-        # Asking for the permission would not do: root has it on a file system that is read-only.
+        # Checking permissions is not enough: root has them on a read-only file system.
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
-        raise OutputError("the output's folder cannot be written to", values=f"{nearest}: {_reason(error)}") from None
+        raise OutputError(
+            "the output's folder is not writable",
+            values=f"{nearest}: {_reason(error)}",
+            alternatives="another folder, or write permission for this one",
+        ) from None
 
 
 def write_output(path: str | Path, text: str, force: bool = False) -> Path:
-    """Write marked text, all of it or nothing; returns the path. Raises OutputError. Folders on the way are made.
+    """Write marked text, all of it or nothing, and create missing folders. Returns the path. Raises OutputError.
 
-    text: of a format with `#` comments, an HTML page, or a JSON object.
+    text: in a format with `#` comments, an HTML page, or a JSON object.
     """
     path = Path(path)
     require_writable(path, force)
@@ -76,20 +88,24 @@ def write_output(path: str | Path, text: str, force: bool = False) -> Path:
         else:
             replace_file(path.resolve(), _marked(text))
     except OSError as error:
-        raise OutputError("the output cannot be written", values=f"{path}: {_reason(error)}") from None
+        raise OutputError(
+            "the output cannot be written",
+            values=f"{path}: {_reason(error)}",
+            alternatives="another path, or free space and write permission for this one",
+        ) from None
     return path
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file is as autopar wrote it, or empty."""
+    """Return whether a file is as autopar wrote it, or empty."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return False
-    if found := _OTHER_DATA.search(text):
-        return found[1] == _digest("{" + text[found.end() :])
-    found = _LINE.search(text)
-    return not text or (found is not None and found[1] == _digest(text[: found.start()]))
+    if mark := _OTHER_DATA.search(text):
+        return mark[1] == _digest("{" + text[mark.end() :])
+    mark = _LINE.search(text)
+    return not text or (mark is not None and mark[1] == _digest(text[: mark.start()]))
 
 
 def _marked(text: str) -> str:
@@ -106,7 +122,7 @@ def _digest(text: str) -> str:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file, unmarked, such that who reads it meanwhile sees all of it or nothing. Folders are made."""
+    """Write an unmarked file such that concurrent readers see all of it or nothing. Creates missing folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, fresh = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}_")
     try:
@@ -127,7 +143,7 @@ def _umask() -> int:
 
 
 def _is_device(path: Path) -> bool:
-    """Whether a path is a device or a named pipe, such as /dev/stdout: written to, never replaced."""
+    """Return whether a path is a device or a named pipe, such as /dev/stdout, which is written but never replaced."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 

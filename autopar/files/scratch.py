@@ -1,4 +1,4 @@
-"""Temporary folders that go with their process: at its end, or, where it was killed, when autopar next needs one."""
+"""Temporary folders that end with their process: at its exit, or after a kill when autopar next needs one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _LOCK = "in_use"
 
 
 def lasting_folder() -> Path:
-    """A new folder for as long as this process lives; its caller may remove it earlier."""
+    """Return a new folder that lasts until this process ends; its caller may remove it earlier."""
     folder, lock = _locked_folder()
-    # Unlike atexit's, also run by a forked rank.
+    # A forked rank also runs Finalize, unlike atexit.
     Finalize(None, _remove, (folder, lock), exitpriority=0)
     return folder
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A new folder for as long as the context."""
+    """Yield a new folder, and remove it afterwards."""
     folder, lock = _locked_folder()
     remove = Finalize(None, _remove, (folder, lock), exitpriority=0)
     try:
@@ -35,12 +35,12 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _locked_folder() -> tuple[Path, int]:
-    """The lock is the system's: it is gone when this process, and what it forked, are."""
+    """Return a new folder and its lock. The system frees the lock when this process and its forks end."""
     _sweep()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     lock = os.open(folder / f".{_LOCK}", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    # Only now can a sweeper see it.
+    # Another process's sweep sees the lock only from here on.
     (folder / f".{_LOCK}").rename(folder / _LOCK)
     return folder, lock
 
@@ -51,9 +51,9 @@ def _remove(folder: Path, lock: int) -> None:
 
 
 def _sweep() -> None:
-    """Remove what killed processes of this user left."""
+    """Remove the folders that killed processes of this user left."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        # Others may sweep at the same time.
+        # Other processes may sweep at the same time.
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue

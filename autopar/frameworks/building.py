@@ -1,4 +1,4 @@
-"""A program of what a loop already has: its model, its optimiser, its DataLoader."""
+"""Build a program from a loop's own model, optimizer and DataLoader."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from autopar.compile import compile_with
 from autopar.errors import ConstraintError
 from autopar.frontend.inputs import name_inputs
-from autopar.running.random_states import kept_random_states
+from autopar.running.process_state import kept_random_states
 from autopar.settings.compile_options import CompileOptions
 from autopar.training.config import TrainerConfig
-from autopar.training.feeding import joined
+from autopar.training.feeding import join_batches
 from autopar.training.learners import RankLearner
 from autopar.training.loaders import kept_generators, num_rows
 from autopar.training.loop import resolve_cluster
@@ -27,25 +27,24 @@ NamedFactory = Callable[[Iterable[tuple[str, Tensor]]], torch.optim.Optimizer]
 
 
 def config_of(cluster: Any, seed: int, options: Mapping[str, Any]) -> TrainerConfig:
-    """What a program is planned and built for. options: the fields of PlanOptions, loss_scale, and
-    first_step_check.
+    """Return the configuration of a program. options: the fields of PlanOptions, loss_scale, and first_step_check.
 
-    Raises ConstraintError for others, among them what the loop says itself.
+    Raises ConstraintError for other options, among them those that the loop sets itself.
     """
-    known = {*TrainerConfig(cluster="1 cpu").common, "loss_scale", "first_step_check"}
-    unknown = [name for name in options if name not in known]
+    names = {*TrainerConfig(cluster="1 cpu").common, "loss_scale", "first_step_check"}
+    unknown = [name for name in options if name not in names]
     if unknown:
         raise ConstraintError(
-            "parallelize takes what bears on the plan", values=", ".join(unknown), alternatives=sorted(known)
+            "parallelize takes options of the plan", values=", ".join(unknown), alternatives=sorted(names)
         )
-    # A step whose gradients are not finite trains on, as it does in the loop of one process.
+    # A step whose gradients are not finite trains on, as in the loop of one process.
     return TrainerConfig(cluster=cluster, seed=seed, non_finite="ignore", **options)
 
 
 def build_learner(model: nn.Module, config: TrainerConfig, optimizer: NamedFactory, example: Any) -> RankLearner:
-    """This rank's step of a program for the example's shapes. Collective.
+    """Build this rank's step of a program for the example's shapes. Collective.
 
-    Raises AutoparError subclasses for what cannot be planned, WorldSizeError unless the plan's ranks run.
+    Raises subclasses of AutoparError where no program can be planned, WorldSizeError unless the plan's ranks run.
     """
     half = {str(p.dtype) for p in model.parameters() if p.requires_grad and p.itemsize < 4}
     if half and config.precision == "fp32":
@@ -59,13 +58,13 @@ def build_learner(model: nn.Module, config: TrainerConfig, optimizer: NamedFacto
 
 
 def check_rows(learner: RankLearner, sizes: Iterable[int]) -> None:
-    """Raises DataError for batches of so many rows that the data-parallel ranks cannot share evenly."""
+    """Raise DataError for numbers of rows that the data-parallel ranks cannot share evenly."""
     for rows in sorted({size for size in sizes if size > 0}):
         plan_for_rows(learner.program.plan, rows)
 
 
 def rows_of_steps(loader: Any, num_joined: int, most_steps: int | None = None) -> set[int]:
-    """The numbers of rows of the steps of an epoch, as far as the loader tells. most_steps: of the whole run."""
+    """Return the numbers of rows of an epoch's steps, as far as the loader tells. most_steps: of the whole run."""
     try:
         size, total = loader.batch_size, len(loader.batch_sampler.sampler)
     except (AttributeError, TypeError):
@@ -80,38 +79,38 @@ def rows_of_steps(loader: Any, num_joined: int, most_steps: int | None = None) -
 
 
 def first_step(loader: Any, num_joined: int) -> Any:
-    """The first batches of a loader joined to the batch of one step; random states, also of the loader's generators,
-    are as they were afterwards.
+    """Return the batch of the first step, joined from a loader's first batches. Restores random states, also those of
+    the loader's generators.
 
     Raises ConstraintError for a loader without batches, or one that cannot begin again.
     """
-    for each in parts_of(loader):
-        if iter(dataset := getattr(each, "dataset", ())) is dataset if _is_iterable(each) else False:
+    for part in parts_of(loader):
+        if iter(dataset := getattr(part, "dataset", ())) is dataset if _is_iterable(part) else False:
             raise ConstraintError(
-                "the data must be able to start again: its first batch is planned with",
+                "the data must be able to start again, since autopar plans with its first batch",
                 values=type(dataset).__name__,
                 alternatives="a dataset whose __iter__ makes a new iterator",
             )
     with contextlib.ExitStack() as kept:
         kept.enter_context(kept_random_states())
-        for each in parts_of(loader):
-            kept.enter_context(kept_generators(each))
-        found = []
+        for part in parts_of(loader):
+            kept.enter_context(kept_generators(part))
+        first = []
         batches = iter(loader)
         for batch in batches:
-            found.append(plain(batch))
-            if len(found) == num_joined:
+            first.append(plain(batch))
+            if len(first) == num_joined:
                 break
         del batches
-        if callable(getattr(loader, "end", None)):  # Accelerate's loader takes itself for read only at its end
+        if callable(getattr(loader, "end", None)):  # Accelerate's loader counts as read only after its end
             loader.end()
-    if not found:
+    if not first:
         raise ConstraintError("there are no batches", values=type(loader).__name__)
-    return joined(found)
+    return join_batches(first)
 
 
 def parts_of(loader: Any) -> list[Any]:
-    """The loaders that make one loader's batches together; itself, if it is one."""
+    """Return the loaders that a combined loader draws from; of any other loader, itself."""
     return list(getattr(loader, "parts", [loader]))
 
 
@@ -120,20 +119,20 @@ def _is_iterable(loader: Any) -> bool:
 
 
 def plain(batch: Any) -> Any:
-    """A batch as name_inputs takes it: mappings of other kinds as dicts."""
+    """Return a batch as name_inputs takes it: mappings of other types as dicts."""
     return dict(batch) if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, list) else batch
 
 
 _FROZEN = object()
-"""Stands for a frozen parameter while an optimizer is copied."""
+"""Replaces a frozen parameter while an optimizer is copied."""
 
 
 class SameOptimizer:
-    """A factory `named_parameters -> optimizer` that makes an optimiser anew as a script made it.
+    """A factory `named_parameters -> optimizer` that makes a script's optimizer again.
 
-    It is copied with stand-ins in the places of the model's parameters, so groups, settings and what its class keeps
-    beside them are the script's. Frozen parameters have no gradients, so that no optimizer of torch updates them: they
-    are left out. Raises ConstraintError for an optimizer that has trained, or of other parameters.
+    It copies the optimizer with stand-ins in the places of the model's parameters. So groups, settings and further
+    attributes of its class are the script's. Frozen parameters have no gradients, and no optimizer of torch updates
+    them: they are left out. Raises ConstraintError for an optimizer that has trained, or of other parameters.
     """
 
     takes_names = True
@@ -141,48 +140,48 @@ class SameOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         if any(optimizer.state.values()):
             raise ConstraintError(
-                "the optimiser has trained before there was a program",
+                "the optimizer has trained before there was a program",
                 values=f"{type(optimizer).__name__} with state",
-                alternatives="a new optimiser, or a checkpoint of the program's",
+                alternatives="a new optimizer, or a checkpoint of the program's",
             )
         self._optimizer = optimizer
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if strange := sum(id(parameter) not in self._names for parameter in held):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if strange := sum(id(parameter) not in self._names for parameter in parameters):
             raise ConstraintError(
-                "the optimiser has parameters that are not the model's",
-                values=f"{strange} of {len(held)}",
-                alternatives="an optimiser of model.parameters()",
+                "the optimizer has parameters that are not the model's",
+                values=f"{strange} of {len(parameters)}",
+                alternatives="an optimizer of model.parameters()",
             )
-        self._held = held
+        self._parameters = parameters
 
     def __call__(self, named_parameters: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        given = dict(named_parameters)
+        stand_ins = dict(named_parameters)
         memo: dict[int, Any] = {}
-        for parameter in self._held:
-            memo[id(parameter)] = given.get(self._names[id(parameter)], _FROZEN)
-        made = copy.deepcopy(self._optimizer, memo)
-        for group in made.param_groups:
+        for parameter in self._parameters:
+            memo[id(parameter)] = stand_ins.get(self._names[id(parameter)], _FROZEN)
+        optimizer = copy.deepcopy(self._optimizer, memo)
+        for group in optimizer.param_groups:
             kept = [parameter is not _FROZEN for parameter in group["params"]]
             if "param_names" in group:
                 group["param_names"] = list(itertools.compress(group["param_names"], kept))
             group["params"][:] = itertools.compress(list(group["params"]), kept)  # in place: wrappers share the lists
         for name, value in vars(self._optimizer).items():
-            # torch copies what every optimiser has. A schedule's wrapper around `step` belongs to the original.
-            if name not in vars(made) and name != "step":
-                setattr(made, name, copy.deepcopy(value, memo))
-        return made
+            # torch copies the attributes of all optimizers. A schedule's wrapper around `step` belongs to the original.
+            if name not in vars(optimizer) and name != "step":
+                setattr(optimizer, name, copy.deepcopy(value, memo))
+        return optimizer
 
 
-def moved_schedule(scheduler: Any, before: torch.optim.Optimizer, after: torch.optim.Optimizer) -> Any:
-    """A scheduler that was made for one optimiser, moved in place to another with the same groups."""
-    for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
-        if each is not scheduler:
-            moved_schedule(each, before, after)
-        if getattr(each, "optimizer", None) is before:
-            each.optimizer = after
+def move_schedule(scheduler: Any, before: torch.optim.Optimizer, after: torch.optim.Optimizer) -> Any:
+    """Move a scheduler, in place, from one optimizer to another with the same groups; return it."""
+    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        if part is not scheduler:
+            move_schedule(part, before, after)
+        if getattr(part, "optimizer", None) is before:
+            part.optimizer = after
 
-    # What torch's schedules look for, lest they warn that the optimiser they were made for took no step.
+    # torch's schedules look for these; otherwise they warn that their optimizer took no step.
     def step(closure: Any = None) -> Any:
         return type(after).step(after, closure)
 
@@ -192,10 +191,10 @@ def moved_schedule(scheduler: Any, before: torch.optim.Optimizer, after: torch.o
 
 
 def named(model: nn.Module, positional: tuple[Any, ...], keyword: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of the model by name."""
+    """Return the arguments of a call of the model by name."""
     return {**(dict(name_inputs(model, positional)) if positional else {}), **keyword}
 
 
 def rows_of(batch: Any) -> int:
-    """The rows of a batch."""
+    """Return the number of rows of a batch."""
     return num_rows(plain(batch))

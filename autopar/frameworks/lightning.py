@@ -1,8 +1,8 @@
 """Lightning's Trainer around an autopar program: `Trainer(strategy=AutoparStrategy("8 h100-sxm"))`, under torchrun.
 
-What is compiled is the LightningModule's `training_step` up to its loss; the optimiser and schedule are those of
-`configure_optimizers`. Validation, test and prediction run as written, on every rank, with the trained values.
-Batches are those of one process: every rank's loaders give whole batches, and so the losses are those of one process.
+autopar compiles the LightningModule's `training_step` up to its loss. Optimizer and schedule are those of
+`configure_optimizers`. Validation, test and prediction run as written, on every rank, with the trained values. Batches
+are those of one process: every rank's loaders yield whole batches, and the losses are those of one process.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from autopar.frameworks.building import (
     check_rows,
     config_of,
     first_step,
-    moved_schedule,
+    move_schedule,
     parts_of,
     plain,
     rows_of_steps,
 )
-from autopar.frameworks.lightning_callbacks import AtSigterm, Values
+from autopar.frameworks.lightning_callbacks import AtSigterm, ValueUpdates
 from autopar.frameworks.lightning_loaders import loader_of
 from autopar.frameworks.loops import LoopOptimizer, ModelValues, PendingLoss
-from autopar.running.launched import has_gpus, join_launched
+from autopar.running.process_group import has_gpus, join_launched
 from autopar.training.learners import RankLearner
 from cost_models.mixed import AnyCluster
 
@@ -45,24 +45,25 @@ SILENT = (
     *("backward", "manual_backward", "configure_gradient_clipping", "on_after_backward", "on_before_backward"),
     *("on_before_optimizer_step", "on_before_zero_grad", "optimizer_zero_grad"),
 )
-"""Hooks of a LightningModule, and those of callbacks, that would find no gradients in the module."""
+"""Hooks of a LightningModule, and of callbacks, that would find no gradients in the module."""
 
 CHANGING = (
     *(callbacks.GradientAccumulationScheduler, callbacks.BaseFinetuning, callbacks.ModelPruning),
     *(callbacks.LearningRateFinder, callbacks.BatchSizeFinder),
 )
-"""Callbacks of Lightning's that do what a program, which is made once, does not follow."""
+"""Lightning's callbacks that change the training. A program is made once, and does not follow them."""
 
 STATE_ENDING = ".autopar"
-"""What the folder beside a checkpoint has after the checkpoint's name: the program's state, in parts of the ranks."""
+"""Ending of the folder beside a checkpoint, after the checkpoint's name. It has the program's state in shards."""
 
 
 class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
-    """A strategy that trains by a program's step on all ranks that torchrun started.
+    """Trains by a program's step on all ranks of torchrun.
 
-    cluster: as in `autopar.compile`, or "detect". options: those that bear on the plan (`precision`, `constraints`,
-    `plan`, `backend`, ...), as autopar.TrainerConfig has them, and `seed` of dropout.
-    `fit` raises ConstraintError, before its first step, for what would not be as on one process.
+    cluster: as in `autopar.compile`, or "detect". options: the options of the plan (`precision`, `constraints`, `plan`,
+    `backend`, ...), as autopar.TrainerConfig has them, and `seed` of dropout.
+    `fit` raises ConstraintError, before its first step, for settings under which training would differ from one
+    process.
     """
 
     strategy_name = "autopar"
@@ -76,7 +77,7 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
         super().__init__(device, precision_plugin=_Clipping())
         self.global_rank, self.local_rank = int(os.environ.get("RANK", "0")), local
-        rank_zero_only.rank = self.global_rank  # loggers ask it who writes
+        rank_zero_only.rank = self.global_rank  # loggers read it
         self.learner: RankLearner | None = None
         self.values: ModelValues | None = None
         self._pending, self._restored = PendingLoss(), ""
@@ -89,7 +90,7 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return self.global_rank == 0
 
     def setup_environment(self) -> None:
-        """Join the other ranks; shuffling then follows rank 0's random state."""
+        """Join the other ranks. Shuffling then follows rank 0's random state."""
         join_launched(is_on_cpu(self.config.cluster))
         state = [torch.get_rng_state()]
         if dist.is_initialized():
@@ -97,20 +98,20 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             torch.set_rng_state(state[0])
         super().setup_environment()
 
-    def barrier(self, *given: Any, **named: Any) -> None:
+    def barrier(self, *args: Any, **options: Any) -> None:
         """Wait for all ranks."""
         if dist.is_initialized():
             dist.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Rank src's object."""
-        found = [obj]
+        """Return rank src's object."""
+        box = [obj]
         if dist.is_initialized():
-            dist.broadcast_object_list(found, src=src)
-        return found[0]
+            dist.broadcast_object_list(box, src=src)
+        return box[0]
 
     def model_to_device(self) -> None:
-        """The module stays in host memory; the program has what trains."""
+        """Keep the module in host memory. The program holds the values that train."""
         self.model.to("cpu")
 
     # Training ---------------------------------------------------------------------------------------------------------
@@ -121,9 +122,9 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             raise ConstraintError(
-                "a program has one optimiser",
+                "a program has one optimizer",
                 values=f"configure_optimizers returns {len(self.optimizers)}",
-                alternatives="one optimiser with groups",
+                alternatives="one optimizer with groups",
             )
         module, before = self.lightning_module, self.optimizers[0]
         self.step_module = TrainingStep(module)
@@ -132,44 +133,44 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         factory = SameOptimizer(before, self.step_module)
         self.learner = build_learner(self.step_module, self.config, factory, plain(example))
         parts = parts_of(loader)
-        if len({getattr(each, "batch_size", None) for each in parts}) == 1:  # rows of others are no rows of the plan's
-            check_rows(self.learner, (rows for each in parts for rows in rows_of_steps(each, 1)))
+        if len({getattr(part, "batch_size", None) for part in parts}) == 1:  # else rows differ from the plan's
+            check_rows(self.learner, (rows for part in parts for rows in rows_of_steps(part, 1)))
         self.values = ModelValues(self.learner, self.step_module)
-        # Of the name that LearningRateMonitor logs.
+        # LearningRateMonitor logs the name of the class.
         kind: Any = type(type(self.learner.optimizer).__name__, (LoopOptimizer,), {})
         self.optimizers = [kind(self.learner, self.values, self._pending)]
-        for each in self.lr_scheduler_configs:
-            moved_schedule(each.scheduler, before, self.optimizers[0])
+        for scheduled in self.lr_scheduler_configs:
+            move_schedule(scheduled.scheduler, before, self.optimizers[0])
         if isinstance(self.precision_plugin, _Clipping):
             self.precision_plugin.learner = self.learner
-        others = [each for each in trainer.callbacks if not isinstance(each, (Values, AtSigterm))]
-        trainer.callbacks = [Values(self.values, others), AtSigterm(self.root_device), *others]
+        others = [callback for callback in trainer.callbacks if not isinstance(callback, (ValueUpdates, AtSigterm))]
+        trainer.callbacks = [ValueUpdates(self.values, others), AtSigterm(self.root_device), *others]
 
-    def training_step(self, *given: Any, **named: Any) -> Tensor:
-        """The loss of a whole batch, whose gradients wait for their update; it is logged as `training_step` says."""
+    def training_step(self, *args: Any, **options: Any) -> Tensor:
+        """Return the loss of a whole batch, whose gradients wait for the update; log it as `training_step` does."""
         assert self.learner is not None and self.values is not None
         self.model.to("cpu")
         self.values.give()
         self._pending.make_room(self.learner.optimizer)
-        loss = self._pending.loss(self.learner.forward_backward(plain(given[0])))
-        for name, options in self.step_module.logged.items():
-            self.lightning_module.log(name, loss.detach(), **options)
+        loss = self._pending.loss(self.learner.forward_backward(plain(args[0])))
+        for name, log_options in self.step_module.logged.items():
+            self.lightning_module.log(name, loss.detach(), **log_options)
         return loss
 
-    def validation_step(self, *given: Any, **named: Any) -> Any:
-        """As written, with the trained values."""
+    def validation_step(self, *args: Any, **options: Any) -> Any:
+        """Run the module's step with the trained values."""
         self._look()
-        return super().validation_step(*given, **named)
+        return super().validation_step(*args, **options)
 
-    def test_step(self, *given: Any, **named: Any) -> Any:
-        """As written, with the trained values."""
+    def test_step(self, *args: Any, **options: Any) -> Any:
+        """Run the module's step with the trained values."""
         self._look()
-        return super().test_step(*given, **named)
+        return super().test_step(*args, **options)
 
-    def predict_step(self, *given: Any, **named: Any) -> Any:
-        """As written, with the trained values."""
+    def predict_step(self, *args: Any, **options: Any) -> Any:
+        """Run the module's step with the trained values."""
         self._look()
-        return super().predict_step(*given, **named)
+        return super().predict_step(*args, **options)
 
     def _look(self) -> None:
         if self.values is not None:
@@ -179,18 +180,18 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # Files ------------------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state with the trained values. Collective."""
+        """Return the module's state with the trained values. Collective."""
         if self.values is not None:
             self.values.take()
-        found: dict[str, Any] = super().lightning_module_state_dict()
-        return found
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: it is in the folder beside the checkpoint, in parts of the ranks."""
+        """Return {}: the state is in the folder beside the checkpoint, in the ranks' shards."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the checkpoint, and beside it the program's state. Collective."""
+        """Write the checkpoint, and the program's state beside it. Collective."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.learner is not None and "optimizer_states" in checkpoint:
             self.learner.save(Path(f"{filepath}{STATE_ENDING}"), {})
@@ -201,19 +202,19 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         if self.is_global_zero:
             super().remove_checkpoint(f"{filepath}{STATE_ENDING}")
 
-    def load_checkpoint(self, checkpoint_path: Any, *given: Any, **named: Any) -> dict[str, Any]:
-        """The checkpoint as Lightning wrote it."""
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        """Return the checkpoint as Lightning wrote it."""
         self._restored = str(checkpoint_path)
-        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *given, **named)
-        return found
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
+        return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Continue with the program's state. Collective. Raises CheckpointError where there is none."""
+        """Resume from the program's state. Collective. Raises CheckpointError where there is none."""
         assert self.learner is not None and self.values is not None
         folder = Path(f"{self._restored}{STATE_ENDING}")
         if not folder.is_dir():
             raise CheckpointError(
-                "the checkpoint has the optimiser's state of another strategy",
+                "the checkpoint has the optimizer's state of another strategy",
                 values=f"{self._restored} without {folder.name}",
                 alternatives=["a new run from its weights", "a checkpoint that AutoparStrategy wrote"],
             )
@@ -222,7 +223,7 @@ class AutoparStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
 
 class _Clipping(Precision):  # type: ignore[misc]
-    """Clipping by the norm of all gradients, of which a rank has parts."""
+    """Clips by the norm of all gradients, of which a rank has shards."""
 
     learner: RankLearner | None = None
 
@@ -243,13 +244,13 @@ class TrainingStep(nn.Module):
         self.logged = _Logged()
 
     def forward(self, *items: Any, **named: Any) -> Tensor:
-        """The loss. Raises ConstraintError for what depends on more than the batch, or logs more than the loss."""
+        """Return the loss. Raises ConstraintError for a loss of more than the batch, and for other figures logged."""
         module: Any = self.module
         batch = named if named else items if len(items) > 1 else items[0]
         logs: list[tuple[str, Any, dict[str, Any]]] = []
         before = module._trainer
         module.log = lambda name, value, **options: logs.append((name, value, options))
-        module.all_gather = lambda data, *given, **named: data  # as on one process, whose batch is the whole one
+        module.all_gather = lambda data, *args, **options: data  # as on one process, whose batch is the whole one
         object.__setattr__(module, "_trainer", _Hidden("the Trainer (current_epoch, global_step, ...)"))
         try:
             returned = (
@@ -272,7 +273,7 @@ class TrainingStep(nn.Module):
 
 
 class _Logged(dict[str, dict[str, Any]]):
-    """The same of all copies of a module: models are traced as copies."""
+    """A dict that all copies of a module share: models are traced as copies."""
 
     def __deepcopy__(self, memo: Any) -> _Logged:
         return self
@@ -282,22 +283,22 @@ def _takes_index(module: Any) -> bool:
     return len(inspect.signature(module.training_step).parameters) > 1
 
 
-def _beyond(what: str) -> ConstraintError:
+def _beyond(fault: str) -> ConstraintError:
     return ConstraintError(
-        f"{what}, and a program computes the loss alone",
+        f"{fault}, and a program computes the loss alone",
         alternatives=["self.log(name, loss) of the loss itself", "other figures in validation_step"],
     )
 
 
 class _Hidden:
-    """What a training step may not look at, since a program is made once."""
+    """A value that a training step may not read, since a program is made once."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    def _refuse(self, *given: Any) -> Any:
+    def _refuse(self, *args: Any) -> Any:
         raise ConstraintError(
-            f"training_step reads {self._what}, and a program is made once, of its batch alone",
+            f"training_step reads {self._name}, and a program is made once, of its batch alone",
             alternatives="a schedule from configure_optimizers, or an input of the batch",
         )
 
@@ -307,21 +308,21 @@ class _Hidden:
 
 
 def check_fit(trainer: Any, module: LightningModule) -> None:
-    """Raises ConstraintError for what Lightning would do to gradients that a program has in parts."""
-    # What was asked for: a strategy that brings its own way to compute overrules it in silence.
+    """Raise ConstraintError for settings under which Lightning would need whole gradients."""
+    # The user's flag: a strategy with its own precision plugin overrules it silently.
     precision = trainer._accelerator_connector._precision_flag
     for is_asked, reason, values, instead in (
         (
             not module.automatic_optimization,
             "a program's step takes the place of backward and optimizer.step() in training_step",
             "automatic_optimization=False",
-            "automatic_optimization=True, a training_step that returns the loss, and one optimiser",
+            "automatic_optimization=True, a training_step that returns the loss, and one optimizer",
         ),
         (
             trainer.accumulate_grad_batches != 1,
             "gradients are not accumulated over batches",
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
-            "a loader with so many times the rows: the plan splits them as memory asks",
+            "a loader with as many times the rows: the plan splits them as memory requires",
         ),
         (
             str(getattr(trainer.gradient_clip_algorithm, "value", "norm")) == "value" and trainer.gradient_clip_val,
@@ -342,19 +343,19 @@ def check_fit(trainer: Any, module: LightningModule) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, CHANGING):
             raise ConstraintError(
-                "a callback changes what is trained, or how, after the program is made",
+                "a callback changes the training after the program is made",
                 values=type(callback).__name__,
                 alternatives=[
-                    "requires_grad=False before fit, or groups of the optimiser with schedules of their own",
-                    "a learning rate or batch size that one process found",
+                    "requires_grad=False before fit, or groups of the optimizer with schedules of their own",
+                    "a learning rate or batch size that was searched on one process",
                 ],
             )
     for name in SILENT:
         if getattr(type(module), name, None) is not getattr(LightningModule, name, None):
             raise _hook(type(module).__name__, name)
         for callback in trainer.callbacks:
-            own = getattr(type(callback), name, None)
-            if own is not getattr(Callback, name, None) and not type(callback).__module__.startswith("lightning."):
+            hook = getattr(type(callback), name, None)
+            if hook is not getattr(Callback, name, None) and not type(callback).__module__.startswith("lightning."):
                 raise _hook(type(callback).__name__, name)
 
 

@@ -1,4 +1,4 @@
-"""The loaders of a LightningModule: one, or several that Lightning's CombinedLoader draws from in every step."""
+"""The loaders of a LightningModule: one, or several from which Lightning's CombinedLoader draws in every step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lightning.pytorch.utilities import CombinedLoader
 from autopar.errors import ConstraintError
 
 MODES = ("max_size_cycle", "min_size")
-"""Those in which every step has a batch of each loader."""
+"""Modes in which every step has a batch of each loader."""
 
 
-class Together:
-    """Several loaders as one. A batch has one of each, in the dict or list in which the loaders are."""
+class JointLoader:
+    """Several loaders as one. A batch is a dict or list of one batch of each, in the form of the loaders."""
 
     def __init__(self, loaders: Any) -> None:
         is_combined = isinstance(loaders, CombinedLoader)
@@ -22,11 +22,11 @@ class Together:
         iterables = loaders.iterables if is_combined else loaders
         if mode not in MODES:
             raise ConstraintError(
-                "every step has a batch of each loader, as a program is made once",
+                "every step needs a batch of each loader, as a program is made once",
                 values=f"CombinedLoader(mode={mode!r})",
-                alternatives=[*(f"mode={each!r}" for each in MODES), "one loader of a concatenated dataset"],
+                alternatives=[*(f"mode={name!r}" for name in MODES), "one loader of a concatenated dataset"],
             )
-        self._combined = CombinedLoader(iterables, mode)  # another than the loop's, which begins at its own first batch
+        self._combined = CombinedLoader(iterables, mode)  # not the loop's, which begins at its own first batch
         self.parts: list[Any] = list(self._combined.flattened)
         if len(self.parts) < 2 and isinstance(iterables, list | tuple):
             raise ConstraintError(
@@ -40,6 +40,6 @@ class Together:
             yield batch
 
 
-def loader_of(given: Any) -> Any:
-    """A loader whose batches are what training_step gets. Raises ConstraintError for several that cannot be one."""
-    return Together(given) if isinstance(given, CombinedLoader | dict | list | tuple) else given
+def loader_of(loaders: Any) -> Any:
+    """Return a loader with training_step's batches. Raises ConstraintError for loaders that cannot be one."""
+    return JointLoader(loaders) if isinstance(loaders, CombinedLoader | dict | list | tuple) else loaders

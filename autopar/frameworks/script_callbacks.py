@@ -1,10 +1,10 @@
-"""A user's callbacks of transformers' Trainer: which may look at the model, whose tensors are old between a program's
-steps, and what they ask for, which must be the same on all ranks.
+"""A user's callbacks of transformers' Trainer: which may look at the model, and which requests all ranks must share.
 
-A function cannot be asked. It may look if it, or another method of its class, names a model, if its object holds
-anything but plain values (an average of the model's weights, the Trainer), or if it refers to anything from outside
-that may have one: a module, a Trainer, an object or module of the script's own, a function that may look. What is found
-too often costs a gathering of the values, what is found too seldom would be silently wrong.
+The model's tensors are old between a program's steps, so a callback that may look at them needs current ones. A
+function may look if it, or another method of its class, names a model; if its object holds anything but plain values
+(an average of the model's weights, the Trainer); or if it refers to anything outside that may have a model: a module, a
+Trainer, an object or module of the script, a function that may look. A needless answer costs a gathering of the values;
+a missed one would be silently wrong.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ AGREED_AFTER = ("on_train_begin", "on_epoch_begin", *OF_A_STEP, "on_evaluate", "
 
 
 class LookingHandler(CallbackHandler):  # type: ignore[misc]
-    """A CallbackHandler that has the trained values in the model before it calls who may look at them.
+    """A CallbackHandler that updates the model's values before it calls a callback that may look at them.
 
-    take_values: puts them there; collective, as every rank has the same callbacks. ending: where SIGTERM is noted while
-    the Trainer trains. is_ending: whether it came.
+    take_values: updates them; collective, as every rank has the same callbacks. ending: notes SIGTERM while the Trainer
+    trains. is_ending: whether the signal came.
     """
 
     ending: Ending | None
@@ -45,21 +45,22 @@ class LookingHandler(CallbackHandler):  # type: ignore[misc]
 
     take_values: Callable[[], None]
     looked: dict[tuple[type, str], bool]
-    """By what is written; what an object holds may change."""
+    """By class and event. It holds the answers that follow from code; attributes of an object may change."""
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **named: Any) -> Any:
-        """As transformers' own. What a script's callback asks for on one rank, by its clock or rank, all ranks do."""
-        if any(self._looks(each, event) for each in self.callbacks):
+        """Call the event as transformers does. All ranks take over what a callback requests on one, by its clock or
+        rank."""
+        if any(self._looks(callback, event) for callback in self.callbacks):
             self.take_values()
         control = super().call_event(event, args, state, control, **named)
-        if event in AGREED_AFTER and any(_is_own(each, event) for each in self.callbacks):
+        if event in AGREED_AFTER and any(_has_handler(callback, event) for callback in self.callbacks):
             _agree(control, args.device)
         if event == "on_step_end" and self.ending is not None and self.ending.is_told():
             self.is_ending = control.should_save = control.should_training_stop = True
         return control
 
     def _looks(self, callback: TrainerCallback, event: str) -> bool:
-        if not _is_own(callback, event):
+        if not _has_handler(callback, event):
             return False
         key = type(callback), event
         if key not in self.looked:
@@ -69,16 +70,16 @@ class LookingHandler(CallbackHandler):  # type: ignore[misc]
         return self.looked[key] or holds_more(callback)
 
 
-def _is_own(callback: TrainerCallback, event: str) -> bool:
-    """Whether a script, and not transformers, says what is done at an event."""
+def _has_handler(callback: TrainerCallback, event: str) -> bool:
+    """Return whether a script's class, and not one of transformers, handles an event."""
     is_empty = getattr(type(callback), event, None) is getattr(TrainerCallback, event, None)
     return not is_empty and not type(callback).__module__.startswith("transformers.")
 
 
 def _helpers(kind: type) -> list[Any]:
-    """Methods that a script's class has beside those that the Trainer calls."""
-    own = {name: value for each in kind.__mro__ for name, value in vars(each).items() if inspect.isfunction(value)}
-    return [value for name, value in own.items() if not (name.startswith("__") or hasattr(TrainerCallback, name))]
+    """Return the methods of a script's class that the Trainer does not call itself."""
+    methods = {name: value for base in kind.__mro__ for name, value in vars(base).items() if inspect.isfunction(value)}
+    return [value for name, value in methods.items() if not (name.startswith("__") or hasattr(TrainerCallback, name))]
 
 
 def _agree(control: Any, device: torch.device) -> None:
@@ -91,21 +92,24 @@ def _agree(control: Any, device: torch.device) -> None:
 
 
 def may_look(function: Any, seen: frozenset[Any] = frozenset()) -> bool:
-    """Whether a function's code names a model, or refers to something outside that is or may reach one. seen: functions
-    that are being asked."""
+    """Return whether a function's code names a model, or refers to an outside object that is one or may have one.
+
+    seen: functions that are being examined.
+    """
     function = inspect.unwrap(function) if callable(function) else function
     code = getattr(function, "__code__", None)
     if code is None:
         return True
     if "model" in _names(code):
         return True
-    found = inspect.getclosurevars(function)
-    outside = (*found.nonlocals.values(), *found.globals.values())
-    return any(_reaches(each, seen | {function}) for each in outside if not isinstance(each, PLAIN))
+    references = inspect.getclosurevars(function)
+    outside = (*references.nonlocals.values(), *references.globals.values())
+    return any(_reaches(value, seen | {function}) for value in outside if not isinstance(value, PLAIN))
 
 
 def _reaches(value: Any, seen: frozenset[Any]) -> bool:
-    """Installed packages and classes know of no model. A script's own modules and objects are not gone through."""
+    """Return whether a value may reach a model. Installed packages and classes do not; a script's modules and objects
+    may, without a closer look."""
     if inspect.isfunction(value):
         return not _is_installed(inspect.getmodule(value)) and value not in seen and may_look(value, seen)
     if inspect.ismodule(value):
@@ -119,19 +123,20 @@ def _is_installed(module: Any) -> bool:
 
 
 def _names(code: CodeType) -> set[Any]:
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    texts = {each for each in code.co_consts if isinstance(each, str)}
-    return {*code.co_names, *code.co_varnames, *code.co_freevars, *texts}.union(*(_names(each) for each in inner))
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    texts = {constant for constant in code.co_consts if isinstance(constant, str)}
+    return {*code.co_names, *code.co_varnames, *code.co_freevars, *texts}.union(*map(_names, inner))
 
 
-def holds_more(held: Any) -> bool:
-    """Whether an object's attributes are more than plain values: numbers, texts, paths, lists and mappings of them."""
-    return any(not _is_plain(value) for value in getattr(held, "__dict__", {}).values())
+def holds_more(value: Any) -> bool:
+    """Return whether an object has attributes other than plain values: numbers, texts, paths, and containers of
+    them."""
+    return any(not _is_plain(attribute) for attribute in getattr(value, "__dict__", {}).values())
 
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple, set)):
-        return all(_is_plain(each) for each in value)
+        return all(map(_is_plain, value))
     if isinstance(value, dict):
-        return all(_is_plain(each) for each in (*value.keys(), *value.values()))
+        return all(map(_is_plain, (*value.keys(), *value.values())))
     return isinstance(value, PLAIN)

@@ -1,4 +1,4 @@
-"""What of transformers' Trainer a program cannot do as one process does; refused by name before the first step."""
+"""Refuse settings of transformers' Trainer, before the first step, that a program cannot follow as one process does."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PRECISION = "precision= of parallelize: layers compute in it with fp32 masters, 
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """One argument of TrainingArguments. is_set: whether its value asks for what is refused."""
+class RefusedArgument:
+    """One argument of TrainingArguments. is_set: whether a value is refused."""
 
     name: str
     reason: str
@@ -26,32 +26,32 @@ class Refused:
 
 
 REFUSED = (
-    Refused("bf16", "autocast rounds other calls than a program in bf16 does", PRECISION),
-    Refused("fp16", "autocast rounds other calls than a program in fp16 does", PRECISION),
-    Refused("bf16_full_eval", "a program evaluates in the precision that it trains in", "bf16_full_eval=False"),
-    Refused("fp16_full_eval", "a program evaluates in the precision that it trains in", "fp16_full_eval=False"),
-    Refused("torch_compile", "torch.compile would wrap the model", 'backend="inductor" of parallelize'),
-    Refused("activation_checkpointing", "the plan chooses what is recomputed", "constraints= with recompute"),
-    Refused("gradient_checkpointing", "the plan chooses what is recomputed", "constraints= with recompute"),
-    Refused("use_liger_kernel", "it changes the model while it trains", 'kernels="on" of parallelize'),
-    Refused(
+    RefusedArgument("bf16", "autocast rounds other calls than a program in bf16 does", PRECISION),
+    RefusedArgument("fp16", "autocast rounds other calls than a program in fp16 does", PRECISION),
+    RefusedArgument("bf16_full_eval", "a program evaluates in the precision that it trains in", "bf16_full_eval=False"),
+    RefusedArgument("fp16_full_eval", "a program evaluates in the precision that it trains in", "fp16_full_eval=False"),
+    RefusedArgument("torch_compile", "torch.compile would wrap the model", 'backend="inductor" of parallelize'),
+    RefusedArgument("activation_checkpointing", "the plan chooses what is recomputed", "constraints= with recompute"),
+    RefusedArgument("gradient_checkpointing", "the plan chooses what is recomputed", "constraints= with recompute"),
+    RefusedArgument("use_liger_kernel", "it changes the model while it trains", 'kernels="on" of parallelize'),
+    RefusedArgument(
         "neftune_noise_alpha", "its hook draws noise per process", "neftune_noise_alpha=None", lambda v: v is not None
     ),
-    Refused("label_smoothing_factor", "the loss is the model's own", "a model that smooths in its forward"),
-    Refused("auto_find_batch_size", "the plan splits a batch as memory asks", "auto_find_batch_size=False"),
-    Refused("fsdp", "the program shards the model itself", "no fsdp"),
-    Refused("deepspeed", "the program shards the model itself", "no deepspeed"),
-    Refused("parallelism_config", "the program has its own parallelism", "constraints= of parallelize"),
-    Refused("debug", "its hooks would see no forward of the model", 'debug=""'),
-    Refused(
+    RefusedArgument("label_smoothing_factor", "the loss is the model's own", "a model that smooths in its forward"),
+    RefusedArgument("auto_find_batch_size", "the plan splits a batch as memory asks", "auto_find_batch_size=False"),
+    RefusedArgument("fsdp", "the program shards the model itself", "no fsdp"),
+    RefusedArgument("deepspeed", "the program shards the model itself", "no deepspeed"),
+    RefusedArgument("parallelism_config", "the program has its own parallelism", "constraints= of parallelize"),
+    RefusedArgument("debug", "its hooks would see no forward of the model", 'debug=""'),
+    RefusedArgument(
         "train_sampling_strategy",
         "it gives each process other batches",
         ["random", "sequential", "group_by_length"],
         lambda value: value == "batch_rebalance",
     ),
-    Refused(
+    RefusedArgument(
         "optim",
-        "the optimiser updates inside of the backward",
+        "the optimizer updates inside of the backward",
         "adamw_torch",
         lambda value: any(word in str(getattr(value, "value", value)) for word in ("lomo", "layerwise")),
     ),
@@ -78,31 +78,35 @@ SILENT = (
     "_finalize_training",
     "create_accelerator_and_postprocess",
 )
-"""Methods that a program's step takes the place of, or that decide what it would compute: a subclass's are refused."""
+"""Methods that the program's step replaces, or that decide what it would compute. Overrides of them are refused."""
 
 USED = (*SILENT, "_load_best_model", "floating_point_ops", "create_optimizer", "evaluation_loop", "save_model")
-"""Methods that transformers must have for autopar to stand in their places."""
+"""Methods of transformers' Trainer that autopar overrides or relies on."""
 
 PER_TOKEN = ("ForCausalLM", "ForMaskedLM")
-"""Losses that are the mean over the targets, also of several batches joined."""
+"""Losses that are the mean over the targets, also over several joined batches."""
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raises ConstraintError for a Trainer whose losses would not be those of one process."""
+    """Raise ConstraintError for a Trainer whose losses would differ from those of one process."""
     if missing := [name for name in USED if not hasattr(Trainer, name)]:
         raise AutoparError(
-            "this version of transformers has another Trainer", values=f"without {missing[0]}", alternatives="5.23"
+            "this version of transformers has another Trainer",
+            values=f"without {missing[0]}",
+            alternatives="pip install transformers==5.23",
         )
-    for each in REFUSED:
-        value = getattr(trainer.args, each.name, None)
-        if each.is_set(value):
+    for argument in REFUSED:
+        value = getattr(trainer.args, argument.name, None)
+        if argument.is_set(value):
             raise ConstraintError(
-                f"{each.name}: {each.reason}", values=f"{each.name}={value!r}", alternatives=each.instead
+                f"{argument.name}: {argument.reason}",
+                values=f"{argument.name}={value!r}",
+                alternatives=argument.instead,
             )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if trainer.args.world_size != launched:
         raise ConstraintError(
-            "TrainingArguments do not know of the processes that were launched: each would write all files",
+            "TrainingArguments do not know of the launched processes: each would write all files",
             values=f"world_size={trainer.args.world_size} of {launched} processes",
             alternatives="use_cpu=True, where ranks have no GPUs",
         )
@@ -112,7 +116,7 @@ def check_trainer(trainer: Trainer) -> None:
 
 
 def _check_methods(trainer: Trainer) -> None:
-    """Raises for methods that a subclass, or an assignment to the object, has put in the place of transformers' own."""
+    """Raise ConstraintError for methods that a subclass, or an assignment to the object, overrides."""
     for name in SILENT:
         owner = next(kind for kind in type(trainer).__mro__ if name in vars(kind))
         if name in vars(trainer) or not owner.__module__.startswith("transformers."):
@@ -121,13 +125,13 @@ def _check_methods(trainer: Trainer) -> None:
                 values=f"{owner.__name__}.{name}",
                 alternatives=[
                     "a loss in the model's forward",
-                    "autopar.compile and a loop of your own, where the step is called by you",
+                    "autopar.compile and a loop of your own, where you call the step",
                 ],
             )
 
 
 def _check_given(trainer: Trainer) -> None:
-    """Raises for what the Trainer was given beside its arguments."""
+    """Raise ConstraintError for other settings of the Trainer than its arguments."""
     if trainer.compute_loss_func is not None:
         raise ConstraintError(
             "compute_loss_func: the loss is the model's own",
@@ -136,13 +140,15 @@ def _check_given(trainer: Trainer) -> None:
         )
     if trainer.args.n_gpu > 1:
         raise ConstraintError(
-            "one process has several GPUs", values=f"n_gpu={trainer.args.n_gpu}", alternatives="torchrun, one per GPU"
+            "one process has several GPUs",
+            values=f"n_gpu={trainer.args.n_gpu}",
+            alternatives="torchrun, with one process per GPU",
         )
     model = trainer.model
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if trainer.model_accepts_loss_kwargs and not isinstance(inner, PreTrainedModel):
         raise ConstraintError(
-            "the Trainer gives the model num_items_in_batch, which changes its loss in a way that is not known",
+            "the Trainer gives the model num_items_in_batch, whose effect on the loss is unknown",
             values=f"forward of {type(inner).__name__} takes **kwargs",
             alternatives="model.accepts_loss_kwargs = False before the Trainer is made",
         )
@@ -156,7 +162,7 @@ def _check_given(trainer: Trainer) -> None:
 
 
 def _check_joined(trainer: Trainer) -> None:
-    """Raises where batches that are accumulated are not one batch of all their rows."""
+    """Raise ConstraintError where accumulated batches differ from one batch of all their rows."""
     steps = trainer.args.gradient_accumulation_steps
     if steps == 1:
         return
@@ -165,15 +171,15 @@ def _check_joined(trainer: Trainer) -> None:
     is_mean = trainer.model_accepts_loss_kwargs and kind in PER_TOKEN and _hands_on_count(model)
     if not is_mean or getattr(config, "output_router_logits", False) or trainer.loss_is_scaled_for_ga is False:
         raise ConstraintError(
-            "of accumulated batches the Trainer takes a loss that is not that of all their rows together",
+            "the Trainer's loss of accumulated batches is not that of all their rows together",
             values=f"gradient_accumulation_steps={steps} with the loss {kind or 'of the model'}",
             alternatives=f"gradient_accumulation_steps=1 and {steps} times the batch size, which the plan splits as "
-            "memory asks",
+            "memory requires",
         )
 
 
 def _hands_on_count(model: Any) -> bool:
-    """Whether forward gives the number of targets to transformers' loss; that of models with their own is lost."""
+    """Return whether forward gives transformers' loss the number of targets; models with their own loss lose it."""
     try:
         text = inspect.getsource(type(model).forward)
     except (OSError, TypeError):

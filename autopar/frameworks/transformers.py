@@ -1,9 +1,9 @@
 """transformers' Trainer around an autopar program: `trainer = parallelize(trainer, "8 h100-sxm")`, under torchrun.
 
-The Trainer keeps its schedule, logs, callbacks, evaluations, checkpoints and files; the program's step takes the place
-of forward, loss, backward, the sums of gradients, clipping and the update. Batches are those of one process: a step has
-`per_device_train_batch_size * gradient_accumulation_steps` rows on any number of ranks, and so the losses are those
-that the same script has on one process.
+The Trainer keeps its schedule, logs, callbacks, evaluations, checkpoints and files. The program's step replaces
+forward, loss, backward, the sums of gradients, clipping and the update. Batches are those of one process: on any number
+of ranks a step has `per_device_train_batch_size * gradient_accumulation_steps` rows. So the losses are those of the
+same script on one process.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from autopar.frameworks.building import (
     check_rows,
     config_of,
     first_step,
-    moved_schedule,
+    move_schedule,
     plain,
     rows_of_steps,
 )
 from autopar.frameworks.loops import ModelValues
 from autopar.frameworks.script_callbacks import LookingHandler
 from autopar.frameworks.trainer_checks import check_trainer
-from autopar.training.feeding import check_accumulation, joined
+from autopar.training.feeding import check_accumulation, join_batches
 from autopar.training.learners import RankLearner
 from codegen.runtime.processes import Ending
 from cost_models.mixed import AnyCluster
 
 STATE_FOLDER, SCHEDULE_FILE = "autopar", "scheduler.pt"
-"""What a checkpoint of the Trainer has of the program, and of the schedule."""
+"""Names in the Trainer's checkpoint: the folder of the program's state, and the file of the schedule."""
 
 
 def parallelize(trainer: Trainer, cluster: AnyCluster | str, **options: Any) -> Trainer:
-    """The same Trainer, whose `train` runs on all ranks that torchrun started; `python script.py` needs "1 cpu".
+    """Return the Trainer; its `train` now runs on all ranks of torchrun. `python script.py` alone needs "1 cpu".
 
-    cluster: as in `autopar.compile`, or "detect". options: those that bear on the plan (`precision`, `constraints`,
-    `plan`, `backend`, ...), as autopar.TrainerConfig has them.
-    Raises ConstraintError, naming the argument or the method, for what would not be as on one process.
+    cluster: as in `autopar.compile`, or "detect". options: the options of the plan (`precision`, `constraints`, `plan`,
+    `backend`, ...), as autopar.TrainerConfig has them.
+    Raises ConstraintError, naming the argument or the method, where training would differ from one process.
     """
     check_trainer(trainer)
     trainer.config_of_program = config_of(cluster, trainer.args.seed, options)
     accelerator = stand_in(trainer.accelerator)
     trainer.gather_function = accelerator.gather_for_metrics
-    trainer.given_optimizer = None
+    trainer.script_optimizer = None
     if trainer.optimizer is not None:
-        trainer.given_optimizer = SameOptimizer(trainer.optimizer, trainer.model)
+        trainer.script_optimizer = SameOptimizer(trainer.optimizer, trainer.model)
     trainer.learner, trainer.values, trainer.waiting = None, None, []
     trainer.place_model_on_device = False
-    trainer.model.to("cpu")  # the program has the values that train, in its ranks' parts
-    own = type(trainer)
-    trainer.__class__ = type(own.__name__, (ProgramTrainer, own), {"__module__": own.__module__})
+    trainer.model.to("cpu")  # the program holds the values that train, in shards
+    kind = type(trainer)
+    trainer.__class__ = type(kind.__name__, (ProgramTrainer, kind), {"__module__": kind.__module__})
     handler = trainer.callback_handler
     handler.__class__, handler.looked, handler.take_values = LookingHandler, {}, trainer._take_values
     handler.ending = None
@@ -67,7 +67,7 @@ def parallelize(trainer: Trainer, cluster: AnyCluster | str, **options: Any) -> 
 
 
 class ProgramTrainer(Trainer):  # type: ignore[misc]
-    """What a Trainer that was given to `parallelize` does by its program's step.
+    """The methods of a Trainer that its program's step replaces.
 
     learner, values: this rank's step, and the model's values beside its own; None before `train`. waiting: batches of
     the step that is not complete.
@@ -81,22 +81,22 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
 
     # Training ---------------------------------------------------------------------------------------------------------
 
-    def train(self, *given: Any, **named: Any) -> Any:
-        """As the Trainer's own. Where a rank is told to end (SIGTERM), it writes a checkpoint after the step and exits
-        with code 143; `resume_from_checkpoint=True` goes on from there."""
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Train as the Trainer does. Where a rank gets SIGTERM, write a checkpoint after the step and exit with code
+        143; `resume_from_checkpoint=True` resumes from it."""
         handler, ending = self.callback_handler, Ending(self.args.device)
         handler.ending = ending
         try:
-            found = super().train(*given, **named)
+            output = super().train(*args, **options)
         finally:
             handler.ending = None
             ending.close()
         if handler.is_ending:
             raise SystemExit(Ending.EXIT_CODE)
-        return found
+        return output
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Plan and build the program; its optimiser is what the Trainer would have made of the whole model."""
+        """Plan and build the program. Its optimizer is the one that the Trainer would have made of the whole model."""
         if isinstance(self.optimizer, ProgramOptimizer) and self.values is not None:
             self.values.give()
             return cast(torch.optim.Optimizer, self.optimizer)
@@ -104,7 +104,7 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
         count = self.args.gradient_accumulation_steps
         loader = self.get_train_dataloader()
         example = first_step(loader, count)
-        factory = self.given_optimizer or self._made_of
+        factory = self.script_optimizer or self._made_of
         before = self.optimizer
         self.learner = build_learner(self.model, self.config_of_program, factory, example)
         check_accumulation(self.learner.program, count)
@@ -114,14 +114,14 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
             self._check_evaluation()
         self.optimizer = ProgramOptimizer(self.learner)
         if self.lr_scheduler is not None:
-            moved_schedule(self.lr_scheduler, before, self.optimizer)
+            move_schedule(self.lr_scheduler, before, self.optimizer)
         self.values = ModelValues(self.learner, self.model)
         return cast(torch.optim.Optimizer, self.optimizer)
 
     def _made_of(self, named_parameters: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        """What the Trainer's own `create_optimizer`, or a subclass's, makes of these in the model's places."""
+        """Call the Trainer's `create_optimizer`, or a subclass's, with these parameters in place of the model's."""
         model, optimizer = self.model, self.optimizer
-        self.model, self.optimizer = cast(Any, _Renamed(model, list(named_parameters))), None
+        self.model, self.optimizer = cast(Any, _WithParameters(model, list(named_parameters))), None
         try:
             return cast(torch.optim.Optimizer, super().create_optimizer())
         finally:
@@ -130,7 +130,7 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
     _made_of.takes_names = True  # type: ignore[attr-defined]
 
     def _check_evaluation(self) -> None:
-        """Raises for evaluations that the program cannot make, before the first step."""
+        """Raise an error, before the first step, for evaluations that the program cannot run."""
         assert self.learner is not None
         reason = self.learner.program.program.any.no_evaluation
         if reason and self.compute_metrics is None:
@@ -140,13 +140,13 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
         if self.compute_metrics is not None:
             return
         sets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
-        for each in sets:
-            check_rows(self.learner, rows_of_steps(self.get_eval_dataloader(each), 1))
+        for dataset in sets:
+            check_rows(self.learner, rows_of_steps(self.get_eval_dataloader(dataset), 1))
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Gradients of a step's rows, once the last of its batches has come: 0 for those before it, then the loss."""
+        """Compute the gradients of a step after the last of its batches. Return 0 for earlier ones, then the loss."""
         assert self.learner is not None and self.values is not None
         self.model.train()
         self.values.give()
@@ -154,50 +154,50 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self.waiting = self.waiting, []
-        loss = self.learner.forward_backward(batches[0] if len(batches) == 1 else joined(batches))
+        loss = self.learner.forward_backward(batches[0] if len(batches) == 1 else join_batches(batches))
         return loss.detach().float().to(self.args.device)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """The rows of a step, which are the same on any number of ranks."""
+        """Return the rows of a step, which are the same on any number of ranks."""
         return int(self._train_batch_size * args.gradient_accumulation_steps)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """This rank's share: the Trainer adds up what ranks count."""
+        """Return this rank's share: the Trainer adds up the ranks' figures."""
         return float(super().floating_point_ops(inputs)) / max(int(self.args.world_size), 1)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        self._take_values()  # before the best model's are read into the same tensors
+        self._take_values()  # before the best model's values are read into the same tensors
         return super()._finalize_training(trial, num_train_samples, start_time)
 
-    def hyperparameter_search(self, *given: Any, **named: Any) -> Any:
-        """Raises ConstraintError: trials on several ranks are not supported."""
-        raise ConstraintError("hyperparameter_search is not supported", alternatives="a run per trial")
+    def hyperparameter_search(self, *args: Any, **options: Any) -> Any:
+        """Raise ConstraintError: trials on several ranks are not supported."""
+        raise ConstraintError("hyperparameter_search is not supported", alternatives="start one run per trial")
 
-    def log(self, *given: Any, **named: Any) -> None:
-        """As written; a subclass's own may look at the model."""
+    def log(self, *args: Any, **options: Any) -> None:
+        """Log as the Trainer does. A subclass's override may look at the model."""
         self._take_for("log")
-        super().log(*given, **named)
+        super().log(*args, **options)
 
     # Evaluation -------------------------------------------------------------------------------------------------------
 
-    def evaluate(self, *given: Any, **named: Any) -> Any:
-        """As written; a subclass's own may look at the model."""
+    def evaluate(self, *args: Any, **options: Any) -> Any:
+        """Evaluate as the Trainer does. A subclass's override may look at the model."""
         self._take_for("evaluate")
-        return super().evaluate(*given, **named)
+        return super().evaluate(*args, **options)
 
     def evaluation_loop(
-        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, *given: Any, **named: Any
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, *args: Any, **options: Any
     ) -> Any:
-        """The Trainer's own loop. Losses alone come from the program; predictions from the whole model on each rank."""
+        """Run the Trainer's loop. Losses alone come from the program, predictions from the whole model on each rank."""
         is_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         if self.values is not None:
             self.values.give()
         if is_loss and self.learner is not None:
-            return super().evaluation_loop(dataloader, description, prediction_loss_only, *given, **named)
+            return super().evaluation_loop(dataloader, description, prediction_loss_only, *args, **options)
         self._take_values()
         try:
             self.model.to(self.args.device)
-            return super().evaluation_loop(dataloader, description, prediction_loss_only, *given, **named)
+            return super().evaluation_loop(dataloader, description, prediction_loss_only, *args, **options)
         finally:
             self.model.to("cpu")
             if self.values is not None:
@@ -214,7 +214,7 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        """The loss from the program; more than that from the model, which has its values."""
+        """Return the loss from the program; further outputs come from the model, which has the trained values."""
         if not prediction_loss_only or self.learner is None:
             return cast(tuple[Any, Any, Any], super().prediction_step(model, inputs, prediction_loss_only, ignore_keys))
         return torch.tensor(self.learner.evaluate(plain(inputs)), device=self.args.device), None, None
@@ -243,22 +243,22 @@ class ProgramTrainer(Trainer):  # type: ignore[misc]
             self.values.note()
         elif any(folder.glob("optimizer.*")):
             raise CheckpointError(
-                "the checkpoint has the optimiser's state of another way to train",
+                "the checkpoint has no state of a program",
                 values=f"{folder} without {STATE_FOLDER}/",
                 alternatives=["the model of that folder, in a new run", "a checkpoint that this Trainer wrote"],
             )
 
 
-class _Renamed:
-    """A model whose `named_parameters` are given ones; all else is its own."""
+class _WithParameters:
+    """A model with other `named_parameters`; all other attributes are the model's."""
 
     def __init__(self, model: nn.Module, named_parameters: list[tuple[str, Tensor]]) -> None:
         self._model, self._named = model, named_parameters
 
-    def named_parameters(self, *given: Any, **named: Any) -> list[tuple[str, Tensor]]:
+    def named_parameters(self, *args: Any, **options: Any) -> list[tuple[str, Tensor]]:
         return list(self._named)
 
-    def parameters(self, *given: Any, **named: Any) -> list[Tensor]:
+    def parameters(self, *args: Any, **options: Any) -> list[Tensor]:
         return [tensor for _, tensor in self._named]
 
     def __getattr__(self, name: str) -> Any:

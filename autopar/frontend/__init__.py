@@ -1,1 +1,1 @@
-"""A model of the user's to a `Graph`: exported at reduced depth, cleaned, repeated layers folded."""
+"""Turn a user's model into a `Graph`: export it at reduced depth, clean the trace, fold repeated layers."""

@@ -1,7 +1,8 @@
 """Activation checkpointing of torch in a trace: the function itself is called, and a plan decides what to recompute.
 
-What torch's recomputation does beside gradients is kept: statistics of batch norm and their counters move twice in a
-step. Other writes of a checkpointed function are refused, since torch repeats them at a time that no graph has.
+Effects of torch's recomputation other than gradients are kept: running statistics of batch norm and their counters move
+twice in a step. Other writes of a checkpointed function are refused, since torch repeats them at a time that no graph
+shows.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _NON_REENTRANT = "_checkpoint_hook"
 
 @contextlib.contextmanager
 def followed_checkpoints() -> Iterator[None]:
-    """Within it, checkpointed functions are called once, as a part of forward."""
+    """Context manager in which checkpointed functions are called once, as ordinary calls of forward."""
     calls = _Calls()
     registered = owner.CheckpointFunction.apply
 
     def reentrant(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        # No input requires a gradient: then torch computes none for what the function uses either.
+        # No input requires a gradient: torch then computes none for tensors that the function captures either.
         if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
             with torch.no_grad():
                 return function(*args)
@@ -55,7 +56,7 @@ def followed_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _entered(hook: Any, calls: _Calls) -> Iterator[None]:
-    """Within it, entering `hook` enters the body of a checkpointed function."""
+    """Context manager in which entering `hook` enters the body of a checkpointed function."""
     bodies: list[Any] = []
     enter, leave = hook.__enter__, hook.__exit__
 
@@ -80,7 +81,7 @@ def _entered(hook: Any, calls: _Calls) -> Iterator[None]:
 
 
 class _Calls(TorchFunctionMode):
-    """Watches what checkpointed functions write to."""
+    """Watch the tensors that checkpointed functions write to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class _Calls(TorchFunctionMode):
 
     @contextlib.contextmanager
     def body(self) -> Iterator[None]:
-        """The calls of one checkpointed function."""
+        """Context manager around the calls of one checkpointed function."""
         self._bodies.append(_Body(is_nested=bool(self._bodies)))
         try:
             yield
@@ -101,43 +102,43 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func is F.batch_norm:
-            given = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
-            if given["training"] and isinstance(given["running_mean"], Tensor) and given["momentum"]:
-                return self._normed(given)
+            arguments = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+            if arguments["training"] and isinstance(arguments["running_mean"], Tensor) and arguments["momentum"]:
+                return self._batch_norm_twice(arguments)
         if not self._bodies:
             return func(*args, **kwargs)
         return self._bodies[-1].call(func, args, kwargs)
 
-    def _normed(self, given: dict[str, Any]) -> Tensor:
-        """Batch norm that moves running statistics: twice, with one average over both."""
-        memory = _memory(given["running_mean"])
-        self._alive.append(given["running_mean"])
+    def _batch_norm_twice(self, arguments: dict[str, Any]) -> Tensor:
+        """Call batch norm that moves running statistics: twice, with one average over both calls."""
+        memory = _memory(arguments["running_mean"])
+        self._alive.append(arguments["running_mean"])
         if memory in self._norms and (self._bodies or self._norms[memory]):
             raise _refused("batch norm whose statistics move in several calls, which torch repeats in another order")
         self._norms[memory] = bool(self._bodies)
         if not self._bodies:
-            return F.batch_norm(**given)
+            return F.batch_norm(**arguments)
         body = self._bodies[-1]
-        if body.moves_twice(*(given[name] for name in ("input", "weight", "bias"))):
-            given["momentum"] = 1.0 - (1.0 - given["momentum"]) ** 2
-        return body.call(F.batch_norm, (), given)  # type: ignore[no-any-return]
+        if body.moves_twice(*(arguments[name] for name in ("input", "weight", "bias"))):
+            arguments["momentum"] = 1.0 - (1.0 - arguments["momentum"]) ** 2
+        return body.call(F.batch_norm, (), arguments)  # type: ignore[no-any-return]
 
 
 class _Body:
-    """The calls of one checkpointed function, and what it writes to that is not its own."""
+    """The calls of one checkpointed function, and its writes to tensors that it did not create."""
 
     def __init__(self, is_nested: bool) -> None:
         self.is_nested = is_nested
         self.is_differentiated = False
         self.moves_once = False
         self.outside: set[int] = set()
-        self.own: set[int] = set()
+        self.inside: set[int] = set()
         self.alive: list[Tensor] = []
         self.counters: dict[int, tuple[Tensor, int]] = {}
         self.settled: list[tuple[Tensor, int]] = []
 
     def moves_twice(self, *operands: Tensor | None) -> bool:
-        """Whether torch runs a batch norm of these operands again for backward."""
+        """Return whether torch runs a batch norm of these operands again for backward."""
         if self.is_nested:
             raise _refused("batch norm in a checkpointed function that another one calls")
         is_repeated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
@@ -151,40 +152,40 @@ class _Body:
         name = str(getattr(func, "__name__", ""))
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         if name == "__get__" or not tensors:
-            return self._made(func(*args, **kwargs))
+            return self._note_results(func(*args, **kwargs))
         self.alive += tensors
-        self.outside |= {_memory(tensor) for tensor in tensors} - self.own
+        self.outside |= {_memory(tensor) for tensor in tensors} - self.inside
         reads = any(_memory(tensor) in self.counters for tensor in tensors)
         if func is torch.batch_norm and torch.is_grad_enabled():
-            raise _refused("torch.batch_norm, where torch.nn.functional.batch_norm is followed")
+            raise _refused("torch.batch_norm; autopar follows torch.nn.functional.batch_norm")
         if may_write(func, name, kwargs):
             self._write(name, args, kwargs)
         result = func(*args, **kwargs)
         if reads and not isinstance(result, _METADATA):
-            raise _refused("a counter that the function reads, too")
-        return self._made(result)
+            raise _refused("a counter that the function also reads")
+        return self._note_results(result)
 
-    def _made(self, result: Any) -> Any:
-        """Notes what a call made."""
-        made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
-        self.alive += made
-        self.own |= {_memory(tensor) for tensor in made} - self.outside
-        self.is_differentiated |= any(tensor.requires_grad for tensor in made)
+    def _note_results(self, result: Any) -> Any:
+        """Note the results of a call."""
+        results = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        self.alive += results
+        self.inside |= {_memory(tensor) for tensor in results} - self.outside
+        self.is_differentiated |= any(tensor.requires_grad for tensor in results)
         return result
 
     def _write(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         targets = [leaf for leaf in tree_iter((args[:1], kwargs.get("out"))) if isinstance(leaf, Tensor)]
         for target in targets:
-            if _memory(target) in self.own or target.requires_grad:
+            if _memory(target) in self.inside or target.requires_grad:
                 continue
             number = args[1] if len(args) == 2 and not kwargs else None
             is_sum = name in ("add_", "__iadd__") and not target.is_floating_point()
             if not isinstance(number, int) or not is_sum or self.is_nested:
-                raise _refused(f"a tensor of shape {tuple(target.shape)} that the function does not make itself")
+                raise _refused(f"a tensor of shape {tuple(target.shape)} that the function did not create")
             self.counters[_memory(target)] = target, number
 
     def close(self) -> None:
-        """Counters move a second time, as far as torch is sure to run them again."""
+        """Move counters a second time, up to the last call that torch is sure to run again."""
         if self.is_differentiated and (self.counters or self.moves_once):
             raise _refused("a counter, or statistics, that no gradient goes through")
         with torch.no_grad():
@@ -202,7 +203,7 @@ def _refused(what: str) -> TraceError:
         "a function under activation checkpointing writes to state of the model, and torch writes again in backward",
         values=what,
         alternatives=[
-            "the write outside of the function that torch.utils.checkpoint.checkpoint calls",
-            "no checkpointing in the model: plans choose what to recompute, and write once",
+            "move the write out of the function that torch.utils.checkpoint.checkpoint calls",
+            "remove checkpointing from the model: plans choose what to recompute, and write once",
         ],
     )

@@ -1,7 +1,7 @@
-"""What a model may not have, since a traced graph shows nothing of it: looked for before anything is traced.
+"""Refuse properties of a model that a traced graph does not show, before anything is traced.
 
-A graph holds the operators of one forward. Hooks of backward, state dicts that hooks rewrite, and tensors that share
-memory act beside it: a program made from the graph would train on without them and nobody would know.
+A graph holds the operators of one forward. Backward hooks, hooks that rewrite state dicts, and tensors that share
+memory act outside it: a program made from the graph would silently train without them.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ _REMOVE_HOOK = (
 
 
 def check_model(model: Any, param_dtype: torch.dtype | None = None) -> None:
-    """Raises ModelError or TraceError, naming the module, parameter or buffer, for what a trace would lose.
+    """Raise ModelError or TraceError, naming the module, parameter or buffer, for a property that a trace would lose.
 
-    param_dtype: what parameters are cast to before tracing (bf16 training), if anything.
+    param_dtype: the dtype that parameters are cast to before tracing (bf16 training), if any.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
             "the model is not a torch.nn.Module",
             values=f"{type(model).__name__}: {str(model)[:80]}",
-            alternatives="an instance of a class derived from torch.nn.Module",
+            alternatives="pass an instance of a class derived from torch.nn.Module",
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError(
             "the model is a TorchScript module, which cannot be traced",
             values=type(model).__name__,
-            alternatives="the Python module that it was scripted from",
+            alternatives="pass the Python module that it was scripted from",
         )
-    _check_materialised(model)
+    _check_materialized(model)
     _check_module_hooks(model)
     for name, value in named_tensors(model):
         if value.is_inference():
             raise ModelError(
                 "a tensor that was made under torch.inference_mode cannot be trained",
                 values=name,
-                alternatives="the model made, or loaded, outside of it",
+                alternatives="make or load the model outside torch.inference_mode",
             )
     for name, parameter in named_parameters(model):
         _check_parameter(name, parameter, param_dtype)
@@ -73,77 +73,79 @@ def check_model(model: Any, param_dtype: torch.dtype | None = None) -> None:
 
 
 def check_loss(model: nn.Module, loss_fn: Any) -> None:
-    """Raises ModelError for a loss whose parameters would not be trained, or whose names are the model's."""
+    """Raise ModelError for a loss whose parameters would not be trained, or whose names collide with the model's."""
     if not isinstance(loss_fn, nn.Module):
         return
     trained = [name for name, parameter in named_parameters(loss_fn) if parameter.requires_grad]
     if trained:
         raise ModelError(
-            "loss_fn has parameters of its own, and what is trained are the model's",
+            "loss_fn has trainable parameters, but only the model's are trained",
             values=", ".join(trained),
             alternatives=[
-                "a model that holds both and returns the loss",
+                "pass a model that contains both and returns the loss",
                 "loss_fn.requires_grad_(False), if they are constants",
             ],
         )
     if is_a(attribute(model, "loss_fn"), nn.Module) and loss_fn.state_dict():
         raise ModelError(
-            "the model has a module called loss_fn, beside the loss_fn that is given",
+            "the model has a module named loss_fn, like the argument loss_fn",
             values=", ".join(loss_fn.state_dict()),
-            alternatives="another name for the model's own",
+            alternatives="rename the model's module",
         )
 
 
 def warn_of_gradients(model: nn.Module) -> None:
-    """Warns where parameters hold gradients already: a training step begins with zero_grad()."""
-    held = [name for name, parameter in named_parameters(model) if parameter.grad is not None]
-    if held:
+    """Warn where parameters already have gradients: a training step begins with zero_grad()."""
+    names = [name for name, parameter in named_parameters(model) if parameter.grad is not None]
+    if names:
+        first = names[0] if len(names) == 1 else f"{len(names)} parameters, such as {names[0]},"
         warnings.warn(
-            f"{len(held)} parameters hold gradients ({held[0]}, ...): they are not used, since every step of the "
-            f"program begins without gradients",
+            f"the program ignores the gradients of {first} since every step begins without gradients; "
+            f"model.zero_grad() drops them",
             stacklevel=6,
         )
 
 
 def traits_of(model: nn.Module) -> dict[str, str]:
-    """What, beside values and forward's code, a program is made for: by name, of every parameter and module.
+    """Return the properties, besides values and code, that a program depends on: by name, of every parameter and
+    module.
 
-    One parameter with several names has them all; modes are told apart where a part of the model is in training.
+    A tied parameter has all its names. Modes are compared only where a part of the model is in training mode.
     """
     first: dict[int, str] = {}
-    found: dict[str, str] = {}
+    traits: dict[str, str] = {}
     for name, parameter in named_parameters(model, remove_duplicate=False):
         kind = f"{parameter.dtype} {list(parameter.shape)}".removeprefix("torch.")
         owner = first.setdefault(id(parameter), name)
         tie = f", tied to {owner}" if owner != name else ""
-        found[name] = f"{'trainable' if parameter.requires_grad else 'frozen'} {kind}{tie}"
+        traits[name] = f"{'trainable' if parameter.requires_grad else 'frozen'} {kind}{tie}"
     is_mixed = any(module.training for module in modules_of(model))
     for path, module in named_modules(model):
         mode = " in evaluation mode" if is_mixed and not module.training else ""
-        found[where(path)] = f"{type(module).__name__}{mode}"
-    return found
+        traits[where(path)] = f"{type(module).__name__}{mode}"
+    return traits
 
 
 def require_traits(model: nn.Module, traits: dict[str, str]) -> None:
-    """Raises ModelError where the model is no longer what it was when `traits_of` was asked."""
+    """Raise ModelError where the model's properties differ from those that `traits_of` returned."""
     now = traits_of(model)
     changed = [name for name in traits | now if traits.get(name) != now.get(name)]
     if changed:
         some = [f"{name}: {traits.get(name, 'not there')} then, {now.get(name, 'not there')} now" for name in changed]
         some = some[:5] + ([f"and {len(some) - 5} more"] if len(some) > 5 else [])
         raise ModelError(
-            "the model is no longer as it was compiled, and the program would train it as it was",
+            "the model has changed since it was compiled, and the program would train it without the change",
             values="\n".join(some),
-            alternatives="compile it again, as it is to be trained",
+            alternatives="compile the model again",
         )
 
 
 def where(path: str) -> str:
-    """A module's path as messages have it."""
+    """Return a module's path as messages print it."""
     return path or "the model itself"
 
 
-def _check_materialised(model: nn.Module) -> None:
+def _check_materialized(model: nn.Module) -> None:
     tensors = named_tensors(model)
     lazy = next((name for name, tensor in tensors if is_lazy(tensor)), None)
     if lazy is not None:
@@ -173,8 +175,8 @@ def _check_module_hooks(model: nn.Module) -> None:
 
 
 def _names(hooks: Any) -> str:
-    found = hooks.values() if isinstance(hooks, dict) else hooks
-    return ", ".join(attribute(hook, "__qualname__", type(hook).__name__) for hook in found)
+    functions = hooks.values() if isinstance(hooks, dict) else hooks
+    return ", ".join(attribute(hook, "__qualname__", type(hook).__name__) for hook in functions)
 
 
 def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | None) -> None:
@@ -191,7 +193,7 @@ def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | No
         raise ModelError(
             "complex parameters cannot be trained",
             values=f"{name}: {parameter.dtype}",
-            alternatives="real parameters, and torch.view_as_complex in forward",
+            alternatives="use real parameters, and torch.view_as_complex in forward",
         )
     is_half = parameter.is_floating_point() and parameter.dtype.itemsize < 4
     if is_half and param_dtype is None:
@@ -200,30 +202,30 @@ def _check_parameter(name: str, parameter: Tensor, param_dtype: torch.dtype | No
             values=f"{name}: {str(parameter.dtype).removeprefix('torch.')}",
             alternatives=[
                 'precision="bf16": the model computes in bf16, with fp32 masters and fp32 gradient sums',
-                'precision="fp16", which is the same in fp16 with a loss that is scaled',
+                'precision="fp16": the same in fp16, with a scaled loss',
                 "model.float(), which trains in fp32",
             ],
         )
 
 
 def _check_hidden(model: nn.Module) -> None:
-    """Parameters that a model's own `parameters()` leaves out: no training loop hands them to its optimizer."""
+    """Refuse parameters that the model's `parameters()` leaves out: no training loop passes them to its optimizer."""
     try:
-        given = {id(parameter) for parameter in model.parameters()}
-    except Exception:  # a method of the model's own; a loop cannot call it either
+        public = {id(parameter) for parameter in model.parameters()}
+    except Exception:  # a method that the model overrides; a training loop cannot call it either
         return
-    hidden = [name for name, p in named_parameters(model) if p.requires_grad and id(p) not in given]
+    hidden = [name for name, p in named_parameters(model) if p.requires_grad and id(p) not in public]
     if hidden:
         raise ModelError(
             "parameters() of the model leaves out parameters that require gradients, so a loop would not train them",
             values=", ".join(hidden[:4]) + (f" and {len(hidden) - 4} more" if len(hidden) > 4 else ""),
-            alternatives="requires_grad_(False) on those that are not trained, or torch's own parameters()",
+            alternatives="call requires_grad_(False) on those that stay fixed, or remove the override of parameters()",
         )
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Tensors that overlap in memory: an optimiser's update of one changes the other, which no graph shows."""
-    held: dict[int, list[tuple[int, int, str, bool]]] = {}
+    """Refuse tensors that overlap in memory: an optimizer's update of one changes the other, which no graph shows."""
+    ranges_of: dict[int, list[tuple[int, int, str, bool]]] = {}
     for name, tensor in named_tensors(model):
         if tensor.is_meta or isinstance(tensor, FakeTensor) or not tensor.numel() or tensor.layout is not torch.strided:
             continue
@@ -235,37 +237,37 @@ def _check_memory(model: nn.Module) -> None:
                 values=f"{name} of shape {tuple(tensor.shape)}, strides {tensor.stride()}",
                 alternatives="nn.Parameter(tensor.contiguous()), or expand it in forward",
             )
-        known = held.setdefault(tensor.untyped_storage().data_ptr(), [])
+        ranges = ranges_of.setdefault(tensor.untyped_storage().data_ptr(), [])
         stop = start + span * tensor.itemsize
-        for other_start, other_stop, other, is_trained in known:
+        for other_start, other_stop, other, is_trained in ranges:
             if start < other_stop and other_start < stop and (tensor.requires_grad or is_trained):
                 raise ModelError(
                     "two tensors of the model share memory, and training one changes the other",
                     values=f"{other} and {name}",
                     alternatives=[
-                        "one nn.Parameter that both modules hold (tied weights), or views taken in forward",
-                        "a copy: nn.Parameter(tensor.clone())",
+                        "assign one nn.Parameter to both modules (tied weights), or take views in forward",
+                        "copy it: nn.Parameter(tensor.clone())",
                     ],
                 )
-        known.append((start, stop, name, tensor.requires_grad))
+        ranges.append((start, stop, name, tensor.requires_grad))
 
 
 def _check_state_dict(model: nn.Module) -> None:
-    """Hooks and extra state that make the state dict another than parameters and buffers by their names."""
+    """Refuse hooks and extra state that make the state dict more than parameters and buffers by name."""
     try:
         keys = set(model.state_dict(keep_vars=True))
-    except Exception as error:  # of a state_dict() of the model's own
+    except Exception as error:  # a state_dict() that the model overrides
         raise TraceError(
             "state_dict() of the model cannot be called as torch calls it",
             values=f"state_dict(keep_vars=True) raises {type(error).__name__}: {error}",
-            alternatives="the arguments of torch.nn.Module.state_dict in the one that overrides it",
+            alternatives="give the override the arguments of torch.nn.Module.state_dict",
         ) from error
     parameters = {name for name, _ in named_parameters(model, remove_duplicate=False)}
     buffers = {name for name, _ in named_buffers(model, remove_duplicate=False)}
     unlike = sorted(keys - parameters - buffers) + sorted(parameters - keys)
     if unlike:
         raise TraceError(
-            "the model's state dict is not its parameters and buffers by their names, as the program's is",
+            "the model's state dict differs from its parameters and buffers by name, which the program saves",
             values=", ".join(unlike[:5]),
             alternatives="remove the state-dict hooks, get_extra_state or state_dict() that change it",
         )

@@ -1,8 +1,8 @@
-"""Modules, tensors and attributes of a user's model, read without running any of the user's code.
+"""Read modules, tensors and attributes of a user's model without running the user's code.
 
-A model may hold anything: None among its modules, tuples whose `__len__` raises, proxies that raise when they are
-asked for their class, lists that contain themselves. So containers are read by the methods of list, tuple, set and
-dict, kinds are asked of `type(value)`, and no attribute is looked up on an object that may answer for itself.
+A model may hold anything: None among its modules, tuples whose `__len__` raises, proxies that raise when asked for
+their class, lists that contain themselves. So containers are read by the methods of list, tuple, set and dict, kinds
+come from `type(value)`, and no attribute is looked up on an object that may override the lookup.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ _SEQUENCES: tuple[type, ...] = (list, tuple, collections.deque, set, frozenset)
 
 
 def is_a(value: Any, *kinds: type) -> bool:
-    """Return whether `value` is of one of `kinds`, as `isinstance` does without asking the value itself."""
+    """Return whether `value` is an instance of one of `kinds`, as `isinstance` does, without calling the
+    value's code.
+    """
     return issubclass(type(value), kinds)
 
 
 def attribute(value: Any, name: str, default: Any = None) -> Any:
-    """Return `value.name`, or `default` where that raises, whatever it raises."""
+    """Return `value.name`, or `default` where the lookup raises any exception."""
     try:
         return getattr(value, name, default)
     except Exception:  # a property, or a __getattr__ of the user's
@@ -44,29 +46,29 @@ def attribute(value: Any, name: str, default: Any = None) -> Any:
 
 
 def dict_of(value: Any) -> dict[str, Any]:
-    """Return an object's own `__dict__`, not a copy."""
+    """Return an object's `__dict__` itself, not a copy."""
     return object.__getattribute__(value, "__dict__")  # type: ignore[no-any-return]
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return what an object's `__dict__` and its slots hold, by name."""
-    found: dict[str, Any] = {}
+    """Return the values in an object's `__dict__` and its slots, by name."""
+    attributes: dict[str, Any] = {}
     for kind in type(value).__mro__:
         for name, member in vars(kind).items():
             if type(member) is types.MemberDescriptorType and name not in ("__dict__", "__weakref__"):
                 try:
-                    found[name] = member.__get__(value)
-                except AttributeError:  # a slot that nothing was put in
+                    attributes[name] = member.__get__(value)
+                except AttributeError:  # an empty slot
                     continue
     try:
-        held = object.__getattribute__(value, "__dict__")
+        members = object.__getattribute__(value, "__dict__")
     except Exception:
-        return found
-    return found | dict.copy(held) if is_a(held, dict) else found
+        return attributes
+    return attributes | dict.copy(members) if is_a(members, dict) else attributes
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return what a container holds as (index or key, item); None for what is no list, tuple, set, deque or dict."""
+    """Return the items of a list, tuple, set, deque or dict as (index or key, item); None for any other value."""
     if is_a(value, dict):
         return list(dict.items(value))
     for kind in _SEQUENCES:
@@ -76,38 +78,38 @@ def items_of(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """Return what an object refers to: items and keys of a container, arguments of a partial, attributes."""
+    """Return the values that an object refers to: items and keys of a container, arguments of a partial, attributes."""
     if is_a(value, *SCALARS, types.ModuleType, *FUNCTIONS[:2], type, Tensor):
         return []
-    found: list[Any] = []
+    parts: list[Any] = []
     if is_a(value, functools.partial):
-        found += [value.func, value.args, value.keywords]
+        parts += [value.func, value.args, value.keywords]
     for key, item in items_of(value) or ():
-        found += [key, item]
-    return found + list(attributes_of(value).values())
+        parts += [key, item]
+    return parts + list(attributes_of(value).values())
 
 
-def summary(value: Any, other: Callable[[Any], Hashable], deepest: int = _DEEPEST) -> Hashable:
-    """Return something to compare `value` by: plain data by their values, containers by what they contain.
+def summary(value: Any, fallback: Callable[[Any], Hashable], deepest: int = _DEEPEST) -> Hashable:
+    """Return a comparable summary of `value`: plain data by value, containers by their contents.
 
-    other: says what all else is compared by, and what lies deeper than `deepest`.
+    other: summarizes any other value, and values nested deeper than `deepest`.
     """
     kind = type(value)
     if issubclass(kind, enum.Enum):
         return kind, str(value._name_)
     for plain in SCALARS:
         if issubclass(kind, plain):
-            own: Any = plain.__repr__
-            return kind, str(own(value))
+            plain_repr: Any = plain.__repr__
+            return kind, str(plain_repr(value))
     if kind in _VALUES:
         return kind, repr(value)
     if issubclass(kind, np.generic) or (issubclass(kind, np.ndarray) and not value.dtype.hasobject):
-        return _array(np.asarray(value)) if value.nbytes <= _MOST_BYTES else other(value)
+        return _array(np.asarray(value)) if value.nbytes <= _MOST_BYTES else fallback(value)
     if deepest < 0:
-        return other(value)
+        return fallback(value)
 
     def inner(item: Any) -> Hashable:
-        return summary(item, other, deepest - 1)
+        return summary(item, fallback, deepest - 1)
 
     if issubclass(kind, dict):
         return kind, tuple([(inner(key), inner(item)) for key, item in dict.items(value)])
@@ -119,7 +121,7 @@ def summary(value: Any, other: Callable[[Any], Hashable], deepest: int = _DEEPES
         return kind, inner(value.func), inner(value.args), inner(value.keywords)
     if dataclasses.is_dataclass(kind):
         return kind, inner(attributes_of(value))
-    return other(value)
+    return fallback(value)
 
 
 def _array(array: np.ndarray[Any, Any]) -> Hashable:
@@ -127,20 +129,20 @@ def _array(array: np.ndarray[Any, Any]) -> Hashable:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors that a value is or holds, in containers and in objects, modules aside."""
-    found: list[Tensor] = []
+    """Return the tensors in a value: itself, or in containers and objects, except in modules."""
+    tensors: list[Tensor] = []
     seen: set[int] = set()
     waiting = [value]
     while waiting:
-        each = waiting.pop()
-        if id(each) in seen or (is_a(each, nn.Module) and each is not value):
+        part = waiting.pop()
+        if id(part) in seen or (is_a(part, nn.Module) and part is not value):
             continue
-        seen.add(id(each))
-        if is_a(each, Tensor):
-            found.append(each)
+        seen.add(id(part))
+        if is_a(part, Tensor):
+            tensors.append(part)
         else:
-            waiting += parts_of(each)
-    return found
+            waiting += parts_of(part)
+    return tensors
 
 
 # --- modules, whatever their own named_modules() and named_parameters() say -------------------------------------------
@@ -166,12 +168,12 @@ def modules_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the direct submodules by name; those that are None are left out."""
+    """Return the direct submodules by name, without those that are None."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def blocks_of(modules: nn.ModuleList) -> list[nn.Module | None]:
-    """Return what a ModuleList has, None included, whatever class it is."""
+    """Return the entries of a ModuleList, None included, for any class of list."""
     return list(modules._modules.values())
 
 
@@ -196,13 +198,13 @@ def named_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[t
 
 
 def persistent_names(model: nn.Module) -> set[str]:
-    """Return the names of all parameters and of the buffers that a state dict has, ties by each of their names."""
-    found = {name for name, _ in named_parameters(model, remove_duplicate=False)}
+    """Return the names of all parameters and persistent buffers; tied tensors have all their names."""
+    names = {name for name, _ in named_parameters(model, remove_duplicate=False)}
     for path, module in named_modules(model, remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        kept = (name for name, buffer in module._buffers.items() if buffer is not None)
-        found |= {prefix + name for name in kept if name not in module._non_persistent_buffers_set}
-    return found
+        buffers = (name for name, buffer in module._buffers.items() if buffer is not None)
+        names |= {prefix + name for name in buffers if name not in module._non_persistent_buffers_set}
+    return names
 
 
 def _named(model: nn.Module, table: str, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:

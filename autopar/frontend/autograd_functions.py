@@ -1,7 +1,7 @@
-"""A user's `torch.autograd.Function` in a trace: one operator, which a program calls as the Function itself.
+"""Trace a user's `torch.autograd.Function` as one operator, which a program calls as the Function itself.
 
-The Function runs once on tensors without memory, forward and backward, so that what no program could repeat is refused:
-random numbers, writes to operands, and what is not made of tensors.
+The Function runs once on fake tensors, forward and backward, to refuse effects that no program can repeat: random
+numbers, writes to operands, and arguments or results other than tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _is_inside: ContextVar[bool] = ContextVar("_is_inside", default=False)
 
 
 def outside_functions(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls `original` from the code of a Function, which is one operator whatever it does, else `replacement`."""
+    """Return a function that calls `original` inside a custom Function, which is one operator, else `replacement`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return (original if _is_inside.get() else replacement)(*args, **kwargs)
@@ -32,7 +32,9 @@ def outside_functions(replacement: Callable[..., Any], original: Callable[..., A
 
 
 def call_function(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `function.apply(*args)` returns, by its operator. Raises TraceError, naming the Function and the reason."""
+    """Return the results of `function.apply(*args)`, by its operator. Raise TraceError, naming the Function and the
+    reason.
+    """
     token = _is_inside.set(True)
     try:
         return _called(function, args, kwargs)
@@ -43,15 +45,15 @@ def call_function(function: type, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _called(function: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or unknown_arguments(args):
         kinds = sorted({type(value).__name__ for value in unknown_arguments(args)} | set(kwargs))
-        raise _refused(function, f"takes what is neither a tensor nor plain data: {', '.join(kinds)}")
+        raise _refused(function, f"takes arguments other than tensors and plain data: {', '.join(kinds)}")
     if not can_import(function):
         raise _refused(function, "cannot be imported by this name, so that no program could call it")
-    with ThreadPoolExecutor(1) as alone:  # which nothing of the trace that calls this holds for
+    with ThreadPoolExecutor(1) as alone:  # settings of the calling trace, which do not apply in here
         tried = alone.submit(_Trial, function, args).result()
-    made = operator_of(function, args, tried.num_outputs)
-    # Where backward gives nothing, the graph must say so.
-    given = [value.detach() if i in tried.without_gradient else value for i, value in enumerate(args)]
-    results = made.operator(*(repr(value) if i in made.written else value for i, value in enumerate(given)))
+    traced = operator_of(function, args, tried.num_outputs)
+    # Operands that backward gives no gradient for are detached in the graph.
+    detached = [value.detach() if i in tried.without_gradient else value for i, value in enumerate(args)]
+    results = traced.operator(*(repr(value) if i in traced.written else value for i, value in enumerate(detached)))
     if tried.num_outputs is None:
         return results.detach() if 0 in tried.constant else results
     return tuple(value.detach() if i in tried.constant else value for i, value in enumerate(results))
@@ -61,13 +63,13 @@ def _refused(function: type, reason: str) -> TraceError:
     return TraceError(
         f"the model calls a custom autograd.Function that {reason}",
         values=f"{function.__module__}.{function.__qualname__}",
-        alternatives="a Function of a module, of tensors and plain data, that computes new tensors from them alone; "
-        "or an operator made by torch.library.custom_op and register_autograd",
+        alternatives="define the Function at module level, and compute new tensors from tensors and plain data alone; "
+        "or define an operator with torch.library.custom_op and register_autograd",
     )
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the first operator that draws random numbers."""
+    """Note the first operator that draws random numbers."""
 
     drawn = ""
 
@@ -80,7 +82,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Trial:
     """One forward and backward on fake tensors of the shapes of `args`.
 
-    num_outputs: of the tuple that forward returns, None for a tensor. constant: outputs without a gradient.
+    num_outputs: length of the tuple that forward returns, None for a tensor. constant: outputs without a gradient.
     without_gradient: the arguments that backward returns None for.
     """
 
@@ -94,7 +96,7 @@ class _Trial:
                 raise _refused(function, "writes to its operands")
             tensors = results if isinstance(results, tuple) else (results,)
             if not tensors or not all(isinstance(value, Tensor) for value in tensors):
-                raise _refused(function, "returns what is no tensor")
+                raise _refused(function, "returns a value that is not a tensor")
             self.num_outputs = len(results) if isinstance(results, tuple) else None
             self.constant = {i for i, value in enumerate(tensors) if not value.requires_grad}
             trained = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -111,15 +113,15 @@ class _Trial:
 
 
 def _leaf(value: Tensor) -> Tensor:
-    """A tensor of the same shape, that gradients are wanted of where they can be."""
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-    made.requires_grad_(value.is_floating_point() or value.is_complex())
-    return made.clone()  # autograd lets nobody write to a leaf
+    """Return a tensor of the same shape, which requires a gradient where it can."""
+    leaf = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    leaf.requires_grad_(value.is_floating_point() or value.is_complex())
+    return leaf.clone()  # autograd lets nobody write to a leaf
 
 
 def _tried(function: type, name: str, run: Any) -> Any:
     try:
         return run()
-    except Exception as error:  # whatever the user's code raises there
+    except Exception as error:  # any exception of the user's code
         first = (str(error).splitlines() or [""])[0]
         raise _refused(function, f"cannot be traced: its {name} raises {type(error).__name__}: {first}") from error

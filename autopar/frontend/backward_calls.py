@@ -1,4 +1,4 @@
-"""Backward operators of aten as operators that have rules and gradients, for calls that are traced below autograd."""
+"""Rewrite backward operators of aten as operators that have rules and gradients, for calls traced below autograd."""
 
 from __future__ import annotations
 
@@ -26,17 +26,18 @@ _WRITTEN_OUT = (
     "binary_cross_entropy_backward",
     "nll_loss_backward",
 )
-"""Of which torch has decompositions that it can differentiate. Norms are among them, since their means and deviations,
-which their backward reads, have no gradient."""
+"""Operators whose torch decompositions are differentiable. Norms are among them: their backward reads means and
+deviations, which have no gradient.
+"""
 
 _WITHOUT_SECOND = ("scaled_dot_product", "native_", "_fused_", "cudnn", "mkldnn", "miopen", "_backward_overrideable")
-"""Parts of names of operators that give what their backward reads, and no gradient of that."""
+"""Parts of names of operators whose extra results backward reads, without a gradient for these results."""
 
 Traced = Callable[..., Any]
 
 
 def traced_below(function: Traced, *tensors: Tensor) -> torch.fx.GraphModule:
-    """Return the calls that `function(*tensors)` comes to, below autograd and its transforms, without dead ones."""
+    """Return the calls of `function(*tensors)`, traced below autograd and its transforms, without dead ones."""
     graph: torch.fx.GraphModule = make_fx(function, decomposition_table=_decompositions())(*tensors)
     for node in graph.graph.nodes:
         if node.target is _aten.convolution.default:
@@ -45,16 +46,16 @@ def traced_below(function: Traced, *tensors: Tensor) -> torch.fx.GraphModule:
     for node in graph.graph.nodes:
         if any(word in str(node.target) for word in _WITHOUT_SECOND):
             raise TraceError(
-                "forward differentiates an operator whose gradient has no gradient of its own",
+                "forward differentiates an operator that torch cannot differentiate twice",
                 values=str(node.target),
-                alternatives="operators that torch differentiates twice, such as matmul and softmax for attention",
+                alternatives="use operators that torch differentiates twice, such as matmul and softmax for attention",
             )
     return graph
 
 
 @cache
 def _decompositions() -> dict[Any, Traced]:
-    found: dict[Any, Traced] = {
+    decompositions: dict[Any, Traced] = {
         _aten.convolution_backward.default: _convolution_backward,
         _aten.native_group_norm.default: _group_norm,
     }
@@ -63,8 +64,8 @@ def _decompositions() -> dict[Any, Traced]:
         for overload in packet.overloads() if packet is not None else ():
             call = getattr(packet, overload)
             if call in decomposition_table:
-                found[call] = decomposition_table[call]
-    return found
+                decompositions[call] = decomposition_table[call]
+    return decompositions
 
 
 def _convolution_backward(
@@ -80,7 +81,7 @@ def _convolution_backward(
     groups: int,
     mask: list[bool],
 ) -> Any:
-    """Write the gradients by the input and the bias out; that by the weight, too, where there are no groups."""
+    """Write the gradient by the input and the bias as calls; the one by the weight, too, where there are no groups."""
     if is_transposed or (mask[1] and groups > 1):
         return NotImplemented
     by_x = by_weight = by_bias = None
@@ -92,10 +93,12 @@ def _convolution_backward(
     if mask[1]:
         sources, targets = x.transpose(0, 1), gradient.transpose(0, 1)
         none = [0] * len(stride)
-        found = _aten.convolution(sources, targets, None, dilation, padding, stride, False, none, 1).transpose(0, 1)
+        by_weight_gradient = _aten.convolution(
+            sources, targets, None, dilation, padding, stride, False, none, 1
+        ).transpose(0, 1)
         for dim, size in enumerate(weight.shape[2:], 2):
-            found = found.narrow(dim, 0, size)
-        by_weight = found
+            by_weight_gradient = by_weight_gradient.narrow(dim, 0, size)
+        by_weight = by_weight_gradient
     if mask[2]:
         by_bias = gradient.sum([0, *range(2, gradient.dim())])
     return by_x, by_weight, by_bias
@@ -104,7 +107,7 @@ def _convolution_backward(
 def _group_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, size: int, groups: int, eps: float
 ) -> Any:
-    """Write group norm out without as_strided, which torch's own decomposition has."""
+    """Write group norm as calls without as_strided, which torch's decomposition contains."""
     rows = x.reshape(n, groups, -1)
     variance, mean = torch.var_mean(rows, dim=-1, correction=0, keepdim=True)
     deviation = torch.rsqrt(variance + eps)
@@ -122,7 +125,7 @@ def _sizes(gradient: Tensor, weight: Tensor, *options: list[int]) -> list[tuple[
 
 
 def _name_convolution(node: torch.fx.Node) -> None:
-    """Make a convolution of any kind one that forward calls by its name, which has a rule."""
+    """Rewrite a convolution of any kind as the named operator that forward calls, which has a rule."""
     x, weight, bias, stride, padding, dilation, is_transposed, output_padding, groups = node.args
     assert isinstance(stride, (list, tuple))
     if is_transposed:

@@ -1,4 +1,4 @@
-"""Expressions of the batch: what forward asks of it, `int(lengths.max())`, as Python that a program can run."""
+"""Expressions of the batch: values that forward asks for, as `int(lengths.max())`, in Python that a program runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from codegen.guards import Guard
 
 MOST_NUMBERS = 16
-"""The longest list of numbers that forward may get."""
+"""The most elements in a list of numbers that forward may get."""
 _LONGEST = 500
 _SYMBOLS = {
     **{"__add__": "+", "__sub__": "-", "__mul__": "*", "__truediv__": "/", "__floordiv__": "//", "__mod__": "%"},
@@ -31,8 +31,8 @@ _COUNTS = re.compile(r"\.(sum|nansum|count_nonzero|mean|nanmean|nonzero|cumsum|p
 class Specialization:
     """How a trace depends on values of the example batch.
 
-    guards: the values that forward asked for, by their code, with inputs of `shapes`. is_on: forward gets values,
-    because it cannot be traced without them. is_traced: a trace succeeded.
+    guards: the values that forward asked for, by their code, with inputs of `shapes`. is_on: forward gets values, since
+    it cannot be traced without them. is_traced: a trace succeeded.
     """
 
     guards: dict[str, Guard] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Specialization:
     is_traced: bool = False
 
     def copy(self) -> Specialization:
-        """Return a copy with a table of its own."""
+        """Return a copy with its own table."""
         return replace(self, guards=dict(self.guards))
 
 
@@ -50,17 +50,17 @@ class NoExpressionError(Exception):
 
 
 def code_of_input(name: str) -> str:
-    """Return the expression of an input."""
+    """Return the expression for an input."""
     return f'batch["{name}"]'
 
 
 def expression(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], codes: Mapping[int, str]) -> str | None:
     """Return the code of a call, or None. codes: of the tensors among its arguments, by their ids."""
     try:
-        found = _call(func, name, list(args), dict(kwargs), codes)
+        code = _call(func, name, list(args), dict(kwargs), codes)
     except NoExpressionError:
         return None
-    return found if len(found) <= _LONGEST else None
+    return code if len(code) <= _LONGEST else None
 
 
 def question(func: Any, name: str, args: Any, kwargs: Mapping[str, Any], codes: Mapping[int, str]) -> str | None:
@@ -88,17 +88,17 @@ def may_decide(code: str, value: Any) -> bool:
         return False
     if isinstance(value, list):
         numbers = list(_flat(value))
-        return len(numbers) <= MOST_NUMBERS and all(isinstance(each, int) for each in numbers)
+        return len(numbers) <= MOST_NUMBERS and all(isinstance(number, int) for number in numbers)
     return isinstance(value, int)
 
 
 def _flat(values: Sequence[Any]) -> Iterator[Any]:
-    for each in values:
-        yield from _flat(each) if isinstance(each, list) else (each,)
+    for item in values:
+        yield from _flat(item) if isinstance(item, list) else (item,)
 
 
 def _call(func: Any, name: str, args: list[Any], kwargs: dict[str, Any], codes: Mapping[int, str]) -> str:
-    kwargs.pop("device", None)  # batches are looked at on the CPU
+    kwargs.pop("device", None)  # batches are checked on the CPU
     if name == "__get__":
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         return f"{_text(args[0], codes)}.{_plain(attribute)}"
@@ -110,7 +110,7 @@ def _call(func: Any, name: str, args: list[Any], kwargs: dict[str, Any], codes: 
         return f"({'~' if name == '__invert__' else '-'}{_text(args[0], codes)})"
     is_method = getattr(Tensor, name, None) == func and args and isinstance(args[0], Tensor)
     if is_method and name in _MOVES:
-        args = [args[0], *(each for each in args[1:] if not isinstance(each, (str, torch.device)))]
+        args = [args[0], *(operand for operand in args[1:] if not isinstance(operand, (str, torch.device)))]
         if name != "to" or len(args) == 1 and "dtype" not in kwargs:
             return _text(args[0], codes)
         kwargs.pop("non_blocking", None)
@@ -121,7 +121,7 @@ def _call(func: Any, name: str, args: list[Any], kwargs: dict[str, Any], codes: 
     if is_method:
         first, *others = args
         return f"{_text(first, codes)}.{_plain(name)}({', '.join([*(_text(e, codes) for e in others), *named])})"
-    return f"torch.{_plain(name)}({', '.join([*(_text(each, codes) for each in args), *named])})"
+    return f"torch.{_plain(name)}({', '.join([*(_text(operand, codes) for operand in args), *named])})"
 
 
 def _plain(name: str) -> str:
@@ -132,9 +132,9 @@ def _plain(name: str) -> str:
 
 def _index(value: Any, codes: Mapping[int, str]) -> str:
     if isinstance(value, tuple):
-        return ", ".join(_index(each, codes) for each in value) + ("," if len(value) == 1 else "")
+        return ", ".join(_index(part, codes) for part in value) + ("," if len(value) == 1 else "")
     if isinstance(value, slice):
-        parts = ["" if each is None else _text(each, codes) for each in (value.start, value.stop, value.step)]
+        parts = ["" if part is None else _text(part, codes) for part in (value.start, value.stop, value.step)]
         return ":".join(parts if parts[2] else parts[:2])
     return _text(value, codes)
 
@@ -142,7 +142,7 @@ def _index(value: Any, codes: Mapping[int, str]) -> str:
 def _text(value: Any, codes: Mapping[int, str]) -> str:
     if isinstance(value, Tensor):
         if id(value) not in codes:
-            raise NoExpressionError("a tensor that is not of the batch")
+            raise NoExpressionError("a tensor from outside the batch")
         return codes[id(value)]
     if value is None or value is Ellipsis or type(value) in (bool, str, int):
         return "..." if value is Ellipsis else repr(value)
@@ -151,14 +151,14 @@ def _text(value: Any, codes: Mapping[int, str]) -> str:
     if isinstance(value, torch.dtype):
         return str(value)
     if isinstance(value, slice):
-        return f"slice({', '.join(_text(each, codes) for each in (value.start, value.stop, value.step))})"
+        return f"slice({', '.join(_text(part, codes) for part in (value.start, value.stop, value.step))})"
     if isinstance(value, (list, tuple)):
         return _sequence(value, codes)
     raise NoExpressionError(type(value).__name__)
 
 
 def _sequence(values: Sequence[Any], codes: Mapping[int, str]) -> str:
-    inside = ", ".join(_text(each, codes) for each in values)
+    inside = ", ".join(_text(item, codes) for item in values)
     if isinstance(values, list):
         return f"[{inside}]"
     return f"({inside}{',' if len(values) == 1 else ''})"
@@ -169,4 +169,4 @@ def parts_of(code: str, result: Any) -> Iterator[tuple[Tensor, str]]:
     if isinstance(result, Tensor):
         yield result, code
     elif isinstance(result, (tuple, list)):
-        yield from ((each, f"{code}[{i}]") for i, each in enumerate(result) if isinstance(each, Tensor))
+        yield from ((part, f"{code}[{i}]") for i, part in enumerate(result) if isinstance(part, Tensor))

@@ -1,4 +1,4 @@
-"""Mixtures of experts that look up a matrix for each row, written without copies of matrices.
+"""Mixtures of experts that look up a matrix for each row, without copies of matrices.
 
 A row's matrix is taken from the experts' weight [E, A, B] by the number of the expert that it chose, and multiplied by
 that row alone (transformers' batched_mm, gpt-fast's einsum):
@@ -6,8 +6,8 @@ that row alone (transformers' batched_mm, gpt-fast's einsum):
     bmm(x[:, None], weight[ids])                        expert_linear(x, weight, ids)[:, None]
     einsum("ta,tkab->tkb", x, weight[ids])              expert_linear(repeat_interleave(x, k, 0), weight, ids.view(-1))
 
-The numbers are the same. Where the weight is [E, B, A] it is turned. Numbers of experts must be places of what was
-sorted or compared, which are not negative: a look-up would count those from the end.
+The numbers are the same. A weight [E, B, A] is transposed first. Expert ids must come from a sort or a comparison, so
+that none is negative: a look-up would count negative ids from the end.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from autopar.rules.registry import rule_for
 from autopar.rules.rule import Dims, Rule
 
 _PLACES: Mapping[str, int] = {"topk": 1, "sort": 1, "max": 1, "min": 1, "argmax": 0, "argmin": 0, "argsort": 0}
-"""Calls of which a result is places along a dim, and which."""
+"""Operators that return indices along a dim, and the position of these among their results."""
 
 _KEEPING = RESHAPES | SAME_VALUES
-"""Calls that keep whole numbers as they are."""
+"""Operators that keep integers unchanged."""
 
 
 def write_chosen(flat: FlatGraph) -> None:
-    """Rewrite every product of rows with the matrices that they chose, as this file's docstring tells."""
+    """Rewrite every product of rows with the matrices that they chose, as the module docstring describes."""
     writer = _Writer(flat)
-    flat.nodes = [each for node in flat.nodes for each in writer.written(node)]
+    flat.nodes = [call for node in flat.nodes for call in writer.written(node)]
     flat.substitute(writer.renamed)
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """rows: [..., A], of which there are as many as ids, or one for each run of `copies` of them. is_turned: whether
-    the weight is [E, B, A]."""
+    """rows: [..., A], of which there are as many as ids, or one per run of `copies` ids. is_turned: whether the weight
+    is [E, B, A].
+    """
 
     rows: Ref
     weight: Ref
@@ -53,7 +54,7 @@ class _Chosen:
 
 
 class _Writer:
-    """renamed: results that are rows again, by what had them before they were views."""
+    """Write products as layers of experts. renamed: results that became rows again -> the rows before their views."""
 
     def __init__(self, flat: FlatGraph) -> None:
         self.metas, self.made_by = flat.metas(), {node.name: node for node in flat.nodes}
@@ -63,7 +64,7 @@ class _Writer:
         self.renamed: dict[Ref, Ref] = {}
 
     def written(self, node: Node) -> list[Node]:
-        """What stands for one call."""
+        """Return the calls in place of one call."""
         chosen = self.chosen(node)
         if chosen is not None:
             return self.product(node, chosen)
@@ -73,42 +74,48 @@ class _Writer:
         return [node]
 
     def product(self, node: Node, chosen: _Chosen) -> list[Node]:
-        """The call as a layer of experts, and what that takes and gives in the shapes that it has."""
-        found: list[Node] = []
+        """Return the call as a layer of experts, with views that keep the shapes of its operands and results."""
+        calls: list[Node] = []
 
         def call(word: str, op: str, args: tuple[Any, ...], shape: tuple[int, ...], of: TensorMeta) -> Ref:
             name = unused_name(f"{node.name}_{word}", self.names)
             meta = replace(of, shape=shape)
-            found.append(replace(node, name=name, op=op, args=args, kwargs=(), outputs=(meta,)))
+            calls.append(replace(node, name=name, op=op, args=args, kwargs=(), outputs=(meta,)))
             self.names.add(name)
             self.metas[Ref(name)] = meta
             return Ref(name)
 
         num_rows, rows, ids, weight = math.prod(self.metas[chosen.ids].shape), chosen.rows, chosen.ids, chosen.weight
-        own, held = self.metas[rows], self.metas[weight]
+        rows_meta, weight_meta = self.metas[rows], self.metas[weight]
         few, maker = (num_rows // chosen.copies, chosen.width), self.made_by.get(rows.node)
         if maker is not None and base_name(maker.op) == "unsqueeze" and self.metas[maker.inputs[0]].shape == few:
             rows = maker.inputs[0]
-        elif own.shape != few:
-            rows = call("rows", "aten.reshape.default", (rows, few), few, own)
+        elif rows_meta.shape != few:
+            rows = call("rows", "aten.reshape.default", (rows, few), few, rows_meta)
         if chosen.copies > 1:
             shape = (num_rows, chosen.width)
-            rows = call("copies", "aten.repeat_interleave.self_int", (rows, chosen.copies, 0), shape, own)
+            rows = call("copies", "aten.repeat_interleave.self_int", (rows, chosen.copies, 0), shape, rows_meta)
         if len(self.metas[ids].shape) > 1:
             if ids not in self.flat_ids:
                 flat = (num_rows,)
                 self.flat_ids[ids] = call("ids", "aten.reshape.default", (ids, flat), flat, self.metas[ids])
             ids = self.flat_ids[ids]
         if chosen.is_turned:
-            weight = call("weight", "aten.transpose.int", (weight, 1, 2), (held.shape[0], *held.shape[:0:-1]), held)
-        shape = (num_rows, held.shape[1 if chosen.is_turned else 2])
+            weight = call(
+                "weight",
+                "aten.transpose.int",
+                (weight, 1, 2),
+                (weight_meta.shape[0], *weight_meta.shape[:0:-1]),
+                weight_meta,
+            )
+        shape = (num_rows, weight_meta.shape[1 if chosen.is_turned else 2])
         result = call("chosen", EXPERT_LINEAR, (rows, weight, ids), shape, node.meta)
         self.rows_of[Ref(node.name)] = result
         args = (result, node.meta.shape)
-        return [*found, replace(node, op="aten.view.default", args=args, kwargs=())]
+        return [*calls, replace(node, op="aten.view.default", args=args, kwargs=())]
 
     def chosen(self, node: Node) -> _Chosen | None:
-        """What a call multiplies, where it is a row by the matrix that it chose."""
+        """Return the operands of a call, where it multiplies a row by the matrix that it chose."""
         if base_name(node.op) not in ("bmm", "matmul", "einsum") or len(node.inputs) != 2:
             return None
         rule = rule_for(node, tuple(self.metas[ref] for ref in node.inputs))
@@ -127,7 +134,7 @@ class _Writer:
         is_turned = last in rule.contracted
         inner, outer = (last, first) if is_turned else (first, last)
         by_id, lie = [name for name in chosen if name], [name for name in of_rows if name]
-        metas = [self.metas[each] for each in (rows, weight)]
+        metas = [self.metas[operand] for operand in (rows, weight)]
         is_alike = all(meta.dtype == node.meta.dtype for meta in metas)
         is_product = inner in rule.contracted and outer and [name for name in of_result if name] == [*by_id, outer]
         if not inner or not is_product or not is_alike:
@@ -139,17 +146,17 @@ class _Writer:
         return _Chosen(rows=rows, weight=weight, ids=ids, copies=copies, width=width, is_turned=is_turned)
 
     def lookup(self, ref: Ref) -> tuple[Ref, Ref] | None:
-        """(weight [E, A, B], ids) of the matrices of experts that rows chose."""
+        """Return (weight [E, A, B], ids) of the matrices that rows chose."""
         node = self.made_by.get(ref.node)
         if node is None or base_name(node.op) not in ("index", "index_select") or len(node.inputs) != 2:
             return None
-        given, (weight, ids) = arguments_of(node), node.inputs
-        is_first = given.get("dim", 0) == 0 and given.get("indices", (ids,)) == (ids,)
+        arguments, (weight, ids) = arguments_of(node), node.inputs
+        is_first = arguments.get("dim", 0) == 0 and arguments.get("indices", (ids,)) == (ids,)
         is_matrix = len(self.metas[weight].shape) == 3 and not self.metas[ids].dtype.is_floating_point
         return (weight, ids) if is_first and is_matrix and self.are_places(ids) else None
 
     def are_places(self, ids: Ref) -> bool:
-        """Whether they are places along a dim."""
+        """Return whether ids are indices along a dim."""
         while ids.node in self.made_by and base_name(self.made_by[ids.node].op) in _KEEPING:
             ids = self.made_by[ids.node].inputs[0]
         maker = self.made_by.get(ids.node)
@@ -157,5 +164,5 @@ class _Writer:
 
 
 def _factors(rule: Rule, dims: Dims) -> list[str]:
-    """The factor of each dim, "" of one of size 1; a dim of several is none that this file rewrites."""
+    """Return the factor of each dim, "" for a dim of size 1; a dim of several factors is not rewritten here."""
     return [dim[0] if len(dim) == 1 and rule.sizes[dim[0]] > 1 else "*" if len(dim) > 1 else "" for dim in dims]

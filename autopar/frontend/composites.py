@@ -1,6 +1,6 @@
-"""Operators that torch defines by others: where they have no rule, those take their place.
+"""Replace operators that torch defines by others, and that have no rule, by their definitions.
 
-Autograd differentiates such an operator through what defines it, so nothing changes but the form of the graph.
+Autograd differentiates such an operator through its definition, so only the form of the graph changes.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ _DEFINED = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def definition(target: OpOverload, node: torch.fx.Node) -> torch.fx.GraphModule | None:
-    """The calls that a call of `target` is made of; its placeholders are for `node.all_input_nodes`.
+    """Return the calls in the definition of `target`; its placeholders stand for `node.all_input_nodes`.
 
-    None for an operator that has a rule or that nothing defines, and where its definition writes, draws random numbers
-    or makes tensors of its own.
+    Return None for an operator that has a rule or no definition, and where the definition writes, draws random numbers
+    or creates tensors.
     """
     is_defined = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), _DEFINED)  # type: ignore[no-untyped-call]
     if not is_defined or target._schema.is_mutable or has_rule(str(target)):
         return None
-    operands = [each.meta.get("val") for each in node.all_input_nodes]
+    operands = [call_node.meta.get("val") for call_node in node.all_input_nodes]
     fakes = [value for value in operands if isinstance(value, FakeTensor)]
     if not fakes or len(fakes) < len(operands):
         return None
-    # Some are made of other calls where nothing is differentiated.
+    # Some operators decompose only where nothing is differentiated.
     values = [value.detach().requires_grad_(has_gradients(value.dtype)) for value in fakes]
 
     def call(*tensors: torch.Tensor) -> Any:
-        given = dict(zip(node.all_input_nodes, tensors, strict=True))
-        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda each: given[each])
+        values_of = dict(zip(node.all_input_nodes, tensors, strict=True))
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: values_of[operand])
         return target(*args, **kwargs)
 
     try:
         with fakes[0].fake_mode, torch.enable_grad():
-            found = calls_of(call, values)
-    except RuntimeError:  # a definition that asks for values, which tensors without memory lack
+            graph = calls_of(call, values)
+    except RuntimeError:  # a definition that asks for values, which fake tensors lack
         return None
-    if not all(_is_plain(each) for each in found.graph.nodes):
+    if not all(_is_plain(call_node) for call_node in graph.graph.nodes):
         return None
-    for each in found.graph.nodes:
-        each.meta |= {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
-    return found
+    for call_node in graph.graph.nodes:
+        call_node.meta |= {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+    return graph
 
 
 def _is_plain(node: torch.fx.Node) -> bool:

@@ -1,9 +1,9 @@
-"""Values of tensors that forward makes of nothing but numbers: `if mask.any():` of a mask of ones decides nothing new.
+"""Values of tensors that forward computes from numbers alone: `if mask.any():` of a mask of ones has a known answer.
 
-Beside each call whose tensors are all constants the same call runs on real ones, so that a value that forward asks
-for (`bool`, `item`, `tolist`) is known. What a call writes to is followed; constants of more than MOST_ELEMENTS are
-not, nor is what is drawn at random or left as memory was. So is what is asked of small buffers that forward does not
-write, such as a flag that says whether a codebook has been filled: a program is made for their values.
+Each call whose tensors are all constants also runs on real ones, so that values that forward asks for (`bool`, `item`,
+`tolist`) are known. Writes are followed. Not followed are constants of more than MOST_ELEMENTS, random draws, and
+uninitialized memory. Small buffers that forward does not write, such as a flag for a filled codebook, answer from their
+values: the program is made for these.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ ASKS = frozenset(
     {"__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist", "equal", "allclose"}
 )
 _SHAPED = FILLED_FROM_OPERAND | {"new_tensor"}
-"""Of which only the shape, dtype and device of the operand count."""
+"""Operators that use only the shape, dtype and device of their operand."""
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
-"""Types of arguments that are leaves."""
+"""Types of arguments that have no parts."""
 _UNSET = ("empty", "new_empty", "resize")
 _OPERATIONS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _WRITES = frozenset({"__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATIONS)})
 
 
 class Constants(TorchFunctionMode):
-    """Within it values of constants are known, and answered where they are asked for."""
+    """Context manager in which constants have values, and questions for them are answered."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         super().__init__()
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor, which keeps its id, and its value
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id -> (the tensor, which keeps its id, and its value)
         self._owners = [] if module is None else list(_small_buffers(module))
-        self._sources: dict[int, frozenset[str]] = {}  # id of what is known -> the buffers that it was computed of
+        self._sources: dict[int, frozenset[str]] = {}  # id of a constant -> the buffers that it was computed from
         self._asked: set[str] = set()
         self._written: set[str] = set()
 
@@ -52,11 +52,11 @@ class Constants(TorchFunctionMode):
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
         if kind is None and (names := sorted(self._asked & self._written)):
             raise TraceError(
-                "a buffer decides what forward does, which forward itself writes: a program is made for one value",
+                "a buffer that forward writes decides what forward does, but a program is made for one value",
                 values=", ".join(names),
                 alternatives=[
-                    "a number or a flag as an attribute of the module, which is followed",
-                    "torch.where, which keeps both",
+                    "use a number or a flag as an attribute of the module, which autopar follows",
+                    "use torch.where, which computes both cases",
                 ],
             )
 
@@ -78,8 +78,8 @@ class Constants(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name in _SHAPED:
             are_known = all(id(tensor) in self._known for tensor in tensors[1:])
-        made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
-        is_small = all(is_static(tensor) for tensor in (*made, *tensors)) and _numel(made) <= MOST_ELEMENTS
+        results = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        is_small = all(is_static(tensor) for tensor in (*results, *tensors)) and _numel(results) <= MOST_ELEMENTS
         is_followed = are_known and is_small and not name.startswith(_UNSET) and not isinstance(func, OpOverloadPacket)
         if not is_followed or (isinstance(func, OpOverload) and func._schema.is_mutable):
             if may_write(func, name, kwargs):
@@ -89,30 +89,32 @@ class Constants(TorchFunctionMode):
             self._written |= buffers
             self._forget(tensors[:1])
             return result
-        if made or name in _WRITES:
-            self._follow(func, _shaped(args) if name in _SHAPED else args, kwargs, made, tensors)
+        if results or name in _WRITES:
+            self._follow(func, _shaped(args) if name in _SHAPED else args, kwargs, results, tensors)
         return result
 
     def _find_buffers(self, tensors: list[Tensor]) -> None:
-        """Know those that are buffers, which stand in the module as others while it is exported."""
+        """Register buffers among tensors: an export replaces the buffers in the module by others."""
         for tensor in tensors:
             if id(tensor) in self._known or tensor.requires_grad:
                 continue
-            for held, attribute, name, value in self._owners:
-                if held.get(attribute) is tensor and name not in self._written:
+            for attributes, attribute, name, value in self._owners:
+                if attributes.get(attribute) is tensor and name not in self._written:
                     self._known[id(tensor)], self._sources[id(tensor)] = (tensor, value), frozenset({name})
 
     def _buffers_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        return frozenset().union(*(self._sources.get(id(each), ()) for each in tensors if id(each) in self._known))
+        return frozenset().union(
+            *(self._sources.get(id(tensor), ()) for tensor in tensors if id(tensor) in self._known)
+        )
 
     def _ask(self, *tensors: Tensor) -> None:
-        """Forward is told values of these."""
+        """Note that forward asks for values of these tensors."""
         names = self._buffers_of(tensors)
         self._asked |= names
         note_deciding(names)
 
     def _by_place(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """A selection by a mask of known values, which selects a known number of places; None for other calls."""
+        """Return a selection by a mask of known values, which selects a known number of rows; None for other calls."""
         if name in ("nonzero", "where") and len(args) == 1 and self._is_mask(args[0]):
             places = self._places(args[0])
             return places if name == "where" or kwargs.get("as_tuple") else torch.stack(places, -1)
@@ -122,24 +124,26 @@ class Constants(TorchFunctionMode):
             return self._selected(x.expand(shape), mask, 0, shape)
         if name == "__getitem__" and isinstance(args[0], Tensor):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            at = next((i for i, each in enumerate(index) if self._is_mask(each)), None)
-            if at is None or any(isinstance(each, (Tensor, list)) for i, each in enumerate(index) if i != at):
+            at = next((i for i, part in enumerate(index) if self._is_mask(part)), None)
+            if at is None or any(isinstance(part, (Tensor, list)) for i, part in enumerate(index) if i != at):
                 return None
-            if all(isinstance(each, slice) and each == slice(None) for i, each in enumerate(index) if i != at):
+            if all(isinstance(part, slice) and part == slice(None) for i, part in enumerate(index) if i != at):
                 return self._selected(args[0], index[at], at, index[at].shape)
             return func(args[0], (*index[:at], *self._places(index[at]), *index[at + 1 :]))
         return None
 
     def _selected(self, x: Tensor, mask: Tensor, start: int, shape: Sequence[int]) -> Tensor:
-        """x[mask], the mask's dims from `start` on. Where all rows have one mask, the places do not depend on rows."""
+        """Return x[mask], where the mask's dims begin at `start`. Where all rows have one mask, indices do not depend
+        on rows.
+        """
         lead, rank = 0, len(shape)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             value = self._value(mask).expand(shape)
             while lead < rank - 1 and value.shape[0] and bool((value == value[:1]).all()):
                 lead, value = lead + 1, value[0]
             places = value.reshape(-1).nonzero().view(-1)
-        found = x.flatten(start + lead, start + rank - 1).index_select(start + lead, self._noted(places))
-        return found.flatten(start, start + lead) if lead else found
+        rows = x.flatten(start + lead, start + rank - 1).index_select(start + lead, self._noted(places))
+        return rows.flatten(start, start + lead) if lead else rows
 
     def _is_mask(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() > 0 and id(value) in self._known
@@ -154,28 +158,28 @@ class Constants(TorchFunctionMode):
         return self._known[id(mask)][1]
 
     def _noted(self, value: Tensor) -> Tensor:
-        """A tensor of values that were computed while forward is traced."""
+        """Return a tensor of values that were computed while forward is traced."""
         self._known[id(value)] = value, value
         return value
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, made: list[Tensor], tensors: list[Tensor]) -> None:
-        """Notes the values of what was made, and makes them."""
+    def _follow(self, func: Any, args: Any, kwargs: Any, results: list[Tensor], tensors: list[Tensor]) -> None:
+        """Note the values of results, computed here."""
         try:
             result = run_on_values(func, self._values(args), self._values(kwargs))
-        except Exception:  # what is drawn, or cannot be made here (another device): not known
+        except Exception:  # random, or not computable here (another device): unknown
             self._forget(tensors)
             return
-        found = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
-        if len(found) == len(made):
-            self._known |= {id(tensor): (tensor, value) for tensor, value in zip(made, found, strict=True)}
+        values = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        if len(values) == len(results):
+            self._known |= {id(tensor): (tensor, value) for tensor, value in zip(results, values, strict=True)}
             if buffers := self._buffers_of(tensors):
-                self._sources |= {id(tensor): buffers for tensor in made}
+                self._sources |= {id(tensor): buffers for tensor in results}
 
     def _values(self, arguments: Any) -> Any:
         return tree_map(lambda leaf: self._known[id(leaf)][1] if id(leaf) in self._known else leaf, arguments)
 
     def _forget(self, tensors: list[Tensor]) -> None:
-        """No longer knows what shares memory with any of `tensors`."""
+        """Drop the values of tensors that share memory with any of `tensors`."""
         self._written |= self._buffers_of(tensors)
         lost = {self._known[id(t)][1].untyped_storage().data_ptr() for t in tensors if id(t) in self._known}
         if lost:
@@ -183,18 +187,18 @@ class Constants(TorchFunctionMode):
 
 
 def _small_buffers(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, str, Tensor]]:
-    """(table of a module, name in it, name in the model, value) of a skeleton's small buffers."""
-    for path, each in named_modules(module):
-        for name, buffer in each._buffers.items():
+    """Yield (table of a module, name in it, name in the model, value) of a skeleton's small buffers."""
+    for path, part in named_modules(module):
+        for name, buffer in part._buffers.items():
             value = getattr(buffer, VALUE, None)
             if value is not None:
-                yield each._buffers, name, f"{path}.{name}".lstrip("."), value
+                yield part._buffers, name, f"{path}.{name}".lstrip("."), value
 
 
 class Unwritten(TorchFunctionMode):
-    """Within it tensors with memory that forward writes to are written to; after it they are as they were.
+    """Context manager after which real tensors that forward writes to have their old values again.
 
-    Fake tensors are not touched. A write that depends on numbers alone reaches the tensor itself otherwise.
+    Fake tensors are not touched. A write that depends on numbers alone would otherwise reach the real tensor.
     """
 
     def __init__(self) -> None:
@@ -218,14 +222,14 @@ class Unwritten(TorchFunctionMode):
 
 
 def leaves(arguments: Any) -> Iterator[Any]:
-    """The same as `tree_iter`, which takes ten times as long for a few tensors and numbers."""
+    """Yield the leaves as `tree_iter` does, which takes ten times as long for a few tensors and numbers."""
     kind = type(arguments)
     if kind is tuple or kind is list:
-        for each in arguments:
-            yield from leaves(each)
+        for argument in arguments:
+            yield from leaves(argument)
     elif kind is dict:
-        for each in arguments.values():
-            yield from leaves(each)
+        for argument in arguments.values():
+            yield from leaves(argument)
     elif kind in _PLAIN or issubclass(kind, Tensor):
         yield arguments
     else:
@@ -233,7 +237,7 @@ def leaves(arguments: Any) -> Iterator[Any]:
 
 
 def is_static(tensor: Tensor) -> bool:
-    """Whether a tensor's shape is of numbers, not of what a value decides."""
+    """Return whether a tensor's shape consists of numbers, and of no size that depends on values."""
     return all(isinstance(size, int) for size in tensor.shape)
 
 
@@ -242,7 +246,7 @@ def _numel(tensors: list[Tensor]) -> int:
 
 
 def may_write(func: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of torch called `name` writes to its first operand or to `out`."""
+    """Return whether a function of torch called `name` writes to its first operand or to `out`."""
     if isinstance(func, OpOverload):
         return func._schema.is_mutable
     is_in_place = name.endswith("_") and not name.endswith("__")
@@ -250,14 +254,14 @@ def may_write(func: Any, name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _shaped(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with a real tensor like the first, whose values do not count."""
+    """Return the arguments with a real tensor shaped like the first operand, whose values do not count."""
     first, *rest = args
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return torch.empty(first.shape, dtype=first.dtype, device="cpu"), *rest
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operators that draw random numbers."""
+    """Refuse operators that draw random numbers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -266,6 +270,6 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """The call on real tensors, outside of all that traces."""
+    """Return the result of the call on real tensors, outside all tracing modes."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), _Draws():  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)

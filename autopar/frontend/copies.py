@@ -1,7 +1,7 @@
-"""Deep copies of models, whatever the model holds.
+"""Deep copies of models with any attributes.
 
-`copy.deepcopy` stops at the first lock, file, generator or module of Python that an attribute holds, and at tensors
-with a graph (old `weight_norm`). A copy here shares what has no copy, and holds such a tensor without its graph.
+`copy.deepcopy` fails on locks, files, generators and Python modules among the attributes, and on tensors with a graph
+(old `weight_norm`). A copy here shares values that cannot be copied, and detaches such tensors from their graph.
 """
 
 from __future__ import annotations
@@ -30,39 +30,41 @@ from autopar.frontend.fakes import deep_stack
 Module = TypeVar("Module", bound=nn.Module)
 
 _FRAMES = 20_000
-"""Python's frames that a copy may take: six for each module within another, which calls no C in between."""
+"""The most Python frames of a copy: six per nested module, without C calls in between."""
 
 
 def deep_copy(model: Module, memo: dict[int, Any] | None = None) -> Module:
     """Return a deep copy of a model, as `copy.deepcopy` makes it.
 
-    memo: what stands in the copy for objects of the model, by their ids.
+    memo: copies of the model's objects, by their ids.
     """
-    given = dict(memo or {})
+    known_copies = dict(memo or {})
     with deep_stack(_FRAMES):
         try:
-            copied: Module = copy.deepcopy(model, dict(given))
-        except Exception:  # whatever an attribute's class raises
-            return _by_attributes(model, given)
-        return copied if _is_apart(copied, model, given) else _by_attributes(model, given)
+            copied: Module = copy.deepcopy(model, dict(known_copies))
+        except Exception:  # any exception of an attribute's class
+            return _by_attributes(model, known_copies)
+        return copied if _is_apart(copied, model, known_copies) else _by_attributes(model, known_copies)
 
 
-def own_numbers(function: Any) -> Any:
-    """A callable object with numbers of its own, which a call of it may change: a copy that shares tensors and modules.
-    Functions, and what cannot be copied, are returned as they are."""
+def callable_copy(function: Any) -> Any:
+    """Return a copy of a callable object with its own numbers, which a call may change; tensors and modules are shared.
+
+    Functions, and objects that cannot be copied, are returned unchanged.
+    """
     is_object = not is_a(function, nn.Module, type, functools.partial, types.MethodType, *FUNCTIONS)
     if not is_object or not attributes_of(function):
         return function
-    memo = {id(each): each for each in tensors_in(function)}
-    memo |= {id(each): each for each in parts_of(function) if is_a(each, nn.Module)}
+    memo = {id(part): part for part in tensors_in(function)}
+    memo |= {id(part): part for part in parts_of(function) if is_a(part, nn.Module)}
     try:
         return copy.deepcopy(function, memo)
-    except Exception:  # whatever an attribute's class raises
+    except Exception:  # any exception of an attribute's class
         return function
 
 
 def _is_apart(copied: Any, model: nn.Module, memo: dict[int, Any]) -> bool:
-    """Return whether a copy has modules and parameters of its own: a `__deepcopy__` may return the module itself."""
+    """Return whether a copy has its own modules and parameters: a `__deepcopy__` may return the module itself."""
     if not is_a(copied, nn.Module):
         return False
     shared = _identities(copied) & _identities(model)
@@ -74,7 +76,7 @@ def _identities(model: nn.Module) -> set[int]:
 
 
 def _by_attributes(model: Module, memo: dict[int, Any]) -> Module:
-    """Return a copy made module by module and attribute by attribute."""
+    """Return a copy, made module by module and attribute by attribute."""
     waiting: list[nn.Module] = [model]
     modules: list[nn.Module] = []
     while waiting:
@@ -88,19 +90,19 @@ def _by_attributes(model: Module, memo: dict[int, Any]) -> Module:
         modules.append(module)
         waiting += [child for _, child in children_of(module)]
     for module in modules:
-        made = memo[id(module)]
+        module_copy = memo[id(module)]
         for name, value in attributes_of(module).items():
             copied = _copied(value, memo, set())
             if name in vars(module):
-                vars(made)[name] = copied
+                vars(module_copy)[name] = copied
             else:  # a slot
-                object.__setattr__(made, name, copied)
+                object.__setattr__(module_copy, name, copied)
     whole: Module = memo[id(model)]
     return whole
 
 
 def _copied(value: Any, memo: dict[int, Any], under_way: set[int]) -> Any:
-    """Return a deep copy of `value` that shares what cannot be copied; `memo` gets those."""
+    """Return a deep copy of `value` that shares values that cannot be copied, and enters them in `memo`."""
     if id(value) not in memo and not _is_copied(value, memo) and id(value) not in under_way:
         under_way.add(id(value))
         if is_a(value, Tensor):
@@ -118,7 +120,7 @@ def _is_copied(value: Any, memo: dict[int, Any]) -> bool:
     before = len(memo)
     try:
         memo[id(value)] = copy.deepcopy(value, memo)
-    except Exception:  # whatever its class, or that of a part, raises
+    except Exception:  # any exception of its class, or the class of a nested value
         for key in list(itertools.islice(reversed(memo), len(memo) - before)):
             del memo[key]
         return False

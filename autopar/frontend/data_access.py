@@ -1,4 +1,4 @@
-"""`tensor.data` while forward is traced: a detached tensor of the same memory, and a copy into it."""
+"""Trace `tensor.data`: reading it detaches, and assigning to it copies into the same memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _READ, _ASSIGNED = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type:
 
 
 class DataAccess(TorchFunctionMode):
-    """Within it `x.data` is `x.detach()`, and `x.data = y` writes y to x where both are alike. An assignment of another
-    shape or dtype stays what it is, and is refused."""
+    """Context manager in which `x.data` is `x.detach()`, and `x.data = y` writes y to x if both have equal shape and
+    dtype.
+
+    Other assignments are left unchanged, and refused.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func == _READ:

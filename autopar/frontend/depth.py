@@ -4,8 +4,8 @@ A `ModuleList` whose blocks repeat with a period k (same classes, parameter shap
 aside; k = 1 where all are equal, 2 where windowed and full attention take turns) is cut before tracing to the first
 blocks of its last run: to k + 1 of them, so that a computation that depends on the block's index shows as two different
 layers (then the whole model is traced), and to as many more as it takes for the last one to be of the kind that the
-last one is. What looks equal need not act so: `depth_check.py` says which runs may be cut. Only the last run of a list
-is cut: models look masks up by position, and positions must not shift.
+last one is. Blocks that look equal may behave differently: `depth_check.py` decides which runs may be cut. Only the
+last run of a list is cut: models look masks up by position, and positions must not shift.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _INDEX_NAMES = ("idx", "index", "layer_id", "layer_number")
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """`path` has `num_blocks` blocks; those from `first` on repeat with `period`; `num_kept` of them stay when it is
-    cut."""
+    """A run to cut: `path` has `num_blocks` blocks; those from `first` on repeat with `period`, and a cut keeps
+    `num_kept` of them.
+    """
 
     path: str
     num_blocks: int
@@ -52,11 +53,11 @@ class Truncation:
 
     @property
     def end(self) -> int:
-        """The first block that is deleted."""
+        """Return the index of the first block that is deleted."""
         return self.first + self.num_kept
 
     def with_longer_periods(self) -> Iterator[Truncation]:
-        """This cut, and those whose period is a multiple of its, while they delete anything."""
+        """Yield this cut, and cuts with multiples of its period, while they delete anything."""
         for period in range(self.period, self.num_repeating // 2 + 1, self.period):
             cut = replace(self, period=period)
             if cut.num_kept < self.num_repeating:
@@ -64,8 +65,9 @@ class Truncation:
 
 
 def equal_runs(model: nn.Module) -> tuple[Truncation, ...]:
-    """The runs of `model` that look as if they repeat and are long enough to be cut (`depth_check.py` says whether they
-    may be)."""
+    """Return the runs of `model` that look repeated and are long enough to be cut; `depth_check.py` decides which may
+    be.
+    """
     cuts: list[Truncation] = []
     for path, module in list(named_modules(model)):
         if not isinstance(module, nn.ModuleList) or any(path.startswith(cut.path + ".") for cut in cuts):
@@ -77,7 +79,7 @@ def equal_runs(model: nn.Module) -> tuple[Truncation, ...]:
 
 
 def _longest(path: str, blocks: nn.ModuleList) -> Truncation | None:
-    """The cut that deletes most blocks, of the shortest period."""
+    """Return the cut that deletes most blocks, with the shortest period."""
     numbers: dict[Any, int] = {}
     kinds = [numbers.setdefault(fingerprint(block), len(numbers)) for block in blocks_of(blocks)]
     best: Truncation | None = None
@@ -93,8 +95,9 @@ def _longest(path: str, blocks: nn.ModuleList) -> Truncation | None:
 
 
 def can_repeat(blocks: nn.ModuleList, cut: Truncation) -> bool:
-    """Whether the run has parameters, and, where neighbours differ, is of blocks that are layers by themselves, of
-    several modules with parameters (`layers.py`)."""
+    """Return whether the run has parameters, and, where neighbors differ, whether its blocks are layers by themselves,
+    of several modules with parameters (`layers.py`).
+    """
     owners = [
         {name.rpartition(".")[0] for name, _ in named_parameters(block)} if block is not None else set()
         for block in blocks_of(blocks)[-cut.period :]
@@ -103,14 +106,14 @@ def can_repeat(blocks: nn.ModuleList, cut: Truncation) -> bool:
 
 
 class Dropped(nn.Module):
-    """Stands in place of a block that is to be deleted, in a copy that need not hold it."""
+    """Placeholder for a block that will be deleted, in a copy that omits it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a block beyond the kept ones is called from outside its list")
 
 
 def dropped_blocks(model: nn.Module, cuts: tuple[Truncation, ...]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The blocks that `shorten` will delete and nothing else refers to, and all modules that stay."""
+    """Return the blocks that `shorten` will delete and nothing else refers to, and all modules that stay."""
     ends = {id(model.get_submodule(cut.path)): cut.end for cut in cuts}
     kept: dict[int, nn.Module] = {}
     beyond: list[nn.Module] = []
@@ -136,7 +139,7 @@ def shorten(model: nn.Module, cuts: tuple[Truncation, ...]) -> None:
 
 
 def fingerprint(module: nn.Module | None) -> Any:
-    """What must be equal for two blocks to be traced as one. None is a block that a list has instead of a module."""
+    """Return a key, equal for blocks that may be traced as one. None stands for an empty entry of a list."""
     if module is None:
         return None
     attributes = tuple(
@@ -159,7 +162,7 @@ def _plain(value: Any) -> Any:
 
 
 def _identity(value: Any) -> Hashable:
-    """Functions by their names, all else by what it is."""
+    """Return the name of a function, or the identity of any other value."""
     if is_a(value, *FUNCTIONS):
         return attribute(value, "__module__"), attribute(value, "__qualname__")
     return type(value), id(value)

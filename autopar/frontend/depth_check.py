@@ -1,18 +1,19 @@
-"""Which runs of blocks that look as if they repeat also behave so, so that the first of them may be traced for all.
+"""Decide which runs of blocks that look repeated also behave so, so that the first blocks may be traced for all.
 
-Blocks of equal classes and shapes may still act by their index, or forward may use one of them in its own way (a
-skip from the third block on). Therefore forward runs once at full depth, on fake tensors, and every operator is
-written down as (operator, scalars, where each tensor comes from, shapes and dtypes of the results). A run may be cut if
+Blocks of equal classes and shapes may still depend on their index, or forward may treat one of them differently (a skip
+from the third block on). Therefore forward runs once at full depth, on fake tensors, and every operator is recorded as
+(operator, scalars, where each tensor comes from, shapes and dtypes of the results). A run may be cut if
 
 - its blocks are called once each, in order, with no operator between them;
-- nobody but the next block uses what a block computes, and nobody but the block its own parameters (`Origin`);
+- only the next block uses a block's results, and only the block uses its parameters (`Origin`);
 - the blocks from the second on have the records of those a period before: equal operators on the same outside tensors
-  and on the same results of their predecessor. (The trace itself compares the first one.) Where they look equal and
-  act by their index, the period may be a longer one.
+  and on the same results of their predecessor. (The trace itself compares the first one.)
+
+Where blocks look equal and depend on their index, the period may be a longer one.
 
 A second forward, of the cut model, must then leave the same records: operators outside of the runs and the blocks that
-were kept must not depend on how many blocks there are. Grad mode is part of the record. Nothing is computed, and
-it is a copy of the model that runs.
+were kept must not depend on how many blocks there are. Grad mode is part of the record. Nothing is computed, and a copy
+of the model runs.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def verified(
     forward: Forward,
     fake: FakeTensorMode,
 ) -> tuple[Truncation, ...]:
-    """The cuts among `cuts`, some with a longer period, that do not change what `forward` computes; none if forward
-    cannot run on fake tensors.
+    """Return the cuts among `cuts`, some with a longer period, that do not change the loss; none if `forward` cannot
+    run on fake tensors.
 
-    skeletons: equal ones of the model, with fake parameters; up to two are used up. batch: the fake inputs by name.
-    forward: what will be exported, on that batch.
+    skeletons: equal copies of the model, with fake parameters; up to two are used up. batch: the fake inputs by name.
+    forward: the function to be exported, on that batch.
     """
     results = Results(fake)
     try:
@@ -53,35 +54,36 @@ def verified(
         sound = tuple(cut for cut in longer if cut is not None)
         if not sound:
             return ()
-        if sound != cuts:  # blocks of the other lists are outside operators now, and more may be kept
+        if sound != cuts:  # blocks of other lists are outside operators now, and more blocks may be kept
             model = next(skeletons)
             short = _copy(model, sound)
             whole = record(model, sound, batch, forward, results)
         shorten(short, sound)
         kept = tuple(replace(cut, num_blocks=cut.end) for cut in sound)
         return sound if _extends(whole, record(short, kept, batch, forward, results)) else ()
-    except Exception:  # whatever forward cannot do on fake tensors: the full trace will say it, or do it
+    except Exception:  # any failure of forward on fake tensors: the full trace reports it, or succeeds
         return ()
 
 
 def _copy(model: nn.Module, cuts: tuple[Truncation, ...]) -> nn.Module:
-    """A copy whose state is its own, except for parameters and buffers: those are fake, and shared. The blocks that
-    `cuts` delete are left out of it."""
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in [each for _, each in named_tensors(model)]}
+    """Return a copy with its own state that shares the fake parameters and buffers. The blocks that `cuts` delete are
+    left out.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in [parameter for _, parameter in named_tensors(model)]}
     memo |= {id(block): Dropped() for block in dropped_blocks(model, cuts)[0]}
     return deep_copy(model, memo)
 
 
 def _repeating(whole: Record, cut: Truncation, model: nn.Module) -> Truncation | None:
-    """The cut with the shortest period with which the run's blocks from the second on did the same."""
+    """Return the cut with the shortest period for which the run's blocks from the second on behaved alike."""
     blocks = model.get_submodule(cut.path)
     assert isinstance(blocks, nn.ModuleList)
-    longer = (each for each in cut.with_longer_periods() if can_repeat(blocks, each))
-    return next((each for each in longer if _repeats(whole, each)), None)
+    longer = (longer_cut for longer_cut in cut.with_longer_periods() if can_repeat(blocks, longer_cut))
+    return next((longer_cut for longer_cut in longer if _repeats(whole, longer_cut)), None)
 
 
 def _repeats(whole: Record, cut: Truncation) -> bool:
-    """Whether the run's blocks from the second on did what those a period before did."""
+    """Return whether the run's blocks from the second on have the records of those a period before."""
     run = whole.runs[cut.path]
     complete = run.entered == cut.num_repeating
     pairs = zip(run.records[1:], run.records[1 + cut.period :], strict=False)
@@ -89,7 +91,7 @@ def _repeats(whole: Record, cut: Truncation) -> bool:
 
 
 def _extends(whole: Record, short: Record) -> bool:
-    """Whether `whole` is `short` with some of its blocks repeated."""
+    """Return whether `whole` is `short` with some of its blocks repeated."""
     if not all(_repeats(one, run.cut) for one in (whole, short) for run in one.runs.values()):
         return False
     kept = {path: run.records[: run.cut.num_kept] for path, run in whole.runs.items()}

@@ -1,7 +1,7 @@
-"""Random numbers that forward draws otherwise than as tensors of torch's default generator, while it is traced.
+"""Random numbers that forward draws from Python or numpy instead of torch's default generator, while it is traced.
 
-Python's and numpy's are tensors without dims, and so is what `float`, `round`, `min`, `math` and numpy make of them.
-A number that decides what forward does (`if`, `range`, an index) cannot be traced.
+Python's and numpy's numbers become tensors without dims, and so do results of `float`, `round`, `min`, `math` and numpy
+on them. A number that decides what forward does (`if`, `range`, an index) cannot be traced.
 """
 
 from __future__ import annotations
@@ -26,32 +26,36 @@ from codegen.runtime.python_random import FUNCTIONS, ArrayError, by_torch
 
 _DRAWS = frozenset({"rand", "randn", "uniform_", "normal_", "exponential_", "bernoulli", "bernoulli_", "rand_like"})
 """Functions of torch whose results of one element may be asked for as a number."""
-_NAMES = {name for known in FUNCTIONS.values() for name in known} | _DRAWS | {"random"}
+_NAMES = {name for names in FUNCTIONS.values() for name in names} | _DRAWS | {"random"}
 _UNARY = ("sqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "fabs", "floor")
 
 
 @contextlib.contextmanager
 def drawn_numbers(names: list[str]) -> Iterator[None]:
-    """Within it Python's and numpy's random numbers are tensors without dims. names: gets those functions
-    that are called.
+    """Context manager in which random numbers of Python and numpy are tensors without dims.
 
-    Raises TraceError for what no program can draw: arrays of numpy, and generators of the model's own.
+    names: gets the functions that are called. Raises TraceError for draws that no program can repeat: numpy arrays, and
+    the model's generators.
     """
     with _Drawn() as drawn, _mathematics(drawn), by_torch(drawn.noted, names.append):
         try:
             yield
         except ArrayError as error:
             raise TraceError(
-                "forward draws an array of numpy, or calls a random function of Python in a form that autopar does not "
-                "know",
+                "forward draws a numpy array, or calls a random function of Python in an unsupported form",
                 values=str(error),
-                alternatives=["torch.rand, torch.randn or torch.randint of the same shape", "one number at a time"],
+                alternatives=[
+                    "use torch.rand, torch.randn or torch.randint of the same shape",
+                    "draw one number at a time",
+                ],
             ) from None
 
 
 @contextlib.contextmanager
 def floats_of_draws(functions: Iterable[types.FunctionType]) -> Iterator[None]:
-    """Within it `float` and the like keep drawn numbers as tensors, in files of functions that draw and call them."""
+    """Context manager in which `float` and the like keep drawn numbers as tensors, in files whose functions draw and
+    call them.
+    """
     spaces: dict[int, dict[str, Any]] = {}
     for function in functions:
         asked = set(function.__code__.co_names)
@@ -66,14 +70,14 @@ def floats_of_draws(functions: Iterable[types.FunctionType]) -> Iterator[None]:
 
 
 class _Drawn(TorchFunctionMode):
-    """Knows which numbers were drawn, or computed from drawn ones alone.
+    """Track the numbers that were drawn, or computed from drawn ones alone.
 
-    Refuses a torch.Generator as an argument: its state is the model's own, and no two ranks have it alike.
+    Refuse a torch.Generator as an argument: its state belongs to the model, and differs between ranks.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._numbers: dict[int, Tensor] = {}  # by id, which a tensor that lives keeps
+        self._numbers: dict[int, Tensor] = {}  # by id, which stays unique while the tensor lives
 
     def __enter__(self) -> Any:
         _modes.append(self)
@@ -84,7 +88,7 @@ class _Drawn(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def noted(self, tensor: Tensor) -> Tensor:
-        """The tensor, which is a drawn number from now on."""
+        """Return the tensor, which is a drawn number from now on."""
         self._numbers[id(tensor)] = tensor
         return tensor
 
@@ -96,11 +100,11 @@ class _Drawn(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise TraceError(
-                "forward draws random numbers from a torch.Generator of its own, whose state no plan can follow",
+                "forward draws random numbers from a torch.Generator, whose state no plan can follow",
                 values=f"{name or func}(..., generator=...)",
                 alternatives=[
-                    "no generator: torch's default numbers are drawn alike under every plan, by the seed of the step",
-                    "for noise that is to stay the same: a buffer that is filled in the constructor",
+                    "drop the generator: torch's default one draws alike under every plan, by the seed of the step",
+                    "for fixed noise: fill a buffer in the constructor",
                 ],
             )
         if name == "item" and self.is_drawn(args[0]):
@@ -121,7 +125,7 @@ def _is_drawn(value: Any) -> bool:
 
 
 class _FloatKind(type):
-    """A stand-in for `float`: as a class it is that, and a drawn number stays the tensor that it is."""
+    """Replace `float`: as a class it is that, and a drawn number stays a tensor."""
 
     def __call__(cls, *args: Any) -> Any:
         return args[0].reshape(()) if args and _is_drawn(args[0]) else builtins.float(*args)
@@ -144,17 +148,17 @@ def _round(number: Any, digits: int | None = None) -> Any:
 
 
 def _constant(number: Any) -> Tensor:
-    made = torch.tensor(builtins.float(number))
-    return _modes[-1].noted(made)
+    tensor = torch.tensor(builtins.float(number))
+    return _modes[-1].noted(tensor)
 
 
-def _largest(own: Callable[..., Any], tensors: Callable[..., Tensor]) -> Callable[..., Any]:
+def _largest(original: Callable[..., Any], tensors: Callable[..., Tensor]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) < 2 or not any(map(_is_drawn, args)):
-            return own(*args, **kwargs)
-        first, *others = (each if isinstance(each, Tensor) else _constant(each) for each in args)
-        for each in others:
-            first = tensors(first, each)
+            return original(*args, **kwargs)
+        first, *others = (number if isinstance(number, Tensor) else _constant(number) for number in args)
+        for number in others:
+            first = tensors(first, number)
         return first
 
     return call
@@ -170,21 +174,23 @@ _BUILTINS: Mapping[str, Any] = {
 
 @contextlib.contextmanager
 def _mathematics(drawn: _Drawn) -> Iterator[None]:
-    """Within it functions of `math` and numpy take drawn numbers."""
+    """Context manager in which functions of `math` and numpy take drawn numbers."""
 
-    def taking(own: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def taking(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return (function if any(map(drawn.is_drawn, args)) else own)(*args, **kwargs)
+            return (function if any(map(drawn.is_drawn, args)) else original)(*args, **kwargs)
 
-        return in_this_thread(call, own)
+        return in_this_thread(call, original)
 
-    known = {name: getattr(torch, name, torch.abs) for name in _UNARY}
-    calls: list[tuple[Any, str, Callable[..., Any]]] = [(math, name, known[name]) for name in _UNARY if name != "floor"]
-    calls += [(np, name, call) for name, call in known.items()]
+    functions = {name: getattr(torch, name, torch.abs) for name in _UNARY}
+    calls: list[tuple[Any, str, Callable[..., Any]]] = [
+        (math, name, functions[name]) for name in _UNARY if name != "floor"
+    ]
+    calls += [(np, name, call) for name, call in functions.items()]
     calls += [(math, "pow", torch.pow), (np, "power", torch.pow), (np, "clip", torch.clamp)]
     with contextlib.ExitStack() as stack:
         for owner, name, function in calls:
-            own = getattr(owner, name)
-            setattr(owner, name, taking(own, function))
-            stack.callback(setattr, owner, name, own)
+            original = getattr(owner, name)
+            setattr(owner, name, taking(original, function))
+            stack.callback(setattr, owner, name, original)
         yield

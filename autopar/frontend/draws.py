@@ -1,8 +1,7 @@
-"""Random operators of a trace as draws: `autopar.draw` and plain operators.
+"""Rewrite random operators of a trace as draws: `autopar.draw` and plain operators.
 
-A draw has the rule of a constructor: any dim may be created sharded. What torch's operators make of draws is in
-codegen/runtime/random_operators.py, which the model on one process runs too, so both draw the same numbers in the same
-order.
+A draw has the rule of a constructor: any dim may be created sharded. codegen/runtime/random_operators.py computes
+torch's operators from draws. The model on one process runs it too, so both draw the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _NOUNS = {
     "normal": "noise",
     "integers": "integers",
 }
-"""What a program calls the draws of a distribution."""
+"""Names of the distributions in a program."""
 
 
 def write_draws(flat: FlatGraph) -> None:
-    """Raises TraceError, with the reason, for a random operator that cannot be written so."""
+    """Rewrite all draws. Raises TraceError, with the reason, for a random operator that cannot be written so."""
     writer = _Writer(flat)
-    flat.nodes = [each for node in flat.nodes for each in writer.written(node)]
+    flat.nodes = [call for node in flat.nodes for call in writer.written(node)]
     flat.substitute(writer.renamed)
 
 
@@ -50,89 +49,89 @@ class _Writer:
         self.metas = flat.metas()
         self.names = {ref.node for ref in self.metas}
         self.renamed: dict[Ref, Ref] = {}
-        self.known: dict[Any, torch.fx.GraphModule] = {}
+        self.traced: dict[Any, torch.fx.GraphModule] = {}
 
     def written(self, node: Node) -> list[Node]:
-        """The calls that take the place of one call; itself where it draws nothing."""
+        """Return the calls in place of one call; the call itself if it draws nothing."""
         overload = find_op(node.op)
         if overload is None or not draws(overload):
             return [node]
         if node.op in PADDED:
             return self.by_layers(node) if is_random(node) else [node]
         try:
-            made = self.inlined(node, self.parts(node, overload))
-            return made + self.evaluated(node, overload) if node.op == _RRELU and is_random(node) else made
+            calls = self.inlined(node, self.parts(node, overload))
+            return calls + self.evaluated(node, overload) if node.op == _RRELU and is_random(node) else calls
         except UndrawnError as error:
             raise refused_random(str(error), at(self.flat, node)) from None
 
     def by_layers(self, node: Node) -> list[Node]:
-        """A recurrent operator with dropout inside, layer by layer."""
-        made, results = layer_by_layer(node, self.metas, self.named)
-        self.metas |= {Ref(each.name, index): meta for each in made for index, meta in enumerate(each.outputs)}
+        """Return the calls of a recurrent operator with dropout inside, layer by layer."""
+        calls, results = layer_by_layer(node, self.metas, self.named)
+        self.metas |= {Ref(call.name, index): meta for call in calls for index, meta in enumerate(call.outputs)}
         self.renamed |= {Ref(node.name, index): result for index, result in enumerate(results)}
-        return made
+        return calls
 
     def named(self, wish: str) -> str:
-        """A name that nothing has yet."""
+        """Return an unused name."""
         name = unused_name(wish, self.names)
         self.names.add(name)
         return name
 
     def evaluated(self, node: Node, overload: torch._ops.OpOverload) -> list[Node]:
-        """The slope that an evaluation has in the place of drawn ones."""
+        """Return the slope that an evaluation uses in place of drawn ones."""
         drawn, args = self.renamed[Ref(node.name)], (*node.args[:3], False, *node.args[4:])
-        made = self.inlined(replace(node, args=args), self.parts(replace(node, args=args), overload))
+        calls = self.inlined(replace(node, args=args), self.parts(replace(node, args=args), overload))
         name = self.named(f"{node.name}_in_training")
         both = (drawn, self.renamed[Ref(node.name)])
         self.metas[Ref(name)], self.renamed[Ref(node.name)] = node.meta, Ref(name)
-        return [*made, replace(node, name=name, op=IN_TRAINING, args=both, kwargs=())]
+        return [*calls, replace(node, name=name, op=IN_TRAINING, args=both, kwargs=())]
 
     def parts(self, node: Node, overload: torch._ops.OpOverload) -> torch.fx.GraphModule:
-        """The graph of one call, whose placeholders are for `node.inputs`."""
+        """Return the graph of one call, whose placeholders stand for `node.inputs`."""
         metas = tuple(self.metas[ref] for ref in node.inputs)
         number = {ref: index for index, ref in enumerate(dict.fromkeys(node.inputs))}
         key = overload, map_refs((node.args, node.kwargs), lambda ref: ("tensor", number[ref])), metas
-        if key in self.known:
-            return self.known[key]
+        if key in self.traced:
+            return self.traced[key]
         fake = fakes.mode()
         tensors = [fakes.empty(fake, meta.shape, meta.dtype) for meta in metas]
 
-        def call(*given: torch.Tensor) -> Any:
-            feed = iter(given)
+        def call(*tensors_in: torch.Tensor) -> Any:
+            feed = iter(tensors_in)
             args, kwargs = map_refs((node.args, tuple(value for _, value in node.kwargs)), lambda _: next(feed))
             with Draws(_draw):
                 return overload(*map(_lists, args), **dict(zip(dict(node.kwargs), map(_lists, kwargs), strict=True)))
 
         with fake, torch.no_grad():
-            self.known[key] = make_fx(call)(*tensors)
-        return self.known[key]
+            self.traced[key] = make_fx(call)(*tensors)
+        return self.traced[key]
 
     def inlined(self, node: Node, parts: torch.fx.GraphModule) -> list[Node]:
-        """The calls of `parts` where `node` is made."""
+        """Return the calls of `parts`, renamed for the place of `node`."""
         values: dict[torch.fx.Node, Any] = {}
         inputs = iter(node.inputs)
         has_gradient = any(meta.requires_grad for meta in node.outputs)
-        made: list[Node] = []
+        calls: list[Node] = []
         results: Any = ()
-        for each in parts.graph.nodes:
-            if each.op == "placeholder":
-                values[each] = next(inputs)
-            elif each.op == "output":
-                results = _argument(each.args[0], values)
-            elif each.target is operator.getitem:
-                values[each] = Ref(values[each.args[0]].node, each.args[1])
-            elif isinstance(each.target, torch._ops.OpOverload):
-                made.append(self.call(node, each, values, has_gradient))
-                values[each] = Ref(made[-1].name)
+        for part in parts.graph.nodes:
+            if part.op == "placeholder":
+                values[part] = next(inputs)
+            elif part.op == "output":
+                results = _argument(part.args[0], values)
+            elif part.target is operator.getitem:
+                values[part] = Ref(values[part.args[0]].node, part.args[1])
+            elif isinstance(part.target, torch._ops.OpOverload):
+                calls.append(self.call(node, part, values, has_gradient))
+                values[part] = Ref(calls[-1].name)
             else:
                 raise TraceError(
-                    "an operator that draws random numbers and cannot be taken apart",
+                    "forward calls a random operator that autopar cannot write as draws",
                     values=f"{node.op}{at(self.flat, node)}",
-                    alternatives="random tensors as inputs of the batch",
+                    alternatives="pass random tensors as inputs of the batch",
                 )
         for index, result in enumerate(results if isinstance(results, tuple) else (results,)):
             self.renamed[Ref(node.name, index)] = result
-        return made
+        return calls
 
     def call(self, node: Node, part: torch.fx.Node, values: dict[torch.fx.Node, Any], has_gradient: bool) -> Node:
         args = _argument(tuple(part.args), values)
@@ -140,10 +139,10 @@ class _Writer:
         op = str(part.target)
         grads = has_gradient and op != DRAW and base_name(op) not in CONSTANT
         grads = grads and any(self.metas[ref].requires_grad for ref in refs_in((args, kwargs)))
-        found = part.meta["val"]
+        result = part.meta["val"]
         outputs = tuple(
             TensorMeta(tuple(value.shape), value.dtype, grads and has_gradients(value.dtype))
-            for value in (found if isinstance(found, (tuple, list)) else (found,))
+            for value in (result if isinstance(result, (tuple, list)) else (result,))
         )
         wish = _NOUNS[args[0]] if op == DRAW else op.split(".")[1].strip("_")
         name = self.named(wish)

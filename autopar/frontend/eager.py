@@ -1,4 +1,4 @@
-"""Whether model and loss run in one process on the example inputs: what an error may say of them depends on that."""
+"""Test whether model and loss run in one process on the example inputs; error messages of tracing depend on it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.frontend.loss_module import LossModule
 from autopar.frontend.skeleton import in_training, skeleton_of
 
 MOST_BYTES = 2**30
-"""Of parameters, buffers and inputs: a larger model is run without memory only."""
+"""Elements of parameters, buffers and inputs: a larger model runs on fake tensors only."""
 
 Loss = Callable[..., Tensor] | None
 
@@ -31,8 +31,8 @@ def runs(
 ) -> bool | Exception | None:
     """Return True if forward and loss run in one process on `batch`, their error if they fail, None if unknown.
 
-    They run without memory first, then, if that fails and they are small, on a copy of the model. dtype: what
-    parameters are cast to first.
+    They run on fake tensors first, then, if that fails and they are small, on a copy of the model. dtype: the dtype
+    that parameters are cast to first.
     """
     with _disable_current_modes(), _random_state(), warnings.catch_warnings(action="ignore"), torch.enable_grad():
         fake = fakes.mode()
@@ -42,19 +42,22 @@ def runs(
                 unreal = batch.map(lambda value: fake_input(value, fake, 0, None))
                 LossModule(skeleton, loss_fn, unreal, dtype=dtype)(**unreal)
             return True
-        except Exception:  # also what has no answer without values: the real run decides
+        except Exception:  # also failures for lack of values: the real run decides
             pass
-        held = [*(tensor for _, tensor in named_tensors(model)), *(v for v in batch.values() if isinstance(v, Tensor))]
-        if any(each.is_meta or isinstance(each, FakeTensor) for each in held):
+        tensors = [
+            *(tensor for _, tensor in named_tensors(model)),
+            *(v for v in batch.values() if isinstance(v, Tensor)),
+        ]
+        if any(value.is_meta or isinstance(value, FakeTensor) for value in tensors):
             return None
-        if sum(each.nbytes for each in held) > MOST_BYTES:
+        if sum(value.nbytes for value in tensors) > MOST_BYTES:
             return None
         try:
-            given = batch.map(lambda value: value.detach().clone() if isinstance(value, Tensor) else value)
+            detached = batch.map(lambda value: value.detach().clone() if isinstance(value, Tensor) else value)
             copied = in_training(deep_copy(model))
             for _, parameter in named_parameters(copied):
                 parameter.data = _cast(parameter.data, dtype)
-            LossModule(copied, loss_fn, given, dtype=dtype)(**given)
+            LossModule(copied, loss_fn, detached, dtype=dtype)(**detached)
         except Exception as error:
             return error
         return True
@@ -66,7 +69,7 @@ def _cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @contextmanager
 def _random_state() -> Iterator[None]:
-    """Leave random numbers of Python, numpy and torch as they were."""
+    """Context manager that restores the random state of Python, numpy and torch."""
     python, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

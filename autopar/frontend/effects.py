@@ -1,7 +1,6 @@
-"""What a traced graph shows that a generated program would do otherwise: refused, with the user's own line.
+"""Refuse effects in a traced graph that a generated program would not repeat, with the user's line.
 
-Each check takes the flat graph after what the loss does not need is gone, so that what has no effect on training
-is not held against a model.
+Each check takes the flat graph after dead calls are gone, so that calls without effect on training are allowed.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from autopar.operators.traits import DRAWN, ONE_DTYPE
 
 
 def at(flat: FlatGraph, node: Node) -> str:
-    """Where a call comes from, as messages have it."""
+    """Return the place of a call as messages print it."""
     line = user_line(flat.lines.get(node.name))
     return f" at {line}" if line else f" in {node.module}" if node.module else ""
 
 
 def refuse_effects(flat: FlatGraph) -> None:
-    """Raises TraceError for values taken out of tensors, strides, random numbers, sums per batch, mixed products."""
+    """Raise TraceError for values taken out of tensors, strides, random numbers, sums per batch, mixed products."""
     metas = flat.metas()
     for node in flat.nodes:
         if not node.outputs:
@@ -45,81 +44,84 @@ def refuse_effects(flat: FlatGraph) -> None:
         dtypes = {metas[ref].dtype for ref in node.inputs if metas[ref].dtype.is_floating_point}
         if base_name(node.op) in ONE_DTYPE and len(dtypes) > 1:
             raise TraceError(
-                "a product of tensors of different dtypes, which torch refuses when the model runs",
+                "forward multiplies tensors of different dtypes, which torch refuses when the model runs",
                 values=f"{node.op} of {' and '.join(sorted(str(d) for d in dtypes))}{at(flat, node)}",
-                alternatives="inputs of the parameters' dtype, or a cast in forward",
+                alternatives="pass inputs of the parameters' dtype, or cast in forward",
             )
 
 
 def refused_random(op: str, place: str) -> TraceError:
-    """The error for an operator that draws random numbers."""
+    """Return the error for an operator that draws random numbers."""
     return TraceError(
         "forward draws random numbers that no parallel plan can draw as one process does",
         values=f"{op}{place}",
         alternatives=[
-            "another distribution: uniform, normal, exponential and Bernoulli numbers, integers and what follows from "
-            "them (dropout, Gumbel, multinomial) are drawn alike under every plan",
-            "random tensors as inputs of the batch",
+            "use another distribution: uniform, normal, exponential and Bernoulli numbers, integers, and draws made "
+            "from these (dropout, Gumbel, multinomial) are alike under every plan",
+            "pass random tensors as inputs of the batch",
         ],
     )
 
 
 def draws(overload: Any) -> bool:
-    """Whether an operator of torch draws random numbers, or may, other than by keys of its own."""
+    """Return whether an operator of torch may draw random numbers, except by keys among its arguments."""
     if not isinstance(overload, torch._ops.OpOverload) or not is_seeded(overload):
         return False
     return overload.namespace != "aten" or base_name(str(overload)) not in DRAWN
 
 
 def is_random(node: Node) -> bool:
-    """Whether the call draws random numbers other than by a key of its own."""
+    """Return whether the call draws random numbers, except by a key among its arguments."""
     if not draws(find_op(node.op)):
         return False
-    given = arguments_of(node)
-    chance, is_training = given.get("dropout", given.get("p", 1.0)), given.get("train", given.get("training", True))
+    arguments = arguments_of(node)
+    chance, is_training = (
+        arguments.get("dropout", arguments.get("p", 1.0)),
+        arguments.get("train", arguments.get("training", True)),
+    )
     return bool(is_training) and chance != 0.0
 
 
 def _refuse_lookup(flat: FlatGraph, node: Node) -> None:
-    given = arguments_of(node) if base_name(node.op).startswith("embedding") else {}
-    if given.get("scale_grad_by_freq"):
+    arguments = arguments_of(node) if base_name(node.op).startswith("embedding") else {}
+    if arguments.get("scale_grad_by_freq"):
         raise TraceError(
             "scale_grad_by_freq divides gradients by counts over the whole batch, which no rank sees",
             values=f"{node.op}{at(flat, node)}",
-            alternatives="scale_grad_by_freq=False",
+            alternatives="set scale_grad_by_freq=False",
         )
-    if given.get("sparse"):
+    if arguments.get("sparse"):
         raise TraceError(
-            "an embedding with sparse gradients, which the program's optimiser would get dense",
+            "an embedding has sparse gradients, but the program's optimizer would get dense ones",
             values=f"{node.op}{at(flat, node)}",
-            alternatives="sparse=False",
+            alternatives="set sparse=False",
         )
 
 
 def _refuse_statistics(flat: FlatGraph, node: Node) -> None:
-    """Instance norm that updates running statistics: means over the batch that its results do not show."""
-    given = arguments_of(node) if base_name(node.op) == "instance_norm" else {}
-    if given.get("use_input_stats") and isinstance(given.get("running_mean"), Ref) and given["momentum"]:
+    """Refuse instance norm that updates running statistics: batch means that its results do not show."""
+    arguments = arguments_of(node) if base_name(node.op) == "instance_norm" else {}
+    if arguments.get("use_input_stats") and isinstance(arguments.get("running_mean"), Ref) and arguments["momentum"]:
         raise TraceError(
             "instance norm updates running statistics inside of the operator",
-            values=f"{given['running_mean'].node}{at(flat, node)}",
-            alternatives="torch.nn.functional.instance_norm or a module of torch.nn, which are followed",
+            values=f"{arguments['running_mean'].node}{at(flat, node)}",
+            alternatives="call torch.nn.functional.instance_norm or a module of torch.nn, which autopar follows",
         )
 
 
 def refuse_untrained(flat: FlatGraph) -> None:
-    """Raises TraceError unless the loss is a number that depends on a trained parameter."""
+    """Raise TraceError unless the loss is a number that depends on a trained parameter."""
     if flat.metas()[flat.loss].requires_grad:
         return
     trained = [p.name for p in flat.parameters.values() if p.meta.requires_grad and not p.is_buffer]
     if not trained:
         raise TraceError(
-            "there is nothing to train",
+            "the model has nothing to train",
             values=f"no parameter of {sum(not p.is_buffer for p in flat.parameters.values())} requires a gradient",
-            alternatives="requires_grad_(True) on what is to be trained",
+            alternatives="call requires_grad_(True) on the parameters to train",
         )
     raise TraceError(
         "the loss depends on no trained parameter",
         values=f"{len(trained)} parameters have requires_grad=True, such as {trained[0]}",
-        alternatives="a loss that no detach(), torch.no_grad() or argmax cuts off from the parameters",
+        alternatives="remove the detach(), torch.no_grad() or argmax that cuts the loss off from the parameters",
     )

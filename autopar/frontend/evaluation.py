@@ -1,10 +1,10 @@
-"""Whether a program made from the training trace computes in evaluation mode what `model.eval()` does.
+"""Decide whether a program made from the training trace computes in evaluation mode the same as `model.eval()`.
 
 The generated program in evaluation mode is the training trace without dropout and with the running statistics of batch
-and instance norm (codegen/evaluation.py). Whether the model's own evaluation is just that is read off two records of
-forward, one in each mode, which cost a hundredth of an export: with those flags put aside, and without what the loss
-does not depend on (counters), they must be equal operator by operator. What training does beside that (stochastic
-depth, averages that it updates) must have a counterpart that evaluation reads in its place (training_only.py).
+and instance norm (codegen/evaluation.py). Two records of forward, one in each mode, show whether the model's evaluation
+is just that; they cost a hundredth of an export. Without those flags, and without calls that the loss does not depend
+on (counters), they must be equal operator by operator. Other behavior of training (stochastic depth, averages that it
+updates) must have a counterpart that evaluation reads in its place (training_only.py).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def why_no_evaluation(
     *,
     with_logits: bool = False,
 ) -> str:
-    """ "" where the program can evaluate, else what differs, in one clause.
+    """Return "" if the program can evaluate, else the difference, in one clause.
 
-    cuts: runs of equal blocks to shorten. with_logits: what the model returns as logits must be equal, too.
+    cuts: runs of equal blocks to shorten. with_logits: the model's logits must be equal, too.
     """
     fake = fakes.mode()
     named = name_inputs(model, example_inputs, loss_fn)
@@ -53,32 +53,32 @@ def why_no_evaluation(
         shorten(skeleton, cuts)
         loss = loss_skeleton(loss_fn, fake)
         forward = partial(forward_and_loss, loss_fn=loss, batch=batch, with_logits=with_logits)
-        with contextlib.suppress(Exception):  # what cannot be recorded may still be exported; it only cannot evaluate
+        with contextlib.suppress(Exception):  # it may still be exported; the program only cannot evaluate
             return record(skeleton, (), batch, forward, Results(fake), loss)
         return None
 
     training, evaluating = recorded(True), recorded(False)
     if training is None or evaluating is None:
         return "the model's forward could not be followed in evaluation mode"
-    found = difference(training, evaluating)
-    if found:
+    reason = difference(training, evaluating)
+    if reason:
         with contextlib.suppress(UnlikeError):
             replacements(training, evaluating)
             return ""
-    return found
+    return reason
 
 
 def difference(training: Record, evaluating: Record) -> str:
-    """Return what a program in evaluation mode would do otherwise than the model does, in one clause."""
+    """Return the difference between a program in evaluation mode and the model, in one clause."""
     owns = RecordedCalls(training.outside, True).numbered()
     others = RecordedCalls(evaluating.outside, False).numbered()
-    for own, other in zip(owns, others, strict=False):
-        if own != other:
-            return f"the model calls {other[0]} in evaluation mode where it calls {_text(own, other)} in training"
+    for call, other in zip(owns, others, strict=False):
+        if call != other:
+            return f"the model calls {other[0]} in evaluation mode where it calls {_text(call, other)} in training"
     if len(owns) != len(others):
         return f"the model calls {len(others)} operators in evaluation mode, and {len(owns)} in training"
     return ""
 
 
-def _text(own: Any, other: Any) -> str:
-    return str(own[0]) if own[0] != other[0] else "it with other arguments"
+def _text(call: Any, other: Any) -> str:
+    return str(call[0]) if call[0] != other[0] else "it with other arguments"

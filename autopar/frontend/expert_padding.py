@@ -1,7 +1,7 @@
-"""Experts that a degree does not divide: the graph gets experts of padding, which no row chooses.
+"""Pad experts to a number that a degree divides: no row chooses experts of padding.
 
-Weights of E experts [E, ...] get matrices of zeros at their end. Ids of experts are below E, so that no row is
-multiplied by padding: its gradient is 0, and with an elementwise update it stays zeros.
+Weights of E experts [E, ...] get matrices of zeros at their end. Ids of experts are below E, so no row is multiplied by
+padding: its gradient is 0, and an elementwise update keeps it zero.
 """
 
 from __future__ import annotations
@@ -17,36 +17,40 @@ from autopar.rules.experts import EXPERT_LINEAR
 
 
 def with_whole_shares(graph: Graph, multiple: int) -> Graph:
-    """The graph with numbers of experts that `multiple` divides, wherever that is exact; itself where none is so."""
+    """Return the graph with numbers of experts that `multiple` divides, wherever that is exact; itself if nowhere."""
     runs = [piece for piece in graph.body if isinstance(piece, LayerRun)]
     longer: dict[str, int] = {}
     layers = {run.layer.name: run.layer for run in runs}
     for name, layer in layers.items():
-        found = _weights(layer.nodes, layer.parameters, set(layer.outputs), multiple)
-        parameters = tuple(_padded(each, found.get(Ref(each.name), 0)) for each in layer.parameters)
-        layers[name] = replace(layer, parameters=parameters, nodes=_rewritten(layer.nodes, found))
+        padded_dims = _weights(layer.nodes, layer.parameters, set(layer.outputs), multiple)
+        parameters = tuple(
+            _padded(parameter, padded_dims.get(Ref(parameter.name), 0)) for parameter in layer.parameters
+        )
+        layers[name] = replace(layer, parameters=parameters, nodes=_rewritten(layer.nodes, padded_dims))
         paths = [path for run in runs if run.layer.name == name for path in run.instances]
-        longer |= {f"{path}.{ref.node}": more for path in paths for ref, more in found.items()}
+        longer |= {f"{path}.{ref.node}": more for path in paths for ref, more in padded_dims.items()}
     nodes = tuple(piece for piece in graph.body if isinstance(piece, Node))
-    own = [p for p in graph.parameters if p.name not in longer]
-    found = _weights(nodes, own, {ref for run in runs for ref in run.args}, multiple)
-    longer |= {p.name: found[Ref(p.name)] for p in own if Ref(p.name) in found}
+    parameters_left = [p for p in graph.parameters if p.name not in longer]
+    padded_dims = _weights(nodes, parameters_left, {ref for run in runs for ref in run.args}, multiple)
+    longer |= {p.name: padded_dims[Ref(p.name)] for p in parameters_left if Ref(p.name) in padded_dims}
     if not longer:
         return graph
-    rewritten = iter(_rewritten(nodes, found))
+    rewritten = iter(_rewritten(nodes, padded_dims))
     body = tuple(
         replace(piece, layer=layers[piece.layer.name]) if isinstance(piece, LayerRun) else next(rewritten)
         for piece in graph.body
     )
-    parameters = tuple(_padded(each, longer.get(each.name, 0)) for each in graph.parameters)
+    parameters = tuple(_padded(parameter, longer.get(parameter.name, 0)) for parameter in graph.parameters)
     return replace(graph, parameters=parameters, body=body, experts_padded_to=multiple)
 
 
 def _weights(
     nodes: Sequence[Node], parameters: Sequence[Parameter], leaving: Collection[Ref], multiple: int
 ) -> dict[Ref, int]:
-    """Weights of experts, and what they are made of, with the experts that each lacks; none of a scope in which
-    something else reads one. leaving: what is read outside of the scope."""
+    """Return weights of experts, and tensors that they come from, with the number of experts that each lacks.
+
+    Return none for a scope in which another call reads one. leaving: names read outside the scope.
+    """
     makers = {Ref(node.name): node for node in nodes if len(node.outputs) == 1}
     metas = {Ref(p.name): p.meta for p in parameters if not p.is_buffer}
     metas |= {ref: node.meta for ref, node in makers.items()}
@@ -64,7 +68,7 @@ def _weights(
 
 
 def _chain(ref: Ref, makers: dict[Ref, Node], metas: dict[Ref, TensorMeta]) -> list[Ref]:
-    """A weight and what it is made of, back to a parameter; () where some call on the way looks at the experts."""
+    """Return a weight and its sources, back to a parameter; () if a call on the way may mix experts."""
     chain = [ref]
     while chain[-1] in makers:
         node = makers[chain[-1]]
@@ -77,9 +81,11 @@ def _chain(ref: Ref, makers: dict[Ref, Node], metas: dict[Ref, TensorMeta]) -> l
     return chain if chain[-1] in metas else []
 
 
-def _rewritten(nodes: Sequence[Node], found: dict[Ref, int]) -> tuple[Node, ...]:
+def _rewritten(nodes: Sequence[Node], padded_dims: dict[Ref, int]) -> tuple[Node, ...]:
     return tuple(
-        replace(node, outputs=(lengthened(node.meta, 0, found[Ref(node.name)]),)) if Ref(node.name) in found else node
+        replace(node, outputs=(lengthened(node.meta, 0, padded_dims[Ref(node.name)]),))
+        if Ref(node.name) in padded_dims
+        else node
         for node in nodes
     )
 

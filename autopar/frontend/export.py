@@ -1,4 +1,4 @@
-"""torch.export of a model with its loss, and what holds while forward is traced."""
+"""Run torch.export on a model with its loss, in the contexts that tracing needs."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from autopar.frontend.value_checks import skipped_checks
 
 
 def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = None) -> torch.export.ExportedProgram:
-    """unchecked: gets the lines whose checks of values are left out (value_checks.py)."""
+    """Export `module`. unchecked: gets the lines whose value checks are left out (value_checks.py)."""
     clones = {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
     drawn: list[str] = []
     try:
-        # torch prints the whole graph to stderr where a value decides; the error below says what matters of it.
+        # torch prints the whole graph to stderr where a value decides; the error below has the relevant part.
         # The many graph modules that export makes on its way are read, never called: they need no code.
         with (
             traceable(batch, unchecked, drawn, module),
@@ -55,13 +55,13 @@ def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = 
         ):
             return torch.export.export(module, (), clones, strict=False)
     except AutoparError:
-        raise  # also of what a framework's module refuses in its forward
+        raise  # also exceptions of a framework's module in its forward
     except Exception as error:  # torch.export raises many kinds; each becomes one readable error
         raise untraceable(error, drawn) from error
 
 
 def _is_called_by(module: ModuleType) -> bool:
-    """Whether a function of this module is under way in this thread."""
+    """Return whether a function of this module is running in this thread."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename != module.__file__:
         frame = frame.f_back
@@ -76,8 +76,9 @@ def forward_and_loss(
     with_logits: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Forward and loss as they are exported. with_logits: (loss, logits) of a model that returns logits. dtype: as
-    LossModule takes it."""
+    """Return forward and loss as they are exported. with_logits: (loss, logits) of a model that returns logits. dtype:
+    see LossModule.
+    """
     with traceable(batch, module=model):
         return LossModule(model, loss_fn, batch, with_logits=with_logits, dtype=dtype)(**batch)
 
@@ -89,8 +90,9 @@ def traceable(
     drawn: list[str] | None = None,
     module: nn.Module | None = None,
 ) -> Iterator[None]:
-    """What holds while forward is traced. unchecked: as `export` takes it. drawn: gets the names of Python's functions
-    that draw random numbers, which are tensors of torch's. module: whose small buffers may be asked for values."""
+    """Context manager in which forward is traced. unchecked: see `export`. drawn: gets the names of Python's random
+    functions that forward calls. module: its small buffers may be asked for values.
+    """
     packed = any("position_ids" in name for name in batch)
     with (
         as_one_process(),
@@ -116,21 +118,24 @@ def traceable(
 
 @contextlib.contextmanager
 def masks_as_given() -> Iterator[None]:
-    """torch.nn's transformer layers do not look whether the values of a mask are causal: the mask says the same."""
+    """Context manager in which transformer layers of torch.nn do not test whether a mask is causal: the mask says the
+    same.
+    """
 
     def told(mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         return is_causal is True
 
-    own = transformer._detect_is_causal_mask
-    with mock.patch.object(transformer, "_detect_is_causal_mask", in_this_thread(told, own)):
+    original = transformer._detect_is_causal_mask
+    with mock.patch.object(transformer, "_detect_is_causal_mask", in_this_thread(told, original)):
         yield
 
 
 @contextlib.contextmanager
 def _unwatched_attributes() -> Iterator[None]:
-    """torch.export does not compare all attributes before and after, which fails for those that no pytree can hold.
+    """Context manager in which torch.export does not compare all attributes before and after, which fails for values
+    that no pytree takes.
 
-    It warns of tensors that forward sets on modules; `repeats.py` says so of a forward that reads them later.
+    It warns of tensors that forward sets on modules; `repeats.py` refuses a forward that reads them later.
     """
     from torch.export import _trace as owner  # torch imports it with the first export
 
@@ -138,31 +143,31 @@ def _unwatched_attributes() -> Iterator[None]:
     if not hasattr(owner, name):
         yield
         return
-    own = getattr(owner, name)
-    with mock.patch.object(owner, name, in_this_thread(lambda module: contextlib.nullcontext(), own)):
+    original = getattr(owner, name)
+    with mock.patch.object(owner, name, in_this_thread(lambda module: contextlib.nullcontext(), original)):
         yield
 
 
 @contextlib.contextmanager
 def indexed_masks() -> Iterator[None]:
-    """Masks that are written as functions of places, which look tensors up by them, are calls of index."""
+    """Context manager in which masks written as functions of positions look up tensors by calls of index."""
 
     def looked_up(x: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
         if _is_called_by(flex_module):  # create_block_mask, create_mask
             raise flex_attention()
-        found: torch.Tensor = torch.ops.aten.index(x, indices)
-        return found
+        rows: torch.Tensor = torch.ops.aten.index(x, indices)
+        return rows
 
-    own = _trace_wrapped_higher_order_op.mod_index
-    with mock.patch.object(_trace_wrapped_higher_order_op, "mod_index", in_this_thread(looked_up, own)):
+    original = _trace_wrapped_higher_order_op.mod_index
+    with mock.patch.object(_trace_wrapped_higher_order_op, "mod_index", in_this_thread(looked_up, original)):
         yield
 
 
 @contextlib.contextmanager
 def custom_backward() -> Iterator[None]:
-    """A custom autograd.Function becomes an operator; what a trace drops silently is refused: hooks and gradients."""
+    """Context manager in which a custom autograd.Function is an operator, and calls that a trace drops raise."""
 
-    # A classmethod of Python until torch 2.14, of C since.
+    # A classmethod of Python until torch 2.14, in C since.
     registered = torch.autograd.Function.__dict__["apply"]
 
     def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -179,10 +184,10 @@ def custom_backward() -> Iterator[None]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             raise TraceError(
-                f"forward calls {name}, of which a traced graph shows nothing",
+                f"forward calls {name}, which a traced graph does not show",
                 alternatives=[
                     instead,
-                    "compute what it does with torch operators, or in a torch.library.custom_op with register_autograd",
+                    "write it with torch operators, or as a torch.library.custom_op with register_autograd",
                 ],
             )
 
@@ -192,8 +197,8 @@ def custom_backward() -> Iterator[None]:
         apply_here = classmethod(in_this_thread(outside_functions(apply, applied), applied))
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", apply_here))
         for owner, name, label in _DROPPED_CALLS:
-            own = getattr(owner, name)
-            call = in_this_thread(outside_functions(refused(label), own), own)
+            original = getattr(owner, name)
+            call = in_this_thread(outside_functions(refused(label), original), original)
             stack.enter_context(mock.patch.object(owner, name, call))
         yield
 

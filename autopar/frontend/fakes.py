@@ -1,8 +1,8 @@
-"""Running a model on fake tensors: one thread at a time, without torch's own words about it, and cheaply.
+"""Run a model on fake tensors: in one thread at a time, without torch's warnings, and cheaply.
 
-Torch propagates shapes through its own dispatcher in about 200 microseconds a call, an empty tensor included. A model
-of a hundred equal blocks makes thousands of calls that differ in nothing that shapes depend on, and as many parameters:
-they are made without a dispatch, and from the shapes of an equal call seen before.
+Torch propagates shapes through its dispatcher in about 200 microseconds per call, an empty tensor included. A model of
+a hundred equal blocks makes thousands of calls with equal shapes, and as many parameters: they are made without a
+dispatch, from the shapes of an equal earlier call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from autopar.frontend.uncollected import uncollected
+from autopar.frontend.garbage_collection import collection_paused
 from autopar.ir.graph import base_name
 from autopar.operators.traits import ONE_DTYPE
 
@@ -42,26 +42,28 @@ UNDECIDED = (
     UnsupportedOperatorException,
     NotImplementedError,
 )
-"""Errors of calls about which fake tensors say nothing: they need values, or an operator has no shapes of its own."""
+"""Errors of calls whose results fake tensors cannot describe: the calls need values, or an operator has no shape
+function.
+"""
 
 _BY_DEVICE = frozenset({torch.ops.aten.scaled_dot_product_attention.default})
-"""Operators that choose a kernel by device, and lay their results out as it does."""
+"""Operators that choose a kernel by device, which decides the layout of their results."""
 
 _FRAMES = 4000
-"""Four times Python's own limit; a trace calls C between them, and the C stack holds as many."""
+"""Four times Python's default limit; a trace calls C between frames, and the C stack has room for as many."""
 
 _alone = threading.RLock()
 
 
 @contextlib.contextmanager
 def probing() -> Iterator[None]:
-    """What holds while a model is traced or its optimiser tried; it may be nested.
+    """Context manager in which a model is traced or its optimizer tried; it nests.
 
-    No other thread does so: torch.export, and what records a forward, replace functions of torch for the whole process,
-    and all threads share random numbers. Torch logs nothing of this thread: it writes a traceback for a call on fake
-    tensors that fails, which here is an answer (a model that cannot do with fewer rows), or becomes an error of ours.
+    Other threads wait: torch.export and recorders replace functions of torch for the whole process, and all threads
+    share random numbers. Torch logs nothing of this thread: it prints a traceback for a failing call on fake tensors.
+    Here such a failure is an answer (a model that cannot run with fewer rows), or becomes an error of autopar.
     """
-    with _alone, uncollected(), deep_stack(_FRAMES), contextlib.ExitStack() as stack:
+    with _alone, collection_paused(), deep_stack(_FRAMES), contextlib.ExitStack() as stack:
         quiet = _Quiet()
         for handler in _handlers():
             handler.addFilter(quiet)
@@ -71,7 +73,7 @@ def probing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deep_stack(frames: int) -> Iterator[None]:
-    """Let Python recurse deeper than in a training loop: a traced call takes more frames than an eager one."""
+    """Context manager with a higher recursion limit: a traced call takes more frames than an eager one."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, frames))
     try:
@@ -81,7 +83,9 @@ def deep_stack(frames: int) -> Iterator[None]:
 
 
 class _Quiet(logging.Filter):
-    """Holds back warnings and errors of the thread that made it; what a user asks for (TORCH_LOGS) is below them."""
+    """Hold back warnings and errors of the thread that created it; logs that a user requests (TORCH_LOGS) have lower
+    levels.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,14 +96,18 @@ class _Quiet(logging.Filter):
 
 
 def _handlers() -> set[logging.Handler]:
-    """The handlers that torch's loggers write through."""
+    """Return the handlers of torch's loggers."""
     loggers = list(logging.Logger.manager.loggerDict.items())
-    own = [each for name, each in loggers if name.partition(".")[0] == "torch" and isinstance(each, logging.Logger)]
-    return {handler for logger in own for handler in logger.handlers}
+    torch_loggers = [
+        candidate
+        for name, candidate in loggers
+        if name.partition(".")[0] == "torch" and isinstance(candidate, logging.Logger)
+    ]
+    return {handler for logger in torch_loggers for handler in logger.handlers}
 
 
 def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls `replacement` for this thread, and for others, which may be training, what it stands in for."""
+    """Return a function that calls `replacement` in this thread, and `original` in others, which may be training."""
     thread = threading.get_ident()
 
     @functools.wraps(original)
@@ -110,8 +118,10 @@ def in_this_thread(replacement: Callable[..., Any], original: Callable[..., Any]
 
 
 def mode() -> FakeTensorMode:
-    """A mode in which tensors are fake, and the model's own may be read. What a mask selects has a size without a
-    number; a number out of a tensor is refused as without it."""
+    """Return a mode in which tensors are fake, and the model's real tensors may be read.
+
+    The number of elements that a mask selects has no value; a number taken out of a tensor is refused.
+    """
     count_devices()
     sizes = ShapeEnv(allow_scalar_outputs=False)
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
@@ -127,7 +137,7 @@ _ACROSS = frozenset(
 
 
 class Strict(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises for calls that meta tensors let pass and devices do not: operands on two devices, or of two dtypes."""
+    """Raise for calls that meta tensors accept and devices refuse: operands on two devices, or of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,30 +145,30 @@ class Strict(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = list(_tensors((*args, *(kwargs or {}).values())))
         if len(tensors) > 1:
-            devices = {each.device.type for each in tensors if each.ndim or each.device != CPU}
+            devices = {tensor.device.type for tensor in tensors if tensor.ndim or tensor.device != CPU}
             if len(devices) > 1 and func.overloadpacket not in _ACROSS:
                 raise RuntimeError(f"{func} takes tensors of one device, got {' and '.join(sorted(devices))}")
             is_single = func.namespace == "aten" and base_name(str(func)) in ONE_DTYPE
             is_single = is_single or (func.overloadpacket in _NORMS and tensors[0].dtype == torch.float32)
-            if is_single and len({each.dtype for each in tensors}) > 1:
-                raise RuntimeError(f"{func} takes one dtype, got {', '.join(str(each.dtype) for each in tensors)}")
+            if is_single and len({tensor.dtype for tensor in tensors}) > 1:
+                raise RuntimeError(f"{func} takes one dtype, got {', '.join(str(tensor.dtype) for tensor in tensors)}")
         return func(*args, **(kwargs or {}))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    for each in value:
-        if isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, (list, tuple)):
-            yield from _tensors(each)
+    for item in value:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors(item)
 
 
 @functools.cache
 def count_devices() -> None:
-    """Have autograd count the devices of this machine, so that ranks can be forked after a trace.
+    """Make autograd count the devices of this machine, so that ranks can be forked after a trace.
 
-    It counts in the first backward, and starts a thread for each, after which a forked process has no backward. Where
-    torch is built for GPUs and there is none, the mode of fake tensors lets one appear to be there from then on.
+    It counts in the first backward, and starts a thread per device, after which a forked process has no backward. With
+    a torch built for GPUs on a machine without one, the fake tensor mode pretends a GPU from then on.
     """
     if not torch.accelerator.is_available():
         with torch.inference_mode(False), torch.enable_grad():
@@ -166,15 +176,15 @@ def count_devices() -> None:
 
 
 def empty(fake: FakeTensorMode, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A contiguous fake tensor on the CPU. Not to be called within a dispatch mode."""
+    """Return a contiguous fake tensor on the CPU. Not for use within a dispatch mode."""
     return FakeTensor(fake, torch.empty(shape, dtype=dtype, device="meta"), CPU)
 
 
 def parameter(fake: FakeTensorMode, like: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """A fake one of the shape of `like`: what `nn.Parameter` makes of a tensor subclass, without its `detach`."""
-    made: Any = empty(fake, tuple(like.shape), dtype)
-    made._is_param = True
-    return made.requires_grad_(like.requires_grad)  # type: ignore[no-any-return]
+    """Return a fake parameter shaped like `like`: `nn.Parameter` of a tensor subclass, without its `detach`."""
+    fake_parameter: Any = empty(fake, tuple(like.shape), dtype)
+    fake_parameter._is_param = True
+    return fake_parameter.requires_grad_(like.requires_grad)  # type: ignore[no-any-return]
 
 
 class _NotPlainError(Exception):
@@ -182,12 +192,12 @@ class _NotPlainError(Exception):
 
 
 class Results:
-    """Calls operators on fake tensors; how results lie in memory is worked out once for equal layouts of operands.
+    """Call operators on fake tensors; the layout of results is computed once for equal layouts of operands.
 
-    It is worked out on meta tensors, or by torch's own propagation for operators that have no operands or whose kernel
-    is the device's choice, and where meta tensors have none. Never remembered are operators that write, those of other
-    namespaces than aten, operands that are real or hold a number (`torch.tensor(0.5)`), since what they return
-    may depend on it, and other devices than the CPU.
+    It is computed on meta tensors. Torch's propagation computes it for operators without operands, for those whose
+    kernel depends on the device, and where meta tensors fail. Not cached: operators that write, operators outside aten,
+    operands that are real or have a number (`torch.tensor(0.5)`), whose results may depend on it, and devices other
+    than the CPU.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -195,15 +205,15 @@ class Results:
         self._known: dict[Any, _Answer] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `func(*args, **kwargs)` returns under the fake mode."""
+        """Return the results of `func(*args, **kwargs)` under the fake mode."""
         operands: list[Tensor] = []
         try:
             if func.namespace != "aten" or func._schema.is_mutable:
                 raise _NotPlainError
-            given = _key(args, operands), _key(tuple(kwargs.items()), operands)
+            key_of_operands = _key(args, operands), _key(tuple(kwargs.items()), operands)
         except _NotPlainError:
             return func(*args, **kwargs)
-        key = func, given, torch.get_default_dtype()
+        key = func, key_of_operands, torch.get_default_dtype()
         answer = self._known.get(key)
         if answer is None and operands and func not in _BY_DEVICE:
             answer = _on_meta(func, args, kwargs, operands)
@@ -218,7 +228,7 @@ class Results:
 
 
 def _key(value: Any, operands: list[Tensor]) -> Any:
-    """What shapes of results depend on: of a tensor its layout, of all else the value and its type."""
+    """Return the key for shapes of results: the layout of each tensor, the value and type of other arguments."""
     if isinstance(value, Tensor):
         if not isinstance(value, FakeTensor) or value.constant is not None or not _is_plain(value):
             raise _NotPlainError
@@ -237,7 +247,7 @@ def _is_plain(value: Tensor) -> bool:
 
 
 class _Answer:
-    """The results of a call: for each either which operand it is, or a meta tensor that a new one is made of."""
+    """The results of a call: for each the index of an operand, or a meta tensor as a template."""
 
     def __init__(self, kind: type | None, parts: list[int | Tensor]) -> None:
         self.kind = kind
@@ -245,7 +255,7 @@ class _Answer:
 
     @classmethod
     def of(cls, result: Any, operands: list[Tensor]) -> _Answer | None:
-        """The answer, or None where `result` holds something else than tensors that their layout describes."""
+        """Return the answer, or None where `result` contains values other than tensors that their layout describes."""
         kind = type(result) if type(result) in (tuple, list) else None
         parts: list[int | Tensor] = []
         for value in result if kind else (result,):
@@ -262,24 +272,24 @@ class _Answer:
         return cls(kind, parts)
 
     def on(self, operands: list[Tensor], fake: FakeTensorMode) -> Any:
-        made = [operands[part] if isinstance(part, int) else FakeTensor(fake, part, CPU) for part in self.parts]
-        return made[0] if self.kind is None else self.kind(made)
+        results = [operands[part] if isinstance(part, int) else FakeTensor(fake, part, CPU) for part in self.parts]
+        return results[0] if self.kind is None else self.kind(results)
 
 
 def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Tensor]) -> _Answer | None:
-    """The answer that meta tensors of the operands' layouts give, or None."""
+    """Return the answer from meta tensors of the operands' layouts, or None."""
     with _disable_current_modes():
         metas = [_meta_like(operand) for operand in operands]
         stand_ins = iter(metas)
         try:
             result = func(*_moved(args, stand_ins), **_moved(kwargs, stand_ins))
-        except Exception:  # no kernel, or a value is asked for: torch's propagation knows, or refuses
+        except Exception:  # no kernel, or a value is needed: torch's propagation answers, or refuses
             return None
     return _Answer.of(result, metas)
 
 
 def _moved(value: Any, stand_ins: Iterator[Tensor]) -> Any:
-    """`value` with its tensors replaced in order, and the CPU by meta."""
+    """Return `value` with its tensors replaced in order, and the CPU by meta."""
     if isinstance(value, Tensor):
         return next(stand_ins)
     if isinstance(value, (tuple, list)):
@@ -290,7 +300,7 @@ def _moved(value: Any, stand_ins: Iterator[Tensor]) -> Any:
 
 
 def _meta_like(value: Tensor) -> Tensor:
-    """A meta tensor of the layout of `value`, made in inference mode if that was."""
+    """Return a meta tensor with the layout of `value`, created in inference mode if `value` was."""
     span = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)) + 1
     length = value.storage_offset() + (span if math.prod(value.shape) else 0)
     with torch.inference_mode(value.is_inference()):

@@ -1,5 +1,7 @@
-"""The numbers that a forward hands to operators, apart from all else that it does: whether a changed number changes
-nothing, numbers alone, or what is called, is told by two of these."""
+"""The numbers that a forward passes to operators, apart from its other arguments.
+
+Two such records tell whether a changed number changes nothing, numbers alone, or the calls themselves.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from autopar.frontend.state_values import MISSING, Key
 
 @dataclass(frozen=True, slots=True)
 class ForwardOf:
-    """One forward and its loss: a model, an example batch, a loss, what parameters are cast to, and its guards."""
+    """One forward and its loss: a model, an example batch, a loss, the dtype that parameters are cast
+    to, and guards.
+    """
 
     model: nn.Module
     example: tuple[Any, ...] | Mapping[str, Any]
@@ -36,9 +40,11 @@ class ForwardOf:
     specialization: Specialization = field(default_factory=Specialization)
 
     def numbers(self) -> ForwardNumbers | None:
-        """The numbers of a forward as the model is now. None where it cannot run on fake tensors."""
-        found = self._recorded(lambda skeleton, loss: None)
-        if found is None:
+        """Return the numbers of a forward of the model in its present state. None where it cannot run on
+        fake tensors.
+        """
+        record = self._recorded(lambda skeleton, loss: None)
+        if record is None:
             return None
         values: list[float] = []
 
@@ -50,25 +56,27 @@ class ForwardOf:
                 return tuple([without(item) for _, item in items_of(value) or ()])
             return value
 
-        return ForwardNumbers(without(found.outside), tuple(values))
+        return ForwardNumbers(without(record.outside), tuple(values))
 
     def advanced(self, reads: Reads, is_training: bool) -> dict[Key, Any] | None:
-        """The numbers, flags and texts that one forward from now leaves otherwise than it finds them: their places, and
-        what it leaves there. reads: what forwards of the model read. None where it cannot run on fake tensors."""
-        found: list[ModelState] = []
+        """Return the numbers, flags and texts that one forward changes: their places and new values.
+
+        reads: the names that forwards of the model read. None where it cannot run on fake tensors.
+        """
+        states: list[ModelState] = []
 
         def prepare(skeleton: nn.Module, loss: Any) -> None:
             if not is_training:
                 skeleton.eval()
-            found.append(ModelState.of_constants(skeleton, loss, reads))
+            states.append(ModelState.of_constants(skeleton, loss, reads))
 
         if self._recorded(prepare) is None:
             return None
-        changes = found[0].plain_changes()
-        return {each.key: each.new for each in changes if each.key is not None and each.old is not MISSING}
+        changes = states[0].plain_changes()
+        return {change.key: change.new for change in changes if change.key is not None and change.old is not MISSING}
 
     def has_silent_hooks(self) -> bool:
-        """Whether forward hooks of modules only look on: they return nothing, and write to no tensor."""
+        """Return whether forward hooks of modules only observe: they return nothing, and write to no tensor."""
         returned: list[Any] = []
 
         def watch(skeleton: nn.Module, loss: Any) -> None:
@@ -83,7 +91,7 @@ class ForwardOf:
                 module._forward_pre_hooks.clear()
 
         with_hooks, without = self._recorded(watch), self._recorded(drop)
-        if with_hooks is None or without is None or any(each is not None for each in returned):
+        if with_hooks is None or without is None or any(result is not None for result in returned):
             return False
         return _writes(with_hooks) == _writes(without)
 
@@ -99,7 +107,7 @@ class ForwardOf:
             forward = partial(forward_and_loss, loss_fn=loss, batch=batch, dtype=self.param_dtype)
             with specializing(self.specialization.copy()):
                 return record(skeleton, (), batch, forward, Results(fake), loss)
-        except Exception:  # whatever a forward cannot do on fake tensors
+        except Exception:  # any failure of forward on fake tensors
             return None
 
 
@@ -117,6 +125,6 @@ def _noting(hook: Callable[..., Any], returned: list[Any], *args: Any, **kwargs:
     return result
 
 
-def _writes(found: Record) -> list[str]:
-    functions = [entry[0] for entry in found.outside if hasattr(entry[0], "_schema")]
-    return [str(each) for each in functions if each._schema.is_mutable]
+def _writes(record: Record) -> list[str]:
+    functions = [entry[0] for entry in record.outside if hasattr(entry[0], "_schema")]
+    return [str(function) for function in functions if function._schema.is_mutable]

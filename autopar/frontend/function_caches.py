@@ -1,6 +1,6 @@
-"""Caches outside of a model that its forward fills: `functools.lru_cache`, globals, classes and default arguments.
+"""Clear caches outside a model that its forward fills: `functools.lru_cache`, globals, classes, default arguments.
 
-A forward on fake tensors leaves fake tensors there, which neither the next trace nor the user's own forward can use.
+A forward on fake tensors leaves fake tensors there, which neither the next trace nor the user's forward can use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOST_FUNCTIONS = 2000
 
 @contextlib.contextmanager
 def without_fakes(model: nn.Module, functions: tuple[Any, ...] = ()) -> Iterator[None]:
-    """Before it and after it, no cache that the model's functions name has fake tensors."""
+    """Context manager before and after which no cache that the model's functions name has fake tensors."""
     caches = _caches(model, functions)
     _drop_fakes(caches)
     try:
@@ -35,7 +35,7 @@ def without_fakes(model: nn.Module, functions: tuple[Any, ...] = ()) -> Iterator
 
 
 def _drop_fakes(caches: list[Any]) -> None:
-    """Take fake tensors out of caches."""
+    """Remove fake tensors from caches."""
     for cache in caches:
         if is_a(cache, _CACHED):
             if cache.cache_info().currsize and _has_fakes(cache, deepest=6):
@@ -48,7 +48,7 @@ def _drop_fakes(caches: list[Any]) -> None:
 
 
 def is_filled(value: Any) -> bool:
-    """Whether a container holds nothing but what forwards on fake tensors have put there."""
+    """Return whether a container has only values that forwards on fake tensors have put there."""
     items = items_of(value) if is_a(value, dict, list) else None
     return bool(items) and all(_has_fakes(item) for _, item in items or ())
 
@@ -59,42 +59,44 @@ def _has_fakes(value: Any, deepest: int = 3) -> bool:
     if deepest <= 0 or is_a(value, nn.Module, type, types.ModuleType, types.FunctionType):
         return False
     if is_a(value, _CACHED) or type(value).__name__ == "_lru_list_elem":
-        return any(_has_fakes(each, deepest - 1) for each in gc.get_referents(value))
-    return any(_has_fakes(each, deepest - 1) for _, each in items_of(value) or ())
+        return any(_has_fakes(part, deepest - 1) for part in gc.get_referents(value))
+    return any(_has_fakes(part, deepest - 1) for _, part in items_of(value) or ())
 
 
 def _caches(model: nn.Module, functions: tuple[Any, ...]) -> list[Any]:
-    return [each for each in named_by_functions(model, functions) if is_a(each, dict, list, _CACHED)]
+    return [value for value in named_by_functions(model, functions) if is_a(value, dict, list, _CACHED)]
 
 
 def functions_of(model: nn.Module, functions: tuple[Any, ...] = ()) -> list[types.FunctionType]:
-    """The functions that a forward may call: of its modules' classes, `functions`, and what they name."""
-    return [each for each in named_by_functions(model, functions) if is_a(each, types.FunctionType)]
+    """Return the functions that a forward may call: of its modules' classes, `functions`, and functions
+    that they name.
+    """
+    return [value for value in named_by_functions(model, functions) if is_a(value, types.FunctionType)]
 
 
 def named_by_functions(model: nn.Module, functions: tuple[Any, ...]) -> list[Any]:
-    """Functions, cached functions and containers: of modules' classes, `functions`, and what those name."""
+    """Return functions, cached functions and containers: of modules' classes, `functions`, and those that they name."""
     kinds = dict.fromkeys(kind for module in modules_of(model) for kind in type(module).__mro__)
     waiting: list[Any] = [*kinds, *functions]
-    waiting += [each for module in modules_of(model) for each in attributes_of(module).values() if callable(each)]
-    found: dict[int, Any] = {}
-    while waiting and len(found) < _MOST_FUNCTIONS:
+    waiting += [member for module in modules_of(model) for member in attributes_of(module).values() if callable(member)]
+    values: dict[int, Any] = {}
+    while waiting and len(values) < _MOST_FUNCTIONS:
         value = waiting.pop()
         value = value.__func__ if is_a(value, types.MethodType) else value
-        if id(value) in found:
+        if id(value) in values:
             continue
         if is_a(value, dict, list):
-            found[id(value)] = value
+            values[id(value)] = value
         elif is_a(value, _CACHED):
-            found[id(value)] = value
+            values[id(value)] = value
             waiting.append(value.__wrapped__)
         elif is_a(value, type) and home_of(value) not in _LIBRARIES:
-            found[id(value)] = value
-            waiting += [_function(each) for each in vars(value).values()]
+            values[id(value)] = value
+            waiting += [_function(member) for member in vars(value).values()]
         elif is_a(value, types.FunctionType) and (value.__module__ or "").partition(".")[0] not in _LIBRARIES:
-            found[id(value)] = value
+            values[id(value)] = value
             waiting += _named(value)
-    return list(found.values())
+    return list(values.values())
 
 
 def _function(value: Any) -> Any:
@@ -104,21 +106,22 @@ def _function(value: Any) -> Any:
 
 
 def _named(function: types.FunctionType) -> list[Any]:
-    """Return the objects that a function names: globals and what is in modules among them, closures, defaults, its
-    own attributes."""
+    """Return the objects that a function names: globals, names of modules among them, closures, defaults, its
+    attributes.
+    """
     names = _names(function.__code__)
-    found = [function.__globals__[name] for name in names if name in function.__globals__]
-    for space in [each for each in found if is_a(each, types.ModuleType)]:
-        held = dict_of(space)
-        if str(held.get("__name__")).partition(".")[0] not in _LIBRARIES:
-            found += [held[name] for name in names if name in held]
+    values = [function.__globals__[name] for name in names if name in function.__globals__]
+    for space in [value for value in values if is_a(value, types.ModuleType)]:
+        members = dict_of(space)
+        if str(members.get("__name__")).partition(".")[0] not in _LIBRARIES:
+            values += [members[name] for name in names if name in members]
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it holds nothing yet
-            found.append(cell.cell_contents)
-    found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
-    return [each for each in found if is_a(each, dict, list, type, types.FunctionType, types.MethodType, _CACHED)]
+        with contextlib.suppress(ValueError):  # an empty cell
+            values.append(cell.cell_contents)
+    values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
+    return [value for value in values if is_a(value, dict, list, type, types.FunctionType, types.MethodType, _CACHED)]
 
 
 def _names(code: types.CodeType) -> set[str]:
-    inner = [each for each in code.co_consts if is_a(each, types.CodeType)]
+    inner = [constant for constant in code.co_consts if is_a(constant, types.CodeType)]
     return set(code.co_names).union(*map(_names, inner))

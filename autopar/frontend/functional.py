@@ -1,7 +1,7 @@
-"""Turns in-place calls into functional ones, for the flat graph that a trace makes (its IR is not functional).
+"""Turn in-place calls into functional ones, in the flat graph of a trace (torch's IR is not functional).
 
-`x.add_(y)` becomes `add(x, y)` with later uses of x renamed. A write to a view also reaches the tensor that it is a
-view of, and that one's other views: `x[:, 1:] = y` becomes a `cat`, and views that are used later are taken again.
+`x.add_(y)` becomes `add(x, y)`, and later uses of x are renamed. A write to a view also reaches its base tensor and the
+other views: `x[:, 1:] = y` becomes a `cat`, and views that are used later are taken again.
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ _PLAIN = {
     for name in ("or", "and", "xor")
     for kind in ("Tensor", "Scalar")
 }
-"""In-place operators of Python, as their named forms."""
+"""In-place operators of Python -> their named forms."""
 
 
-def functionalise(flat: FlatGraph) -> None:
-    """Raises TraceError for a write that cannot be carried to what shares its memory."""
+def functionalize(flat: FlatGraph) -> None:
+    """Rewrite all writes. Raises TraceError for a write whose effect on tensors of the same memory
+    cannot be written.
+    """
     write_each(flat)
-    _Functionaliser(flat).run()
+    _Functionalizer(flat).run()
 
 
-class _Functionaliser:
+class _Functionalizer:
     def __init__(self, flat: FlatGraph) -> None:
         self.flat = flat
         self.metas = flat.metas()
         self.names = {ref.node for ref in self.metas}
         self.nodes: list[Node] = []
-        self.current: dict[Ref, Ref] = {}  # a tensor of the trace -> what holds its value now, if written to
+        self.current: dict[Ref, Ref] = {}  # a tensor of the trace -> the tensor with its present value, if written to
         self.views: dict[Ref, Node] = {}  # in order of creation
         self.last_use: dict[Ref, int] = {ref: i for i, node in enumerate(flat.nodes) for ref in node.inputs}
-        self.last_use |= {ref: len(flat.nodes) for ref in (flat.loss, *map(Ref, flat.parameters))}  # what is kept
-        self.written: dict[str, tuple[Node, int]] = {}  # buffer -> the last call that writes to it, calls until then
+        self.last_use |= {ref: len(flat.nodes) for ref in (flat.loss, *map(Ref, flat.parameters))}  # calls to keep
+        self.written: dict[str, tuple[Node, int]] = {}  # buffer -> (the last call that writes to it, calls until then)
 
     def run(self) -> None:
         for position, node in enumerate(self.flat.nodes):
@@ -67,7 +69,7 @@ class _Functionaliser:
         self.flat.nodes = self.nodes
         self.flat.loss = self.now(self.flat.loss)
         for name, (write, place) in sorted(self.written.items(), key=lambda item: -item[1][1]):
-            self.keep(name, write, place)  # from the last one on, since calls are put in
+            self.keep(name, write, place)  # backwards, since calls are inserted
 
     def now(self, ref: Ref) -> Ref:
         return self.current.get(ref, ref)
@@ -96,17 +98,17 @@ class _Functionaliser:
             self.written[root.node] = node, len(self.nodes)
 
     def copying(self, node: Node, plain: str) -> Node:
-        """A call with `out=`: the same without it, whose result is then copied to what `out` was."""
+        """Return a call with `out=` as the same call without it, followed by a copy into the former `out`."""
         out = dict(node.kwargs)["out"]
         kwargs = tuple((key, value) for key, value in node.kwargs if key != "out")
-        made = replace(self.updated(node), name=self.unique(node.name), op=plain)
-        made = replace(made, kwargs=tuple((key, map_refs(value, self.now)) for key, value in kwargs))
-        self.nodes.append(made)
-        self.metas[Ref(made.name)] = made.meta
-        return replace(node, op=_COPY, args=(out, Ref(made.name)), kwargs=())
+        computed = replace(self.updated(node), name=self.unique(node.name), op=plain)
+        computed = replace(computed, kwargs=tuple((key, map_refs(value, self.now)) for key, value in kwargs))
+        self.nodes.append(computed)
+        self.metas[Ref(computed.name)] = computed.meta
+        return replace(node, op=_COPY, args=(out, Ref(computed.name)), kwargs=())
 
     def as_written(self, write: Node, value: Node) -> Node:
-        """A call whose result has the dtype of what is written to, which a write keeps where operands are wider."""
+        """Return a call whose result has the dtype of the written tensor, even where operands are wider."""
         dtypes = {self.metas[ref].dtype for ref in value.inputs}
         dtype = dtype_of(value, self.metas) if dtypes - {write.meta.dtype} else write.meta.dtype
         if dtype == write.meta.dtype:
@@ -117,7 +119,7 @@ class _Functionaliser:
         return replace(value, op="aten.to.dtype", args=(Ref(wide.name), write.meta.dtype), kwargs=())
 
     def check_kind(self, node: Node) -> None:
-        """Raises TraceError for a write that no functional call can stand for."""
+        """Raise TraceError for a write without a functional form."""
         overload = find_op(node.op)
         if overload is None or not overload._schema.is_mutable:
             return
@@ -129,7 +131,7 @@ class _Functionaliser:
             )
 
     def check_target(self, node: Node, root: Ref) -> None:
-        """Raises TraceError for a write to a parameter, or to a differentiated tensor where gradients are off."""
+        """Raise TraceError for a write to a parameter, or to a differentiated tensor where gradients are off."""
         target = self.flat.parameters.get(root.node)
         if target is not None:
             if not target.is_buffer and target.meta.requires_grad:
@@ -138,15 +140,15 @@ class _Functionaliser:
                     values=f"{root.node}: {node.op}{at(self.flat, node)}",
                     alternatives=[
                         "change it in the training loop, or compute the changed value from the parameter in forward",
-                        "torch.nn.utils.parametrize for a constrained parameter, max_norm=None for an embedding",
-                        "requires_grad_(False) for a parameter that forward alone changes (an average of others)",
+                        "use torch.nn.utils.parametrize for a constrained parameter, max_norm=None for an embedding",
+                        "call requires_grad_(False) on a parameter that forward alone changes (an average of others)",
                     ],
                 )
             if not target.is_buffer and target.meta.dtype.itemsize < 4 and target.meta.dtype.is_floating_point:
                 raise TraceError(
-                    "forward updates a frozen parameter, and half precision would round what each update adds away",
+                    "forward updates a frozen parameter, and half precision would round the updates away",
                     values=f"{root.node} in {str(target.meta.dtype).removeprefix('torch.')}{at(self.flat, node)}",
-                    alternatives=['precision="fp32"', "a buffer in its place, which keeps its dtype (register_buffer)"],
+                    alternatives=['precision="fp32"', "use a buffer (register_buffer), which keeps its dtype"],
                 )
         elif not node.meta.requires_grad and any(self.metas[self.now(r)].requires_grad for r in (node.args[0], root)):
             raise TraceError(
@@ -156,18 +158,20 @@ class _Functionaliser:
             )
 
     def check_functions(self, node: Node, root: Ref) -> None:
-        """Raises TraceError for a write to what a custom Function took before, and may have returned a view of."""
-        before = itertools.takewhile(lambda each: each is not node, self.flat.nodes)
-        for earlier in (each for each in before if each.op.startswith(f"{NAMESPACE}.")):
+        """Raise TraceError for a write to an operand of an earlier custom Function, which may have returned a view of
+        it.
+        """
+        before = itertools.takewhile(lambda other: other is not node, self.flat.nodes)
+        for earlier in (other for other in before if other.op.startswith(f"{NAMESPACE}.")):
             if any(self.chain(ref)[-1] == root for ref in earlier.inputs):
                 raise TraceError(
-                    "forward writes to a tensor that it gave to a custom autograd.Function before",
+                    "forward writes to a tensor after passing it to a custom autograd.Function",
                     values=f"{node.op} after {earlier.op}{at(self.flat, node)}",
                     alternatives="write it out of place in the model",
                 )
 
     def keep(self, name: str, write: Node, place: int) -> None:
-        """What a buffer is when forward is over becomes its value for the next step: it counts, or it is updated."""
+        """Keep the value of a buffer after forward for the next step: as a counter, or as an update."""
         buffer, value = replace(self.flat.parameters[name], is_buffer=True), self.now(Ref(name))
         self.flat.parameters[name] = buffer
         increment = self.increment(name)
@@ -179,7 +183,7 @@ class _Functionaliser:
             value = self.nodes[places[value.node]].args[0]
         maker = self.nodes[places[value.node]] if value.node in places else write
         place = places[value.node] + 1 if value.node in places else place
-        # A layer's own buffers are updated by the layer, what layers make of others when all are through.
+        # A layer updates its own buffers; writes of layers to other buffers follow after all layers.
         is_own = layer_path(name) == layer_path(maker.module)
         update = Node(
             name=self.unique("update"),
@@ -192,17 +196,17 @@ class _Functionaliser:
         self.nodes.insert(place if is_own else len(self.nodes), update)
 
     def is_whole_copy(self, node: Node) -> bool:
-        """Whether a call that a `copy_` became changes nothing."""
+        """Return whether a call that replaced a `copy_` changes nothing."""
         source = self.metas.get(node.args[0]) if node.op == "aten.expand.default" else None
         return source is not None and (source.shape, source.dtype) == (node.meta.shape, node.meta.dtype)
 
     def increment(self, name: str) -> int | float | None:
-        """Return what forward adds to a buffer; None where it does anything else to it."""
-        made = {node.name: node for node in self.nodes}
+        """Return the number that forward adds to a buffer; None for any other change."""
+        by_name = {node.name: node for node in self.nodes}
         total: int | float = 0
         ref, count = self.now(Ref(name)), 0
         while ref != Ref(name):
-            node = made.get(ref.node)
+            node = by_name.get(ref.node)
             sign = {"add": 1, "sub": -1}.get(base_name(node.op), 0) if node is not None else 0
             is_number = node is not None and len(node.args) == 2 and type(node.args[1]) in (int, float)
             if node is None or not sign or not is_number or node.kwargs:
@@ -212,11 +216,11 @@ class _Functionaliser:
         return total if is_exact else None
 
     def chain(self, ref: Ref) -> list[Ref]:
-        """The tensor, what it is a view of, what that is a view of, and so on."""
-        found = [ref]
-        while found[-1] in self.views:
-            found.append(self.views[found[-1]].args[0])
-        return found
+        """Return the tensor, its base, the base of that, and so on."""
+        refs = [ref]
+        while refs[-1] in self.views:
+            refs.append(self.views[refs[-1]].args[0])
+        return refs
 
     def copied(self, node: Node, written: Ref) -> Node:
         """`x.copy_(y)`: y in x's shape and dtype."""
@@ -227,7 +231,7 @@ class _Functionaliser:
         return replace(node, op="aten.expand.default", args=(source, self.metas[written].shape), kwargs=())
 
     def spread(self, write: Node, chain: list[Ref], family: list[Ref]) -> None:
-        """Carry the new value of chain[0] up to the root, then take the other views again."""
+        """Carry the new value of chain[0] up to the base, then take the other views again."""
         for view, source in zip(chain, chain[1:], strict=False):
             grad = self.metas[self.now(view)].requires_grad or self.metas[self.now(source)].requires_grad
             meta = replace(self.metas[source], requires_grad=grad)
@@ -243,7 +247,7 @@ class _Functionaliser:
                 self.metas[Ref(again.name, index)] = meta
 
     def scattered(self, write: Node, view: Node, ref: Ref, source: Ref, meta: TensorMeta) -> Ref:
-        """`source` with the elements that `view` shows replaced by their new value."""
+        """Write `source` with the elements that `view` shows replaced by their new value."""
         value, name = self.now(ref), view.op.split(".")[1]
         arguments = (*view.args[1:], *(v for _, v in view.kwargs))
         if (name in SAME_PLACES or name == "dropout") and self.metas[ref].dtype == meta.dtype:
@@ -285,7 +289,7 @@ class _Functionaliser:
         )
 
     def joined(self, write: Node, value: Ref, source: Ref, meta: TensorMeta, dim: int, start: int, end: int) -> Ref:
-        """`source` outside of start .. end of `dim`, `value` inside."""
+        """Write a join of `value`, inside start .. end of `dim`, and `source` outside."""
         parts = [value]
         if start > 0:
             parts.insert(0, self.kept(write, source, dim, 0, start))
@@ -299,7 +303,7 @@ class _Functionaliser:
         return self.add(write, "aten.slice.Tensor", (self.now(source), dim, start, end), part)
 
     def add(self, write: Node, op: str, args: tuple[Any, ...], meta: TensorMeta) -> Ref:
-        """Append a call where `write` is made."""
+        """Append a call in place of `write`."""
         name = self.unique(op.split(".")[1])
         self.nodes.append(Node(name=name, op=op, args=args, kwargs=(), outputs=(meta,), module=write.module))
         self.metas[Ref(name)] = meta
@@ -312,17 +316,17 @@ class _Functionaliser:
 
 
 def dtype_of(node: Node, metas: Mapping[Ref, TensorMeta]) -> torch.dtype:
-    """The dtype of a call's result, as torch promotes those of its operands."""
+    """Return the dtype of a call's result, as torch promotes those of its operands."""
     empty = {ref: torch.empty(metas[ref].shape, dtype=metas[ref].dtype, device="meta") for ref in node.inputs}
     overload = find_op(node.op)
     assert overload is not None
     kwargs = {name: map_refs(value, empty.__getitem__) for name, value in node.kwargs}
-    made: torch.Tensor = overload(*map_refs(node.args, empty.__getitem__), **kwargs)
-    return made.dtype
+    result: torch.Tensor = overload(*map_refs(node.args, empty.__getitem__), **kwargs)
+    return result.dtype
 
 
 def write_each(flat: FlatGraph) -> None:
-    """Calls on lists (`torch._foreach_mul_`) become a call for each of their tensors."""
+    """Write calls on lists (`torch._foreach_mul_`) as a call per tensor."""
     metas = flat.metas()
     taken, nodes, renamed = {ref.node for ref in metas}, list[Node](), dict[Ref, Ref]()
     for node in flat.nodes:
@@ -330,11 +334,11 @@ def write_each(flat: FlatGraph) -> None:
         if op is None or not isinstance(node.args[0], tuple):
             nodes.append(node)
             continue
-        for index, own in enumerate(node.args[0]):
+        for index, operand in enumerate(node.args[0]):
             name = unused_name(f"{node.name}_{index}", taken)
             taken.add(name)
-            args = tuple(each[index] if isinstance(each, tuple) else each for each in node.args)
-            meta = node.outputs[index] if node.outputs else metas[own]
+            args = tuple(argument[index] if isinstance(argument, tuple) else argument for argument in node.args)
+            meta = node.outputs[index] if node.outputs else metas[operand]
             nodes.append(replace(node, name=name, op=op, args=args, outputs=(meta,)))
             renamed[Ref(node.name, index)] = Ref(name)
     if renamed:
@@ -343,17 +347,19 @@ def write_each(flat: FlatGraph) -> None:
 
 
 def each_of(op: str) -> str | None:
-    """Return what `aten._foreach_NAME` calls for each tensor; None for all other operators."""
+    """Return the operator that `aten._foreach_NAME` calls per tensor; None for any other operator."""
     if not op.startswith("aten._foreach_"):
         return None
     name, overload = op.removeprefix("aten._foreach_").split(".")
     wanted = {"ScalarList": ("Scalar", "Tensor_Scalar"), "Scalar": ("Scalar", "Tensor_Scalar")}
     wishes = (*wanted.get(overload, ()), "Tensor", "default")
-    return next((f"aten.{name}.{each}" for each in wishes if find_op(f"aten.{name}.{each}") is not None), None)
+    return next(
+        (f"aten.{name}.{overload}" for overload in wishes if find_op(f"aten.{name}.{overload}") is not None), None
+    )
 
 
 def without_out(node: Node) -> str | None:
-    """The operator that returns what this call writes to its one argument `out`; None for a call of any other kind."""
+    """Return the operator whose result this call writes to its one argument `out`; None for any other call."""
     overload = find_op(node.op)
     if overload is None or not isinstance(dict(node.kwargs).get("out"), Ref):
         return None
@@ -374,11 +380,11 @@ def functional_name(op: str) -> str | None:
         return None
     if op == _COPY:
         return op
-    found = functional_overload(find_op(plain))
-    if found is None:
+    overload = functional_overload(find_op(plain))
+    if overload is None:
         raise TraceError(
-            "an in-place operator without a functional form",
+            "forward calls an in-place operator that has no functional form",
             values=op,
             alternatives="write it out of place in the model",
         )
-    return str(found)
+    return str(overload)

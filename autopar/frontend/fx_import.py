@@ -1,7 +1,7 @@
-"""ExportedProgram -> flat nodes of our own.
+"""Import an ExportedProgram as flat nodes.
 
-Devices, layouts and pinning are left out (the emitted program sets its own device), submodules that export makes
-for `no_grad` regions are inlined with their outputs detached, and tied parameters get one name.
+Devices, layouts and pinning are left out (the emitted program sets its device). Submodules that export makes for
+`no_grad` regions are inlined with their outputs detached, and tied parameters get one name.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from autopar.ir.operators import arguments_of, shares_memory
 from autopar.operators.traits import CONSTANT
 
 LOGITS = "autopar.logits.default"
-"""The op of a node, the last one, that reads the model's logits: as long as a trace is simplified they are
-in use. Only logits that the loss is computed from have it."""
+"""The op of the last node, which reads the model's logits: it keeps them in use while a trace is simplified. Only
+logits that the loss is computed from have it.
+"""
 
 _ROOT = "model."
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
@@ -42,7 +43,7 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 class FlatGraph:
     """Nodes in execution order, before layers are folded. Mutable: the simplification passes rewrite it.
 
-    lines: node -> the user's stack that called it, as Python prints one. unchecked, no_evaluation: as in a Graph.
+    lines: node -> the user's stack at its call, as Python prints one. unchecked, no_evaluation: as in a Graph.
     """
 
     parameters: dict[str, Parameter]
@@ -56,18 +57,18 @@ class FlatGraph:
     no_evaluation: str = ""
 
     def copy(self) -> FlatGraph:
-        """A copy that passes may rewrite while this stays."""
-        return replace(self, **{each.name: copy.copy(getattr(self, each.name)) for each in fields(self)})
+        """Return a copy that passes may rewrite without changing this graph."""
+        return replace(self, **{field_.name: copy.copy(getattr(self, field_.name)) for field_ in fields(self)})
 
     def metas(self) -> dict[Ref, TensorMeta]:
-        found = {Ref(name): parameter.meta for name, parameter in self.parameters.items()}
-        found |= {Ref(name): meta for name, meta in self.inputs.items()}
+        metas = {Ref(name): parameter.meta for name, parameter in self.parameters.items()}
+        metas |= {Ref(name): meta for name, meta in self.inputs.items()}
         for node in self.nodes:
-            found |= {Ref(node.name, index): meta for index, meta in enumerate(node.outputs)}
-        return found
+            metas |= {Ref(node.name, index): meta for index, meta in enumerate(node.outputs)}
+        return metas
 
     def substitute(self, renamed: Mapping[Ref, Ref]) -> None:
-        """Replace uses: every Ref in `renamed` (followed to the end) by its target."""
+        """Replace every Ref that `renamed` maps by its final target."""
 
         def target(ref: Ref) -> Ref:
             while ref in renamed:
@@ -79,7 +80,7 @@ class FlatGraph:
 
 
 def unused_name(wish: str, taken: Container[str], first: int = 1) -> str:
-    """`wish`, or what it is with the first number from `first` on that nothing in `taken` has: `wish_1`."""
+    """Return `wish`, or `wish_1`, `wish_2` ...: the first from number `first` on that is not in `taken`."""
     name, count = wish, first
     while name in taken:
         name, count = f"{wish}_{count}", count + 1
@@ -87,13 +88,13 @@ def unused_name(wish: str, taken: Container[str], first: int = 1) -> str:
 
 
 def is_view(node: Node, metas: Mapping[Ref, TensorMeta]) -> bool:
-    """Whether the results share memory with the first operand. A `contiguous` that is left in a trace is a copy."""
+    """Return whether the results share memory with the first operand. A `contiguous` left in a trace is a copy."""
     if not node.args or not isinstance(node.args[0], Ref):
         return False
     name = base_name(node.op)
     if name == "to":
         return metas[node.args[0]].dtype == node.meta.dtype
-    if name == "dropout":  # which hands its operand on where it drops nothing
+    if name == "dropout":  # which returns its operand where it drops nothing
         arguments = arguments_of(node)
         return not arguments["train"] or arguments["p"] == 0
     return shares_memory(node.op)
@@ -104,8 +105,7 @@ def import_program(
 ) -> FlatGraph:
     """Convert the exported graph of `module`, a loss_module.LossModule of a copy of `model`.
 
-    batch: by name, in the order in which it was exported. Raises TraceError for what a graph would hold otherwise than
-    forward means it.
+    batch: by name, in the order in which it was exported. Raises TraceError where a graph would differ from forward.
     """
     vmaps.write_out(program)
     inner_gradients.write_out(program)
@@ -125,7 +125,7 @@ class _Importer:
         )
         self.values: dict[torch.fx.Node, Any] = {}
         self.names = set(self.flat.parameters)
-        # The graph has an input for every item of a list of plain data, none for an empty one.
+        # The graph has an input per item of a list of plain data, and none for an empty list.
         self.batch = iter([name for name, value in batch.items() for _ in tree_leaves(value)])
         self.roots: dict[Ref, Ref] = {}  # a view -> the tensor whose memory it shows
 
@@ -152,7 +152,7 @@ class _Importer:
         return self.flat
 
     def _input(self, node: torch.fx.Node) -> Any:
-        """The batch's own name for it: torch.export changes names that are no plain identifiers."""
+        """Return the batch's name of an input: torch.export changes names that are not plain identifiers."""
         value = node.meta.get("val")
         name = next(self.batch)
         if not isinstance(value, torch.Tensor):
@@ -169,18 +169,18 @@ class _Importer:
             raise TraceError(
                 "forward uses the .data of a tensor, which a traced graph takes for a constant",
                 values=line or f"a tensor of shape {tuple(value.shape)}",
-                alternatives="detach() to read it; change parameters and buffers in the training loop",
+                alternatives="use detach() to read it; change parameters and buffers in the training loop",
             )
-        if node.users and (value.is_meta or (own := _name_of_memory(value, self.model))):
+        if node.users and (value.is_meta or (memory_name := _name_of_memory(value, self.model))):
             line = user_line(next(iter(node.users)).meta.get("stack_trace"))
             raise TraceError(
                 "forward or the loss reaches the model itself, past the copy that is traced, and would take its "
                 "parameters and buffers for constants",
-                values=("a tensor on meta" if value.is_meta else own) + f" at {line}" * bool(line),
+                values=("a tensor on meta" if value.is_meta else memory_name) + f" at {line}" * bool(line),
                 alternatives=[
-                    "for a forward that is set on an instance: types.MethodType(function, module), where the function "
-                    "has its module from its first argument",
-                    "for a loss_fn: outputs of forward as its arguments, or a model that computes the loss itself",
+                    "for a forward that is set on an instance: types.MethodType(function, module), whose first "
+                    "argument is the module",
+                    "for a loss_fn: pass it outputs of forward, or compute the loss in the model",
                 ],
             )
         name = _root(target)
@@ -190,7 +190,7 @@ class _Importer:
         return Ref(name)
 
     def _import_nodes(self, graph_module: torch.fx.GraphModule, no_grad: bool) -> Any:
-        """Append the calls of `graph_module`; returns its output with fx nodes replaced by Refs."""
+        """Append the calls of `graph_module`; return its output with fx nodes replaced by Refs."""
         for node in graph_module.graph.nodes:
             if node.op == "output":
                 return self._argument(node.args[0])
@@ -199,7 +199,11 @@ class _Importer:
             elif node.op == "get_attr":
                 self.values[node] = getattr(graph_module, str(node.target))
             elif node.op != "placeholder":
-                raise TraceError("an fx node that autopar does not know", values=f"{node.op} {node.target}")
+                raise TraceError(
+                    "the exported graph has a node that autopar does not support",
+                    values=f"{node.op} {node.target}",
+                    alternatives="write this call with torch operators",
+                )
         return ()
 
     def _call(self, owner: torch.fx.GraphModule, node: torch.fx.Node, no_grad: bool) -> Any:
@@ -229,11 +233,11 @@ class _Importer:
             raise takes_number(user_line(node.meta.get("stack_trace")) or f"{name} at {_module_path(node)}")
         if not isinstance(target, torch._ops.OpOverload):
             line = user_line(node.meta.get("stack_trace")) or _module_path(node) or "in forward"
-            of_vmap = "what torch.vmap computes written for all elements at once (torch.einsum, torch.bmm)"
+            of_vmap = "write what torch.vmap computes for all elements at once (torch.einsum, torch.bmm)"
             raise TraceError(
-                "an operator that autopar cannot carry over",
+                "forward calls an operator that autopar does not support",
                 values=f"{name} at {line}",
-                alternatives=of_vmap if name in BRACKETS else "a torch.library.custom_op, or an aten operator",
+                alternatives=of_vmap if name in BRACKETS else "use an aten operator, or a torch.library.custom_op",
             )
         parts = definition(target, node)
         if parts is not None:
@@ -252,9 +256,9 @@ class _Importer:
         op = str(target)
         kwargs = tuple((k, self._argument(v)) for k, v in kept_kwargs(op, node.kwargs).items())
         is_differentiable = not no_grad and base_name(op) not in CONSTANT
-        if not (given := {*refs_in((args, kwargs))}) <= self.metas.keys():  # some are no tensors
+        if not (operands := {*refs_in((args, kwargs))}) <= self.metas.keys():  # some are not tensors
             raise takes_number(user_line(node.meta.get("stack_trace")) or f"{op} at {_module_path(node)}")
-        grads = is_differentiable and any(self.metas[ref].requires_grad for ref in given)
+        grads = is_differentiable and any(self.metas[ref].requires_grad for ref in operands)
         value = node.meta.get("val")
         values = value if isinstance(value, (tuple, list)) else (value,)
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
@@ -263,15 +267,15 @@ class _Importer:
         self.names.add(name)
         self.flat.lines[name] = node.meta.get("stack_trace") or ""
         module = _module_path(node)
-        made = Node(name=name, op=op, args=args, kwargs=kwargs, outputs=outputs, module=module)
-        self.flat.nodes.append(made)
+        call = Node(name=name, op=op, args=args, kwargs=kwargs, outputs=outputs, module=module)
+        self.flat.nodes.append(call)
         self.metas |= {Ref(name, i): meta for i, meta in enumerate(outputs)}
-        self._follow_memory(made)
+        self._follow_memory(call)
         refs = tuple(Ref(name, i) for i in range(len(outputs)))
         return refs if isinstance(value, (tuple, list)) else Ref(name)
 
     def _follow_memory(self, node: Node) -> None:
-        """What a differentiable write reaches is differentiated through from then on, views and bases included."""
+        """Mark memory that a differentiable write reaches as differentiated from then on, views and bases included."""
         is_write = node.op.split(".")[1].endswith("_")
         shares = is_view(node, self.metas) and base_name(node.op) not in CONSTANT
         if not (is_write or shares) or not node.args or not isinstance(node.args[0], Ref):
@@ -291,7 +295,7 @@ class _Importer:
 
 
 def _leave_out_unneeded(graph: torch.fx.Graph) -> None:
-    """Logits that the loss is not computed from, with all that makes them alone, are no part of a training graph."""
+    """Drop logits that the loss is not computed from, and calls that only they need."""
     output = graph.output_node()
     results = output.args[0]
     if not isinstance(results, (tuple, list)) or len(results) < 2:
@@ -300,9 +304,9 @@ def _leave_out_unneeded(graph: torch.fx.Graph) -> None:
     needed, waiting = {loss}, [loss]
     while waiting:
         node = waiting.pop()
-        found = node.all_input_nodes if isinstance(node, torch.fx.Node) else []
-        waiting += [each for each in found if each not in needed]
-        needed |= set(found)
+        operands = node.all_input_nodes if isinstance(node, torch.fx.Node) else []
+        waiting += [operand for operand in operands if operand not in needed]
+        needed |= set(operands)
     if logits not in needed:
         output.args = ((loss,),)
         graph.eliminate_dead_code()
@@ -314,19 +318,20 @@ def _meta(value: torch.Tensor, requires_grad: bool | None = None) -> TensorMeta:
 
 
 def _static(value: torch.Tensor, requires_grad: bool, node: torch.fx.Node) -> TensorMeta:
-    """Raises TraceError, naming the user's line, for a shape that depends on values."""
+    """Raise TraceError, naming the user's line, for a shape that depends on values."""
     if any(not isinstance(size, int) and not size.node.is_constant() for size in value.shape):
         line = user_line(node.meta.get("stack_trace"))
         raise TraceError(
             "the shape of a result depends on values",
             values=f"{node.target}" + (f" at {line}" if line else ""),
-            alternatives="torch.where, or a product with the mask, not an index by it (nonzero, unique, masked_select)",
+            alternatives="use torch.where, or a product with the mask, not an index by it (nonzero, unique, "
+            "masked_select)",
         )
     return _meta(value, requires_grad)
 
 
 def _root(name: str) -> str:
-    """Name as the user's model has it, without our wrapper's prefix."""
+    """Return a name in the user's model, without the wrapper's prefix."""
     return name.removeprefix(_ROOT)
 
 
@@ -337,7 +342,7 @@ def _module_path(node: torch.fx.Node) -> str:
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """Every parameter and buffer name of the wrapper -> the first name of that tensor in the user's model."""
+    """Map every parameter and buffer name of the wrapper to the first name of that tensor in the user's model."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
     for name, tensor in named_tensors(module, remove_duplicate=False):
@@ -346,7 +351,7 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 
 
 def _name_of_memory(value: torch.Tensor, model: nn.Module) -> str:
-    """The parameter or buffer of the user's own model that a tensor shares its memory with, or ""."""
+    """Return the parameter or buffer of the user's model that a tensor shares its memory with, or ""."""
     address = value.untyped_storage().data_ptr()
     for name, tensor in named_tensors(model):
         has_memory = not tensor.is_meta and not isinstance(tensor, FakeTensor)
@@ -356,10 +361,7 @@ def _name_of_memory(value: torch.Tensor, model: nn.Module) -> str:
 
 
 def _parameters(module: nn.Module) -> dict[str, Parameter]:
-    """The user's parameters and buffers by first name, with tied names as aliases.
-
-    What a loss holds is constant, and no part of the model's state.
-    """
+    """Return the user's parameters and buffers by first name, tied names as aliases; a loss's tensors are constants."""
     names = _first_names(module)
     aliases: dict[str, list[str]] = {}
     for name, first in names.items():
@@ -367,18 +369,18 @@ def _parameters(module: nn.Module) -> dict[str, Parameter]:
         if _root(name) != first:
             aliases[first].append(_root(name))
     persistent = {_root(name) for name in persistent_names(module) if name.startswith(_ROOT)}
-    found = {}
+    parameters = {}
     for name, tensor in dict(named_tensors(module)).items():
         root = _root(name)
         is_buffer = not isinstance(tensor, nn.Parameter) or not name.startswith(_ROOT)
-        found[root] = Parameter(
+        parameters[root] = Parameter(
             name=root,
             meta=_meta(tensor),
             aliases=tuple(aliases[root]),
             is_buffer=is_buffer,
             persistent=root in persistent,
         )
-    return found
+    return parameters
 
 
 def _class_names(module: nn.Module) -> dict[str, str]:

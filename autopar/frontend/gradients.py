@@ -1,8 +1,8 @@
 """Where gradients flow: `no_grad` regions end in a detach, and parameters that get no gradient are not trained.
 
 An exported graph says of a call in a `no_grad` region that its result needs no gradient. A generated program has no
-such regions: what crosses from one into the rest is detached there. A parameter that the loss is not differentiated
-by has `grad is None` in one process, and optimisers pass it over, weight decay included; so it counts as frozen.
+such regions: tensors that leave such a region are detached there. A parameter that the loss does not depend on has
+`grad is None` in one process, and optimizers skip it, weight decay included; so it counts as frozen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DETACH = "aten.detach.default"
 
 
 def settle_gradients(flat: FlatGraph) -> None:
-    """Settles detached regions and frozen parameters, and every tensor's `requires_grad` anew."""
+    """Settle detached regions and frozen parameters, and set every tensor's `requires_grad` anew."""
     detach_regions(flat)
     frozen = set(flat.parameters) - reached(flat)
     for name in frozen:
@@ -33,7 +33,7 @@ def settle_gradients(flat: FlatGraph) -> None:
 
 
 def detach_regions(flat: FlatGraph) -> None:
-    """A detach after every call whose results need no gradient although its operands do, for uses from there on."""
+    """Detach, for later uses, the result of every call whose results need no gradient although its operands do."""
     metas = flat.metas()
     taken = {ref.node for ref in metas}
     detached: dict[Ref, Ref] = {}
@@ -68,10 +68,10 @@ def detach_regions(flat: FlatGraph) -> None:
 
 
 def reached(flat: FlatGraph) -> set[str]:
-    """Nodes, parameters and inputs that the loss is differentiated through."""
+    """Return nodes, parameters and inputs that the loss is differentiated through."""
     metas: dict[Ref, TensorMeta] = flat.metas()
-    found = {flat.loss.node} if metas[flat.loss].requires_grad else set()
+    names = {flat.loss.node} if metas[flat.loss].requires_grad else set()
     for node in reversed(flat.nodes):
-        if node.name in found and base_name(node.op) not in CONSTANT:
-            found |= {ref.node for ref in node.inputs if metas[ref].requires_grad}
-    return found
+        if node.name in names and base_name(node.op) not in CONSTANT:
+            names |= {ref.node for ref in node.inputs if metas[ref].requires_grad}
+    return names

@@ -1,9 +1,10 @@
-"""Heads that a degree does not divide: attention gets heads of padding, whose weights are zeros.
+"""Pad the heads of attention to a number that a degree divides, by heads whose weights are zeros.
 
-A head whose queries, keys and values are made by rows of zeros gives 0, and meets columns of zeros in the layer that
-takes all heads in: neither the loss nor any gradient sees it, and with an elementwise update its weights stay zeros.
-Of grouped heads either groups of padding are added, or to each group query heads of padding; these see the group's
-values, so that what they give is multiplied by 0.
+A head whose queries, keys and values come from rows of zeros gives 0, and meets columns of zeros in the layer that
+takes all heads in. Neither the loss nor any gradient changes, and an elementwise update keeps its weights zero.
+
+For grouped heads, either groups are padded, or the query heads of each group. These see the group's values, so their
+results are multiplied by 0.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from autopar.operators.traits import ATTENTION, SHAPES
 
 
 def with_whole_heads(graph: Graph, multiple: int) -> Graph:
-    """The graph with numbers of heads that `multiple` divides, wherever that is exact; itself where none is so."""
+    """Return the graph with numbers of heads that `multiple` divides, wherever that is exact; itself if nowhere."""
     if multiple == 1:
         return graph
     runs = [piece for piece in graph.body if isinstance(piece, LayerRun)]
     nodes = [piece for piece in graph.body if not isinstance(piece, LayerRun)]
     classes = {run.layer.name: run.layer for run in runs}
     paths = {name: [path for run in runs if run.layer.name == name for path in run.instances] for name in classes}
-    own, layers, longer = _read_once(graph, runs), dict(classes), dict[str, Longer]()
+    private, layers, longer = _read_once(graph, runs), dict(classes), dict[str, Longer]()
     for name, layer in classes.items():
         metas = dict(layer.inputs) | {p.name: p.meta for p in layer.parameters}
-        alone = {p.name for p in layer.parameters if all(f"{path}.{p.name}" in own for path in paths[name])}
+        alone = {p.name for p in layer.parameters if all(f"{path}.{p.name}" in private for path in paths[name])}
         work = _Padding.of(layer.nodes, metas, alone, frozenset(layer.outputs), multiple)
-        longer |= {f"{path}.{ref.node}": each for path in paths[name] for ref, each in work.found.items()}
-        parameters = tuple(_padded(p, work.found.get(Ref(p.name))) for p in layer.parameters)
+        longer |= {f"{path}.{ref.node}": longer_dim for path in paths[name] for ref, longer_dim in work.longer.items()}
+        parameters = tuple(_padded(p, work.longer.get(Ref(p.name))) for p in layer.parameters)
         nodes_of_layer = (new for node in layer.nodes for new in work.rewritten(node))
         layers[name] = replace(layer, parameters=parameters, nodes=tuple(nodes_of_layer))
     metas = {i.name: i.meta for i in graph.inputs} | {p.name: p.meta for p in graph.parameters}
     returned = {graph.loss} | ({graph.logits} if graph.logits is not None else set())
     leaving = frozenset({*returned, *(ref for run in runs for ref in run.args)})
-    outer = _Padding.of(nodes, metas, own, leaving, multiple, runs)
-    longer |= {ref.node: each for ref, each in outer.found.items()}
-    parameters = tuple(_padded(each, longer.get(each.name)) for each in graph.parameters)
+    outer = _Padding.of(nodes, metas, private, leaving, multiple, runs)
+    longer |= {ref.node: longer_dim for ref, longer_dim in outer.longer.items()}
+    parameters = tuple(_padded(longer_dim, longer.get(longer_dim.name)) for longer_dim in graph.parameters)
     if parameters == graph.parameters:
         return graph
     body: list[Node | LayerRun] = []
@@ -57,7 +58,7 @@ def with_whole_heads(graph: Graph, multiple: int) -> Graph:
 
 
 def _read_once(graph: Graph, runs: Sequence[LayerRun]) -> set[str]:
-    """Names of parameters that one scope reads, under their first names."""
+    """Return names of parameters that one scope reads, under their first names."""
     first = {name: p.name for p in graph.parameters for name in (p.name, *p.aliases)}
     readers: dict[str, set[tuple[str, str]]] = {}
     for run in runs:
@@ -68,7 +69,7 @@ def _read_once(graph: Graph, runs: Sequence[LayerRun]) -> set[str]:
     for ref in (ref for piece in graph.body for ref in piece.inputs):
         readers.setdefault(first.get(ref.node, ref.node), set()).add(("", ref.node))
     stored = {p.name for p in graph.parameters if not p.is_buffer and not p.padding}
-    return {name for name in stored if [each for _, each in readers.get(name, ())] == [name]}
+    return {name for name in stored if [reader for _, reader in readers.get(name, ())] == [name]}
 
 
 def _padded(parameter: Parameter, longer: Longer | None) -> Parameter:
@@ -83,7 +84,7 @@ class _Padding:
     """The calls of a scope with longer tensors. found: these; masked: (call, tensor) of all whose padding is zeroed."""
 
     scope: Scope
-    found: Mapping[Ref, Longer]
+    longer: Mapping[Ref, Longer]
     masked: frozenset[tuple[str, Ref]]
     names: set[str]
 
@@ -97,40 +98,42 @@ class _Padding:
         multiple: int,
         runs: Sequence[LayerRun] = (),
     ) -> _Padding:
-        """What is padded of a scope. parameters: names of those that are read there alone."""
-        known = {Ref(name): meta for name, meta in metas.items()}
+        """Return the padding of a scope. parameters: names of those that only this scope reads."""
+        metas_of = {Ref(name): meta for name, meta in metas.items()}
         pieces: list[Node | LayerRun] = [*nodes, *runs]
-        known |= {Ref(each.name, i): meta for each in pieces for i, meta in enumerate(each.outputs)}
-        scope = Scope(nodes, frozenset(map(Ref, parameters)), known, leaving)
-        found: dict[Ref, Longer] = {}
+        metas_of |= {Ref(piece.name, i): meta for piece in pieces for i, meta in enumerate(piece.outputs)}
+        scope = Scope(nodes, frozenset(map(Ref, parameters)), metas_of, leaving)
+        longer_dims: dict[Ref, Longer] = {}
         masked: set[tuple[str, Ref]] = set()
         for node in nodes:
-            for longer in _candidates(node, known, multiple) if Ref(node.name) not in found else ():
+            for longer in _candidates(node, metas_of, multiple) if Ref(node.name) not in longer_dims else ():
                 reached = scope.reached(Ref(node.name), longer)
-                summed = None if reached is None or not found.keys().isdisjoint(reached) else not_zero(scope, reached)
+                summed = (
+                    None if reached is None or not longer_dims.keys().isdisjoint(reached) else not_zero(scope, reached)
+                )
                 if reached is None or summed is None:
                     continue
-                trial = cls(scope, reached, frozenset(summed), {ref.node for ref in known})
+                trial = cls(scope, reached, frozenset(summed), {ref.node for ref in metas_of})
                 if trial.is_right():
-                    found |= reached
+                    longer_dims |= reached
                     masked |= summed
                     break
-        return cls(scope, found, frozenset(masked), {ref.node for ref in known})
+        return cls(scope, longer_dims, frozenset(masked), {ref.node for ref in metas_of})
 
     def rewritten(self, node: Node) -> Iterator[Node]:
-        """A call, and those that zero what it sums over."""
+        """Yield a call after those that zero the padding of its sums."""
         zeroed: dict[Ref, Ref] = {}
         for ref in dict.fromkeys(node.inputs):
             if (node.name, ref) in self.masked:
                 steps = self._zeroed(ref, node.module)
                 yield from steps
                 zeroed[ref] = Ref(steps[-1].name)
-        given = with_refs(node, lambda ref: zeroed.get(ref, ref)) if zeroed else node
+        rewired = with_refs(node, lambda ref: zeroed.get(ref, ref)) if zeroed else node
         outputs = tuple(self._meta(Ref(node.name, i), meta) for i, meta in enumerate(node.outputs))
-        yield given if outputs == node.outputs else self._sized(replace(given, outputs=outputs))
+        yield rewired if outputs == node.outputs else self._sized(replace(rewired, outputs=outputs))
 
     def is_right(self) -> bool:
-        """Whether torch gives the calls that name sizes the shapes that are expected."""
+        """Return whether torch gives the calls with sizes among their arguments the expected shapes."""
         for node in self.scope.nodes:
             (*_, new) = self.rewritten(node)
             if new == node or base_name(node.op) in ATTENTION:
@@ -145,10 +148,10 @@ class _Padding:
         return True
 
     def _meta(self, ref: Ref, meta: TensorMeta) -> TensorMeta:
-        return self.found[ref].lengthened(meta) if ref in self.found else meta
+        return self.longer[ref].lengthened(meta) if ref in self.longer else meta
 
     def _sized(self, node: Node) -> Node:
-        """A call that makes longer tensors, with the sizes among its arguments."""
+        """Return a call that makes longer tensors, with the new sizes among its arguments."""
         name, arguments = base_name(node.op), arguments_of(node)
         shape = node.outputs[0].shape
         changed: dict[str, Any] = {}
@@ -168,42 +171,42 @@ class _Padding:
         elif name == "slice":
             changed |= self._slice(node, arguments, shape)
         elif name == "repeat":
-            own = self._meta(node.inputs[0], self.scope.metas[node.inputs[0]]).shape
-            own = (1,) * (len(shape) - len(own)) + own
-            changed["repeats"] = tuple(n // m for n, m in zip(shape, own, strict=True))
+            operand_shape = self._meta(node.inputs[0], self.scope.metas[node.inputs[0]]).shape
+            operand_shape = (1,) * (len(shape) - len(operand_shape)) + operand_shape
+            changed["repeats"] = tuple(n // m for n, m in zip(shape, operand_shape, strict=True))
         elif name == "repeat_interleave":
             dim = arguments["dim"] % len(shape)
-            own = self._meta(node.inputs[0], self.scope.metas[node.inputs[0]]).shape
-            changed |= {"repeats": shape[dim] // own[dim], "output_size": None}
+            operand_shape = self._meta(node.inputs[0], self.scope.metas[node.inputs[0]]).shape
+            changed |= {"repeats": shape[dim] // operand_shape[dim], "output_size": None}
         return _with_arguments(node, changed)
 
     def _slice(self, node: Node, arguments: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
-        """One of equal sections stays that."""
-        dim, longer = arguments["dim"] % len(shape), self.found[Ref(node.name)]
+        """Return the bounds of a slice of a longer tensor; a slice of one of equal sections stays that."""
+        dim, longer = arguments["dim"] % len(shape), self.longer[Ref(node.name)]
         if longer.dim != dim:
             return {}
-        size, own = self.scope.metas[node.inputs[0]].shape[dim], self.scope.metas[Ref(node.name)].shape[dim]
-        start = (arguments["start"] or 0) % size // own * shape[dim]
+        size, section = self.scope.metas[node.inputs[0]].shape[dim], self.scope.metas[Ref(node.name)].shape[dim]
+        start = (arguments["start"] or 0) % size // section * shape[dim]
         return {"start": start, "end": start + shape[dim]}
 
     def _zeroed(self, ref: Ref, module: str) -> list[Node]:
-        """A tensor times 0 in its padding and 1 elsewhere."""
-        longer, meta = self.found[ref], self.found[ref].lengthened(self.scope.metas[ref])
-        size, own = meta.shape[longer.dim], longer.units * longer.inner
+        """Return a tensor times 0 in its padding and 1 elsewhere."""
+        longer, meta = self.longer[ref], self.longer[ref].lengthened(self.scope.metas[ref])
+        size, whole = meta.shape[longer.dim], longer.units * longer.inner
         steps: list[tuple[str, int | torch.dtype]] = [("aten.arange.default", size)]
         steps += [("aten.remainder.Scalar", longer.section)] if longer.outer > 1 else []
-        steps += [("aten.lt.Scalar", own), ("aten.to.dtype", meta.dtype)]
+        steps += [("aten.lt.Scalar", whole), ("aten.to.dtype", meta.dtype)]
         steps += [("aten.unsqueeze.default", -1)] * (len(meta.shape) - 1 - longer.dim)
-        made: list[Node] = []
+        nodes: list[Node] = []
         shape: tuple[int, ...] = (size,)
         dtype = torch.int64
         for op, argument in steps:
             dtype = torch.bool if op == "aten.lt.Scalar" else meta.dtype if op == "aten.to.dtype" else dtype
             shape = (*shape, 1) if op == "aten.unsqueeze.default" else shape
-            before = (Ref(made[-1].name),) if made else ()
-            made.append(self._node("padding", op, (*before, argument), TensorMeta(shape, dtype), module))
-        made.append(self._node("zeroed", "aten.mul.Tensor", (ref, Ref(made[-1].name)), meta, module))
-        return made
+            before = (Ref(nodes[-1].name),) if nodes else ()
+            nodes.append(self._node("padding", op, (*before, argument), TensorMeta(shape, dtype), module))
+        nodes.append(self._node("zeroed", "aten.mul.Tensor", (ref, Ref(nodes[-1].name)), meta, module))
+        return nodes
 
     def _node(self, wish: str, op: str, args: tuple[Any, ...], meta: TensorMeta, module: str) -> Node:
         name = unused_name(wish, self.names)
@@ -212,9 +215,9 @@ class _Padding:
 
 
 def _candidates(node: Node, metas: Mapping[Ref, TensorMeta], multiple: int) -> list[Longer]:
-    """Ways in which a call of attention, or the softmax of one, may have more heads, the fewest first.
+    """Return ways to pad the heads of an attention call, or of its softmax, the fewest heads first.
 
-    A way is worth it where the padded heads are less than twice those of the model.
+    A way is worthwhile if the padded heads are less than twice those of the model.
     """
     name = base_name(node.op)
     if (name not in ATTENTION and name != "softmax") or len(node.meta.shape) != 4:
@@ -224,10 +227,10 @@ def _candidates(node: Node, metas: Mapping[Ref, TensorMeta], multiple: int) -> l
     groups = keys[1] if len(keys) == 4 and keys[1] > 1 else heads
 
     def is_shared(total: int, total_groups: int) -> bool:
-        """Whether one loop of the attention is divided: that of groups, or that of the heads of one."""
+        """Return whether one loop of the attention is divided: over groups, or over the heads of a group."""
         return total_groups % multiple == 0 or (groups < heads and total // total_groups % multiple == 0)
 
-    found = []
+    candidates = []
     for outer in (n for n in range(1, heads) if heads % n == 0):
         for units in (n for n in range(2, heads // outer + 1) if heads // outer % n == 0):
             inner = heads // outer // units
@@ -235,23 +238,23 @@ def _candidates(node: Node, metas: Mapping[Ref, TensorMeta], multiple: int) -> l
             for more in range(1, units):
                 total = heads + outer * more * inner
                 if is_shared(total, groups * total // heads if grows else groups):
-                    found.append(Longer(dim=1, outer=outer, units=units, inner=inner, more=more))
+                    candidates.append(Longer(dim=1, outer=outer, units=units, inner=inner, more=more))
                     break
-    found.sort(key=lambda each: (each.outer * each.section, each.outer, each.inner))
-    return [] if is_shared(heads, groups) else found
+    candidates.sort(key=lambda candidate: (candidate.outer * candidate.section, candidate.outer, candidate.inner))
+    return [] if is_shared(heads, groups) else candidates
 
 
 def _shapes(node: Node, metas: Sequence[TensorMeta]) -> list[tuple[int, ...]]:
-    """What torch makes of tensors without memory."""
+    """Return torch's shapes for a call on fake tensors."""
     tensors = iter([torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in metas])
     args, kwargs = map_refs((node.args, node.kwargs), lambda _: next(tensors))
     op = find_op(node.op)
-    made = op(*[list(each) if isinstance(each, tuple) else each for each in args], **dict(kwargs)) if op else ()
-    return [tuple(each.shape) for each in (made if isinstance(made, tuple | list) else (made,))]
+    results = op(*[list(value) if isinstance(value, tuple) else value for value in args], **dict(kwargs)) if op else ()
+    return [tuple(value.shape) for value in (results if isinstance(results, tuple | list) else (results,))]
 
 
 def _with_arguments(node: Node, changed: Mapping[str, Any]) -> Node:
-    """The call with arguments of those names changed, each where it stands."""
+    """Return the call with the arguments of those names replaced in place."""
     if not changed:
         return node
     names = list(arguments_of(node))

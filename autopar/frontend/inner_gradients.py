@@ -1,9 +1,10 @@
-"""Gradients that forward takes itself, as ordinary operators: `torch.autograd.grad` and transforms of `torch.func`.
+"""Trace gradients that forward takes itself as ordinary operators: `torch.autograd.grad` and transforms of
+`torch.func`.
 
-`torch.autograd.grad` is one operator while forward is traced. When the export is read, the calls between its inputs and
-outputs are found in the graph, their vector-Jacobian product is traced, and its calls stand in the operator's place
-(`write_out`). A transform of `torch.func` is traced below itself where it is called, and the calls that it comes to are
-made there (`_Region`). Both give the backward operators of aten, which autograd differentiates again.
+`torch.autograd.grad` is one operator while forward is traced. The import of the export finds the calls between its
+inputs and outputs, traces their vector-Jacobian product, and puts these calls in the operator's place (`write_out`). A
+transform of `torch.func` is traced below its own level at its call, and the resulting calls are made there (`_Region`).
+Both give the backward operators of aten, which autograd differentiates again.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _did_differentiate: ContextVar[list[bool] | None] = ContextVar("_did_differentia
 
 
 @torch.library.custom_op("autopar_inner::gradient", mutates_args=())
-def _gradient(outputs: list[Tensor], inputs: list[Tensor], given: list[Tensor], is_graph: bool) -> list[Tensor]:
-    """The gradients of outputs by inputs. given: those of the outputs, all ones where the list is empty."""
-    return [torch.empty_like(each) for each in inputs]
+def _gradient(outputs: list[Tensor], inputs: list[Tensor], grad_outputs: list[Tensor], is_graph: bool) -> list[Tensor]:
+    """Return the gradients of outputs by inputs. grad_outputs: those of the outputs, all ones if the list is empty."""
+    return [torch.empty_like(tensor) for tensor in inputs]
 
 
 @_gradient.register_fake
-def _(outputs: list[Tensor], inputs: list[Tensor], given: list[Tensor], is_graph: bool) -> list[Tensor]:
-    return [torch.empty_like(each, requires_grad=False) for each in inputs]
+def _(outputs: list[Tensor], inputs: list[Tensor], grad_outputs: list[Tensor], is_graph: bool) -> list[Tensor]:
+    return [torch.empty_like(tensor, requires_grad=False) for tensor in inputs]
 
 
 def _no_backward(context: Any, *gradients: Any) -> Any:
@@ -59,13 +60,13 @@ GRADIENT = torch.ops.autopar_inner.gradient.default
 
 @contextlib.contextmanager
 def traceable_gradients() -> Iterator[None]:
-    """Within it, gradients that forward takes are traced."""
+    """Context manager in which gradients that forward takes are traced."""
     engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    def run(outputs: Any, given: Any, keep: Any, is_graph: Any, inputs: Any = (), *rest: Any, **named: Any) -> Any:
+    def run(outputs: Any, grads: Any, keep: Any, is_graph: Any, inputs: Any = (), *rest: Any, **named: Any) -> Any:
         if _is_inside.get():
-            return engine(outputs, given, keep, is_graph, inputs, *rest, **named)
-        return _marked(tuple(outputs), tuple(inputs), tuple(given), bool(is_graph))
+            return engine(outputs, grads, keep, is_graph, inputs, *rest, **named)
+        return _marked(tuple(outputs), tuple(inputs), tuple(grads), bool(is_graph))
 
     owners: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch.autograd, "_engine_run_backward", run),
@@ -80,8 +81,8 @@ def traceable_gradients() -> Iterator[None]:
     owners.append((apis, "vmap_impl", _vmap(apis.vmap_impl)))  # type: ignore[attr-defined]
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in owners:
-            own = getattr(owner, name)
-            call = in_this_thread(outside_functions(replacement, own), own)
+            original = getattr(owner, name)
+            call = in_this_thread(outside_functions(replacement, original), original)
             stack.enter_context(mock.patch.object(owner, name, call))
         yield
 
@@ -98,7 +99,7 @@ def _transform(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _vjp(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`vjp` as forward, and a function that computes forward again beside its product."""
+    """Return `vjp` as forward calls it, whose function runs forward again beside its product."""
 
     def call(function: Any, *primals: Any, **options: Any) -> Any:
         _note()
@@ -113,14 +114,14 @@ def _vjp(original: Callable[..., Any]) -> Callable[..., Any]:
                 return product(primals, cotangents)
             return _Region(product, (primals, cotangents), {}).result()
 
-        found = function(*primals)
-        return (found[0], pull, found[1]) if options.get("has_aux") else (found, pull)
+        result = function(*primals)
+        return (result[0], pull, result[1]) if options.get("has_aux") else (result, pull)
 
     return call
 
 
 def _vmap(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A `vmap` of what differentiates is a region; any other stays as it is (`vmaps.py`)."""
+    """Return `vmap` with differentiating functions as regions; any other stays as it is (`vmaps.py`)."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _is_inside.get():
@@ -145,15 +146,15 @@ def _note() -> None:
 
 
 class _Region:
-    """A call traced below all transforms, to be made again, call by call, where it stands."""
+    """A call traced below all transforms, to be made again, call by call, in its place."""
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         leaves, form = tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
         def traced(*tensors: Tensor) -> list[Any]:
-            given = iter(tensors)
-            filled = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            leaves_left = iter(tensors)
+            filled = [next(leaves_left) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             own_args, own_kwargs = tree_unflatten(filled, form)
             results, self.form = tree_flatten(function(*own_args, **own_kwargs))
             return results
@@ -174,16 +175,16 @@ class _Region:
             raise TraceError(
                 "forward draws random numbers in a function that it differentiates with torch.func",
                 values=drawn,
-                alternatives="random numbers drawn before, as an argument of the function",
+                alternatives="draw them before, and pass them as an argument of the function",
             )
 
     def result(self) -> Any:
-        """Make the calls on the tensors that were given, and return what the function returned."""
+        """Make the calls on the given tensors, and return the function's result."""
         values: dict[torch.fx.Node, Any] = {}
-        given = iter(self.tensors)
+        tensors_left = iter(self.tensors)
         for node in self.graph.graph.nodes:
             if node.op == "placeholder":
-                values[node] = next(given)
+                values[node] = next(tensors_left)
             elif node.op == "get_attr":
                 values[node] = getattr(self.graph, str(node.target))
             elif node.op == "output":
@@ -195,34 +196,35 @@ class _Region:
 
 
 def _like(value: Tensor) -> Tensor:
-    """A tensor without memory that no transform, mode or graph knows."""
+    """Return a fake tensor that no transform, mode or graph tracks."""
     if not isinstance(value, FakeTensor):
         return value.detach()
     with value.fake_mode:
-        made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return made
+        empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return empty
 
 
 # --- torch.autograd.grad ----------------------------------------------------------------------------------------------
 
 
-def _marked(outputs: tuple[Any, ...], inputs: tuple[Any, ...], given: tuple[Any, ...], is_graph: bool) -> Any:
+def _marked(outputs: tuple[Any, ...], inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...], is_graph: bool) -> Any:
     if not inputs:
         raise TraceError(
-            "forward calls backward, of which a traced graph shows nothing",
-            alternatives="torch.autograd.grad for gradients that forward uses, else backward in the training loop",
+            "forward calls backward, which a traced graph does not show",
+            alternatives="use torch.autograd.grad for gradients that forward needs, else call backward in the "
+            "training loop",
         )
-    if not all(isinstance(each, Tensor) for each in (*outputs, *inputs)):
+    if not all(isinstance(tensor, Tensor) for tensor in (*outputs, *inputs)):
         raise TraceError(
-            "torch.autograd.grad of graph edges, which a traced graph does not have",
-            alternatives="tensors as its outputs and inputs",
+            "forward calls torch.autograd.grad on graph edges, which a traced graph does not have",
+            alternatives="pass tensors as its outputs and inputs",
         )
-    ones = [torch.ones_like(out) if one is None else one for out, one in zip(outputs, given, strict=True)]
+    ones = [torch.ones_like(out) if one is None else one for out, one in zip(outputs, grad_outputs, strict=True)]
     return tuple(GRADIENT(list(outputs), list(inputs), ones, is_graph))
 
 
 def write_out(program: torch.export.ExportedProgram) -> None:
-    """Put the calls of backward in the place of every `torch.autograd.grad` of a program."""
+    """Replace every `torch.autograd.grad` of a program by the calls of its backward."""
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in list(module.graph.nodes):
@@ -235,66 +237,66 @@ class _Gradient:
 
     def __init__(self, graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         self.graph, self.node = graph, node
-        given: Any = node.args
-        self.outputs: list[torch.fx.Node] = list(given[0])
-        self.inputs: list[torch.fx.Node] = list(given[1])
-        self.given: list[torch.fx.Node] = list(given[2])
-        self.is_graph: bool = given[3]
+        operands: Any = node.args
+        self.outputs: list[torch.fx.Node] = list(operands[0])
+        self.inputs: list[torch.fx.Node] = list(operands[1])
+        self.grad_outputs: list[torch.fx.Node] = list(operands[2])
+        self.is_graph: bool = operands[3]
 
     def refused(self, why: str, at: torch.fx.Node | None = None) -> TraceError:
-        line, other = (user_line(each.meta.get("stack_trace")) if each else "" for each in (self.node, at))
+        line, other = (user_line(place.meta.get("stack_trace")) if place else "" for place in (self.node, at))
         return TraceError(
             "torch.autograd.grad in forward cannot be traced",
             values=f"{why}{f' at {other}' * bool(other)}" + f"\ncalled at {line}" * bool(line),
-            alternatives="torch.func.grad or torch.func.vjp of a function, or the derivative written out",
+            alternatives="use torch.func.grad or torch.func.vjp of a function, or write the derivative out",
         )
 
     def calls(self) -> list[torch.fx.Node]:
-        """Return the calls that lead from the inputs to the outputs and are differentiated."""
+        """Return the differentiated calls that lead from the inputs to the outputs."""
         before = list(self.graph.nodes)
         before = before[: before.index(self.node)]
         reached = set(self.inputs)
-        for each in before:
-            if each in reached or each.op != "call_function" or not reached & set(each.all_input_nodes):
+        for call_node in before:
+            if call_node in reached or call_node.op != "call_function" or not reached & set(call_node.all_input_nodes):
                 continue
-            name = getattr(each.target, "__name__", "")
-            if isinstance(each.target, torch._ops.OpOverload):
-                if base_name(str(each.target)) not in CONSTANT and _is_float(each):
-                    reached.add(each)
+            name = getattr(call_node.target, "__name__", "")
+            if isinstance(call_node.target, torch._ops.OpOverload):
+                if base_name(str(call_node.target)) not in CONSTANT and _is_float(call_node):
+                    reached.add(call_node)
             elif name == "getitem":
-                reached.add(each)
-            elif not (name.startswith("wrap_with_set_grad_enabled") and not each.args[0]) and _is_float(each):
-                raise self.refused(f"it goes through {name}", each)
-        needed = {each for each in self.outputs if each in reached}
-        for each in reversed(before):
-            if each in needed and each not in self.inputs:
-                needed |= {source for source in each.all_input_nodes if source in reached}
-        missing = [str(each) for each in self.inputs if each not in needed]
+                reached.add(call_node)
+            elif not (name.startswith("wrap_with_set_grad_enabled") and not call_node.args[0]) and _is_float(call_node):
+                raise self.refused(f"it goes through {name}", call_node)
+        needed = {call_node for call_node in self.outputs if call_node in reached}
+        for call_node in reversed(before):
+            if call_node in needed and call_node not in self.inputs:
+                needed |= {source for source in call_node.all_input_nodes if source in reached}
+        missing = [str(call_node) for call_node in self.inputs if call_node not in needed]
         if missing:
-            raise self.refused("the outputs do not depend on all inputs, of which it returns None")
-        for each in [each for each in needed if is_write(each) and base_name(str(each.target)) != "batch_norm"]:
-            for written in written_by(each):  # which holds what was written to it where the calls stand again
+            raise self.refused("the outputs do not depend on all inputs, and it returns None for these")
+        for write in [w for w in needed if is_write(w) and base_name(str(w.target)) != "batch_norm"]:
+            for written in written_by(write):  # whose memory has been written to by the time the calls run again
                 if not isinstance(written.target, torch._ops.OpOverload):
-                    raise self.refused(f"{each.target} writes to a tensor that is used otherwise", each)
+                    raise self.refused(f"{write.target} writes to a tensor that is used otherwise", write)
                 needed.add(written)
-        calls = [each for each in before if each in needed and each not in self.inputs]
+        calls = [call_node for call_node in before if call_node in needed and call_node not in self.inputs]
         self.check_writes(before[before.index(calls[0]) if calls else 0 :], calls)
         return calls
 
     def check_writes(self, after: list[torch.fx.Node], calls: list[torch.fx.Node]) -> None:
-        """Raise TraceError for a write to what the calls read or made, by a call that is none of them."""
-        held = {*calls, *self.inputs, *(source for each in calls for source in each.all_input_nodes)}
-        for each in after:
-            if each in calls or not is_write(each) or base_name(str(each.target)) == "batch_norm":
+        """Raise TraceError for a write to operands or results of the calls by any other call."""
+        regular = {*calls, *self.inputs, *(source for write in calls for source in write.all_input_nodes)}
+        for write in after:
+            if write in calls or not is_write(write) or base_name(str(write.target)) == "batch_norm":
                 continue
-            written: Any = each.args[0]
-            while written not in held and _may_be_view(written):
+            written: Any = write.args[0]
+            while written not in regular and _may_be_view(written):
                 written = written.args[0]
-            if written in held:
-                raise self.refused(f"{each.target} writes to a tensor that is used otherwise", each)
+            if written in regular:
+                raise self.refused(f"{write.target} writes to a tensor that is used otherwise", write)
 
     def call(self, node: torch.fx.Node) -> Callable[..., Any]:
-        """Return what computes a call again, and changes nothing. Raises TraceError for what cannot be."""
+        """Return calls that compute a call again, without side effects. Raises TraceError where that is impossible."""
         target: Any = node.target
         if not isinstance(target, torch._ops.OpOverload):
             return target  # type: ignore[no-any-return]
@@ -303,9 +305,9 @@ class _Gradient:
         if target._schema.is_mutable and base_name(str(target)) != "batch_norm":
             functional = functional_overload(target)
             same = written_by(node)
-            order = {each: position for position, each in enumerate(self.graph.nodes)}
-            others = [each for written in same for each in written.users if each not in (node, *same)]
-            is_last = all(order[each] < order[node] and not _may_be_view(each) for each in others)
+            order = {user: position for position, user in enumerate(self.graph.nodes)}
+            others = [user for written in same for user in written.users if user not in (node, *same)]
+            is_last = all(order[user] < order[node] and not _may_be_view(user) for user in others)
             if functional is None or _may_be_view(same[-1]) or not is_last:
                 raise self.refused(f"{target} writes to a tensor that is used otherwise", node)
             return functional
@@ -313,56 +315,59 @@ class _Gradient:
 
     def write_out(self) -> None:
         calls = self.calls()
-        targets = {each: self.call(each) for each in calls}
+        targets = {call_node: self.call(call_node) for call_node in calls}
         inside = {*calls, *self.inputs}
-        taken = [*self.inputs, *self.given]
-        taken += [s for each in calls for s in each.all_input_nodes if s not in inside]
-        taken = list(dict.fromkeys(taken))
+        operands = [*self.inputs, *self.grad_outputs]
+        operands += [s for call_node in calls for s in call_node.all_input_nodes if s not in inside]
+        operands = list(dict.fromkeys(operands))
 
         def product(*values: Tensor) -> Any:
-            known: dict[torch.fx.Node, Any] = dict(zip(taken, values, strict=True))
+            values_of: dict[torch.fx.Node, Any] = dict(zip(operands, values, strict=True))
 
             def forward(*inputs: Tensor) -> list[Any]:
-                made = known | dict(zip(self.inputs, inputs, strict=True))
-                for each in calls:
-                    found: Any = map_arg((each.args, each.kwargs), made.__getitem__)
-                    args, kwargs = found
-                    if getattr(each.target, "_overloadname", "") and base_name(str(each.target)) == "batch_norm":
-                        args = (*args[:3], None, None, *args[5:]) if args[5] else args  # its statistics are kept once
-                    made[each] = targets[each](*args, **kwargs)
-                return [made[each] for each in self.outputs]
+                results = values_of | dict(zip(self.inputs, inputs, strict=True))
+                for call_node in calls:
+                    mapped: Any = map_arg((call_node.args, call_node.kwargs), results.__getitem__)
+                    args, kwargs = mapped
+                    target = call_node.target
+                    if getattr(target, "_overloadname", "") and base_name(str(target)) == "batch_norm":
+                        # Its statistics are updated once.
+                        args = (*args[:3], None, None, *args[5:]) if args[5] else args
+                    results[call_node] = targets[call_node](*args, **kwargs)
+                return [results[call_node] for call_node in self.outputs]
 
-            made: Any = torch.func.vjp(forward, *(known[each] for each in self.inputs))
-            return made[1]([known[each] for each in self.given])
+            pullback: Any = torch.func.vjp(forward, *(values_of[operand] for operand in self.inputs))
+            return pullback[1]([values_of[operand] for operand in self.grad_outputs])
 
         token = _is_inside.set(True)
         try:
-            written = traced_below(product, *(_like(each.meta["val"]) for each in taken))
+            written = traced_below(product, *(_like(call_node.meta["val"]) for call_node in operands))
         finally:
             _is_inside.reset(token)
-        self.insert(written, taken)
+        self.insert(written, operands)
 
     def insert(self, written: torch.fx.GraphModule, taken: list[torch.fx.Node]) -> None:
         copies: dict[torch.fx.Node, Any] = {}
         sources = iter(taken)
         about = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "stack_trace")}
         with self.graph.inserting_before(self.node):
-            for each in written.graph.nodes:
-                if each.op == "placeholder":
-                    copies[each] = next(sources)
-                elif each.op == "get_attr":
+            for written_node in written.graph.nodes:
+                if written_node.op == "placeholder":
+                    copies[written_node] = next(sources)
+                elif written_node.op == "get_attr":
                     raise self.refused("it makes a tensor of numbers")
-                elif each.op == "output":
-                    results = list(map_arg(each.args[0], copies.__getitem__))
+                elif written_node.op == "output":
+                    results = list(map_arg(written_node.args[0], copies.__getitem__))
                 else:
-                    if None in (each.meta.get("val") if isinstance(each.meta.get("val"), (tuple, list)) else ()):
-                        raise self.refused(f"{each.target} has no form that autopar can differentiate")
-                    copies[each] = self.graph.node_copy(each, copies.__getitem__)
-                    copies[each].meta = {**copies[each].meta, **about}
+                    value = written_node.meta.get("val")
+                    if isinstance(value, (tuple, list)) and None in value:
+                        raise self.refused(f"{written_node.target} has no form that autopar can differentiate")
+                    copies[written_node] = self.graph.node_copy(written_node, copies.__getitem__)
+                    copies[written_node].meta = {**copies[written_node].meta, **about}
             if not self.is_graph:
-                for index, each in enumerate(results):
-                    results[index] = self.graph.call_function(torch.ops.aten.detach.default, (each,))
-                    results[index].meta = {**each.meta, **about}
+                for index, written_node in enumerate(results):
+                    results[index] = self.graph.call_function(torch.ops.aten.detach.default, (written_node,))
+                    results[index].meta = {**written_node.meta, **about}
         for user in list(self.node.users):
             place: Any = user.args[1]
             user.replace_all_uses_with(results[place])
@@ -373,7 +378,7 @@ class _Gradient:
 def _is_float(node: torch.fx.Node) -> bool:
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return any(isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex()) for each in values)
+    return any(isinstance(item, Tensor) and (item.is_floating_point() or item.is_complex()) for item in values)
 
 
 def _may_be_view(node: torch.fx.Node) -> bool:

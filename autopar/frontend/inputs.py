@@ -1,4 +1,4 @@
-"""The batch by name: what of it the model takes and what the loss, its rows, and its tensors without memory."""
+"""The batch by name: the inputs of the model and of the loss, its rows, and its fake tensors."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from codegen.runtime.batch import BatchError, flat_batch, leaves_of
 Batch = Mapping[str, Any]
 
 MOST_KNOWN = 1 << 20
-"""Elements of an input up to which a trace knows the values of the example."""
+"""The most elements of an input whose example values a trace knows."""
 VALUE = "_autopar_example"
-"""The attribute of an input without memory that has the example's value."""
+"""The attribute of a fake input with the example's value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """An argument that holds tensors in containers: its form, and the names of what it holds, in order."""
+    """An argument that nests tensors in containers: its form, and the names of its tensors, in order."""
 
     form: TreeSpec
     names: tuple[str, ...]
 
 
 class NamedBatch(dict[str, Any]):
-    """A batch by name, with what containers hold under names of its own. containers: by the names of arguments, of
-    which the batch has the first leaf where they stood."""
+    """A batch by name; tensors nested in containers have their own names.
+
+    containers: by the names of their arguments. In the batch, the first leaf of a container takes its position.
+    """
 
     def __init__(self, values: Mapping[str, Any], containers: Mapping[str, Container]) -> None:
         super().__init__(values)
@@ -42,11 +44,11 @@ class NamedBatch(dict[str, Any]):
 
     @property
     def form(self) -> BatchForm:
-        """The batch without its values."""
+        """Return the batch without its values."""
         return BatchForm(tuple(self), self.containers)
 
     def map(self, change: Callable[[Any], Any]) -> NamedBatch:
-        """The same batch of changed values."""
+        """Return the same batch with changed values."""
         return NamedBatch({name: change(value) for name, value in self.items()}, self.containers)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -55,35 +57,38 @@ class NamedBatch(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class BatchForm:
-    """A batch without its values: its names in order, and what containers hold, as in NamedBatch."""
+    """A batch without its values: its names in order, and its containers, as in NamedBatch."""
 
     names: tuple[str, ...]
     containers: Mapping[str, Container]
 
     def filled(self, values: Mapping[str, Any]) -> NamedBatch:
-        """The batch of values that are known by name. Raises KeyError for one that is not there."""
+        """Return the batch with values by name. Raises KeyError for one that is missing."""
         return NamedBatch({name: values[name] for name in self.names}, self.containers)
 
 
 def arguments_of_batch(values: Mapping[str, Any], containers: Mapping[str, Container]) -> dict[str, Any]:
-    """The arguments of the model and the loss by name, in order: containers as they were given."""
+    """Return the arguments of the model and the loss by name, in order, with containers in their original form."""
     first = {container.names[0]: name for name, container in containers.items()}
     inside = {name for container in containers.values() for name in container.names}
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in values.items():
         if name in first:
             container = containers[first[name]]
-            found[first[name]] = tree_unflatten([values[each] for each in container.names], container.form)
+            arguments[first[name]] = tree_unflatten([values[part] for part in container.names], container.form)
         elif name not in inside:
-            found[name] = value
-    return found
+            arguments[name] = value
+    return arguments
 
 
 def name_inputs(
     model: nn.Module, example_inputs: tuple[Any, ...] | Batch, loss_fn: Callable[..., torch.Tensor] | None = None
 ) -> NamedBatch:
-    """The batch by name. A tuple's items get forward's parameter names, then `target`, `target1` ... for loss_fn; what
-    containers hold has names of its own (`codegen.runtime.batch.leaves_of`)."""
+    """Return the batch by name. Items of a tuple get forward's parameter names, then `target`, `target1` ... for
+    loss_fn.
+
+    Tensors in containers have their own names (`codegen.runtime.batch.leaves_of`).
+    """
     if isinstance(example_inputs, NamedBatch):
         return example_inputs
     if isinstance(example_inputs, Mapping):
@@ -112,23 +117,23 @@ def name_inputs(
     moved = [field for field, name in zip(fields, model_names, strict=False) if field != name and field in model_names]
     if moved:
         raise TraceError(
-            "a named tuple's fields are in another order than forward's arguments, and items go by their places",
+            "a named tuple's fields are in another order than forward's arguments, and items are passed by position",
             values=f"{', '.join(fields)} for forward({', '.join(names)})",
-            alternatives="batch._asdict(), a dict by name, or a plain tuple in forward's order",
+            alternatives="pass batch._asdict(), a dict by name, or a plain tuple in forward's order",
         )
     target_names = ["target" if i == 0 else f"target{i}" for i in range(num_targets)]
     return _checked(dict(zip(model_names + target_names, items, strict=True)))
 
 
 def _is_one_argument(model: nn.Module, batch: Batch, loss_fn: Callable[..., torch.Tensor] | None) -> str:
-    """The argument of `forward(self, batch)` that a dict is as a whole: the only one, of no name in the dict."""
+    """Return the only argument of `forward(self, batch)`, which takes the whole dict, if no entry has its name."""
     names, has_args, has_kwargs = _parameters_of(model)
     is_whole = len(names) == 1 and names[0] not in batch and len(batch) > 1
     return names[0] if is_whole and not (has_args or has_kwargs or _num_targets(loss_fn)) else ""
 
 
 def _checked(batch: dict[str, Any]) -> NamedBatch:
-    """Raises TraceError for names that no argument can have, and for tensors that are not dense."""
+    """Return the batch. Raises TraceError for names that no argument can have, and for tensors that are not dense."""
     containers: dict[str, Container] = {}
     try:
         for name, value in batch.items():
@@ -136,19 +141,21 @@ def _checked(batch: dict[str, Any]) -> NamedBatch:
                 containers[name] = Container(tree_flatten(value)[1], tuple(leaves))
         flat = NamedBatch(flat_batch(batch), containers)
     except BatchError as error:
-        raise TraceError("inputs of the batch have no names of their own", values=str(error)) from None
+        raise TraceError(
+            "two inputs of the batch have one name", values=str(error), alternatives="rename one of them"
+        ) from None
     for name, value in (*batch.items(), *flat.items()):
         if not isinstance(name, str) or not is_plain_name(name) or name.startswith("__") or name == "self":
             raise TraceError(
                 "an input of the batch has a name that no argument of forward can have",
                 values=repr(name),
-                alternatives="a Python identifier that is neither a keyword nor self",
+                alternatives="use a Python identifier that is neither a keyword nor self",
             )
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
             raise TraceError(
                 "an input of the batch is not a dense tensor",
                 values=f"{name}: {value.layout}",
-                alternatives=f"{name}.to_dense()",
+                alternatives=f"pass {name}.to_dense()",
             )
     return flat
 
@@ -156,7 +163,7 @@ def _checked(batch: dict[str, Any]) -> NamedBatch:
 def split_names(
     model: nn.Module, names: tuple[str, ...], loss_fn: Callable[..., torch.Tensor] | None
 ) -> tuple[list[str], list[str]]:
-    """Which batch entries the model takes, and which the loss takes, in order."""
+    """Return the names of the entries that the model takes and that the loss takes, in order."""
     accepted, _, has_kwargs = _parameters_of(model)
     if loss_fn is None:
         return list(names), []
@@ -167,10 +174,10 @@ def split_names(
     return [n for n in names if n not in for_loss], for_loss
 
 
-def model_arguments(model: nn.Module, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional values for `*args` models (names arg0, arg1 ...), keyword for the rest."""
-    positional = tuple(value for name, value in given.items() if is_positional_name(name))
-    return positional, {name: value for name, value in given.items() if not is_positional_name(name)}
+def model_arguments(model: nn.Module, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional values for `*args` models (names arg0, arg1 ...), keywords for the rest."""
+    positional = tuple(value for name, value in arguments.items() if is_positional_name(name))
+    return positional, {name: value for name, value in arguments.items() if not is_positional_name(name)}
 
 
 def is_positional_name(name: str) -> bool:
@@ -178,7 +185,7 @@ def is_positional_name(name: str) -> bool:
 
 
 def _parameters_of(model: nn.Module) -> tuple[list[str], bool, bool]:
-    """Names that forward takes, and whether it has *args and **kwargs."""
+    """Return the names that forward takes, and whether it has *args and **kwargs."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     kinds = {p.kind for p in parameters}
@@ -186,7 +193,7 @@ def _parameters_of(model: nn.Module) -> tuple[list[str], bool, bool]:
 
 
 def _num_targets(loss_fn: Callable[..., torch.Tensor] | None) -> int:
-    """How many arguments `loss_fn` requires after the output."""
+    """Return how many arguments `loss_fn` requires after the output."""
     if loss_fn is None:
         return 0
     function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
@@ -203,7 +210,7 @@ def _num_targets(loss_fn: Callable[..., torch.Tensor] | None) -> int:
 
 
 def common_batch(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Rows of the batch: dim 0 of the first input that has dims."""
+    """Return the rows of the batch: dim 0 of the first input that has dims."""
     sizes = [value.shape[0] for value in tensors.values() if value.dim() > 0]
     if not sizes:
         raise TraceError(
@@ -215,7 +222,7 @@ def common_batch(tensors: Mapping[str, torch.Tensor]) -> int:
         raise TraceError(
             "the batch of example_inputs is empty",
             values=", ".join(f"{name}: {tuple(value.shape)}" for name, value in tensors.items()),
-            alternatives="at least one row",
+            alternatives="pass at least one row",
         )
     return int(sizes[0])
 
@@ -231,14 +238,14 @@ def fake_input(value: Any, fake: FakeTensorMode, rows: int, batch_size: int | No
     if batch_size is not None and has_rows(value, rows):
         shape[0] = batch_size
     with fake:
-        made = torch.empty(shape, dtype=value.dtype, device="cpu")
-    if (known := _example_value(value)) is not None:
-        setattr(made, VALUE, known)
-    return made
+        stand_in = torch.empty(shape, dtype=value.dtype, device="cpu")
+    if (example_value := _example_value(value)) is not None:
+        setattr(stand_in, VALUE, example_value)
+    return stand_in
 
 
 def example_values(batch: Batch) -> dict[str, torch.Tensor]:
-    """The values of the example batch, or of the one that inputs without memory were made of; of small inputs alone."""
+    """Return the values of small inputs of the example batch, or of the example that fake inputs came from."""
     values = {name: _example_value(value) for name, value in batch.items()}
     return {name: value for name, value in values.items() if value is not None}
 

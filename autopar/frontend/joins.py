@@ -1,4 +1,4 @@
-"""Tensors that are joined, and what is cut from them. Both passes take the flat graph and change it in place."""
+"""Simplify joins of tensors and cuts of the results. Both passes take the flat graph and change it in place."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Piece = tuple[Ref, int, int]
 
 
 def drop_cut_joins(flat: FlatGraph) -> None:
-    """What is cut from joined tensors is cut from what was joined: so a tensor that is made empty and then written to
-    part by part is what these parts join.
+    """Cut the joined tensors instead of their join. So a tensor that is made empty and then written part by part
+    becomes the join of these parts.
 
-    Nothing is done where a parameter is left out of all that is cut, whose gradient of zeros would become none.
+    Nothing changes where no cut would read a parameter any more: its gradient of zeros would become None.
     """
     metas, before, nodes = flat.metas(), reached(flat), flat.nodes
     flat.nodes = list(nodes)
@@ -30,21 +30,23 @@ def drop_cut_joins(flat: FlatGraph) -> None:
         if node.op not in (_CAT, "aten.slice.Tensor", "aten.select.int"):
             continue
         dim = arguments_of(node)["dim"] % len(metas[node.inputs[0]].shape)
-        own = _pieces(node, dim, pieces, metas)
-        if not own:
+        joined_pieces = _pieces(node, dim, pieces, metas)
+        if not joined_pieces:
             continue
         if node.op == "aten.select.int":
-            flat.nodes[position] = replace(node, args=(own[0][0], dim, own[0][1]), kwargs=())
+            flat.nodes[position] = replace(node, args=(joined_pieces[0][0], dim, joined_pieces[0][1]), kwargs=())
             continue
-        pieces[Ref(node.name), dim] = own
-        refs = tuple(ref for ref, _, _ in own)
-        is_whole = all(_whole(ref, dim, metas) == [(ref, *at)] for ref, *at in own)
-        if is_whole and len(own) == 1:
+        pieces[Ref(node.name), dim] = joined_pieces
+        refs = tuple(ref for ref, _, _ in joined_pieces)
+        is_whole = all(_whole(ref, dim, metas) == [(ref, *at)] for ref, *at in joined_pieces)
+        if is_whole and len(joined_pieces) == 1:
             renamed[Ref(node.name)] = refs[0]
         elif is_whole and refs != node.inputs:
             flat.nodes[position] = replace(node, op=_CAT, args=(refs, dim), kwargs=())
-        elif not is_whole and len(own) == 1:
-            flat.nodes[position] = replace(node, op="aten.slice.Tensor", args=(refs[0], dim, *own[0][1:]), kwargs=())
+        elif not is_whole and len(joined_pieces) == 1:
+            flat.nodes[position] = replace(
+                node, op="aten.slice.Tensor", args=(refs[0], dim, *joined_pieces[0][1:]), kwargs=()
+            )
     loss = flat.loss
     flat.substitute(renamed)
     if (before - reached(flat)) & set(flat.parameters):
@@ -54,11 +56,11 @@ def drop_cut_joins(flat: FlatGraph) -> None:
 def _pieces(
     node: Node, dim: int, pieces: dict[tuple[Ref, int], list[Piece]], metas: dict[Ref, TensorMeta]
 ) -> list[Piece]:
-    """What a call joins along `dim`, or cuts from what is joined; nothing where it does neither."""
+    """Return the pieces that a call joins along `dim`, or cuts from a join; nothing for any other call."""
     arguments = arguments_of(node)
     if "tensors" in arguments:
         joined, rank = arguments["tensors"], len(node.meta.shape)
-        # One of another rank is the empty tensor that `cat` leaves out; one of another dtype is promoted.
+        # A piece of another rank is the empty tensor that `cat` leaves out; one of another dtype is promoted.
         if any((len(metas[part].shape), metas[part].dtype) != (rank, node.meta.dtype) for part in joined):
             return []
         return [piece for part in joined for piece in pieces.get((part, dim), _whole(part, dim, metas))]
@@ -78,7 +80,7 @@ def _whole(ref: Ref, dim: int, metas: dict[Ref, TensorMeta]) -> list[Piece]:
 
 
 def _cut(pieces: list[Piece], start: int, end: int) -> Iterator[Piece]:
-    """What lies between two positions of joined pieces."""
+    """Yield the pieces between two positions of joined pieces."""
     for ref, first, last in pieces:
         length = last - first
         if max(start, 0) < min(end, length):
@@ -87,25 +89,27 @@ def _cut(pieces: list[Piece], start: int, end: int) -> Iterator[Piece]:
 
 
 class _Joins:
-    """Joins along one dim by what they join, read from one end: a tree with a branch per tensor."""
+    """Joins along one dim by their pieces, read from one end: a tree with a branch per tensor."""
 
     def __init__(self) -> None:
         self.result: Ref | None = None
         self.longer: dict[Ref, _Joins] = {}
 
     def longest(self, refs: tuple[Ref, ...]) -> tuple[int, Ref] | None:
-        """The result of the longest join of at least two tensors that `refs` begin with, and how many these are."""
-        found, at = None, self
+        """Return the result of the longest join of at least two tensors that begins `refs`, and the number of its
+        pieces.
+        """
+        longest_join, at = None, self
         for count, ref in enumerate(refs, 1):
             if ref not in at.longer:
                 break
             at = at.longer[ref]
             if at.result is not None:
-                found = count, at.result
-        return found
+                longest_join = count, at.result
+        return longest_join
 
     def add(self, refs: tuple[Ref, ...], result: Ref) -> None:
-        """Later joins may begin with this one."""
+        """Register a join, which later joins may begin with."""
         at = self
         for ref in refs:
             at = at.longer.setdefault(ref, _Joins())
@@ -113,11 +117,11 @@ class _Joins:
 
 
 def nest_joins(flat: FlatGraph) -> None:
-    """A join that begins or ends with all that an earlier one joins takes that one's result instead.
+    """Replace the pieces of an earlier join at either end of a join by that join's result.
 
-    A loop that writes row after row reads all rows so far in each turn, so that every row would be read by all later
-    turns, and what has to be decided together would grow with the loop. Values are the same; gradients are summed turn
-    by turn, as autograd sums them through a tensor that is written to in place.
+    A loop that writes row after row reads all earlier rows in each turn: every row would be read by all later turns,
+    and the decisions for one join would grow with the loop. Values are the same; gradients are summed turn by turn, as
+    autograd sums them through a tensor that is written to in place.
     """
     metas = flat.metas()
     first: dict[int, _Joins] = {}
@@ -131,10 +135,10 @@ def nest_joins(flat: FlatGraph) -> None:
             continue
         dim = arguments_of(node)["dim"] % len(node.meta.shape)
         ways = ((first.setdefault(dim, _Joins()), 1), (last.setdefault(dim, _Joins()), -1))
-        found = [(tree.longest(node.inputs[::step]), step) for tree, step in ways]
+        joins = [(tree.longest(node.inputs[::step]), step) for tree, step in ways]
         for tree, step in ways:
             tree.add(node.inputs[::step], Ref(node.name))
-        best, step = max(found, key=lambda each: each[0][0] if each[0] else 0)
+        best, step = max(joins, key=lambda join: join[0][0] if join[0] else 0)
         if best is not None and best[0] < len(node.inputs):
             count, result = best
             refs = (result, *node.inputs[count:]) if step > 0 else (*node.inputs[:-count], result)

@@ -1,8 +1,8 @@
-"""Whether a forward that keeps what it computed in its first call (a table by length) computes the same later.
+"""Decide whether a forward that caches values of its first call (a table by length) computes the same later.
 
-Two recorded forwards are read as expressions: of inputs, of tensors of the model, and of what the first has left. A
-tensor in memory is its content and the writes to it, each to a view of it. The second forward reads what the first
-wrote as the expression that was written, if that depends on nothing that changes between steps.
+Two recorded forwards are read as expressions: of inputs, of tensors of the model, and of values that the first has
+left. A tensor in memory is its content and the writes to its views. The second forward reads values of the first as the
+written expressions, if these depend on nothing that changes between steps.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from autopar.ir.graph import base_name
 from autopar.operators.traits import JOINS, MOVING, PERMUTATIONS
 
 Name = tuple[Any, ...]
-"""Where a tensor of a record comes from."""
+"""The origin of a tensor in a record."""
 _IDENTITIES = MOVING - PERMUTATIONS - JOINS | {"copy", "type_as"}
-"""Operators that return a constant as it is where shape and dtype stay."""
+"""Operators that return a constant unchanged if shape and dtype stay."""
 
 
 def compute_alike(first: Record, second: Record, named: Mapping[str, Tensor], fixed: Iterable[str]) -> bool:
-    """Whether two consecutive forwards compute the same loss and leave the same in the model's tensors.
+    """Return whether two consecutive forwards compute the same loss and leave the same values in the model's tensors.
 
     named: the model's tensors when the second began. fixed: those whose values stay, unless a forward writes to them.
     """
@@ -47,7 +47,7 @@ def compute_alike(first: Record, second: Record, named: Mapping[str, Tensor], fi
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One operator that takes a view. is_same: shape and dtype are those of what it is a view of."""
+    """One operator that takes a view. is_same: the view has the shape and dtype of its base."""
 
     operator: OpOverload
     rest: Any
@@ -92,7 +92,7 @@ class _Symbols:
         return self._is_fixed[number]
 
     def old(self, number: int) -> int:
-        """An expression of an earlier forward: itself, or a value of then."""
+        """Return an expression of an earlier forward: itself, or an earlier value."""
         return number if self.is_fixed(number) else self.of(("old", number), is_fixed=False)
 
     def view(self, number: int, step: _Step) -> int:
@@ -102,8 +102,9 @@ class _Symbols:
 
 
 class _Reader:
-    """One record, as expressions. start: what memory is before it, by name. kept: expressions of an earlier record's
-    tensors."""
+    """One record, as expressions. start: contents of memory before it, by name. kept: expressions of an earlier
+    record's tensors.
+    """
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class _Reader:
         self._memories = {name: _Memory(memory.content, list(memory.writes)) for name, memory in start.items()}
         self._places: dict[Name, _Place] = {}
         self._is_differentiable, self._num_draws = True, 0
-        self._metas = {each.name: each.meta for each in record.recorder.origins.values()}
+        self._metas = {source.name: source.meta for source in record.recorder.origins.values()}
         self.loss: Any = None
         self.written: set[Name] = set()
         for position, entry in enumerate(record.outside):
@@ -128,7 +129,7 @@ class _Reader:
                 self._call(position + 1, *entry)
 
     def place(self, name: Name) -> _Place:
-        """Where a tensor is in memory."""
+        """Return the memory of a tensor, and the view of it."""
         if name not in self._places:
             self._places[name] = _Place(name)
         return self._places[name]
@@ -149,23 +150,23 @@ class _Reader:
         return self.read(_Place(name))
 
     def left(self, record: Record, named: Mapping[str, Tensor]) -> list[tuple[str, _Memory]]:
-        """Return the contents of the model's tensors as the next forward finds them."""
-        found = []
+        """Return the contents of the model's tensors for the next forward."""
+        memories = []
         for tensor_name, tensor in named.items():
             name = record.name_of(tensor)
             if name == ("tensor", tensor_name):
                 memory = self._memory(name)
                 if all(self._symbols.is_fixed(value) for _, value in memory.writes):
-                    found.append((tensor_name, memory))
+                    memories.append((tensor_name, memory))
             elif name is not None:
-                found.append((tensor_name, _Memory(self._symbols.old(self.read(self.place(name))))))
-        return found
+                memories.append((tensor_name, _Memory(self._symbols.old(self.read(self.place(name))))))
+        return memories
 
     def _memory(self, root: Name) -> _Memory:
         if root not in self._memories:
             tensor = getattr(root[2], "tensor", None) if root[0] == "constant" else None
-            known = None if tensor is None else self._kept(tensor)
-            self._memories[root] = _Memory(self._symbols.leaf(root) if known is None else known)
+            kept = None if tensor is None else self._kept(tensor)
+            self._memories[root] = _Memory(self._symbols.leaf(root) if kept is None else kept)
         return self._memories[root]
 
     def _viewed(self, number: int, path: tuple[_Step, ...]) -> int:
@@ -174,15 +175,15 @@ class _Reader:
         return number
 
     def _described(self, value: Any) -> Any:
-        """Arguments with numbers of expressions in the place of tensors."""
+        """Return arguments with tensors replaced by numbers of expressions."""
         if isinstance(value, Source):
             return "#", self.read(self.place(value[1]))
         if isinstance(value, (tuple, list)):
             return tuple(map(self._described, value))
         return (type(value), value) if isinstance(value, (bool, int, float)) else value
 
-    def _call(self, number: int, operator: OpOverload, given: Any, *results: Any) -> None:
-        described, sources = self._described(given), list(sources_in(given))
+    def _call(self, number: int, operator: OpOverload, operands: Any, *results: Any) -> None:
+        described, sources = self._described(operands), list(sources_in(operands))
         values = list(_numbers(described))
         is_fixed = all(map(self._symbols.is_fixed, values))
         key: tuple[Any, ...] = (operator, described)
@@ -191,7 +192,7 @@ class _Reader:
             key = (*key, self._num_draws)
         if not is_fixed:
             key = (*key, self._is_differentiable)
-        targets = _targets(operator, given)
+        targets = _targets(operator, operands)
         for index, source in enumerate(targets):
             value = self._symbols.of((*key, "written", index), is_fixed)
             is_copy = base_name(str(operator)) == "copy" and len(sources) == 2
@@ -206,7 +207,7 @@ class _Reader:
             if len(meta) > 2:  # one of the operands
                 continue
             self._metas[name] = meta
-            step = _Step(operator, (_plain((given[0][1:], given[1])), index), is_same=len(sources) == 1)
+            step = _Step(operator, (_plain((operands[0][1:], operands[1])), index), is_same=len(sources) == 1)
             if sources and step.is_same:
                 step = replace(step, is_same=self._meta(sources[0]) == meta)
             if index < len(targets):
@@ -223,24 +224,24 @@ class _Reader:
         return self._metas.get(source[1])
 
 
-def _targets(operator: OpOverload, given: Any) -> list[Source]:
-    """The operands that an operator writes to."""
-    args, kwargs = given[0], dict(given[1])
-    found: list[Source] = []
+def _targets(operator: OpOverload, operands: Any) -> list[Source]:
+    """Return the operands that an operator writes to."""
+    args, kwargs = operands[0], dict(operands[1])
+    sources: list[Source] = []
     for index, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += sources_in(args[index] if index < len(args) else kwargs.get(argument.name))
-    return found
+            sources += sources_in(args[index] if index < len(args) else kwargs.get(argument.name))
+    return sources
 
 
 def _is_view(operator: OpOverload) -> bool:
     arguments, returns = operator._schema.arguments, operator._schema.returns
     shared = arguments[0].alias_info if arguments else None
-    return shared is not None and not shared.is_write and any(each.alias_info for each in returns)
+    return shared is not None and not shared.is_write and any(result.alias_info for result in returns)
 
 
 def _numbers(described: Any) -> Iterator[int]:
-    """The expressions in what `_described` returns."""
+    """Yield the expressions in a result of `_described`."""
     if isinstance(described, tuple):
         if len(described) == 2 and described[0] == "#":
             yield described[1]
@@ -250,7 +251,7 @@ def _numbers(described: Any) -> Iterator[int]:
 
 
 def _plain(value: Any) -> Any:
-    """Arguments without tensors, apart by their types."""
+    """Return arguments without tensors, distinguished by type."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
     return (type(value), value) if isinstance(value, (bool, int, float)) else value

@@ -1,11 +1,11 @@
 """Find repeated layers in the flat graph, verify that they are equal, and fold them into LayerRuns.
 
-A node belongs to the layer named by the first `<list>.<index>` of its module path. Consecutive layers of one list
-are folded when their subgraphs are isomorphic: same operators, constants, shapes, dtypes, gradient flow, parameter
-names and shapes relative to the layer, and the same wiring; and when each is fed by its predecessor only, is called
-once, and alone reads its parameters. A layer that is like none of its neighbours (layers that alternate, stages of a
-convolutional network) is a run of its own if it is made of several modules with parameters, and if others are like it
-or nothing of its list is folded.
+A node belongs to the layer with the name of the first `<list>.<index>` of its module path. Consecutive layers of one
+list are folded when their subgraphs are isomorphic: same operators, constants, shapes, dtypes, gradient flow, parameter
+names and shapes relative to the layer, and the same wiring. Also, a layer's input comes from its predecessor only, it
+is called once, and no other reads its parameters. A layer unlike its neighbors (layers that alternate, stages of a
+convolutional network) becomes a run of one layer if it consists of several modules with parameters, and if others are
+like it or nothing of its list is folded.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _NUMBER = re.compile(r"(?<=.)(_\d+)+$")
 class _Segment:
     """A contiguous slice of nodes of one layer, in canonical form.
 
-    traced: the path of the layer whose nodes these are; another one's where the layer itself was cut from the trace.
-    results: names of the outputs outside of the layer, one for each.
+    traced: the path of the layer with these nodes; another layer's if this one was cut from the trace. results: names
+    of the outputs outside of the layer.
     """
 
     path: str
@@ -47,7 +47,7 @@ class _Segment:
 
 
 def fold_layers(flat: FlatGraph, inputs: tuple[Input, ...], cuts: tuple[Truncation, ...], batch_size: int) -> Graph:
-    """The Graph of `flat`, with lists that were traced at reduced depth extended to their full length.
+    """Return the Graph of `flat`, with lists that were traced at reduced depth extended to their full length.
 
     Raises TraceError if a shortened list did not fold into runs (the caller then traces at full depth).
     """
@@ -77,7 +77,7 @@ def layer_path(module: str) -> str:
 
 
 def _split(nodes: list[Node]) -> Iterator[tuple[str, list[Node]]]:
-    """Maximal contiguous runs of nodes of one layer (or of none)."""
+    """Yield maximal contiguous runs of nodes of one layer (or of none)."""
     run: list[Node] = []
     current = ""
     for node in nodes:
@@ -94,7 +94,7 @@ def _split(nodes: list[Node]) -> Iterator[tuple[str, list[Node]]]:
 def _segment(
     path: str, nodes: list[Node], flat: FlatGraph, metas: dict[Ref, TensorMeta], users: dict[Ref, set[str]]
 ) -> _Segment:
-    """Canonical form: positions instead of names, so that equal layers have equal keys."""
+    """Return the canonical form: positions instead of names, so that equal layers have equal keys."""
     position = {node.name: index for index, node in enumerate(nodes)}
     args: dict[Ref, int] = {}
 
@@ -125,7 +125,7 @@ def _segment(
 
 
 def _relative(path: str, ref: Ref, flat: FlatGraph) -> str | None:
-    """Name of a layer's own parameter relative to its path. Tied parameters stay outside: they have one home."""
+    """Return the name of a layer's parameter relative to its path. Tied parameters keep their one global name."""
     parameter = flat.parameters.get(ref.node)
     if parameter is None or parameter.aliases or not ref.node.startswith(path + "."):
         return None
@@ -133,10 +133,10 @@ def _relative(path: str, ref: Ref, flat: FlatGraph) -> str | None:
 
 
 def _extended(pieces: list[Node | _Segment], cut: Truncation, users: dict[Ref, set[str]]) -> list[Node | _Segment]:
-    """The pieces with the layers that were cut from a list, each like that one period before it.
+    """Return the pieces with the layers that were cut from a list, each a copy of the one a period before it.
 
-    The last layer of the list takes over the names that the last traced one had for those that read its results; what
-    reads the names that are new is added to `users`. Raises TraceError where the layers do not repeat as traced.
+    The last layer of the list takes over the result names of the last traced one; readers of new names are added to
+    `users`. Raises TraceError where the layers do not repeat as traced.
     """
     places = [i for i, p in enumerate(pieces) if isinstance(p, _Segment) and p.prefix == cut.path]
     layers = [p for p in pieces if isinstance(p, _Segment) and p.prefix == cut.path and p.index >= cut.first]
@@ -144,12 +144,14 @@ def _extended(pieces: list[Node | _Segment], cut: Truncation, users: dict[Ref, s
     is_whole = indices == list(range(cut.first, cut.end)) and places[-1] - places[-len(layers)] == len(layers) - 1
     if not is_whole or any(a.key != b.key for a, b in zip(layers, layers[period:], strict=False)):
         raise TraceError("blocks that look alike trace differently", values=cut.path)
-    made, handed_on = {ref for layer in layers for ref in layer.outputs}, layers[-1].outputs
+    layer_outputs, handed_on = {ref for layer in layers for ref in layer.outputs}, layers[-1].outputs
     layers[-1] = _with_own_results(layers[-1], layers[-1].index)
     for index in range(cut.end, cut.num_blocks):
         model, before = layers[-period], layers[-period - 1]
         carried = dict(zip(before.results, layers[-1].results, strict=True))
-        if any(ref not in carried and (ref in made or ref.node.startswith(f"{cut.path}.")) for ref in model.args):
+        if any(
+            ref not in carried and (ref in layer_outputs or ref.node.startswith(f"{cut.path}.")) for ref in model.args
+        ):
             raise TraceError("blocks read more than what the one before them computes", values=model.path)
         args = tuple(carried.get(ref, ref) for ref in model.args)
         layers.append(_with_own_results(replace(model, path=f"{cut.path}.{index}", index=index, args=args), index))
@@ -160,14 +162,14 @@ def _extended(pieces: list[Node | _Segment], cut: Truncation, users: dict[Ref, s
 
 
 def _with_own_results(layer: _Segment, index: int) -> _Segment:
-    """The layer with results that have names of their own, which nothing in a graph has."""
+    """Return the layer with results under new names, unique in a graph."""
     return replace(layer, results=tuple(replace(ref, node=f"{ref.node}@{index}") for ref in layer.outputs))
 
 
 def _fold(
     pieces: list[Node | _Segment], flat: FlatGraph, metas: dict[Ref, TensorMeta], users: dict[Ref, set[str]]
 ) -> tuple[list[Node | LayerRun], dict[Ref, Ref]]:
-    """Join neighbouring segments into runs; everything else goes back to plain nodes."""
+    """Join neighboring segments into runs; other segments become plain nodes again."""
     body: list[Node | LayerRun] = []
     renamed: dict[Ref, Ref] = {}
     classes: dict[Any, LayerClass] = {}
@@ -175,7 +177,7 @@ def _fold(
     alone = _alone([group for group in groups if isinstance(group, list)], flat, users)
     taken = {node.name for node in flat.nodes} | flat.inputs.keys() | flat.parameters.keys()
     runs = [group for group in groups if isinstance(group, list) and len(group) > 1]
-    # A layer by itself hands on what it makes as those of its class do that have neighbours of it.
+    # A single layer hands its results on like layers of its class with neighbors of their class.
     carried = {run[0].key: _wiring(run[0], run[1]) or () for run in reversed(runs)}
     for group in groups:
         if isinstance(group, Node):
@@ -185,10 +187,10 @@ def _fold(
                 raise TraceError("blocks that were cut from the trace are no layers", values=group[0].path)
             body += [_rename(node, renamed) for node in group[0].nodes]
         else:
-            own = _wiring(group[0], group[1]) if len(group) > 1 else None
+            wiring = _wiring(group[0], group[1]) if len(group) > 1 else None
             layer_run = _layer_run(
                 group,
-                carried=own or carried.get(group[0].key, ()),
+                carried=wiring or carried.get(group[0].key, ()),
                 flat=flat,
                 metas=metas,
                 classes=classes,
@@ -202,18 +204,20 @@ def _fold(
 
 
 def _shared(pieces: list[Node | _Segment], flat: FlatGraph, users: dict[Ref, set[str]]) -> set[str]:
-    """Paths of layers that are called several times, or whose parameters something else reads: a program's layers have
-    parameters of their own, which are there while they run. Tied ones are no layer's own."""
+    """Return paths of layers that are called several times, or that share parameters with other code.
+
+    A program's layers have their own parameters, which are gathered while they run. Tied ones belong to no layer.
+    """
     times = Counter(piece.path for piece in pieces if isinstance(piece, _Segment))
-    own = {name: layer_path(name) for name, parameter in flat.parameters.items() if not parameter.aliases}
-    lent = {path for name, path in own.items() if path and users.get(Ref(name), set()) - {path}}
+    owners = {name: layer_path(name) for name, parameter in flat.parameters.items() if not parameter.aliases}
+    lent = {path for name, path in owners.items() if path and users.get(Ref(name), set()) - {path}}
     return lent | {path for path, count in times.items() if count > 1}
 
 
 def _groups(
     pieces: list[Node | _Segment], users: dict[Ref, set[str]], shared: set[str]
 ) -> Iterator[Node | list[_Segment]]:
-    """Plain nodes, and the longest runs of equal layers; those of the paths `shared` are each by itself."""
+    """Yield plain nodes, and the longest runs of equal layers; layers of the paths `shared` stay single."""
     position = 0
     while position < len(pieces):
         first = pieces[position]
@@ -234,8 +238,9 @@ def _groups(
 
 
 def _alone(groups: list[list[_Segment]], flat: FlatGraph, users: dict[Ref, set[str]]) -> set[str]:
-    """Paths of the layers that are runs of one layer. One that is like no other of a list with runs stays a part of
-    what is between them."""
+    """Return paths of the layers that are runs of one layer. One unlike all others of a list with runs stays plain
+    nodes.
+    """
     segments = [segment for group in groups for segment in group]
     times, lists = Counter(s.path for s in segments), Counter(s.prefix for s in segments)
     alike, folded = Counter(s.key for s in segments), {group[0].prefix for group in groups if len(group) > 1}
@@ -250,10 +255,10 @@ def _alone(groups: list[list[_Segment]], flat: FlatGraph, users: dict[Ref, set[s
 
 
 def _is_layer(path: str, flat: FlatGraph, users: dict[Ref, set[str]]) -> bool:
-    """Whether several modules under a path have parameters that are read, none of them by anything else."""
-    own = [name for name in flat.parameters if name.startswith(f"{path}.")]
-    modules = {name.rpartition(".")[0] for name in own if Ref(name) in users}
-    return len(modules) > 1 and not any(users.get(Ref(name), set()) - {path} for name in own)
+    """Return whether several modules under a path have parameters, and only the layer reads them."""
+    names = [name for name in flat.parameters if name.startswith(f"{path}.")]
+    modules = {name.rpartition(".")[0] for name in names if Ref(name) in users}
+    return len(modules) > 1 and not any(users.get(Ref(name), set()) - {path} for name in names)
 
 
 def _rename(node: Node, renamed: dict[Ref, Ref]) -> Node:
@@ -262,15 +267,15 @@ def _rename(node: Node, renamed: dict[Ref, Ref]) -> Node:
 
 def _users(flat: FlatGraph) -> dict[Ref, set[str]]:
     """Layer paths that use each Ref ("" for uses outside of layers and for the loss)."""
-    found: dict[Ref, set[str]] = {flat.loss: {""}}
+    users: dict[Ref, set[str]] = {flat.loss: {""}}
     for node in flat.nodes:
         for ref in node.inputs:
-            found.setdefault(ref, set()).add(layer_path(node.module))
-    return found
+            users.setdefault(ref, set()).add(layer_path(node.module))
+    return users
 
 
 def _continues(run: list[_Segment], following: _Segment, users: dict[Ref, set[str]]) -> bool:
-    """Whether `following` is the next equal layer, wired to the last of `run` like that one to its predecessor."""
+    """Return whether `following` is the next equal layer, wired to the last of `run` as that one to its predecessor."""
     last = run[-1]
     if following.prefix != last.prefix or following.index != last.index + 1 or following.key != last.key:
         return False
@@ -281,7 +286,7 @@ def _continues(run: list[_Segment], following: _Segment, users: dict[Ref, set[st
 
 
 def _wiring(last: _Segment, following: _Segment) -> tuple[tuple[int, int], ...] | None:
-    """Pairs (input, output) carried from `last` to `following`; None unless every other input is shared."""
+    """Return pairs (input, output) carried from `last` to `following`; None unless every other input is shared."""
     carried = []
     for index, (before, now) in enumerate(zip(last.args, following.args, strict=True)):
         if now in last.results:
@@ -323,7 +328,7 @@ def _layer_class(
     metas: dict[Ref, TensorMeta],
     taken: set[str],
 ) -> LayerClass:
-    """Body with local names: formal inputs are called after their producers, carried ones `hidden`.
+    """Return the body with local names: formal inputs are named for their producers, carried ones `hidden`.
 
     Torch's numbers (`cos_1`) are left out: they count calls of the whole model in the order of the trace, and a forward
     that iterates over a set has another order in another process.
@@ -361,29 +366,31 @@ def _layer_parameters(path: str, nodes: tuple[Node, ...], flat: FlatGraph) -> tu
     )
 
 
-def _in_block(parameter: Parameter, own: str, other: str) -> Parameter | None:
-    """A block's parameter as another block has it; None for one that is tied to what lies elsewhere."""
-    if not all(alias.startswith(own) for alias in parameter.aliases):
+def _in_block(parameter: Parameter, block: str, other: str) -> Parameter | None:
+    """Return the parameter of another block for a block's parameter; None for one tied to a tensor elsewhere."""
+    if not all(alias.startswith(block) for alias in parameter.aliases):
         return None
-    aliases = tuple(other + alias.removeprefix(own) for alias in parameter.aliases)
-    return replace(parameter, name=other + parameter.name.removeprefix(own), aliases=aliases)
+    aliases = tuple(other + alias.removeprefix(block) for alias in parameter.aliases)
+    return replace(parameter, name=other + parameter.name.removeprefix(block), aliases=aliases)
 
 
 def _all_parameters(
     body: list[Node | LayerRun], flat: FlatGraph, cuts: tuple[Truncation, ...]
 ) -> tuple[Parameter, ...]:
-    """Parameters of the traced model, used or not, and of the layers' instances that were cut from it."""
-    found = dict(flat.parameters)
+    """Return parameters of the traced model, used or not, and of the layers that were cut from it."""
+    parameters = dict(flat.parameters)
     models = [(cut, index) for cut in cuts for index in range(cut.end - cut.period, cut.end)]
     for cut, model in models:
-        own = [p for p in flat.parameters.values() if p.name.startswith(f"{cut.path}.{model}.")]
-        for parameter, index in itertools.product(own, range(model + cut.period, cut.num_blocks, cut.period)):
+        block_parameters = [p for p in flat.parameters.values() if p.name.startswith(f"{cut.path}.{model}.")]
+        for parameter, index in itertools.product(
+            block_parameters, range(model + cut.period, cut.num_blocks, cut.period)
+        ):
             moved = _in_block(parameter, f"{cut.path}.{model}.", f"{cut.path}.{index}.")
-            found |= {} if moved is None else {moved.name: moved}
+            parameters |= {} if moved is None else {moved.name: moved}
     for piece in body:
         if isinstance(piece, LayerRun):
             for path in piece.instances:
                 for parameter in piece.layer.parameters:
                     full = f"{path}.{parameter.name}"
-                    found.setdefault(full, replace(parameter, name=full))
-    return tuple(found.values())
+                    parameters.setdefault(full, replace(parameter, name=full))
+    return tuple(parameters.values())

@@ -27,8 +27,8 @@ class LossModule(nn.Module):
     """Model and loss as one module that takes a batch by name, as `batch` is, and returns the loss.
 
     with_logits: it returns (loss, logits) where the model returns logits (`_logits_of`). dtype: of floating-point
-    parameters that were cast to half precision, which decides what operators take; None: they were not. keeps_buffers:
-    buffers that forward replaces are written in place, as a trace needs them, and as no backward may follow.
+    parameters that were cast to half precision, which decides operand dtypes; None: not cast. keeps_buffers: write in
+    place to buffers that forward replaces, as a trace needs; no backward may follow.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class LossModule(nn.Module):
 
     def forward(self, **batch: Any) -> Any:
         begin_forward(batch, self.values)
-        given = arguments_of_batch({name: batch[name] for name in self.names}, self.containers)
-        model_names, loss_names = split_names(self.model, tuple(given), self.loss_fn)
-        positional, keyword = model_arguments(self.model, {name: given[name] for name in model_names})
+        arguments = arguments_of_batch({name: batch[name] for name in self.names}, self.containers)
+        model_names, loss_names = split_names(self.model, tuple(arguments), self.loss_fn)
+        positional, keyword = model_arguments(self.model, {name: arguments[name] for name in model_names})
         kept = kept_buffers if self.keeps_buffers else contextlib.nullcontext
         with operands_in(self.dtype), kept(self.model):
             output = self.model(*positional, **keyword)
@@ -62,15 +62,16 @@ class LossModule(nn.Module):
             loss = _loss_of(output)
         else:
             with operands_in(self.dtype, is_loss=True), kept(self.loss_fn):
-                loss = _scalar(self.loss_fn(output, *(given[name] for name in loss_names)), "loss_fn")
+                loss = _scalar(self.loss_fn(output, *(arguments[name] for name in loss_names)), "loss_fn")
         logits = _logits_of(output) if self.with_logits else None
         return loss if logits is None else (loss, logits)
 
 
 @contextlib.contextmanager
 def kept_buffers(model: Any) -> Iterator[None]:
-    """Buffers that a module's forward replaces by others of their shape and dtype are written in place when it is
-    over."""
+    """Context manager after which buffers that forward replaces by others of equal shape and dtype are written in place
+    instead.
+    """
     modules = modules_of(model) if isinstance(model, nn.Module) else ()
     before = [(m._buffers, name, value) for m in modules for name, value in m._buffers.items()]
     yield
@@ -85,15 +86,17 @@ def kept_buffers(model: Any) -> Iterator[None]:
 
 
 def _logits_of(output: Any) -> torch.Tensor | None:
-    """What the model returns as logits: `output.logits`, output["logits"], or the output or the first of several that
-    is a floating-point tensor with dims. None where there is no such tensor."""
+    """Return the model's logits: `output.logits`, output["logits"], the output, or the first of several outputs.
+
+    Logits are a floating-point tensor with dims. None where there is no such tensor.
+    """
     named = getattr(output, "logits", None)
     if named is None and isinstance(output, Mapping):
         named = output.get("logits")
     several = output if isinstance(output, (tuple, list)) else (output,)
-    for each in (named,) if named is not None else several:
-        if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dim():
-            return each
+    for tensor in (named,) if named is not None else several:
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dim():
+            return tensor
     return None
 
 
@@ -109,7 +112,7 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 
 def _scalar(loss: Any, author: str) -> torch.Tensor:
-    """`loss` as a tensor of no dims. Raises TraceError unless it is one number that can be differentiated."""
+    """Return `loss` as a tensor without dims. Raises TraceError unless it is one differentiable number."""
     if isinstance(loss, torch.Tensor) and loss.is_floating_point() and loss.numel() == 1:
         return loss.reshape(())
     what = type(loss).__name__

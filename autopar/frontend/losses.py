@@ -1,7 +1,7 @@
-"""Losses whose mean divides by more than a number of rows, written as what they are: a sum over a sum.
+"""Rewrite losses whose mean divides by other counts than rows as a sum over a sum.
 
 `nll_loss`, cross-entropy with class weights and cross-entropy over more than one position per row divide by the weights
-of the targets that count. As two sums they can be cut over ranks and over micro-batches, the divisor being known from
+of the targets that count. As two sums they can be cut over ranks and over micro-batches, since the divisor follows from
 the batch alone. Plain cross-entropy over [N, C] stays: the run time has one that takes the count from outside.
 """
 
@@ -21,7 +21,7 @@ _MEAN, _SUM = 1, 2
 
 
 def split_means(flat: FlatGraph) -> None:
-    """Every such mean becomes `sum / (sum of the weights of the targets)`, as torch defines it."""
+    """Rewrite every such mean as `sum / (sum of the weights of the targets)`, as torch defines it."""
     if not any(base_name(node.op) in CLASS_LOSSES for node in flat.nodes):
         return
     metas = flat.metas()
@@ -42,7 +42,7 @@ class _Split:
         self.names = argument_names(op)
         defaults: dict[str, Any] = {"weight": None, "reduction": _MEAN, "ignore_index": -100}
         self.arguments = defaults | dict(zip(self.names, node.args, strict=False)) | dict(node.kwargs)
-        self.made: list[Node] = []
+        self.calls: list[Node] = []
 
     def nodes(self) -> list[Node]:
         x, target, weight = (self.arguments[name] for name in ("self", "target", "weight"))
@@ -53,28 +53,30 @@ class _Split:
             return [self.node]
         total = self.make("sum", self.node.op, *self.summed(), meta=self.node.meta)
         count = self.weights_of_targets(target, targets, weight)
-        return [*self.made, replace(self.node, op="aten.div.Tensor", args=(total, count), kwargs=())]
+        return [*self.calls, replace(self.node, op="aten.div.Tensor", args=(total, count), kwargs=())]
 
     def summed(self) -> tuple[Any, ...]:
-        """The loss' own arguments, for a sum."""
-        given = {**self.arguments, "reduction": _SUM}
-        return tuple(given[name] for name in self.names if name in given)
+        """Return the loss' arguments, for a sum."""
+        arguments = {**self.arguments, "reduction": _SUM}
+        return tuple(arguments[name] for name in self.names if name in arguments)
 
     def weights_of_targets(self, target: Ref, meta: TensorMeta, weight: Ref | None) -> Ref:
-        """The weights of all targets that are not ignored, added up; without weights, how many there are."""
+        """Return the sum of the weights of all targets that are not ignored; their number if there are no weights."""
         mask = TensorMeta(meta.shape, torch.bool)
         valid = self.make("valid", "aten.ne.Scalar", target, self.arguments["ignore_index"], meta=mask)
         if weight is None:
             return self.make("count", "aten.sum.default", valid, meta=TensorMeta((), torch.int64))
         classes = self.make("classes", "aten.mul.Tensor", target, valid, meta=TensorMeta(meta.shape, meta.dtype))
-        own = self.metas[weight]
-        picked = TensorMeta(meta.shape, own.dtype, own.requires_grad)
+        weight_meta = self.metas[weight]
+        picked = TensorMeta(meta.shape, weight_meta.dtype, weight_meta.requires_grad)
         weights = self.make("weights", "aten.index.Tensor", weight, (classes,), meta=picked)
         kept = self.make("kept", "aten.mul.Tensor", weights, valid, meta=picked)
-        return self.make("weight", "aten.sum.default", kept, meta=TensorMeta((), own.dtype, own.requires_grad))
+        return self.make(
+            "weight", "aten.sum.default", kept, meta=TensorMeta((), weight_meta.dtype, weight_meta.requires_grad)
+        )
 
     def make(self, word: str, op: str, *args: Any, meta: TensorMeta) -> Ref:
         name = unused_name(f"{self.node.name}_{word}", self.taken, first=2)
         self.taken.add(name)
-        self.made.append(Node(name=name, op=op, args=args, kwargs=(), outputs=(meta,), module=self.node.module))
+        self.calls.append(Node(name=name, op=op, args=args, kwargs=(), outputs=(meta,), module=self.node.module))
         return Ref(name)

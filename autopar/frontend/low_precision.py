@@ -1,4 +1,4 @@
-"""The loss of an eager model in the precision of a program: what a plain run trains with, and verification compares."""
+"""Compute the loss of an eager model in the precision of a program, for a plain run and for verification."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from autopar.frontend.loss_module import LossModule
 
 
 def loss_in(dtype: torch.dtype | None, module: LossModule, batch: Mapping[str, Any]) -> Tensor:
-    """The module's loss with floating-point parameters cast to `dtype`; its own parameters are the masters.
+    """Return the module's loss with floating-point parameters cast to `dtype`; its own parameters are the masters.
 
-    What operators take is cast as `operand_dtypes.py` says. Gradients come to the masters in their dtype, rounded to
-    `dtype` before, as to those of a program. None: as it is.
+    `operand_dtypes.py` casts operands. Gradients reach the masters in their dtype, rounded to `dtype` before, as in a
+    program. None: no cast.
     """
     if dtype is None:
         loss: Tensor = module(**batch)
@@ -35,8 +35,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 class _AsPrograms(TorchFunctionMode):
-    """Within it, the cross-entropy of half-precision logits is computed in fp32, and batch norm takes weights of its
-    statistics' dtype, as programs do."""
+    """Context manager in which, as in programs, cross-entropy of half-precision logits is computed in fp32, and batch
+    norm takes weights of its statistics' dtype.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,13 +1,13 @@
-"""Masks that are windows: which keys a query sees by its position alone, proven from what computes the mask.
+"""Prove that masks are windows: which keys a query sees by its position alone, from the calls that compute the mask.
 
-A mask is a window if it is true (or zero, of a mask that is added) exactly where a conjunction of these holds for query
-p and key s, which is what transformers' masks of sliding windows and chunks are, and causal ones:
+A mask is a window if it is true (or zero, for an added mask) exactly where a conjunction of these holds for query p and
+key s. Causal masks and transformers' masks of sliding windows and chunks are windows.
 
     p - s <= before        s - p <= after        floor(p / chunk) = floor(s / chunk)
 
-It is proven from the calls: numbers that are whole combinations c + a p + b s of a tensor's indices, what is divided of
-them, comparisons of two such, conjunctions, and what these are moved and expanded by. Whatever else a mask is made of
-may be evaluated where it depends on nothing and is small; then the window is read off the values, all of them.
+The calls prove it: integer combinations c + a p + b s of a tensor's indices, their quotients, comparisons of two such,
+conjunctions, and moves and expansions of these. Any other part of a mask may be evaluated if it depends on no input and
+is small; then the window is read off all of its values.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _UNBOUNDED = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Elements start + sum of index[d] * i_d, over dims counted from the end; divided: by that, rounded down."""
+    """Elements start + sum of index[d] * i_d, over dims counted from the end; divided: by that number, rounded down."""
 
     start: int
     index: tuple[tuple[int, int], ...] = ()
     divided: int = 1
 
     def plus(self, other: Numbers, sign: int = 1) -> Numbers | None:
-        """The sum or the difference, of what is not divided."""
+        """Return the sum or the difference, of undivided numbers."""
         if self.divided != 1 or other.divided != 1:
             return None
         steps = dict(self.index)
@@ -53,8 +53,11 @@ def _numbers(start: int, steps: Mapping[int, int]) -> Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """Elements that are true where all conditions hold: `at_least` numbers that are at least 0, and pairs of numbers
-    that are equal when divided. is_mask: of a floating tensor that is 0 there, and -inf or the least number else."""
+    """Elements that are true where all conditions hold.
+
+    at_least: numbers that are at least 0; also pairs of numbers that are equal when divided. is_mask: of a floating
+    tensor that is 0 where the conditions hold, and -inf or the least number elsewhere.
+    """
 
     at_least: tuple[Numbers, ...] = ()
     equal: tuple[tuple[Numbers, Numbers], ...] = ()
@@ -65,35 +68,35 @@ Form = Numbers | Truth
 
 
 def forms_of(nodes: list[Node], metas: Mapping[Ref, TensorMeta]) -> dict[Ref, Form]:
-    """What is known of the tensors that calls make of nothing but positions."""
-    found: dict[Ref, Form] = {}
+    """Return the forms of tensors that calls compute from positions alone."""
+    forms: dict[Ref, Form] = {}
     for node in nodes:
-        if len(node.outputs) == 1 and all(ref in found for ref in node.inputs):
-            form = _form(node, found, metas)
+        if len(node.outputs) == 1 and all(ref in forms for ref in node.inputs):
+            form = _form(node, forms, metas)
             if form is not None:
-                found[Ref(node.name)] = form
-    return found
+                forms[Ref(node.name)] = form
+    return forms
 
 
 def hides_nothing(form: Form | None, values: torch.Tensor | None) -> bool:
-    """Whether a mask of any dims leaves all keys to all queries."""
+    """Return whether a mask of any dims shows all keys to all queries."""
     if isinstance(form, Truth) and not form.equal:
         return all(not numbers.index and numbers.start >= 0 for numbers in form.at_least)
     return values is not None and not bool((~values if values.dtype == torch.bool else values).any())
 
 
 def window_of(form: Form | None, values: torch.Tensor | None, lengths: Collection[int]) -> Window | None:
-    """The window that a mask is, of what is known of it. lengths: its dims', and of queries and keys."""
+    """Return the window of a mask, from its form or its values. lengths: of its dims, and of queries and keys."""
     if hides_nothing(form, values):
         return Window()
     if len(set(lengths)) > 1:
         return None
-    found = window_of_form(form, next(iter(lengths)))
-    return found if found is not None or values is None else window_of_values(values)
+    window = window_of_form(form, next(iter(lengths)))
+    return window if window is not None or values is None else window_of_values(values)
 
 
 def window_of_form(form: Form | None, length: int) -> Window | None:
-    """The window that a mask [..., L, L] is."""
+    """Return the window of a mask [..., L, L], from its form."""
     if not isinstance(form, Truth):
         return None
     before: int | None = None
@@ -116,7 +119,9 @@ def window_of_form(form: Form | None, length: int) -> Window | None:
 
 
 def window_of_values(mask: torch.Tensor) -> Window | None:
-    """The window that a mask [..., L, L] of known values is. Float masks count -inf and the dtype's least as unseen."""
+    """Return the window of a mask [..., L, L] of known values. Float masks count -inf and the dtype's
+    least as hidden.
+    """
     rows = mask.reshape(-1, *mask.shape[-2:])
     if mask.dtype != torch.bool:
         if ((rows != 0) & (rows > torch.finfo(mask.dtype).min / 2)).any():
@@ -137,50 +142,52 @@ def window_of_values(mask: torch.Tensor) -> Window | None:
 
 
 def _shortest(window: Window, length: int) -> Window:
-    """Without bounds that hide nothing in a sequence of this length, or nothing that others do not."""
+    """Return the window without bounds that hide nothing in a sequence of this length, or nothing beyond
+    other bounds.
+    """
     chunk = window.chunk if window.chunk is not None and window.chunk < length else None
     least = length if chunk is None else chunk
     before, after = (None if side is None or side >= least - 1 else side for side in (window.before, window.after))
     return Window(before, after, chunk)
 
 
-def _form(node: Node, found: Mapping[Ref, Form], metas: Mapping[Ref, TensorMeta]) -> Form | None:
+def _form(node: Node, forms: Mapping[Ref, Form], metas: Mapping[Ref, TensorMeta]) -> Form | None:
     packet = node.op.split(".")[1].strip("_")
-    given = arguments_of(node)
+    arguments = arguments_of(node)
     if packet in _MAKERS:
-        return _MAKERS[packet](given, node)
+        return _MAKERS[packet](arguments, node)
     if packet in _MOVES:
         moves = _MOVES[packet](metas[node.inputs[0]].shape, node.meta.shape)
-        return _moved(found[node.inputs[0]], moves, node)
+        return _moved(forms[node.inputs[0]], moves, node)
     if packet in _CALCULATIONS:
-        operands = [_operand(given[name], found) for name in ("self", "other")]
-        is_scaled = given.get("alpha", 1) != 1 or (packet == "div" and given.get("rounding_mode") != "floor")
-        if any(each is None for each in operands) or is_scaled:
+        operands = [_operand(arguments[name], forms) for name in ("self", "other")]
+        is_scaled = arguments.get("alpha", 1) != 1 or (packet == "div" and arguments.get("rounding_mode") != "floor")
+        if any(operand is None for operand in operands) or is_scaled:
             return None
         form: Form | None = _CALCULATIONS[packet](*operands)
         return form
-    return _masked(packet, given, found, node)
+    return _masked(packet, arguments, forms, node)
 
 
-def _operand(value: Any, found: Mapping[Ref, Form]) -> Form | None:
+def _operand(value: Any, forms: Mapping[Ref, Form]) -> Form | None:
     if isinstance(value, Ref):
-        return found.get(value)
+        return forms.get(value)
     return Numbers(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 # --- what makes tensors of nothing ------------------------------------------------------------------------------------
 
 
-def _arange(given: Mapping[str, Any], node: Node) -> Form | None:
-    start, step = given.get("start", 0), given.get("step", 1)
+def _arange(arguments: Mapping[str, Any], node: Node) -> Form | None:
+    start, step = arguments.get("start", 0), arguments.get("step", 1)
     is_whole = node.meta.dtype in _UNBOUNDED and isinstance(start, int) and isinstance(step, int)
-    # A dim of one element may be expanded, and is at index 0 all along.
+    # A dim of one element may be expanded, and its index is 0 throughout.
     return _numbers(start, {-1: step} if node.meta.numel > 1 else {}) if is_whole else None
 
 
-def _filled(given: Mapping[str, Any], node: Node) -> Form | None:
+def _filled(arguments: Mapping[str, Any], node: Node) -> Form | None:
     fill = FILLS[base_name(node.op)]
-    value = given[fill] if isinstance(fill, str) else fill
+    value = arguments[fill] if isinstance(fill, str) else fill
     if node.meta.dtype == torch.bool:
         return Truth() if value else Truth((Numbers(-1),))
     if node.meta.dtype.is_floating_point:
@@ -190,7 +197,7 @@ def _filled(given: Mapping[str, Any], node: Node) -> Form | None:
 
 
 def hides(value: float, dtype: torch.dtype) -> bool:
-    """Whether a score with this added has no share of the softmax: -inf and the dtype's least number."""
+    """Return whether a score plus this number has no share of the softmax: -inf and the dtype's least number."""
     return value <= torch.finfo(dtype).min / 2
 
 
@@ -203,7 +210,7 @@ _MAKERS = {
 # --- what moves dims --------------------------------------------------------------------------------------------------
 
 Moves = dict[int, int] | None
-"""Dim of the source -> dim of the result, both from the end; None: something else than moved dims."""
+"""Dim of the source -> dim of the result, both from the end; None: not a movement of dims."""
 
 
 def _same(source: tuple[int, ...], result: tuple[int, ...]) -> Moves:
@@ -211,7 +218,7 @@ def _same(source: tuple[int, ...], result: tuple[int, ...]) -> Moves:
 
 
 def _reshaped(source: tuple[int, ...], result: tuple[int, ...]) -> Moves:
-    """Where only dims of one element come or go."""
+    """Return the moved dims of a reshape that only adds or drops dims of one element."""
     here, there = ([dim for dim, size in enumerate(shape) if size != 1] for shape in (source, result))
     if [source[dim] for dim in here] != [result[dim] for dim in there]:
         return None
@@ -262,7 +269,7 @@ def _quotient(one: Form, other: Form) -> Form | None:
 
 
 def _at_least(least: int, swap: bool) -> Any:
-    """A comparison: what is at least `least` of the one less the other."""
+    """Return, for a comparison, the difference that is at least `least`."""
 
     def compared(one: Form, other: Form) -> Form | None:
         difference = _difference(other, one) if swap else _difference(one, other)
@@ -298,19 +305,19 @@ _CALCULATIONS = {
 }
 
 
-def _masked(packet: str, given: Mapping[str, Any], found: Mapping[Ref, Form], node: Node) -> Form | None:
-    """Triangles of what is true, and masks that are added, made of such that are true."""
-    if packet in ("tril", "triu") and given["self"] in found:
-        form, diagonal = found[given["self"]], given["diagonal"]
+def _masked(packet: str, arguments: Mapping[str, Any], forms: Mapping[Ref, Form], node: Node) -> Form | None:
+    """Return triangles of true elements, and added masks made of such."""
+    if packet in ("tril", "triu") and arguments["self"] in forms:
+        form, diagonal = forms[arguments["self"]], arguments["diagonal"]
         if not isinstance(form, Truth) or form.is_mask or 1 in node.meta.shape[-2:]:
             return None
         sign = 1 if packet == "tril" else -1
         kept = _numbers(sign * diagonal, {QUERIES: sign, KEYS: -sign})
         return replace(form, at_least=(*form.at_least, kept))
     if packet in ("bitwise_not", "logical_not"):
-        return negated(found[given["self"]])
-    if packet == "where" and {"self", "other", "condition"} <= set(given) and node.meta.dtype.is_floating_point:
-        form, kept, hidden = (_value(given[name], found) for name in ("condition", "self", "other"))
+        return negated(forms[arguments["self"]])
+    if packet == "where" and {"self", "other", "condition"} <= set(arguments) and node.meta.dtype.is_floating_point:
+        form, kept, hidden = (_value(arguments[name], forms) for name in ("condition", "self", "other"))
         is_hidden = isinstance(hidden, float) and hides(hidden, node.meta.dtype)
         if isinstance(form, Truth) and not form.is_mask and kept == 0 and is_hidden:
             return replace(form, is_mask=True)
@@ -318,16 +325,16 @@ def _masked(packet: str, given: Mapping[str, Any], found: Mapping[Ref, Form], no
 
 
 def negated(form: Form | None) -> Form | None:
-    """What is true where a single comparison is not."""
+    """Return the negation of a single comparison."""
     if not isinstance(form, Truth) or form.is_mask or form.equal or len(form.at_least) != 1:
         return None
     (kept,) = form.at_least
     return Truth((_numbers(-kept.start - 1, {dim: -step for dim, step in kept.index}),))
 
 
-def _value(value: Any, found: Mapping[Ref, Form]) -> Any:
-    """A number, that of a tensor of one value, or the form."""
-    form = found.get(value) if isinstance(value, Ref) else None
+def _value(value: Any, forms: Mapping[Ref, Form]) -> Any:
+    """Return a number, the value of a tensor of one element, or the form."""
+    form = forms.get(value) if isinstance(value, Ref) else None
     if isinstance(form, Truth) and form.is_mask and not form.equal and form.at_least in ((), (Numbers(-1),)):
         return -torch.inf if form.at_least else 0.0
     return value if form is None else form

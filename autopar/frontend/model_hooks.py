@@ -1,4 +1,4 @@
-"""Hooks of a model's modules and parameters: whether there are others than when its program was made."""
+"""Hooks of a model's modules and parameters: whether they changed since its program was made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_GRADIENTS = tuple(map(operator.attrgetter, ("_backward_hooks", "_post_accumu
 
 
 class Hooks:
-    """The hooks of these modules and parameters as they are now. A program runs no hooks of backward."""
+    """The present hooks of these modules and parameters. A program runs no backward hooks."""
 
     def __init__(self, modules: Mapping[str, nn.Module], parameters: list[nn.Parameter]) -> None:
         self._forward = [dict_of(module)[table] for module in modules.values() for table in _FORWARD]
@@ -31,19 +31,19 @@ class Hooks:
         self._last_handle = -1
 
     def are_same(self) -> bool:
-        """Whether there are as many forward hooks as before, and no hooks that no program runs."""
+        """Return whether there are as many forward hooks as before, and no hooks that no program runs."""
         return sum(map(len, self._forward)) == self._num_forward and not self._has_backward()
 
     def _has_backward(self) -> bool:
-        """Whether there are hooks of backward. Looks only where torch has made a handle since."""
+        """Return whether there are backward hooks. Looks only if torch has made a handle since."""
         if RemovableHandle.next_id == self._last_handle:
             return False
-        found = [*self._backward.values(), *(get(p) for p in self._parameters for get in _OF_GRADIENTS)]
-        self._last_handle = -1 if any(found) else RemovableHandle.next_id
-        return any(found)
+        hooks = [*self._backward.values(), *(get(p) for p in self._parameters for get in _OF_GRADIENTS)]
+        self._last_handle = -1 if any(hooks) else RemovableHandle.next_id
+        return any(hooks)
 
     def changes(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Change]:
-        """Yield what has changed. parameters: with their names."""
+        """Yield changes. parameters: with their names."""
         if (now := sum(map(len, self._forward))) != self._num_forward:
             yield Change(HOOKS, self._num_forward, now, is_of_parts=True)
         for (path, table), hooks in self._backward.items():

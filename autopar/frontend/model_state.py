@@ -1,8 +1,8 @@
-"""What a model and its loss hold beside parameters' values, as a trace read it; and what has changed since.
+"""The state of a model and its loss beside parameter values, as a trace read it, and its later changes.
 
 A program is made of constants that may change between steps: numbers, flags, plain tensors, buffers, submodules, modes.
-`ModelState` keeps what the trace read (`state_reads.py`), asks in some hundred microseconds whether all of it is the
-same, and says what is not. A large tensor that is written through `.data` in place is not seen.
+`ModelState` keeps those that the trace read (`state_reads.py`), tests in some hundred microseconds whether all are
+unchanged, and names those that changed. A write in place through `.data` to a large tensor goes unnoticed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from autopar.frontend.state_reads import ClassData, Environment, Files, Line, Re
 from autopar.frontend.state_values import (
     FOREIGN,
     MISSING,
+    ByIdentity,
     Change,
-    Held,
     Key,
     Root,
     are_alike,
@@ -43,11 +43,11 @@ from autopar.frontend.state_values import (
 
 _MODES = ("evaluation", "training")
 _SMALL, _MOST_SMALL = 4096, 8
-"""Elements of tensors whose values are compared, and how many tensors are."""
+"""The most elements of tensors whose values are compared, and the most such tensors."""
 
 
 class ModelState:
-    """A model's state and its loss's. reads: what a trace read of it, all of it where that is not known."""
+    """A model's state and its loss's. reads: the attributes that a trace read; without them all are watched."""
 
     def __init__(self, model: nn.Module, loss_fn: Any = None, reads: Reads | None = None) -> None:
         self.model, self.loss_fn, self.reads = model, loss_fn, reads or Reads()
@@ -63,32 +63,31 @@ class ModelState:
     # What there is ----------------------------------------------------------------------------------------------------
 
     def twin(self) -> ModelState:
-        """Another state, of the same model: numbers and all else that a program has as constants are as this one has
-        them, parts, buffers and modes as they are now."""
-        made = object.__new__(ModelState)
-        vars(made).update(vars(self))
+        """Return a state of the same model with this one's constants; parts, buffers and modes are the present ones."""
+        twin = object.__new__(ModelState)
+        vars(twin).update(vars(self))
         modules = dict(self._modules())
-        made._attributes = [each.of(modules.get(each.path, each.module)) for each in self._attributes]
-        made._roots = {key: root.of(_getter(key, root.get, modules)) for key, root in self._roots.items()}
-        made._aliases = [(_getter(key, get, modules), key, value) for get, key, value in self._aliases]
-        made._join_attributes()
-        made._note_parts(None)
-        return made
+        twin._attributes = [plain.of(modules.get(plain.path, plain.module)) for plain in self._attributes]
+        twin._roots = {key: root.of(_getter(key, root.get, modules)) for key, root in self._roots.items()}
+        twin._aliases = [(_getter(key, get, modules), key, value) for get, key, value in self._aliases]
+        twin._join_attributes()
+        twin._note_parts(None)
+        return twin
 
     def read_also(self, reads: Reads) -> None:
-        """Watch what another forward of the model reads, too, from the next `note` on."""
+        """Watch the reads of another forward of the model, too, from the next `note` on."""
         self.reads = self.reads.joined(reads)
 
     @classmethod
     def of_constants(cls, model: nn.Module, loss_fn: Any, reads: Reads) -> ModelState:
-        """A state for `plain_changes` alone: of a model that may be fake."""
-        made = object.__new__(cls)
-        made.model, made.loss_fn, made.reads = model, loss_fn, reads
-        made._note_constants()
-        return made
+        """Return a state for `plain_changes` alone, of a model that may be fake."""
+        state = object.__new__(cls)
+        state.model, state.loss_fn, state.reads = model, loss_fn, reads
+        state._note_constants()
+        return state
 
     def note(self, keep_modes: bool = False) -> None:
-        """Take all of it as it is now. keep_modes: but for the modes of modules."""
+        """Take the present state. keep_modes: except the modes of modules."""
         self._note_constants()
         self._note_parts(self._modes if keep_modes else None)
 
@@ -107,27 +106,27 @@ class ModelState:
         self._join_attributes()
 
     def note_values(self) -> None:
-        """Take the values of parameters as they are now, and nothing else."""
+        """Take the present values of parameters, and nothing else."""
         self._values = ParameterValues(self._named_parameters())
 
     def deciding_buffers(self) -> dict[str, Tensor]:
-        """The buffers whose values decide what forward does."""
+        """Return the buffers whose values decide what forward does."""
         names = self.reads.deciding
-        found = {n: b for p, m in self._modules() for n, b in named(p, m._buffers)} if names else {}
-        return {name: buffer for name, buffer in found.items() if name.rpartition(".")[2] in names}
+        buffers = {n: b for p, m in self._modules() for n, b in named(p, m._buffers)} if names else {}
+        return {name: buffer for name, buffer in buffers.items() if name.rpartition(".")[2] in names}
 
     def deciding(self) -> dict[str, Any]:
-        """The values of these buffers."""
+        """Return the values of these buffers."""
         return {name: buffer.tolist() for name, buffer in self.deciding_buffers().items()}
 
     def constants(self) -> Constants:
-        """The model's values that a program has as constants, as they are now."""
+        """Return the model's present values that a program has as constants."""
         return Constants(ModelState(self.model, self.loss_fn, self.reads)._constants())
 
     def _constants(self) -> Iterator[tuple[Any, Any]]:
         yield from alike_modes(self._modes).items()
-        for each in self._attributes:
-            yield from (((each.path, n), value) for n, value in zip(each.names[1:], each.values[1:], strict=False))
+        for plain in self._attributes:
+            yield from (((plain.path, n), value) for n, value in zip(plain.names[1:], plain.values[1:], strict=False))
         yield from ((("", key), value) for _, key, value in self._aliases)
         for key, root in self._roots.items():
             yield from (((key, steps), leaf) for steps, leaf in root.leaves.items())
@@ -135,23 +134,26 @@ class ModelState:
         yield from ((("deciding", name), repr(value)) for name, value in self.deciding().items())
 
     def _join_attributes(self) -> None:
-        """All plain attributes in one row, which is compared faster than one by one."""
-        self._getters = [(each.get, each.own) for each in self._attributes]
-        self._plain = [value for each in self._attributes for value in each.values]
-        self._own, self._own_lengths = [each.own for each in self._attributes], [e.length for e in self._attributes]
+        """Put all plain attributes into one row, which compares faster than one by one."""
+        self._getters = [(attributes.get, attributes.attributes) for attributes in self._attributes]
+        self._plain = [value for attributes in self._attributes for value in attributes.values]
+        self._own = [attributes.attributes for attributes in self._attributes]
+        self._own_lengths = [attributes.length for attributes in self._attributes]
 
     def _note_parts(self, modes: Mapping[str, bool] | None) -> None:
-        """Take parts, buffers and hooks as they are now; modes, too, where none are given."""
+        """Take parts, buffers and hooks as they are now; modes, too, unless `modes` is given."""
         modules = dict(self._modules())
         self._tables: list[tuple[str, str, dict[str, Any], tuple[Any, ...]]] = []
         for path, module in modules.items():
             for table in ("_modules", "_parameters", "_buffers"):
-                if held := dict_of(module)[table]:
-                    self._tables.append((path, table, held, tuple(held.values())))
+                if members := dict_of(module)[table]:
+                    self._tables.append((path, table, members, tuple(members.values())))
         self._held = [table for _, _, table, _ in self._tables]
         self._lengths = list(map(len, self._held))
-        self._parts = [part for _, _, _, held in self._tables for part in held]
-        parameters = [p for _, kind, _, held in self._tables if kind == "_parameters" for p in held if p is not None]
+        self._parts = [part for _, _, _, members in self._tables for part in members]
+        parameters = [
+            p for _, kind, _, members in self._tables if kind == "_parameters" for p in members if p is not None
+        ]
         self._parameters, self._is_trained = parameters, list(map(_REQUIRES_GRAD, parameters))
         self._buffers = {
             name: b for path, m in modules.items() for name, b in named(path, m._buffers) if not b.is_inference()
@@ -171,26 +173,26 @@ class ModelState:
             yield from ((f"loss_fn.{path}".rstrip("."), module) for path, module in named_modules(self.loss_fn))
 
     def _lines(self, module: nn.Module) -> Mapping[str, Line | None]:
-        """The attributes of a module that were read; all where that is not known."""
-        known = self.reads.attributes.get(type(module), {})
+        """Return the attributes of a module that were read; all where unknown."""
+        lines = self.reads.attributes.get(type(module), {})
         if self.reads.is_complete:
-            return known
-        held = [*dict_of(module), *vars(type(module))]
-        return {**dict.fromkeys(name for name in held if not name.startswith("_")), **known}
+            return lines
+        names = [*dict_of(module), *vars(type(module))]
+        return {**dict.fromkeys(name for name in names if not name.startswith("_")), **lines}
 
     def _watch(self, path: str, module: nn.Module) -> None:
-        own, lines, plain = dict_of(module), self._lines(module), ["training"]
+        values, lines, plain = dict_of(module), self._lines(module), ["training"]
         inherited = []
         for name, line in {**lines, "forward": lines.get("forward")}.items():
             if name in INTERNAL:
                 continue
-            if name not in own:
+            if name not in values:
                 inherited.append(name)
                 self._watch_class(type(module), name, line)
-            elif is_plain(own[name]) or name == "forward":
+            elif is_plain(values[name]) or name == "forward":
                 plain.append(name)
             else:
-                self._watch_value(("attribute", path, (name,)), f"{name} of {where(path)}", line, own)
+                self._watch_value(("attribute", path, (name,)), f"{name} of {where(path)}", line, values)
         self._attributes.append(ModuleAttributes(path, module, tuple(plain), tuple(inherited)))
 
     def _watch_class(self, kind: type, name: str, line: Line | None) -> None:
@@ -204,12 +206,12 @@ class ModelState:
         self._watch_value(("variable", name, (space,)), f"{name} of {space.label}", line, space)
 
     def _watch_value(self, key: Key, name: str, line: Line | None, holder: Any) -> None:
-        """Watch what `holder` (attributes of a module, a namespace) has under the key's name."""
+        """Watch the value in `holder` (attributes of a module, a namespace) under the key's name."""
         at = key[2][0] if key[0] == "attribute" else key[1]
-        own = holder if key[0] == "attribute" else None
+        attributes = holder if key[0] == "attribute" else None
 
         def get() -> Any:
-            return (holder.values if own is None else own).get(at, MISSING)
+            return (holder.values if attributes is None else attributes).get(at, MISSING)
 
         value = get()
         self._aliases.append((get, key, value))
@@ -219,13 +221,13 @@ class ModelState:
             self._roots[key] = Root(key, name, line, get, None, self.reads.fields)
 
     def _watch_loss(self) -> None:
-        """Closures, arguments and attributes of a loss that is no module, and of functions that modules hold."""
+        """Watch closures, arguments and attributes of a loss function, and of functions that modules refer to."""
         functions: list[tuple[str, Any]] = []
         if not is_a(self.loss_fn, nn.Module):
             functions.append(("loss_fn", self.loss_fn))
         for path, module in self._modules():
-            held = dict_of(module).items()
-            functions += [(f"{name} of {where(path)}", value) for name, value in held if callable(value)]
+            attributes = dict_of(module).items()
+            functions += [(f"{name} of {where(path)}", value) for name, value in attributes if callable(value)]
         for label, function in functions:
             for name, get, put in held_by(label, function):
                 key = ("loss", name, (label,))
@@ -235,7 +237,7 @@ class ModelState:
     # What has changed -------------------------------------------------------------------------------------------------
 
     def is_same(self, is_training: bool = True) -> bool:
-        """Whether nothing has changed; quick. is_training: modes count."""
+        """Return, quickly, whether nothing has changed. is_training: modes count."""
         return (
             self._are_attributes_same(is_training)
             and list(map(len, self._held)) == self._lengths
@@ -253,38 +255,37 @@ class ModelState:
 
     def _are_attributes_same(self, is_training: bool) -> bool:
         try:
-            now = itertools.chain.from_iterable([get(own) for get, own in self._getters])
+            now = itertools.chain.from_iterable([get(values) for get, values in self._getters])
             if all(map(operator.is_, now, self._plain)) and list(map(len, self._own)) == self._own_lengths:
                 return True
         except KeyError:
             return False
-        return all(each.is_same(is_training) for each in self._attributes)
+        return all(attributes.is_same(is_training) for attributes in self._attributes)
 
     def _replaced(self) -> Iterator[tuple[Key, Any, Any]]:
-        """(place, old, new) of values that another one stands in the place of."""
+        """Yield (place, old, new) of replaced values."""
         for get, key, value in self._aliases:
             if (now := get()) is not value:
                 yield key, value, now
 
     def changes(self, is_training: bool = True) -> list[Change]:
-        """Return what has changed, one by one. is_training: modes count."""
+        """Return the changes, one by one. is_training: modes count."""
         if self.is_same(is_training):
             return []
         modes = self._changed_modes() if is_training else ()
-        found = [*modes, *self._changed_attributes(), *self._changed_tables(), *self._changed_roots()]
+        changes = [*modes, *self._changed_attributes(), *self._changed_tables(), *self._changed_roots()]
         for (owner, name), method in self._methods.items():
             if (now := vars(owner).get(name, MISSING)) is not method:
-                found.append(Change(f"{name} of {ClassData(owner).label}", method, now))
-        return [*found, *self._hooks.changes(self._named_parameters()), *self._values.changes()]
+                changes.append(Change(f"{name} of {ClassData(owner).label}", method, now))
+        return [*changes, *self._hooks.changes(self._named_parameters()), *self._values.changes()]
 
     def plain_changes(self) -> list[Change]:
-        """The numbers, flags and texts that have changed, wherever they are held. A new one has MISSING as its old
-        value."""
-        found = itertools.chain(self._changed_attributes(), self._changed_roots())
-        return [each for each in found if is_plain(each.new) and (is_plain(each.old) or each.old is MISSING)]
+        """Return the numbers, flags and texts that have changed, anywhere. A new one has MISSING as its old value."""
+        changes = itertools.chain(self._changed_attributes(), self._changed_roots())
+        return [c for c in changes if is_plain(c.new) and (is_plain(c.old) or c.old is MISSING)]
 
     def kind_of(self, key: Key) -> Any:
-        """Equal for places that modules of one class have alike."""
+        """Return a key, equal for corresponding places in modules of one class."""
         return (type(self._module(key[1])), key[2]) if key[0] == "attribute" else key
 
     def _changed_modes(self) -> Iterator[Change]:
@@ -302,25 +303,25 @@ class ModelState:
                 yield Change(f"mode of {where(path)}", _MODES[self._modes[path]], _MODES[now[path]], key=key)
 
     def _changed_attributes(self) -> Iterator[Change]:
-        for each in self._attributes:
-            lines = self._lines(each.module)
-            for name, old, new in each.changed():
-                key = None if new is MISSING else ("attribute", each.path, (name,))
-                yield Change(f"{name} of {where(each.path)}", old, new, line=text_of(lines.get(name)), key=key)
+        for attributes in self._attributes:
+            lines = self._lines(attributes.module)
+            for name, old, new in attributes.changed():
+                key = None if new is MISSING else ("attribute", attributes.path, (name,))
+                yield Change(f"{name} of {where(attributes.path)}", old, new, line=text_of(lines.get(name)), key=key)
 
     def _changed_tables(self) -> Iterator[Change]:
         buffers = set[str]()
-        for path, kind, table, held in self._tables:
-            if _are_same(table.values(), held):
+        for path, kind, table, members in self._tables:
+            if _are_same(table.values(), members):
                 continue
-            now, what = tuple(table.values()), "submodules" if kind == "_modules" else kind[1:]
-            is_kept = len(now) == len(held) and all(is_a(each, Tensor) for each in (*now, *held))
+            now, subject = tuple(table.values()), "submodules" if kind == "_modules" else kind[1:]
+            is_kept = len(now) == len(members) and all(is_a(member, Tensor) for member in (*now, *members))
             if kind == "_buffers" and is_kept:
-                buffers.update(n for at, n in enumerate(names_in(path, table)) if not has_moved(held[at], now[at]))
+                buffers.update(n for at, n in enumerate(names_in(path, table)) if not has_moved(members[at], now[at]))
                 continue
-            if not (kind == "_parameters" and is_kept and all(map(is_freed, held, now))):
-                old, new = unlike(held, now)
-                yield Change(f"the {what} of {where(path)}", old, new, is_of_parts=True)
+            if not (kind == "_parameters" and is_kept and all(map(is_freed, members, now))):
+                old, new = unlike(members, now)
+                yield Change(f"the {subject} of {where(path)}", old, new, is_of_parts=True)
         for parameter, was in zip(self._parameters, self._is_trained, strict=True):
             if parameter.requires_grad != was:
                 name = next((n for n, p in self._named_parameters() if p is parameter), "a parameter")
@@ -335,26 +336,25 @@ class ModelState:
         now_there = {name: b for path, m in self._modules() for name, b in named(path, m._buffers)}
         for name in sorted(buffers & now_there.keys()):
             path, _, leaf = name.rpartition(".")
-            yield Change(
-                name, self._buffers.get(name, MISSING), now_there[name], key=("buffer", path, (leaf,)), buffer=name
-            )
+            old, place = self._buffers.get(name, MISSING), ("buffer", path, (leaf,))
+            yield Change(name, old, now_there[name], key=place, buffer=name)
 
     def _changed_roots(self) -> Iterator[Change]:
         for root in self._roots.values():
             if not root.is_same():
                 yield from root.changes()
         for key, old, new in self._replaced():
-            # What several hold is looked into once; another in one of the places is told here.
+            # A value that several share is examined once; a replacement at one place is reported here.
             if is_a(old, Tensor) or is_plain(old) or any(root.value is old for root in self._roots.values()):
                 continue
             if not are_alike(leaves_of(old, self.reads.fields), leaves_of(new, self.reads.fields)):
                 name = f"{key[2][0]} of {where(key[1])}" if key[0] == "attribute" else key[1]
-                yield Change(name, Held(old), Held(new))
+                yield Change(name, ByIdentity(old), ByIdentity(new))
 
     # Places -----------------------------------------------------------------------------------------------------------
 
     def apply(self, values: Iterable[tuple[Key, Any]]) -> None:
-        """Put values of another process where they are there."""
+        """Put values from another process into their places here."""
         for key, value in values:
             self._put(key, value)
 
@@ -389,7 +389,7 @@ _REQUIRES_GRAD, _DATA_PTR = operator.attrgetter("requires_grad"), operator.metho
 
 
 def _getter(key: Key, get: Callable[[], Any], modules: Mapping[str, nn.Module]) -> Callable[[], Any]:
-    """How a value is read, of the module that is in its place now."""
+    """Return a function that reads a value from the module that is in its place now."""
     if key[0] != "attribute" or key[1] not in modules:
         return get
     return functools.partial(dict_of(modules[key[1]]).get, key[2][0], MISSING)

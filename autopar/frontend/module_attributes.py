@@ -1,4 +1,4 @@
-"""The plain attributes of one module: as they were, and whether they still are."""
+"""The plain attributes of one module, and their changes."""
 
 from __future__ import annotations
 
@@ -16,61 +16,61 @@ class ModuleAttributes:
     """A module's plain attributes."""
 
     def __init__(self, path: str, module: nn.Module, names: tuple[str, ...], inherited: tuple[str, ...]) -> None:
-        own = dict_of(module)
+        attributes = dict_of(module)
         # A module around another (of torch.compile) has no mode of its own.
-        first = "training" if "training" in own else "_modules"
+        first = "training" if "training" in attributes else "_modules"
         names = (first, *(name for name in names if name != "training"))
         self.path, self.module, self.names, self.inherited = path, module, names, inherited
-        self.own, self.length = own, len(own)
+        self.attributes, self.length = attributes, len(attributes)
         self.get: Callable[[Any], Any] = operator.itemgetter(*names, *((first,) if len(names) == 1 else ()))
-        self.values: tuple[Any, ...] = self.get(own)
+        self.values: tuple[Any, ...] = self.get(attributes)
 
     def of(self, module: nn.Module) -> ModuleAttributes:
-        """The same values, asked of another module in this one's place."""
-        made = object.__new__(ModuleAttributes)
-        vars(made).update(vars(self))
-        made.module, made.own = module, dict_of(module)
-        return made
+        """Return the same values, compared with another module in this one's place."""
+        copy = object.__new__(ModuleAttributes)
+        vars(copy).update(vars(self))
+        copy.module, copy.attributes = module, dict_of(module)
+        return copy
 
     def is_same(self, is_training: bool) -> bool:
-        own = self.own
-        if len(own) != self.length and any(name in own for name in self.inherited):
+        attributes = self.attributes
+        if len(attributes) != self.length and any(name in attributes for name in self.inherited):
             return False
         try:
-            if all(map(operator.is_, self.get(own), self.values)):
+            if all(map(operator.is_, self.get(attributes), self.values)):
                 return True
         except KeyError:
             return False
-        return (is_equal(own[self.names[0]], self.values[0]) or not is_training) and not any(self.changed())
+        return (is_equal(attributes[self.names[0]], self.values[0]) or not is_training) and not any(self.changed())
 
     def changed(self) -> Iterator[tuple[str, Any, Any]]:
-        """(name, old, new) of each, but for the mode."""
+        """Yield (name, old, new) of changed attributes, except the mode."""
         for name, old in zip(self.names, self.values, strict=False):
-            new = self.own.get(name, MISSING)
+            new = self.attributes.get(name, MISSING)
             if name != "training" and new is not old and not is_equal(old, new):
                 yield name, old, new
         for name in self.inherited:
-            if name in self.own:
-                yield name, of_class(type(self.module), name), self.own[name]
+            if name in self.attributes:
+                yield name, of_class(type(self.module), name), self.attributes[name]
 
 
 def class_with(kind: type, name: str) -> type | None:
-    """The class among a class's own and its bases that has an attribute."""
-    return next((each for each in kind.__mro__ if name in vars(each)), None)
+    """Return the first class, among a class and its bases, that has an attribute."""
+    return next((base for base in kind.__mro__ if name in vars(base)), None)
 
 
 def of_class(kind: type, name: str) -> Any:
-    """Return what a class or one of its bases has under a name, as it is there."""
+    """Return the raw attribute of a class or of one of its bases."""
     owner = class_with(kind, name)
     return MISSING if owner is None else vars(owner)[name]
 
 
 def is_in_training(module: nn.Module) -> bool:
-    """Whether a module says that it is; one without a mode of its own is."""
+    """Return whether a module is in training mode; a module without a mode is."""
     mode = dict_of(module).get("training", True)
     return type(mode) not in (bool, int, type(None)) or bool(mode)
 
 
 def alike_modes(modes: Mapping[str, bool]) -> Mapping[str, bool]:
-    """A model that is in evaluation mode as a whole is trained in training mode."""
+    """Return modes for comparison: a model that is in evaluation mode as a whole is trained in training mode."""
     return modes if any(modes.values()) else dict.fromkeys(modes, True)

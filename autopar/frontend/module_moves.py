@@ -1,4 +1,4 @@
-"""Modules that forward moves to where they are already: `expert.to(x.device)`, `self.float()`."""
+"""Modules that forward moves to their present place: `expert.to(x.device)`, `self.float()`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from autopar.frontend.fakes import in_this_thread
 
 @contextlib.contextmanager
 def moved_in_place() -> Iterator[None]:
-    """Within it, a module's methods that move or cast it (`to`, `cuda`, `float`) leave it as it is.
+    """Context manager in which methods that move or cast a module (`to`, `cuda`, `float`) leave it unchanged.
 
-    A program has its parameters and buffers on its own devices. Raises TraceError for a cast to another dtype.
+    A program places its parameters and buffers itself. Raises TraceError for a cast to another dtype.
     """
-    own = nn.Module._apply
+    original = nn.Module._apply
 
     def apply(module: nn.Module, function: Callable[[Tensor], Any], *args: Any, **kwargs: Any) -> nn.Module:
         dtypes: dict[torch.dtype, torch.dtype] = {}
@@ -33,19 +33,22 @@ def moved_in_place() -> Iterator[None]:
                 raise TraceError(
                     "forward casts its own parameters or buffers to another dtype",
                     values=f"{name} of {type(module).__name__}: {tensor.dtype} to {dtypes[tensor.dtype]}",
-                    alternatives=["the cast before the model is compiled", "tensor.to(dtype) where forward reads it"],
+                    alternatives=[
+                        "cast the model before it is compiled",
+                        "call tensor.to(dtype) where forward reads it",
+                    ],
                 )
         return module
 
-    with mock.patch.object(nn.Module, "_apply", in_this_thread(apply, own)):
+    with mock.patch.object(nn.Module, "_apply", in_this_thread(apply, original)):
         yield
 
 
 def _dtype_of(function: Callable[[Tensor], Any], dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a cast makes of one; the same where it moves to a device that is not here."""
+    """Return the dtype after a cast; the present one for a move to a device that does not exist here."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         try:
-            made = function(torch.zeros((), dtype=dtype))
+            result = function(torch.zeros((), dtype=dtype))
         except (RuntimeError, AssertionError, NotImplementedError):
             return dtype
-    return made.dtype if isinstance(made, Tensor) else dtype
+    return result.dtype if isinstance(result, Tensor) else dtype

@@ -1,4 +1,4 @@
-"""Inputs of the batch of which forward reads nothing but a rounded copy: they enter the program rounded."""
+"""Narrow inputs that forward reads only as a rounded copy: they enter the program rounded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CASTS = ("aten.to.dtype", "aten._to_copy.default")
 
 
 def narrow_inputs(flat: FlatGraph) -> None:
-    """Give an input whose every use, views of it included, casts it to one half-precision dtype that dtype."""
+    """Give an input whose every use, through views too, casts it to one half-precision dtype that dtype."""
     readers: dict[Ref, list[Node]] = {}
     for node in flat.nodes:
         for ref in node.inputs:
@@ -25,10 +25,10 @@ def narrow_inputs(flat: FlatGraph) -> None:
     renamed: dict[Ref, Ref] = {}
     changed: dict[Ref, TensorMeta] = {}
     for name, meta in flat.inputs.items():
-        found = _Uses(Ref(name), readers, metas)
-        if meta.dtype.is_floating_point and found.dtype is not None and flat.loss not in found.views:
-            changed |= {ref: replace(metas[ref], dtype=found.dtype) for ref in found.views}
-            renamed |= found.casts
+        uses = _Uses(Ref(name), readers, metas)
+        if meta.dtype.is_floating_point and uses.dtype is not None and flat.loss not in uses.views:
+            changed |= {ref: replace(metas[ref], dtype=uses.dtype) for ref in uses.views}
+            renamed |= uses.casts
     flat.inputs = {name: changed.get(Ref(name), meta) for name, meta in flat.inputs.items()}
     kept = [node for node in flat.nodes if Ref(node.name) not in renamed]
     flat.nodes = [
@@ -39,9 +39,9 @@ def narrow_inputs(flat: FlatGraph) -> None:
 
 
 class _Uses:
-    """An input with its views, and the casts that they are read by.
+    """An input with its views, and the casts that read them.
 
-    dtype: what all of these cast to, in half precision; None where one does not. casts: what each is a cast of.
+    dtype: the half-precision dtype of all these casts; None if they differ. casts: cast -> its operand.
     """
 
     def __init__(self, ref: Ref, readers: Mapping[Ref, list[Node]], metas: Mapping[Ref, TensorMeta]) -> None:

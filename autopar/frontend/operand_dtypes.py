@@ -1,10 +1,10 @@
-"""The dtypes that operators take where parameters are in half precision, after the rules of torch.autocast.
+"""Cast operands where parameters are in half precision, by the rules of torch.autocast.
 
-Inputs of the batch keep their own dtypes. Products round wider operands. Losses and what autocast computes in fp32
-(logs, exponentials, powers, running sums and products, distances) take their operands in fp32. Other operators of
+Inputs of the batch keep their own dtypes. Products round wider operands. Losses and operators that autocast computes in
+fp32 (logs, exponentials, powers, running sums and products, distances) take their operands in fp32. Other operators of
 several tensors take the widest. A loss function takes all of autocast's fp32 list in fp32. Within a model the rest of
-that list stays in half precision, so that activations do not double: norms and softmax, whose kernels compute in fp32
-and round once, sums over some dims, and second and third powers, which are products.
+that list stays in half precision, so that activations do not double. These are norms and softmax, whose kernels compute
+in fp32 and round once, sums over some dims, and second and third powers, which are products.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ PRODUCTS = _names(
     "rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell scaled_dot_product_attention grouped_mm "
     "multi_head_attention_forward"
 )
-"""Products of tensors, which are computed in half precision where one of the operands has it."""
+"""Products of tensors, which are computed in half precision if one of the operands has it."""
 
 NORMS = _names("layer_norm group_norm rms_norm batch_norm instance_norm")
-"""Norms, whose statistics are fp32; their weights take the dtype of what is normalized."""
+"""Norms, whose statistics are fp32; their weights take the dtype of the normalized tensor."""
 
 WIDE = _names(
     "binary_cross_entropy binary_cross_entropy_with_logits kl_div cosine_similarity pairwise_distance "
@@ -53,33 +53,37 @@ PROMOTED = _names(
     "addcdiv addcmul atan2 cross grid_sample index_put scatter scatter_add scatter_reduce index_add index_copy "
     "masked_scatter lerp prelu isclose polar complex"
 )
-"""Operators of equal dtypes, which take the widest of their operands'."""
+"""Operators of equal dtypes, which take their widest operand's."""
 
 WRITES = _names(
     "__setitem__ index_put_ scatter_ scatter_add_ scatter_reduce_ index_add_ index_copy_ masked_scatter_ lerp_ "
     "addcmul_ addcdiv_"
 )
-"""Writes, which take the dtype of what is written to."""
+"""Writes, which take the dtype of the written tensor."""
 
 _OF_CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "reduce")
 
 
 @contextlib.contextmanager
 def operands_in(dtype: torch.dtype | None, is_loss: bool = False) -> Iterator[None]:
-    """Within it, operators take the dtypes above. dtype: of floating-point parameters; None: nothing is changed."""
+    """Context manager in which operators take the dtypes above. dtype: of floating-point parameters; None: nothing
+    changes.
+    """
     if dtype is None:
         yield
         return
     with contextlib.ExitStack() as stack:
         for kind in (nn.LSTM, nn.GRU, nn.RNN):
-            own = kind.forward
-            stack.enter_context(mock.patch.object(kind, "forward", in_this_thread(_rounding(own, dtype), own)))
+            original = kind.forward
+            stack.enter_context(
+                mock.patch.object(kind, "forward", in_this_thread(_rounding(original, dtype), original))
+            )
         stack.enter_context(_OperandDtypes(dtype, is_loss))
         yield
 
 
 def _rounding(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """A recurrent module's forward of rounded operands, whose dtype torch compares with the weights' at once."""
+    """Return a recurrent module's forward on rounded operands: torch compares their dtype with the weights' first."""
 
     def rounded(module: nn.RNNBase, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
@@ -101,15 +105,15 @@ class _OperandDtypes(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         target = self.target(name, args, kwargs)
         if target is not None:
-            args, kwargs = (tree_map(lambda value: _cast(value, target), given) for given in (args, kwargs))
+            args, kwargs = (tree_map(lambda value: _cast(value, target), operands) for operands in (args, kwargs))
         return func(*args, **kwargs)
 
     def target(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-        """Return what all floating-point operands of a call are cast to; None: they stay as they are."""
-        found = {value.dtype for value in tree_leaves((args, kwargs)) if _is_real(value)}
-        if self.dtype not in found or (found == {self.dtype} and name in PRODUCTS):
+        """Return the dtype that all floating-point operands of a call are cast to; None: no cast."""
+        dtypes = {value.dtype for value in tree_leaves((args, kwargs)) if _is_real(value)}
+        if self.dtype not in dtypes or (dtypes == {self.dtype} and name in PRODUCTS):
             return None
-        widest: torch.dtype = max(found, key=lambda dtype: dtype.itemsize)
+        widest: torch.dtype = max(dtypes, key=lambda dtype: dtype.itemsize)
         first = args[0].dtype if args and _is_real(args[0]) else None
         if name in PRODUCTS:
             return self.dtype
@@ -122,7 +126,7 @@ class _OperandDtypes(TorchFunctionMode):
         return torch.promote_types(widest, torch.float32) if self.is_wide(name, args, kwargs) else None
 
     def is_wide(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call takes fp32."""
+        """Return whether a call takes fp32."""
         if self.is_loss and name in WIDE_IN_LOSSES:
             return True
         if name == "sum":  # of all elements, unless there is one
@@ -135,10 +139,10 @@ class _OperandDtypes(TorchFunctionMode):
 
 
 def _is_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a program has the cross-entropy as a kernel that takes half precision and computes in fp32."""
-    given = dict(zip(_OF_CROSS_ENTROPY, args, strict=False)) | kwargs
-    by_class = isinstance(given.get("target"), Tensor) and not given["target"].is_floating_point()
-    return by_class and given.get("weight") is None and given.get("reduction", "mean") in ("mean", "sum")
+    """Return whether a program runs the cross-entropy as a kernel that takes half precision and computes in fp32."""
+    arguments = dict(zip(_OF_CROSS_ENTROPY, args, strict=False)) | kwargs
+    by_class = isinstance(arguments.get("target"), Tensor) and not arguments["target"].is_floating_point()
+    return by_class and arguments.get("weight") is None and arguments.get("reduction", "mean") in ("mean", "sum")
 
 
 def _is_real(value: Any) -> bool:

@@ -1,16 +1,15 @@
-"""The graph of another number of rows, from the one that was exported and two recorded forwards.
+"""Derive the graph for another number of rows, from the exported one and two recorded forwards.
 
-An export costs a hundred times what a forward under `recorder.py` does, and a second one of the same model differs in
-numbers only: sizes that grow with the batch. Which numbers those are is read off two records. The record made with
-the exported number of rows must hold the exported operators, in their order, with their numbers and shapes, and wired
-in the same way; the record with the other number must be the same but for numbers and shapes, which are then put into
-the exported graph. Where either fails (an operator that depends on the batch, one that only an export sees) the answer
-is that a second export is needed.
+An export costs a hundred times as much as a forward under `recorder.py`. A second export of the same model differs in
+numbers only: sizes that grow with the batch. Two records tell these numbers. The record with the exported number of
+rows must have the exported operators, in their order, with their numbers, shapes and wiring. The record with the other
+number must be the same except for numbers and shapes, which are then put into the exported graph. Where either fails
+(an operator that depends on the batch, one that only an export sees), a second export is needed.
 
-Differences between a record and an export of the same forward that mean nothing: assertions about metadata, which only
-the export has; detached copies (of what `arange` returns), which only the record has; trailing arguments that have
-their default value, which the record leaves out; whether a norm may use cuDNN; and the name of the operator that takes
-a constant in.
+These differences between a record and an export of the same forward are ignored: assertions about metadata, which only
+the export has; detached copies (of the result of `arange`), which only the record has; trailing arguments with their
+default value, which the record leaves out; whether a norm may use cuDNN; and the name of the operator that takes a
+constant in.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _LIFTED = {"aten.lift_fresh.default": "aten.lift_fresh_copy.default"}
 
 
 class UnlikeError(ValueError):
-    """The exported graph and the records do not tell what another number of rows gives."""
+    """The exported graph and the records do not determine the graph for another number of rows."""
 
 
 def with_rows_of(flat: FlatGraph, exported: Record, other: Record, inputs: Mapping[str, Any]) -> FlatGraph:
-    """`flat` with the numbers of `other`.
+    """Return `flat` with the numbers of `other`.
 
     flat: as imported, not simplified. exported: a record of the same forward on the same shapes. other: one on the
     shapes of `inputs` (the batch by name). Raises UnlikeError where a second export is needed.
@@ -55,7 +54,7 @@ def with_rows_of(flat: FlatGraph, exported: Record, other: Record, inputs: Mappi
 
 
 def _alike(one: Any, two: Any) -> bool:
-    """Whether two records, or parts of them, differ in numbers and shapes only."""
+    """Return whether two records, or parts of them, differ in numbers and shapes only."""
     if isinstance(one, Source) or isinstance(two, Source):
         return type(one) is type(two) and bool(one == two)
     if isinstance(one, (tuple, list)):
@@ -65,7 +64,7 @@ def _alike(one: Any, two: Any) -> bool:
 
 
 class Places:
-    """Finds the record's entry of each exported node."""
+    """Find the record's entry for each exported node."""
 
     def __init__(self, flat: FlatGraph, record: Record) -> None:
         self.flat = flat
@@ -74,11 +73,11 @@ class Places:
         self.sources |= {Ref(name): ("input", batch_key(name)) for name in flat.inputs}
         for name in flat.constants:  # bound where they are first used
             del self.sources[Ref(name)]
-        self.undetached: dict[Any, Any] = {}  # result of a `detach` that the export left out -> what it was taken of
+        self.undetached: dict[Any, Any] = {}  # result of a `detach` that the export left out -> its operand
 
     def find(self) -> list[int]:
-        """Raises UnlikeError unless every node has one, in order."""
-        found: list[int] = []
+        """Find the entries. Raises UnlikeError unless every node has one, in order."""
+        places: list[int] = []
         place = 0
         for node in self.flat.nodes:
             while not self.matches(node, place):
@@ -87,16 +86,16 @@ class Places:
             for index, (_, _, *itself) in enumerate(self.entries[place][2:]):
                 origin = self.origin(itself[0]) if itself else ("result", place + 1, index)
                 self.sources[Ref(node.name, index)] = origin
-            found.append(place)
+            places.append(place)
             place += 1
         for rest in range(place, len(self.entries) - 1):
             self.skip(rest)
         if not self.same(self.flat.loss, self.entries[-1][1]):
             raise UnlikeError("the loss is another tensor")
-        return found
+        return places
 
     def skip(self, place: int) -> None:
-        """Entry `place` was not exported: a `detach`, a change of grad mode, or what nothing uses."""
+        """Skip an entry that was not exported: a `detach`, a change of grad mode, or an unused call."""
         if place >= len(self.entries) - 1:
             raise UnlikeError("an exported operator is not recorded")
         func, *rest = self.entries[place]
@@ -133,13 +132,13 @@ class Places:
         return type(exported) is type(recorded) and bool(exported == recorded)
 
     def origin(self, source: Source) -> Any:
-        """The name of a source without a run that is watched, where every source is outside: ("outside", name)."""
+        """Return the name of a source as if no run were watched, where every source is outside: ("outside", name)."""
         name = source[1]
         return self.undetached.get(name, name)
 
 
 def _renumbered(node: Node, entry: list[Any]) -> Node:
-    """`node` with the numbers and shapes of a record's entry."""
+    """Return `node` with the numbers and shapes of a record's entry."""
     func, (args, kwargs), *results = entry
     named = tuple(kept_kwargs(str(func), dict(kwargs)).items())
     outputs = tuple(
@@ -157,7 +156,7 @@ def _renumbered(node: Node, entry: list[Any]) -> Node:
 
 
 def _as_exported(node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Recorded arguments with what an export says of cuDNN, the last argument of norms."""
+    """Return recorded arguments with the export's value for cuDNN, the last argument of norms."""
     op = find_op(node.op)
     is_said = op is not None and argument_names(op)[-1:] == ("cudnn_enabled",) and len(args) == len(node.args)
     return (*args[:-1], node.args[-1]) if is_said else args

@@ -1,9 +1,9 @@
-"""Vocabularies that a degree does not divide: the graph gets rows of padding that change no loss and no gradient.
+"""Pad vocabularies to a size that a degree divides: rows of padding change no loss and no gradient.
 
-A table of V rows may be longer where all that reads it looks up rows by ids, which are below V, or is a linear layer
-whose logits go to cross-entropies alone. To the logits of padding a number is added that leaves exp() nothing, so that
-they take no part in a loss and their gradient is 0, as is that of the rows themselves: they stay what they are.
-Look-ups and losses are told how many rows are the user's, so that an id of padding is an IndexError where it was one.
+A table of V rows may be longer where all its readers look up rows by ids, which are below V, or are a linear layer
+whose logits go to cross-entropies alone. Logits of padding get a number added for which exp() is 0. So they take no
+part in a loss, their gradient and that of the padded rows is 0, and the rows keep their values. Look-ups and losses
+know the number of the user's rows, so that an id of padding still is an IndexError.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from autopar.operators.traits import RESHAPES, SAME_VALUES, SHAPES
 from autopar.rules.loss import is_plain_cross_entropy
 
 LOWEST = -1e30
-"""What is added to logits of padding; in fp16, which has no such number, half of the lowest."""
+"""The number added to logits of padding; in fp16, which lacks such a number, half of the lowest."""
 _SIZED = RESHAPES & SHAPES.keys()
 
 
 def padded(graph: Graph, multiple: int) -> Graph:
-    """The graph with vocabularies of a multiple of `multiple` rows, wherever that is exact; itself where none is so."""
+    """Return the graph with vocabularies of a multiple of `multiple` rows, wherever that is exact;
+    itself if nowhere.
+    """
     if multiple == 1:
         return graph
     search = _Search(graph)
@@ -37,7 +39,7 @@ def padded(graph: Graph, multiple: int) -> Graph:
             longer |= search.reached(Ref(parameter.name)) or {}
     if not longer:
         return graph
-    parameters = tuple(_longer(each, longer, multiple) for each in graph.parameters)
+    parameters = tuple(_longer(original, longer, multiple) for original in graph.parameters)
     body = _Rewriting(graph, longer, multiple).body()
     vocabularies = {
         piece.name: search.metas[ref].shape[longer[ref]]
@@ -64,12 +66,12 @@ def _longer(parameter: Parameter, longer: dict[Ref, int], multiple: int) -> Para
 
 
 def lengthened(meta: TensorMeta, dim: int, more: int) -> TensorMeta:
-    """The same with `more` entries behind those of a dim."""
+    """Return the same with `more` entries behind those of a dim."""
     return replace(meta, shape=(*meta.shape[:dim], meta.shape[dim] + more, *meta.shape[dim + 1 :]))
 
 
 class _Search:
-    """What becomes longer with a table: tensors of the top level, and which dim of each."""
+    """Find tensors that grow with a table: tensors of the top level, and the dim of each that grows."""
 
     def __init__(self, graph: Graph) -> None:
         self.loss = graph.loss
@@ -81,28 +83,30 @@ class _Search:
             for position, ref in enumerate(piece.inputs):
                 self.uses.setdefault(ref, []).append((piece, position))
         self.users = {ref.node for ref in self.uses}
-        # A layer may read a parameter under its own name for it.
+        # A layer may read a parameter under a local name.
         runs = [piece for piece in graph.body if isinstance(piece, LayerRun)]
         self.users -= {f"{path}.{p.name}" for run in runs for path in run.instances for p in run.layer.parameters}
 
     def reached(self, table: Ref) -> dict[Ref, int] | None:
-        """All that is longer with the table; None where something reads of it what padding would change."""
-        found = {table: 0}
+        """Return all tensors that grow with the table; None if a reader would change with padding."""
+        longer = {table: 0}
         open_refs = [table]
         while open_refs:
             ref = open_refs.pop()
             for piece, position in self.uses.get(ref, ()):
-                made = None if isinstance(piece, LayerRun) else self._made(piece, position, found[ref])
-                if made is None:
+                results = None if isinstance(piece, LayerRun) else self._made(piece, position, longer[ref])
+                if results is None:
                     return None
-                for each, dim in made.items():
-                    if each not in found:
-                        open_refs += [each] if each not in self.parameters else []
-                        found[each] = dim
-        return None if self.loss in found else found
+                for result, dim in results.items():
+                    if result not in longer:
+                        open_refs += [result] if result not in self.parameters else []
+                        longer[result] = dim
+        return None if self.loss in longer else longer
 
     def _made(self, node: Node, position: int, dim: int) -> dict[Ref, int] | None:
-        """What is longer with one input of a call that is so in `dim`; None for what looks at its last entries."""
+        """Return the results that grow when one input grows in `dim`; None for a call that depends on
+        its last entries.
+        """
         name, arguments, ref = base_name(node.op), arguments_of(node), node.inputs[position]
         if ref in self.parameters:
             if name == "embedding" and arguments["weight"] == ref != arguments["indices"]:
@@ -110,7 +114,7 @@ class _Search:
             return self._linear(node, arguments) if name == "linear" and arguments["weight"] == ref else None
         result = Ref(node.name)
         if name == "cross_entropy_loss":
-            metas = [self.metas[each] for each in node.inputs]
+            metas = [self.metas[operand] for operand in node.inputs]
             is_plain = is_plain_cross_entropy(node, metas, any_dims=True) and not arguments["label_smoothing"]
             return {} if is_plain and position == 0 and dim == min(1, len(metas[0].shape) - 1) else None
         shape, last = self.metas[ref].shape, len(self.metas[ref].shape) - 1
@@ -126,22 +130,22 @@ class _Search:
         return None
 
     def _linear(self, node: Node, arguments: dict[str, Any]) -> dict[Ref, int] | None:
-        """The logits, and the bias, which must be read here alone."""
+        """Return the logits, and the bias, which no other call may read."""
         bias = arguments.get("bias")
         if arguments["input"] == arguments["weight"]:
             return None
         if bias is not None and (bias not in self.parameters or len(self.uses[bias]) > 1):
             return None
-        own = {} if bias is None else {bias: 0}
-        return own | {Ref(node.name): len(node.meta.shape) - 1}
+        bias_dims = {} if bias is None else {bias: 0}
+        return bias_dims | {Ref(node.name): len(node.meta.shape) - 1}
 
 
 class _Rewriting:
-    """The body with longer tensors, and with what is added to logits."""
+    """Rewrite the body with longer tensors, and with an addition to logits."""
 
     def __init__(self, graph: Graph, longer: dict[Ref, int], multiple: int) -> None:
         self.graph, self.longer, self.multiple = graph, longer, multiple
-        self.names = {each.name for each in (*graph.body, *graph.parameters, *graph.inputs)}
+        self.names = {part.name for part in (*graph.body, *graph.parameters, *graph.inputs)}
 
     def body(self) -> tuple[Node | LayerRun, ...]:
         return tuple(new for piece in self.graph.body for new in self._rewritten(piece))
@@ -170,7 +174,7 @@ class _Rewriting:
             yield replace(piece, outputs=(meta,))
 
     def _added(self, node: Node, size: int, meta: TensorMeta) -> Iterator[Node]:
-        """0 for each of a layer's `size` classes and LOWEST for padding, of the logits' dtype."""
+        """Yield calls that make 0 for each of a layer's `size` classes and LOWEST for padding, of the logits' dtype."""
         lowest = max(LOWEST, torch.finfo(meta.dtype).min / 2)
         steps = (
             ("aten.arange.default", meta.shape[-1], torch.int64),

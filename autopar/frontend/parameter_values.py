@@ -1,4 +1,4 @@
-"""Whether a script wrote to the parameters of its model, which are not those that the program trains."""
+"""Whether a script wrote to the parameters of its model, which the program does not train."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _VERSION = attrgetter("_version")
 
 
 class ParameterValues:
-    """The parameters of a model as they are now.
+    """The present parameters of a model.
 
-    torch counts writes. One through `.data` is not counted: it is seen on the CPU alone, where it changes the first
+    Torch counts writes. A write through `.data` is not counted: it is seen on the CPU alone, where it changes the first
     elements of one of some parameters.
     """
 
@@ -30,11 +30,11 @@ class ParameterValues:
         self._samples = [(p, _digest(head)) for p in chosen if (head := _head(p)) is not None]
 
     def are_same(self) -> bool:
-        """Whether nothing was written; quick."""
+        """Return, quickly, whether nothing was written."""
         return list(map(_VERSION, self._parameters)) == self._versions and all(map(_is_kept, self._samples))
 
     def changes(self) -> Iterator[Change]:
-        """Yield each parameter that was written to; all, where it was not counted which."""
+        """Yield each parameter that was written to; all of them if torch did not count which."""
         is_uncounted = not all(map(_is_kept, self._samples))
         for (name, parameter), was in zip(self._named, self._versions, strict=True):
             if is_uncounted or parameter._version != was:
@@ -43,7 +43,7 @@ class ParameterValues:
 
 
 def _head(parameter: nn.Parameter) -> Tensor | None:
-    """Some elements of a parameter on the CPU."""
+    """Return some elements of a parameter on the CPU."""
     is_plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided and parameter.is_contiguous()
     if not is_plain or parameter.device.type != "cpu" or not parameter.numel():
         return None
@@ -51,7 +51,7 @@ def _head(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _digest(head: Tensor) -> tuple[torch.dtype, int, str]:
-    """A few bytes that are others once a value is, as good as always: no copy, which would be memory of the rank."""
+    """Return a few bytes that change almost surely when a value does: no copy, which would take memory of the rank."""
     values = torch.view_as_real(head) if head.is_complex() else head
     wide = values.double()
     return head.dtype, head.numel(), f"{float(wide.sum())!r} {float(wide.square().sum())!r}"

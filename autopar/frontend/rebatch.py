@@ -1,9 +1,9 @@
-"""One graph for every batch size: sizes are affine in the number of rows, so two traces give all others.
+"""Derive one graph for every batch size: sizes are affine in the number of rows, so two traces give all others.
 
 Between two graphs of the same model traced with different numbers of rows, every integer either is equal or grows
-linearly (a shape [B, S, H], a view to B*S). A number that arithmetic is done with has to be proportional to the rows (a
-mean's divisor B*S), which B*B or B*S - 1 are not: two sizes would not tell what they are. Anything else that differs
-(another operator, 1 / B) means that the model is not of that kind, and it is traced anew for each size.
+linearly (a shape [B, S, H], a view to B*S). A number in arithmetic has to be proportional to the rows (a mean's divisor
+B*S). B*B or B*S - 1 are not: two sizes would not determine them. Any other difference (another operator, 1 / B) means
+that the model is not affine; it is traced anew for each size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BatchedTrace:
     """`trace(rows) -> Graph`, traced at most twice where the graph is affine in the rows.
 
     Further sizes are computed from those two; a batch of less than LEAST_ROWS, and any size of a model that is not
-    affine, is traced. `estimate` computes the first of these too, with the calls that larger batches have: good enough
+    affine, is traced. `estimate` also computes batches below LEAST_ROWS, with the calls of larger batches: good enough
     for a price, not for a program.
     """
 
@@ -58,21 +58,23 @@ class BatchedTrace:
         return self._known[rows]
 
     def traced(self, rows: int) -> Graph:
-        """The graph of a batch that is traced, whatever is known of others."""
+        """Return the graph of a batch, always by a trace."""
         return self._trace(rows)
 
     def whole_batch_reason(self, count: int) -> str | None:
-        """Why the batch cannot be cut into `count` micro-batches; None where it can, or where nobody has looked."""
+        """Return the reason why the batch cannot be cut into `count` micro-batches; None if it can, or if unknown."""
         return None
 
     def has_first_pass(self, count: int) -> bool:
-        """Whether `count` micro-batches are run forward twice (`Graph.has_first_pass`), where they are proven."""
+        """Return whether `count` micro-batches are run forward twice (`Graph.has_first_pass`), where
+        they are proven.
+        """
         return False
 
     def estimate(self, rows: int) -> Graph:
-        """The graph at any number of rows as if it were affine; where nothing but one row was ever asked for, traced.
+        """Return the graph at any number of rows as if it were affine; a trace if only one row was ever requested.
 
-        It does not depend on what else was traced in between.
+        It does not depend on traces made in between.
         """
         if rows >= LEAST_ROWS:
             return BatchedTrace.__call__(self, rows)
@@ -84,8 +86,9 @@ class BatchedTrace:
         return self._estimates[rows]
 
     def can_estimate(self, rows: int) -> bool:
-        """Whether the model runs on so many rows: one whose buffers have a row for each of the batch runs on no other
-        number."""
+        """Return whether the model runs on so many rows: one whose buffers have a row per row of the batch runs on no
+        others.
+        """
         if rows not in self._runs:
             try:
                 self.estimate(rows)
@@ -118,7 +121,7 @@ class BatchedTrace:
 
 
 def at_rows(low: Any, low_rows: int, high: Any, high_rows: int, rows: int) -> Any:
-    """The structure between (or beyond) `low`, traced with `low_rows`, and `high`. Raises NotAffineError."""
+    """Return the structure between (or beyond) `low`, traced with `low_rows`, and `high`. Raises NotAffineError."""
     if low is high or (type(low) is type(high) and low == high):
         return low
     if type(low) is not type(high):
@@ -144,12 +147,12 @@ def at_rows(low: Any, low_rows: int, high: Any, high_rows: int, rows: int) -> An
 
 
 def _check_tables(low: Any, high: Any) -> None:
-    """Raises NotAffineError for a tensor of forward's own whose values are others with more rows."""
-    others = {each.name: each.value for each in _tables(high)}
-    for each in _tables(low):
-        other = others.get(each.name)
-        if each.value is not None and other is not None and not torch.equal(each.value, other):
-            raise NotAffineError(f"{each.name} is another table with another number of rows")
+    """Raise NotAffineError for a tensor that forward makes whose values change with more rows."""
+    others = {table.name: table.value for table in _tables(high)}
+    for table in _tables(low):
+        other = others.get(table.name)
+        if table.value is not None and other is not None and not torch.equal(table.value, other):
+            raise NotAffineError(f"{table.name} is another table with another number of rows")
 
 
 def _tables(graph: Any) -> tuple[Parameter, ...]:
@@ -157,7 +160,7 @@ def _tables(graph: Any) -> tuple[Parameter, ...]:
 
 
 def _check_numbers(low: Node, low_rows: int, high: Node, high_rows: int) -> None:
-    """Raises NotAffineError for a number in arithmetic that differs and is not proportional to the rows."""
+    """Raise NotAffineError for a number in arithmetic that differs and is not proportional to the rows."""
     if base_name(low.op) not in ARITHMETIC:
         return
     ones, others = (*low.args, *dict(low.kwargs).values()), (*high.args, *dict(high.kwargs).values())

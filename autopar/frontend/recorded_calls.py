@@ -1,4 +1,4 @@
-"""The calls of a recorded forward that its loss depends on: as they are, or as a program evaluates."""
+"""The calls of a recorded forward that its loss depends on, in training or as a program evaluates them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ FLAGS: Mapping[str, tuple[str, Any]] = {
     "aten.batch_norm.default": ("training", False),
     "aten.instance_norm.default": ("use_input_stats", False),
 }
-"""Operator -> the argument that a program in evaluation mode has otherwise than in training, and its value then."""
+"""Operator -> the argument that differs in a program's evaluation, and its value there."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """A recorded call. what: (arguments by name, shape and dtype of each result), or the new mode of gradients. counts:
-    whether it does even if the loss reads no result. writes: whether it writes to its first argument."""
+    """A recorded call.
+
+    what: (arguments by name, shape and dtype of each result), or the new mode of gradients. counts: whether the call is
+    kept even if the loss reads no result. writes: whether it writes to its first argument.
+    """
 
     key: tuple[Any, ...]
     name: str
@@ -43,8 +46,8 @@ class RecordedCalls:
     def __init__(self, entries: list[Any], in_program: bool) -> None:
         self.entries = entries
         self.loss = entries[-1][1]
-        self._renamed: dict[Any, Any] = {}  # the result of an identity -> what it is
-        self._viewed: set[Any] = set()  # buffers of which there are views
+        self._renamed: dict[Any, Any] = {}  # the result of an identity -> its operand
+        self._viewed: set[Any] = set()  # buffers with views
         self._calls: list[RecordedCall] = []
         for position, entry in enumerate(entries[:-1], 1):
             self._add(position, entry, in_program)
@@ -60,12 +63,12 @@ class RecordedCalls:
             flag, value = FLAGS[name]
             if in_program:
                 named[flag] = value
-            named.pop("momentum", None)  # which counts in training alone
+            named.pop("momentum", None)  # which matters in training alone
         is_identity = name.startswith("aten.dropout") and (not named["train"] or not named["p"])
         if is_identity or name == "aten.contiguous.default":  # whether that copies depends on strides, not on values
             self._renamed["result", position, 0] = next(iter(named.values()))
             return
-        # What reads a tensor that was written to does not name the call; only what a buffer becomes stays out of sight.
+        # A reader of a written tensor does not name the call; only the value that a buffer gets stays invisible.
         first: Any = next(iter(named.values()), None)
         writes = operator._schema.is_mutable
         if _is_buffer(first) and may_be_view(name):
@@ -75,7 +78,7 @@ class RecordedCalls:
         self._calls.append(RecordedCall(("result", position), name, what, counts, writes=writes))
 
     def source(self, value: Any) -> Any:
-        """`value`, or what it is another name of."""
+        """Return `value`, or the value that it is another name of."""
         while isinstance(value, Source) and value[1] in self._renamed:
             value = self._renamed[value[1]]
         return value
@@ -89,17 +92,17 @@ class RecordedCalls:
                 yield from self.sources(item)
 
     def live(self) -> list[RecordedCall]:
-        """Return what the loss depends on."""
+        """Return the calls that the loss depends on."""
         needed = {value[1][:2] for value in self.sources(self.loss)}
-        found: list[RecordedCall] = []
+        calls: list[RecordedCall] = []
         for call in reversed(self._calls):
             if call.counts or call.key in needed:
-                found.append(call)
+                calls.append(call)
                 needed |= {value[1][:2] for value in self.sources(call.what)}
-        return _with_needed_modes(found[::-1])
+        return _with_needed_modes(calls[::-1])
 
     def numbered(self) -> list[Any]:
-        """Return what the loss depends on, with results numbered anew, comparable between records."""
+        """Return the calls that the loss depends on, with results numbered anew, comparable between records."""
         live = self.live()
         number = {call.key: index for index, call in enumerate(live)}
 
@@ -114,8 +117,8 @@ class RecordedCalls:
 
 
 def _with_needed_modes(live: list[RecordedCall]) -> list[RecordedCall]:
-    """The calls with those switches of the grad mode that a call after them sees."""
-    found: list[RecordedCall] = []
+    """Return the calls with those switches of the grad mode that a later call is under."""
+    calls: list[RecordedCall] = []
     mode, switch = True, None
     for call in live:
         if call.name == "grad mode":
@@ -123,10 +126,10 @@ def _with_needed_modes(live: list[RecordedCall]) -> list[RecordedCall]:
             continue
         if switch is not None and switch.what != mode:
             mode = switch.what
-            found.append(switch)
+            calls.append(switch)
         switch = None
-        found.append(call)
-    return found
+        calls.append(call)
+    return calls
 
 
 def _is_buffer(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Every operator that a forward calls, written down: what it is, its numbers, and where each tensor comes from.
+"""Record every operator that a forward calls: its name, its numbers, and the origin of each tensor.
 
 Forward runs on fake tensors, so nothing is computed. Two records may be compared: of blocks that look equal
 (`depth_check.py`), of the same model with another number of rows (`other_rows.py`).
@@ -33,21 +33,21 @@ _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MAX_CONSTANT = 2**26  # bytes up to which a constant tensor is compared by value; larger ones count as unequal
 
 
-class _Itself:
-    """A tensor in a key, equal only to what stands for the same tensor object."""
+class _SameTensor:
+    """A tensor in a key, equal only to an entry for the same tensor object."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and other.tensor is self.tensor
+        return isinstance(other, _SameTensor) and other.tensor is self.tensor
 
     def __hash__(self) -> int:
         return id(self.tensor)
 
 
 class Source(tuple[Any, ...]):
-    """Stands for a tensor among an operator's recorded arguments: where it comes from, as the running block sees it."""
+    """The origin of a tensor among an operator's recorded arguments, as seen from the running block."""
 
     __slots__ = ()
 
@@ -63,7 +63,7 @@ def sources_in(value: Any) -> Iterator[Source]:
 
 @dataclass(slots=True)
 class Run:
-    """What was seen of one list's blocks from `cut.first` on."""
+    """Observations of one list's blocks from `cut.first` on."""
 
     cut: Truncation
     records: list[list[Any]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a tensor comes from: `position` of `run` (None: outside of all runs), and a name that is unique there."""
+    """The origin of a tensor: `position` of `run` (None: outside of all runs), and a name that is unique there."""
 
     run: Run | None
     position: int
@@ -94,7 +94,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.record = self.outside
         self.count = 0
         self.origins: dict[int, Origin] = {}
-        self.symbols: dict[Any, str] = {}  # of sizes that depend on values
+        self.symbols: dict[Any, str] = {}  # sizes that depend on values
         self.alive: list[Tensor] = []  # an id stays unique while its tensor lives
         self.inside_operator = False
         self.grad_enabled = True
@@ -126,16 +126,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = self.results.call(func, args, kwargs or {})
         finally:
             self.inside_operator = False
-        if func.namespace == "prim":  # questions such as prim.device
+        if func.namespace == "prim":  # queries such as prim.device
             return result
-        given = (self.describe(args), self.describe(kwargs) if kwargs else ())
-        entry = [func, given]
+        operands = (self.describe(args), self.describe(kwargs) if kwargs else ())
+        entry = [func, operands]
         self.note(entry)
         results = result if isinstance(result, (tuple, list)) else (result,)
         for index, value in enumerate(results):
             if isinstance(value, Tensor):
                 meta = self.meta(value)
-                # A shared tensor that comes back as it is (`contiguous`) stays shared; one written to is new.
+                # A shared tensor that is returned unchanged (`contiguous`) stays shared; a written one is new.
                 if id(value) in self.origins and not func._schema.is_mutable:
                     entry.append((*meta, self.source(value)))
                 else:
@@ -152,7 +152,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.alive.append(tensor)
 
     def describe(self, value: Any) -> Any:
-        """`value` with tensors replaced by where they come from, comparable between blocks and between records."""
+        """Return `value` with tensors replaced by their origins, comparable between blocks and between records."""
         if isinstance(value, Tensor):
             return self.source(value)
         if isinstance(value, (tuple, list)):
@@ -162,12 +162,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.number(value) if isinstance(value, _SIZES) else value
 
     def meta(self, tensor: Tensor) -> tuple[Any, ...]:
-        """The shape and dtype of a result."""
+        """Return the shape and dtype of a result."""
         shape, dtype = _meta(tensor)
         return tuple([self.number(size) if isinstance(size, _SIZES) else size for size in shape]), dtype
 
     def number(self, size: Any) -> Any:
-        """A number that depends on values, as text that is the same in each record of the same forward."""
+        """Return a number that depends on values, as text that is the same in each record of the same forward."""
         expression = size.node.expr
         for symbol in sorted(expression.free_symbols, key=str):
             self.symbols.setdefault(symbol, f"size {len(self.symbols)}")
@@ -193,9 +193,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Source(("inner", owner.cut.path, origin.position, origin.name))
 
     def meet(self, tensor: Tensor) -> Origin:
-        """A tensor that no operator made, as `torch.tensor(0.5)` in forward or an attribute: equal if its bytes are."""
+        """Register a tensor from no operator, as `torch.tensor(0.5)` in forward or an attribute: equal if its bytes
+        are.
+        """
         meta = _meta(tensor)
-        identity: Any = _Itself(tensor)
+        identity: Any = _SameTensor(tensor)
         if not isinstance(tensor, FakeTensor) and not tensor.is_meta and tensor.nbytes <= _MAX_CONSTANT:
             with _disable_current_modes():
                 numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -207,7 +209,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def grad_mode(self) -> Iterator[None]:
-        """Forward finds gradients enabled, as when it is exported; where it switches them is recorded."""
+        """Context manager that records switches of the grad mode; forward begins with gradients, as in an export."""
         switch, ask = torch._C._set_grad_enabled, torch.is_grad_enabled
 
         def set_enabled(mode: bool) -> None:
@@ -233,11 +235,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A forward, taken apart: what was called outside of the watched runs, and in each block of those.
+    """A forward, taken apart: the calls outside of the watched runs, and in each block of those.
 
     An operator's entry is [operator, (args, kwargs), (shape, dtype) of each result]: tensors among the arguments are
-    `Source`s. The n-th entry of a list makes the results ("result", n, index), counted from one; a result that is one
-    of the operands is that still, and its source is written after its dtype.
+    `Source`s. The n-th entry of a list makes the results ("result", n, index), counted from one. A result that is one
+    of the operands keeps its source, which follows its dtype.
     """
 
     outside: list[Any]
@@ -245,7 +247,7 @@ class Record:
     recorder: _Recorder
 
     def name_of(self, tensor: Tensor) -> tuple[Any, ...] | None:
-        """Where a tensor that the forward made or met comes from, as sources say it; None if it did neither."""
+        """Return the source of a tensor that the forward made or met; None for any other tensor."""
         origin = self.recorder.origins.get(id(tensor))
         return origin.name if origin is not None else None
 
@@ -260,11 +262,11 @@ def record(
     *,
     keeps_caches: bool = False,
 ) -> Record:
-    """Runs `forward` once. Inference mode hands over composite operators whole: half as many to look at.
+    """Run `forward` once and return its record.
 
-    cuts: the runs whose blocks are recorded one by one. batch: the fake inputs by name. loss_fn: that `forward` calls,
-    of whose own tensors records say the names, too. keeps_caches: what it leaves in caches outside of the model stays
-    there.
+    Inference mode leaves composite operators undecomposed, which halves the calls. cuts: the runs whose blocks are
+    recorded one by one. batch: the fake inputs by name. loss_fn: the loss that `forward` calls, whose tensors get
+    names, too. keeps_caches: leave the values that forward puts into caches outside of the model.
     """
     runs = tuple(Run(cut) for cut in cuts)
     recorder = _Recorder(runs, results)
@@ -307,7 +309,7 @@ def _watch(block: nn.Module, recorder: _Recorder, run: Run, position: int) -> No
 
 
 def _origins(model: nn.Module, runs: tuple[Run, ...]) -> Iterable[tuple[Tensor, Origin]]:
-    """Parameters and buffers: a block's own by their relative name; shared ones and all others by their full name."""
+    """Return parameters and buffers: a block's own by their relative name; all others by their full name."""
     homes: dict[int, tuple[Tensor, list[str]]] = {}
     for name, tensor in named_tensors(model, remove_duplicate=False):
         homes.setdefault(id(tensor), (tensor, []))[1].append(name)
@@ -324,7 +326,7 @@ def _origins(model: nn.Module, runs: tuple[Run, ...]) -> Iterable[tuple[Tensor, 
 
 
 def _owner(name: str, runs: tuple[Run, ...]) -> tuple[str | None, int]:
-    """Path of the run and position in it of the block that `name` lies in."""
+    """Return the run's path and the position in it of the block that `name` belongs to."""
     for run in runs:
         if name.startswith(run.cut.path + "."):
             index = int(name.removeprefix(run.cut.path + ".").partition(".")[0])
@@ -335,7 +337,7 @@ def _owner(name: str, runs: tuple[Run, ...]) -> tuple[str | None, int]:
 
 @contextlib.contextmanager
 def _as_exporting() -> Iterator[None]:
-    """What models ask in order to behave differently under export is answered as it will be then."""
+    """Context manager in which models that ask whether they are exported get the answers of an export."""
     with contextlib.ExitStack() as stack:
         for name in ("_is_compiling_flag", "_is_exporting_flag"):
             if hasattr(torch.compiler, name):

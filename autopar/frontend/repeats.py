@@ -1,11 +1,11 @@
-"""Whether forward does the same each time it is called: a graph is one forward, and a program repeats it.
+"""Test whether forward does the same each time it is called: a graph is one forward, and a program repeats it.
 
-Forward runs twice on fake tensors (nothing is computed) and is written down, operator by operator. Refused are: Python
-state that it changes (lists, globals), buffers and parameters that it replaces, Python's and numpy's random
-numbers, hooks that only look on (a trace cannot see what they do), and records that differ, as they do where one
-forward reads what the one before has left. What forward computes once and keeps, as tables of positions, is allowed
-as long as it depends on constants alone. So are numbers of modules that it counts or anneals: it does the same again
-once they are set back, and the program follows them (`own_numbers.py`).
+Forward is recorded twice on fake tensors (nothing is computed). Refused are: Python state that it changes (lists,
+globals), buffers and parameters that it replaces, Python's and numpy's random numbers, hooks that only observe (a trace
+cannot see what they do), and records that differ, as where one forward reads values that the one before has left.
+Values that forward computes once and keeps, as tables of positions, are allowed if they depend on constants alone. So
+are numbers of modules that it counts or anneals: it does the same again once they are set back, and the program follows
+them (`forward_counters.py`).
 """
 
 from __future__ import annotations
@@ -35,82 +35,84 @@ from autopar.frontend.attributes import (
     named_tensors,
     summary,
 )
+from autopar.frontend.forward_counters import ForwardCounters, changes_state
 from autopar.frontend.function_caches import is_filled
 from autopar.frontend.kept_values import compute_alike
-from autopar.frontend.own_numbers import OwnNumbers, changes_state
 from autopar.frontend.recorder import Record, sources_in
 from autopar.frontend.specialization import current_guards
-from autopar.frontend.state_reads import Reads, home_of, noted
+from autopar.frontend.state_reads import Reads, home_of, noting_reads
 from autopar.frontend.state_values import object_kinds
 
 State = dict[tuple[str, str], Any]
-"""(module path or function, attribute) -> what it holds, comparable."""
+"""(module path or function, attribute) -> its value, comparable."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _LIBRARIES = frozenset({"torch", "autopar", "transformers", "numpy", "contextlib", "functools", "warnings", "logging"})
-_MANY = 100  # items: longer lists hold data, not functions
+_MANY = 100  # items: longer lists are data, not functions
 _TRUSTED = ("torch.", "transformers.")
-"""Hooks of torch's own (weight norm) change what forward computes; that is traced. Those of transformers stay on models
-that were run, and hand on what layers returned, which is traced where forward reads it."""
+"""Torch's hooks (weight norm) change what forward computes; that is traced. Those of transformers stay on models after
+a run, and pass on layers' outputs, which is traced where forward reads them.
+"""
 
 
 def check_repeats(
     model: nn.Module, functions: tuple[Any, ...], run: Callable[[nn.Module], Record], reads: Reads | None = None
 ) -> None:
-    """Raises TraceError, naming the module and the attribute. Says nothing of a forward that cannot run so.
+    """Raise TraceError, naming the module and the attribute, unless forward repeats. A forward that cannot run so
+    passes.
 
-    model: a copy that may be used up, with fake parameters. functions: what runs besides forward, such as the loss.
-    run: one forward of it, recorded. reads: gets what the forward reads.
+    model: a copy that may be used up, with fake parameters. functions: functions that run besides forward, such as the
+    loss. run: one forward of it, recorded. reads: gets the attributes that forward reads.
     """
     silent = _watch_hooks(model)
     names = {id(tensor): name for name, tensor in named_tensors(model)}
     with _own_random_state() as drawn:
-        held, before, of_classes = _tensors(model), _state(model, functions), _class_state(model, functions)
-        own = OwnNumbers(model, functions[0] if functions else None)
+        tensors, before, of_classes = _tensors(model), _state(model, functions), _class_state(model, functions)
+        numbers = ForwardCounters(model, functions[0] if functions else None)
         try:
-            attributes = [each for module in modules_of(model) for each in attributes_of(module).values()]
-            with noted(reads or Reads(), object_kinds([*attributes, *functions])):
+            attributes = [member for module in modules_of(model) for member in attributes_of(module).values()]
+            with noting_reads(reads or Reads(), object_kinds([*attributes, *functions])):
                 first = run(model)
         except TraceError:
             raise
-        except Exception:  # whatever cannot run while it is recorded: the export does it, or says why not
+        except Exception:  # failures while it is recorded: the export succeeds, or says why not
             return
         once, kept = _state(model, functions), _tensors(model)
-        own.note_first(reads or Reads())
+        numbers.note_first(reads or Reads())
         if current_guards():
             changed = (
-                _changed(before, once) | _changed(held, kept) | _changed(of_classes, _class_state(model, functions))
+                _changed(before, once) | _changed(tensors, kept) | _changed(of_classes, _class_state(model, functions))
             )
-            _refuse_specialized({*(f"{name} of {path}" for path, name in changed), *own.changed_first()})
-        replaced = {place for place, each in held.items() if id(each) in names and kept.get(place) is not each}
+            _refuse_specialized({*(f"{name} of {path}" for path, name in changed), *numbers.changed_first()})
+        replaced = {place for place, member in tensors.items() if id(member) in names and kept.get(place) is not member}
         named = dict(named_tensors(model))
         try:
             second = run(model)
         except Exception:
-            _refuse_replaced(replaced, held, names)
+            _refuse_replaced(replaced, tensors, names)
             raise
         twice = _state(model, functions)
-        if own.note_second():
+        if numbers.note_second():
             second = run(model)
-            own.note_third()
-        followed = own.places() if reads is not None else set()
+            numbers.note_third()
+        followed = numbers.places() if reads is not None else set()
         if reads is not None:
-            reads.advanced |= own.kinds()
-            _leave_out_caches(reads, model, (_changed(before, once) | _changed(held, kept)) - followed)
+            reads.advanced |= numbers.kinds()
+            _leave_out_caches(reads, model, (_changed(before, once) | _changed(tensors, kept)) - followed)
         kept_on = _tensors(model)
         generator = drawn()
     _refuse_unseen(generator, silent)
     _refuse_state(once, {place: value for place, value in twice.items() if place not in followed})
-    stays = {place for place, tensor in kept.items() if place not in held and kept_on.get(place) is tensor}
+    stays = {place for place, tensor in kept.items() if place not in tensors and kept_on.get(place) is tensor}
     is_alike = not stays and not replaced and _alike(first.outside, second.outside)
     fixed = [name for name, tensor in named.items() if not tensor.requires_grad]
     if not is_alike and not compute_alike(first, second, named, fixed):
-        _refuse_replaced(replaced, held, names)
+        _refuse_replaced(replaced, tensors, names)
         _refuse_kept(stays, kept, first, _fixed_buffers(model, first))
         raise TraceError(
             "forward computes something else when it is called again",
             values=_difference(first, second),
-            alternatives="a forward that depends on its inputs, parameters and buffers alone",
+            alternatives="make forward depend on its inputs, parameters and buffers alone",
         )
 
 
@@ -118,14 +120,14 @@ def check_repeats(
 
 
 def _state(model: nn.Module, functions: tuple[Any, ...]) -> State:
-    """Plain values that modules and the globals of their functions hold, containers one level deep."""
-    found: State = {}
+    """Return plain values of modules and of the globals of their functions, containers one level deep."""
+    state: State = {}
     called: list[Any] = [*functions]
     for path, module in _modules(model, functions):
         called.append(type(module).forward)
         for name, value in attributes_of(module).items():
             if name not in INTERNAL:
-                found[where(path), name] = _comparable(value)
+                state[where(path), name] = _comparable(value)
                 called.append(value)
     seen: set[int] = set()
     while called:
@@ -138,12 +140,12 @@ def _state(model: nn.Module, functions: tuple[Any, ...]) -> State:
             used = _used(function)
             called += used.values()
             place = f"{function.__module__}.{function.__qualname__}"
-            found |= {(place, name): _comparable(value) for name, value in used.items()}
-    return found
+            state |= {(place, name): _comparable(value) for name, value in used.items()}
+    return state
 
 
 def _class_state(model: nn.Module, functions: tuple[Any, ...]) -> State:
-    """Plain values of the user's classes among those of modules."""
+    """Return plain values of the user's classes among those of modules."""
     classes = {kind for _, module in _modules(model, functions) for kind in type(module).__mro__}
     return {
         (f"class {kind.__qualname__}", name): value
@@ -155,17 +157,17 @@ def _class_state(model: nn.Module, functions: tuple[Any, ...]) -> State:
 
 
 def _refuse_specialized(changed: Iterable[str]) -> None:
-    """Raises TraceError for state that a forward changes while values of the batch decide what it does."""
+    """Raise TraceError for state that a forward changes while values of the batch decide what it does."""
     if names := sorted(changed):
         raise TraceError(
-            "forward changes state of Python, and values of the batch decide what it does",
+            "forward changes Python state, and values of the batch decide what it does",
             values=", ".join(names[:3]),
-            alternatives="the state, or what it depends on, as an input of the batch",
+            alternatives="pass the state, or the values behind it, as an input of the batch",
         )
 
 
 def _modules(model: nn.Module, functions: tuple[Any, ...]) -> Iterator[tuple[str, nn.Module]]:
-    """All modules by their paths, and those of a loss."""
+    """Yield all modules by their paths, and those of a loss."""
     yield from named_modules(model)
     for loss in functions:
         if is_a(loss, nn.Module):
@@ -173,7 +175,7 @@ def _modules(model: nn.Module, functions: tuple[Any, ...]) -> Iterator[tuple[str
 
 
 def _changed(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> set[tuple[str, str]]:
-    """The places of modules where a forward left something else; of a container its own place."""
+    """Return the places of modules where a forward left another value; of a container its own place."""
     places = before.keys() | after.keys()
     unlike = (place for place in places if not _is_kept(before.get(place), after.get(place)))
     return {(path, name.partition("[")[0]) for path, name in unlike}
@@ -184,15 +186,15 @@ def _is_kept(one: Any, other: Any) -> bool:
 
 
 def _leave_out_caches(reads: Reads, model: nn.Module, changed: set[tuple[str, str]]) -> None:
-    """Do not watch what forward fills itself in its first call: it computes the same whether it is filled or not."""
+    """Stop watching values that forward caches in its first call: it computes the same with and without them."""
     for path, module in named_modules(model):
-        known = reads.attributes.get(type(module), {})
-        for name in [name for name in known if {(path, name), (where(path), name)} & changed]:
-            del known[name]
-        filled = [name for name in known if is_filled(getattr(type(module), name, None))]
+        lines = reads.attributes.get(type(module), {})
+        for name in [name for name in lines if {(path, name), (where(path), name)} & changed]:
+            del lines[name]
+        filled = [name for name in lines if is_filled(getattr(type(module), name, None))]
         for name in filled:
-            del known[name]
-    for space, name in [each for each in reads.variables if is_filled(each[0].values.get(each[1]))]:
+            del lines[name]
+    for space, name in [variable for variable in reads.variables if is_filled(variable[0].values.get(variable[1]))]:
         del reads.variables[space, name]
 
 
@@ -201,67 +203,67 @@ def _is_library(function: types.FunctionType) -> bool:
 
 
 def _used(function: types.FunctionType) -> dict[str, Any]:
-    """Globals and enclosing variables that a function names."""
+    """Return globals and enclosing variables that a function names."""
     used = {n: function.__globals__[n] for n in function.__code__.co_names if n in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a cell that holds nothing yet
+        with contextlib.suppress(ValueError):  # an empty cell
             used[name] = cell.cell_contents
     return used
 
 
 def _comparable(value: Any) -> Any:
-    """Plain data by their values, containers by their items and theirs; all else by its type and its length."""
-    return summary(value, lambda each: (type(each), len(items_of(each) or ())), deepest=1)
+    """Return plain data by value, containers by their items and theirs; other values by type and length."""
+    return summary(value, lambda item: (type(item), len(items_of(item) or ())), deepest=1)
 
 
 def _tensors(model: nn.Module) -> dict[tuple[str, str], Tensor]:
-    """Tensors that modules hold, in attributes, in lists and in dicts."""
-    found: dict[tuple[str, str], Tensor] = {}
+    """Return tensors of modules, in attributes, in lists and in dicts."""
+    tensors: dict[tuple[str, str], Tensor] = {}
     for path, module in named_modules(model):
-        held = {**attributes_of(module), **module._parameters, **module._buffers}
-        for name, value in held.items():
+        members = {**attributes_of(module), **module._parameters, **module._buffers}
+        for name, value in members.items():
             is_table = is_a(value, dict) and name.startswith("_")
             items = [] if is_table else items_of(value) or []
-            found |= {(path, f"{name}[{_key(key)}]"): item for key, item in items if is_a(item, Tensor)}
+            tensors |= {(path, f"{name}[{_key(key)}]"): item for key, item in items if is_a(item, Tensor)}
             if is_a(value, Tensor):
-                found[path, name] = value
-    return found
+                tensors[path, name] = value
+    return tensors
 
 
 def _key(key: Any) -> str:
     return repr(key) if is_a(key, *SCALARS) else f"{type(key).__name__} {id(key)}"
 
 
-def _refuse_replaced(places: Iterable[Any], held: Mapping[Any, Tensor], names: Mapping[int, str]) -> None:
-    """Registered tensors must stay the tensors that they are."""
+def _refuse_replaced(places: Iterable[Any], tensors: Mapping[Any, Tensor], names: Mapping[int, str]) -> None:
+    """Refuse a forward that replaces registered tensors."""
     for place in places:
         raise TraceError(
             "forward replaces a buffer or parameter by another tensor, which the program would not keep",
-            values=names[id(held[place])],
+            values=names[id(tensors[place])],
             alternatives=[
-                "a counter that is changed in place (self.count += 1), which is kept",
+                "use a counter that is changed in place (self.count += 1), which is kept",
                 "return the value and assign it in the training loop",
             ],
         )
 
 
 def _refuse_unseen(generator: str, silent: list[str]) -> None:
-    """Raises TraceError for draws from a generator and for hooks that only look on, which a trace cannot see."""
+    """Raise TraceError for draws from a generator and for hooks that only observe, which a trace cannot see."""
     if generator:
         raise TraceError(
-            "forward draws random numbers in Python by a function that autopar does not know, which a trace takes for "
-            "constants",
+            "forward draws random numbers by an unsupported function of Python, which a trace takes for constants",
             values=f"the state of {generator} changes",
             alternatives=[
-                "torch's random numbers, or those of random.random, uniform, gauss, expovariate, randint and randrange",
-                "random tensors as inputs of the batch",
+                "use torch's random numbers, or those of random.random, uniform, gauss, expovariate, randint and "
+                "randrange",
+                "pass random tensors as inputs of the batch",
             ],
         )
     if silent:
         raise TraceError(
             "a forward hook returns nothing, so the generated program would not run it",
             values=", ".join(silent),
-            alternatives=["remove it before compiling", "return the output that it is to have (a new tensor)"],
+            alternatives=["remove the hook before compiling", "return the output, a new tensor, from the hook"],
         )
 
 
@@ -274,7 +276,7 @@ def _refuse_state(once: State, twice: State) -> None:
 def _refuse_kept(
     places: set[tuple[str, str]], kept: Mapping[Any, Tensor], record: Record, fixed: frozenset[str]
 ) -> None:
-    """What stays from the first forward must not come from its batch, from parameters, or from buffers that it writes.
+    """Refuse values kept from the first forward that depend on its batch, on parameters, or on buffers that it writes.
 
     fixed: the other buffers.
     """
@@ -284,19 +286,19 @@ def _refuse_kept(
             raise TraceError(
                 "forward keeps a tensor of its first batch and uses it later",
                 values=f"{name} of {where(path)}",
-                alternatives="compute it in every forward, or in the constructor as a buffer",
+                alternatives="compute it in every forward, or as a buffer in the constructor",
             )
 
 
 def _fixed_buffers(model: nn.Module, record: Record) -> frozenset[str]:
-    """The buffers that a recorded forward does not write to."""
+    """Return the buffers that a recorded forward does not write to."""
     calls = (entry for entry in record.outside if isinstance(entry[0], OpOverload) and entry[0]._schema.is_mutable)
     written = {source[1] for entry in calls for source in sources_in(entry[1])}
     return frozenset(name for name, _ in named_buffers(model) if ("tensor", name) not in written)
 
 
 def _is_constant(tensor: Tensor, record: Record, fixed: frozenset[str]) -> bool:
-    """Whether a record's tensor is computed from constants alone."""
+    """Return whether a record's tensor is computed from constants alone."""
     waiting = [record.name_of(tensor)]
     seen: set[Any] = set()
     while waiting:
@@ -310,7 +312,7 @@ def _is_constant(tensor: Tensor, record: Record, fixed: frozenset[str]) -> bool:
 
 
 def _alike(one: Any, two: Any) -> bool:
-    """Whether two values are equal; nan equals itself, and what cannot be compared is told by its type."""
+    """Return whether two values are equal; nan equals itself, and incomparable values are equal if their types are."""
     if isinstance(one, (tuple, list)) and type(one) is type(two):
         return len(one) == len(two) and all(map(_alike, one, two))
     try:
@@ -330,7 +332,7 @@ def _difference(first: Record, second: Record) -> str:
 
 
 def _watch_hooks(model: nn.Module) -> list[str]:
-    """Wraps the forward hooks of `model`; the list fills with those that returned nothing."""
+    """Wrap the forward hooks of `model`; the list fills with those that returned nothing."""
     silent: list[str] = []
 
     def watched(hook: Callable[..., Any], label: str) -> Callable[..., Any]:
@@ -355,7 +357,7 @@ def _watch_hooks(model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def _own_random_state() -> Iterator[Callable[[], str]]:
-    """Generators are left as they were; the yielded function names one that was drawn from."""
+    """Context manager that restores generators; the yielded function names one that was drawn from."""
     python, numpys, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
 
     def drawn() -> str:

@@ -1,4 +1,4 @@
-"""Where an exported graph selects rows by a mask, and which of its calls have as many rows as are selected."""
+"""Find where an exported graph selects rows by a mask, and which of its calls have one row per selected row."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _CHECKS = ("assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size
 
 
 PLACES = frozenset({"aten.nonzero.default", "aten.nonzero_numpy.default", "aten.where.default"})
-"""Operators that give the places of what is true."""
+"""Operators that return the indices of true elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A mask and the symbol of how many of its elements are true. shape: the mask's."""
+    """A mask and the symbol for the number of its true elements. shape: the mask's."""
 
     symbol: Any
     mask: Node
@@ -35,26 +35,29 @@ class Selection:
 
 
 class Source(NamedTuple):
-    """An index of a call's first operand by the mask of a selection, whose dims begin at `start`."""
+    """An index into a call's first operand by the mask of a selection, whose dims begin at `start`."""
 
     selection: Selection
     start: int
 
 
 class Selections:
-    """by_symbol: the selections of a graph. sources: calls that select rows. positions: tensors of the places along a
-    dim of the mask. Empty where any size comes from elsewhere."""
+    """The selections of a graph, by symbol.
+
+    sources: calls that select rows. positions: tensors of indices along a dim of the mask. Empty where any size comes
+    from elsewhere.
+    """
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self.by_symbol: dict[Any, Selection] = {}
         self.sources: dict[Node, Source] = {}
         self.positions: dict[Node, tuple[Selection, int]] = {}
         self.fake: Any = None
-        self._masks: dict[Any, Selection] = {}  # by how they are computed
+        self._masks: dict[Any, Selection] = {}  # by their computation
         self._nodes = list(graph.nodes)
         if not any(map(self.is_unknown, self._nodes)):
             return
-        self._changing: set[Node] = set()  # tensors that are written to after they are made
+        self._changing: set[Node] = set()  # tensors that a later call writes to
         self._ids = self._numbered()
         for node in self._nodes:
             if not self._read(node):
@@ -62,9 +65,9 @@ class Selections:
                 return
 
     def _numbered(self) -> dict[Node, int]:
-        """A number for each call; two that compute the same of the same have one."""
-        found: dict[Node, int] = {}
-        known: dict[Any, int] = {}
+        """Return a number for each call; calls that compute the same from the same operands share one."""
+        numbers: dict[Node, int] = {}
+        number_of: dict[Any, int] = {}
         for node in self._nodes:
             is_call = isinstance(node.target, torch._ops.OpOverload)
             shares = (
@@ -75,14 +78,14 @@ class Selections:
             drawn = is_call and torch.Tag.nondeterministic_seeded in node.target.tags
             is_pure = is_call and not node.target._schema.is_mutable and not drawn
             key: Any = node
-            if is_pure and not any(each in self._changing for each in (node, *node.all_input_nodes)):
-                of = tuple(found[each] for each in node.all_input_nodes)
-                key = node.target, of, str(map_arg((node.args, node.kwargs), lambda each: found[each]))
-            found[node] = known.setdefault(key, len(known))
-        return found
+            if is_pure and not any(operand in self._changing for operand in (node, *node.all_input_nodes)):
+                of = tuple(numbers[operand] for operand in node.all_input_nodes)
+                key = node.target, of, str(map_arg((node.args, node.kwargs), lambda operand: numbers[operand]))
+            numbers[node] = number_of.setdefault(key, len(number_of))
+        return numbers
 
     def _read(self, node: Node) -> bool:
-        """Notes a call; False for one that makes a size of values other than a mask's."""
+        """Note a call; return False for one that makes a size of values other than a mask's."""
         if not self.is_unknown(node):
             return True
         if self.fake is None:
@@ -107,47 +110,47 @@ class Selections:
         if place is not None:
             self.sources[node] = place
             return True
-        known = set(self.by_symbol)
-        return all(symbols <= known for symbols in map(_symbols, _sizes(node)))
+        symbols_read = set(self.by_symbol)
+        return all(symbols <= symbols_read for symbols in map(_symbols, _sizes(node)))
 
     def _source(self, node: Node, name: str) -> Source | None:
-        given: dict[str, Any] = named_arguments(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+        arguments: dict[str, Any] = named_arguments(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
         if name == "masked_select":
-            mask, operand = given["mask"], given["self"]
+            mask, operand = arguments["mask"], arguments["self"]
             same = mask.meta["val"].shape == operand.meta["val"].shape
             selection = self._of(node, mask) if same else None
             return Source(selection, 0) if selection is not None else None
         if name not in ("index", "index_select"):
             return None
         if name == "index":
-            used = [each for each in given["indices"] if each is not None]
+            used = [position for position in arguments["indices"] if position is not None]
             if len(used) == 1 and used[0].meta["val"].dtype == torch.bool and self._of(node, used[0]) is None:
                 return None
-        place = self.place(node, given)
+        place = self.place(node, arguments)
         return Source(*place) if place is not None else None
 
-    def place(self, node: Node, given: dict[str, Any]) -> tuple[Selection, int] | None:
-        """The selection by which a call indexes its first operand, and the first dim that the mask is for."""
-        indices = given.get("indices")
+    def place(self, node: Node, arguments: dict[str, Any]) -> tuple[Selection, int] | None:
+        """Return the selection by which a call indexes its first operand, and the first dim of the mask."""
+        indices = arguments.get("indices")
         if indices is None:
-            index, dim = given["index"], given["dim"] % len(given["self"].meta["val"].shape)
+            index, dim = arguments["index"], arguments["dim"] % len(arguments["self"].meta["val"].shape)
             indices = [*[None] * dim, index]
-        used = [each for each in indices if each is not None]
-        start = next((at for at, each in enumerate(indices) if each is not None), 0)
-        if any(each is None for each in indices[start : start + len(used)]):
+        used = [position for position in indices if position is not None]
+        start = next((at for at, position in enumerate(indices) if position is not None), 0)
+        if any(position is None for position in indices[start : start + len(used)]):
             return None
         if len(used) == 1 and used[0].meta["val"].dtype == torch.bool:
-            found = self._masks.get(self._ids[used[0]])
-            return (found, start) if found is not None else None
-        places = [self.positions.get(each) for each in used]
-        if None in places or len({each[0] for each in places if each is not None}) != 1:
+            masked = self._masks.get(self._ids[used[0]])
+            return (masked, start) if masked is not None else None
+        places = [self.positions.get(position) for position in used]
+        if None in places or len({position[0] for position in places if position is not None}) != 1:
             return None
         selection = places[0][0]  # type: ignore[index]
-        dims = [each[1] for each in places if each is not None]
+        dims = [position[1] for position in places if position is not None]
         return (selection, start) if dims == list(range(len(selection.shape))) else None
 
     def _of(self, node: Node, mask: Any) -> Selection | None:
-        """The selection by a mask that a call makes, or has part in; None where the mask may change, or is none."""
+        """Return the selection by a mask that a call makes, or uses; None where the mask may change, or is none."""
         symbols = set().union(*map(_symbols, _sizes(node)))
         if len(symbols) != 1 or not isinstance(mask, Node) or mask.meta["val"].dtype != torch.bool:
             return None
@@ -159,31 +162,33 @@ class Selections:
             return None
         shape = tuple(map(self.padded, sizes))
         same = self._masks.setdefault(self._ids[mask], Selection(symbol, mask, shape))
-        known = self.by_symbol.setdefault(symbol, same)
-        return known if known is same else None
+        selection = self.by_symbol.setdefault(symbol, same)
+        return selection if selection is same else None
 
     # --- sizes -------------------------------------------------------------------------------------------------
 
     def is_unknown(self, node: Node) -> bool:
-        """Whether a call makes tensors of which a dim has a size that depends on values."""
+        """Return whether a call makes tensors with a dim whose size depends on values."""
         return any(isinstance(v, Tensor) and any(map(_symbols, v.shape)) for v in _leaves(node.meta.get("val")))
 
     def is_of_size(self, node: Node) -> bool:
-        """Whether a call makes such a size, or a number of it, or checks it."""
+        """Return whether a call makes such a size, or computes with it, or checks it."""
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return bool(_symbols(value))
         is_check = isinstance(node.target, torch._ops.OpOverload) and base_name(str(node.target)) in _CHECKS
-        return is_check and any(self.is_of_size(each) or self.is_unknown(each) for each in node.all_input_nodes)
+        return is_check and any(
+            self.is_of_size(operand) or self.is_unknown(operand) for operand in node.all_input_nodes
+        )
 
     def size(self, node: Node) -> Any:
-        """The size of the dim that depends on values, as torch writes it."""
+        """Return the size of the dim that depends on values, as torch writes it."""
         value = node.meta["val"]
         dim = self.dim(node)
         return None if dim is None else value.shape[dim].node.expr
 
     def dim(self, node: Node) -> int | None:
-        """The dim whose size depends on values, where it is one."""
+        """Return the dim whose size depends on values, if there is one."""
         return self.dim_of(node.meta["val"])
 
     @staticmethod
@@ -192,21 +197,21 @@ class Selections:
         return dims[0] if len(dims) == 1 else None
 
     def number(self, node: Node) -> int:
-        """A size where all rows are counted."""
+        """Return a size where all rows are counted."""
         return self.padded(node.meta["val"])
 
     def padded(self, size: Any) -> int:
-        """A size of the trace where all rows are counted."""
-        known = {symbol: selection.num_rows for symbol, selection in self.by_symbol.items()}
-        return int(size.node.expr.subs(known)) if _symbols(size) else int(size)
+        """Return a size of the trace where all rows are counted."""
+        sizes = {symbol: selection.num_rows for symbol, selection in self.by_symbol.items()}
+        return int(size.node.expr.subs(sizes)) if _symbols(size) else int(size)
 
     def is_changing(self, node: Node) -> bool:
-        """Whether a tensor is written to after it is made."""
+        """Return whether a later call writes to a tensor."""
         return node in self._changing
 
     def of_other_operators(self, names: Container[str]) -> set[Any]:
-        """Symbols of sizes of what operators without a place among `names` take."""
-        found: set[Any] = set()
+        """Return symbols in sizes of operands of operators that are not among `names`."""
+        symbols: set[Any] = set()
         for node in self._nodes:
             if not isinstance(node.target, torch._ops.OpOverload) or self.is_of_size(node):
                 continue
@@ -214,13 +219,13 @@ class Selections:
             by_number = name == "div" or (name == "pow" and isinstance(node.args[1], int) and node.args[1] > 0)
             is_linear = by_number and not (isinstance(node.args[1], Node) and self.is_unknown(node.args[1]))
             if name not in names and not is_linear:
-                for each in (*node.all_input_nodes, node):
-                    found |= set().union(*map(_symbols, _sizes(each)))
-        return found
+                for operand in (*node.all_input_nodes, node):
+                    symbols |= set().union(*map(_symbols, _sizes(operand)))
+        return symbols
 
 
 def _symbols(size: Any) -> set[Any]:
-    """Symbols of a size, or of a condition on one, that no number is known of."""
+    """Return symbols without a known number in a size, or in a condition on one."""
     node = getattr(size, "node", None)
     if node is None or node.is_constant():
         return set()
@@ -236,7 +241,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _is_written(mask: Node) -> bool:
-    """Whether a call writes to a mask, or to a view of it, after it was made."""
+    """Return whether a call writes to a mask, or to a view of it, after it was made."""
     for user in mask.users:
         if not isinstance(user.target, torch._ops.OpOverload):
             continue

@@ -1,8 +1,8 @@
-"""Running statistics that torch brings forward inside of an operator, or by a number of steps, written out in a trace.
+"""Write out updates of running statistics that torch makes inside an operator, or by a count of steps.
 
 Cumulative averages of batch norm (momentum=None) weigh a step by a counter, and instance norm averages over the rows of
-the batch. Here the operator leaves its statistics as they are (momentum 0), and calls of plain operators follow that
-compute their next values.
+the batch. Here the operator leaves its statistics unchanged (momentum 0), and calls of plain operators compute their
+next values.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ _DEFAULTS = {**dict.fromkeys(_ARGUMENTS[1:5]), "use_input_stats": True, "momentu
 
 @contextlib.contextmanager
 def written_statistics() -> Iterator[None]:
-    """Within it, updates of running statistics that no operator of a program makes are calls of their own."""
-    own = batchnorm._BatchNorm.forward
+    """Context manager in which updates of running statistics that no operator of a program makes are separate calls."""
+    original = batchnorm._BatchNorm.forward
 
     def forward(module: Any, input: Tensor) -> Tensor:
         is_cumulative = module.training and module.track_running_stats and module.momentum is None
-        return _cumulative(module, input) if is_cumulative and module.running_mean is not None else own(module, input)
+        return (
+            _cumulative(module, input) if is_cumulative and module.running_mean is not None else original(module, input)
+        )
 
-    with mock.patch.object(batchnorm._BatchNorm, "forward", in_this_thread(forward, own)), _InstanceNorms():
+    with mock.patch.object(batchnorm._BatchNorm, "forward", in_this_thread(forward, original)), _InstanceNorms():
         yield
 
 
@@ -51,23 +53,23 @@ def _cumulative(module: Any, input: Tensor) -> Tensor:
 
 
 class _InstanceNorms(TorchFunctionMode):
-    """Within it, instance norm leaves its running statistics to calls of their own."""
+    """Context manager in which instance norm leaves its running statistics to separate calls."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is not F.instance_norm:
             return func(*args, **(kwargs or {}))
-        given = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **(kwargs or {})}
-        running, momentum = (given["running_mean"], given["running_var"]), given["momentum"]
-        is_updating = isinstance(running[0], Tensor) and given["use_input_stats"] and momentum
-        normed = func(**{**given, "momentum": 0.0} if is_updating else given)
+        arguments = {**_DEFAULTS, **dict(zip(_ARGUMENTS, args, strict=False)), **(kwargs or {})}
+        running, momentum = (arguments["running_mean"], arguments["running_var"]), arguments["momentum"]
+        is_updating = isinstance(running[0], Tensor) and arguments["use_input_stats"] and momentum
+        normed = func(**{**arguments, "momentum": 0.0} if is_updating else arguments)
         if is_updating:
-            mean, var = _moments(given["input"], list(range(2, given["input"].dim())), running[0].dtype)
+            mean, var = _moments(arguments["input"], list(range(2, arguments["input"].dim())), running[0].dtype)
             _bring_forward(running, mean.mean(0), var.mean(0), momentum)
         return normed
 
 
 def _moments(input: Tensor, dims: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The mean over some dims and the variance about it, divided by one less than the number of values."""
+    """Return the mean over some dims and the variance about it, divided by the number of values less one."""
     x = input.detach().to(dtype)
     count = x.numel() // max(1, int(torch.Size([x.shape[d] for d in range(x.dim()) if d not in dims]).numel()))
     mean = x.mean(dims, keepdim=True)

@@ -1,8 +1,8 @@
-"""Rows that a mask selects, `x[mask]`, as all rows beside the mask: how many are selected depends on values.
+"""Replace rows that a mask selects, `x[mask]`, by all rows beside the mask: the number of selected rows is unknown.
 
-A selection becomes all rows, with zeros (or a row that is selected) in the place of the others. Calls that treat each
-row alone run on all of them. Where rows are put back, added up or averaged, those that are not selected are left out,
-and no gradient goes through them. What mixes rows otherwise stays as it is, and is refused where it is read.
+A selection becomes all rows, with zeros (or a selected row) in place of the others. Calls that treat each row alone run
+on all of them. Where rows are put back, added up or averaged, unselected rows are left out, and no gradient goes
+through them. Calls that mix rows otherwise stay unchanged, and are refused at their readers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 
 
 def write_out(program: torch.export.ExportedProgram) -> None:
-    """Every selection of a program by a mask. Raises TraceError where rows that it selects are mixed."""
+    """Write out every selection of a program by a mask. Raises TraceError where selected rows are mixed."""
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             selections = Selections(module.graph)
@@ -34,7 +34,7 @@ def write_out(program: torch.export.ExportedProgram) -> None:
 
 
 class _Writer(RowSinks):
-    """Writes the calls of one graph."""
+    """Write the calls of one graph."""
 
     def run(self) -> None:
         dead: list[Node] = []
@@ -45,7 +45,7 @@ class _Writer(RowSinks):
             elif self.selections.is_unknown(node):
                 dead.append(node)
                 self.write(node)
-            elif any(each in self.full or self.selections.is_of_size(each) for each in node.all_input_nodes):
+            elif any(operand in self.full or self.selections.is_of_size(operand) for operand in node.all_input_nodes):
                 dead.append(node)
                 self.renamed[node] = self.sink(node)
                 node.replace_all_uses_with(self.renamed[node])
@@ -80,7 +80,7 @@ class _Writer(RowSinks):
             self.by_size.setdefault(size, layout)
 
     def source(self, selection: Selection, operand: Any, start: int) -> Node:
-        """All rows of the operand, the dims of the mask as one, with others in the place of those not selected."""
+        """Return all rows of the operand, the dims of the mask as one, with replacements for unselected rows."""
         rank = len(selection.shape)
         value = self.full.get(operand, operand)
         if not self.is_along(selection, operand, start):
@@ -97,7 +97,7 @@ class _Writer(RowSinks):
         return self.call(_aten.where.self, self.mask(layout, trailing), value, self.call(_aten.detach.default, row))
 
     def positions(self, selection: Selection, dim: int) -> Node:
-        """Where the rows are along a dim of the mask; those not selected are at the first place."""
+        """Return the indices of rows along a dim of the mask; unselected rows have index 0."""
         of, within = selection.shape[dim], count(selection.shape[dim + 1 :])
         places = self.call(_aten.arange.default, selection.num_rows, dtype=torch.int64)
         if within > 1:
@@ -106,52 +106,60 @@ class _Writer(RowSinks):
         return self.call(_aten.masked_fill.Scalar, places, self.mask((selection.symbol,), inverted=True), 0)
 
     def joined(self, node: Node) -> Layout:
-        """Rows of unknown number among others, one after another."""
+        """Join rows of unknown number and others, one after another."""
         tensors: Any = node.args[0]
         axis: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-        places = {self.selections.dim(each) for each in tensors if each in self.full}
+        places = {self.selections.dim(tensor) for tensor in tensors if tensor in self.full}
         if places != {axis % len(node.meta["val"].shape)}:
             return self.by_row(node)
         parts: list[Any] = []
-        whole = next((each for each in tensors if each not in self.full and value_of(each).shape[axis]), None)
+        whole = next((tensor for tensor in tensors if tensor not in self.full and value_of(tensor).shape[axis]), None)
         rows = []
-        for each in tensors:
-            parts += self.layouts[each] if each in self.full else [int(value_of(each).shape[axis])]
-            rows.append(self.full.get(each, each))
-            if each in self.full and whole is not None and any(symbol in self.sharp for symbol in self.layouts[each]):
-                rows[-1] = self.like(rows[-1], whole, axis, self.layouts[each])
+        for tensor in tensors:
+            parts += self.layouts[tensor] if tensor in self.full else [int(value_of(tensor).shape[axis])]
+            rows.append(self.full.get(tensor, tensor))
+            if (
+                tensor in self.full
+                and whole is not None
+                and any(symbol in self.sharp for symbol in self.layouts[tensor])
+            ):
+                rows[-1] = self.like(rows[-1], whole, axis, self.layouts[tensor])
         self.full[node] = self.call(node.target, rows, axis)
         return tuple(parts)
 
     def like(self, full: Node, others: Node, axis: int, layout: Layout) -> Node:
-        """Rows, of which those that are not selected are the first of others that are known to be there."""
+        """Return rows in which unselected ones are the first of other rows that are sure to exist."""
         row = self.call(_aten.detach.default, self.call(_aten.slice.Tensor, others, axis, 0, 1))
         trailing = -(axis + 1) if axis < 0 else value_of(full).dim() - axis - 1
         row = self.call(_aten.to.dtype, row, value_of(full).dtype)
         return self.call(_aten.where.self, self.mask(layout, trailing), full, row)
 
     def by_row(self, node: Node) -> Layout:
-        """A call of the same operator on all rows, which its rule says to treat each alone."""
-        found = {self.layouts[each] for each in node.all_input_nodes if each in self.full}
-        if not found:
-            found = {self.by_size.get(self.selections.size(node), ())}
-        (layout, *others) = found
+        """Write a call of the same operator on all rows, which its rule treats each alone; return their layout."""
+        layouts = {self.layouts[operand] for operand in node.all_input_nodes if operand in self.full}
+        if not layouts:
+            layouts = {self.by_size.get(self.selections.size(node), ())}
+        (layout, *others) = layouts
         name = ir.base_name(str(node.target)) if isinstance(node.target, torch._ops.OpOverload) else ""
-        takes_size = any(self.selections.is_of_size(each) for each in node.all_input_nodes)
-        is_ready = all(each in self.full or not self.selections.is_unknown(each) for each in node.all_input_nodes)
+        takes_size = any(self.selections.is_of_size(operand) for operand in node.all_input_nodes)
+        is_ready = all(
+            operand in self.full or not self.selections.is_unknown(operand) for operand in node.all_input_nodes
+        )
         is_sized = name in FINITE_AT_ZERO & SHAPES.keys()
         if others or not layout or not name or not is_ready or (takes_size and not is_sized):
             raise self.mixed(node)
-        args, kwargs = map_arg((node.args, node.kwargs), lambda each: self.operand(each, layout))
-        self.full[node] = made = self.call(node.target, *args, **kwargs)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: self.operand(operand, layout))
+        self.full[node] = written = self.call(node.target, *args, **kwargs)
         is_made = name in FILLED_NEW and self.by_size.get(self.selections.size(node)) == layout
-        if not is_made and not self.keeps_rows(node, made):
+        if not is_made and not self.keeps_rows(node, written):
             raise self.mixed(node)
         return layout
 
     def operand(self, node: Node, layout: Layout) -> Any:
-        """The operand that a call on all rows has for another. In the place of a trained one, where no row is
-        selected, comes one without a gradient."""
+        """Return the operand of a call on all rows for an operand of the original call.
+
+        If no row is selected, an operand without a gradient replaces a trained one.
+        """
         if node in self.full:
             return self.full[node]
         value = node.meta.get("val")
@@ -159,7 +167,7 @@ class _Writer(RowSinks):
             return self.selections.number(node) if self.selections.is_of_size(node) else node
         if not any(symbol in self.sharp for symbol in layout) or not value.is_floating_point() or _is_fixed(node):
             return node
-        if any(isinstance(part, int) and part > 0 for part in layout):  # some rows are there
+        if any(isinstance(part, int) and part > 0 for part in layout):  # some rows exist
             return node
         if (node, layout) in self.kept:
             return self.kept[node, layout]
@@ -171,21 +179,21 @@ class _Writer(RowSinks):
             self.kept[node, layout] = kept
         return kept
 
-    def keeps_rows(self, node: Node, made: Node) -> bool:
-        """Whether the call's rule has one loop over the rows, which each result has and no other operand."""
-        dims = {made_of: self.selections.dim(each) for each, made_of in self.full.items() if each is not node}
-        tensors = {each: _meta(value_of(each)) for each in made.all_input_nodes}
-        refs: dict[Node, Any] = {each: ir.Ref(each.name) for each in tensors}
-        args, kwargs = map_arg((made.args, made.kwargs), refs.__getitem__)
-        results = [value for value in _leaves(made.meta["val"]) if isinstance(value, Tensor)]
+    def keeps_rows(self, node: Node, written: Node) -> bool:
+        """Return whether the call's rule has one loop over the rows, which each result has and no other operand."""
+        dims = {made_of: self.selections.dim(operand) for operand, made_of in self.full.items() if operand is not node}
+        tensors = {operand: _meta(value_of(operand)) for operand in written.all_input_nodes}
+        refs: dict[Node, Any] = {operand: ir.Ref(operand.name) for operand in tensors}
+        args, kwargs = map_arg((written.args, written.kwargs), refs.__getitem__)
+        results = [value for value in _leaves(written.meta["val"]) if isinstance(value, Tensor)]
         plain = ir.Node(
             name="made",
-            op=str(made.target),
+            op=str(written.target),
             args=_tuples(args),
             kwargs=tuple(kwargs.items()),
             outputs=tuple(map(_meta, results)),
         )
-        by_ref = {ref: each for each, ref in refs.items()}
+        by_ref = {ref: operand for operand, ref in refs.items()}
         rule = rule_for(plain, tuple(tensors[by_ref[ref]] for ref in plain.inputs))
         if rule is None or "*" in rule.lowerings or len(rule.inputs) != len(plain.inputs):
             return False
@@ -216,5 +224,5 @@ def _tuples(value: Any) -> Any:
 
 
 def _is_fixed(node: Node) -> bool:
-    """Whether a tensor is an input of the graph that nothing trains."""
+    """Return whether a tensor is an input of the graph that nothing trains."""
     return node.op != "call_function" and not node.meta["val"].requires_grad

@@ -1,4 +1,4 @@
-"""Passes over the flat graph that leave its numbers unchanged: each removes or rewrites what a trace left behind.
+"""Simplify the flat graph without changing its numbers: each pass removes or rewrites artifacts of a trace.
 
 Order matters and is `simplify`'s body. Every pass takes the FlatGraph and changes it in place.
 """
@@ -18,7 +18,7 @@ from autopar.frontend.chosen_experts import write_chosen
 from autopar.frontend.draws import write_draws
 from autopar.frontend.effects import refuse_effects, refuse_untrained
 from autopar.frontend.experts import join_biases, write_unsorted
-from autopar.frontend.functional import functionalise
+from autopar.frontend.functional import functionalize
 from autopar.frontend.fx_import import LOGITS, FlatGraph
 from autopar.frontend.gradients import settle_gradients
 from autopar.frontend.grouped_keys import share_keys
@@ -36,7 +36,7 @@ from codegen.runtime.windows import Window
 
 FOLD_LIMIT_ELEMENTS = 1 << 26
 CONSTANT_RUNS = 32
-"""Of so many different values a constant may be made in a program; what has more is a buffer's."""
+"""The most runs of equal values of a constant that a program writes out; one with more becomes a buffer."""
 _CAUSAL, _FULL = Window(after=0), Window()
 _SDPA = "aten.scaled_dot_product_attention.default"
 _NO_EFFECT = ("aten._assert_tensor_metadata.default", "aten._assert_async.msg", "aten.sym_constrain_range.default")
@@ -44,10 +44,10 @@ _IDENTITY = ("aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fr
 
 
 def simplify(flat: FlatGraph) -> FlatGraph:
-    """All passes, then removal of what nothing uses."""
+    """Run all passes, then remove unused calls."""
     drop_no_effect(flat)
     write_draws(flat)
-    functionalise(flat)
+    functionalize(flat)
     drop_identities(flat)
     keep_numbers(flat)
     eliminate_dead(flat)
@@ -78,12 +78,12 @@ def simplify(flat: FlatGraph) -> FlatGraph:
 
 
 def drop_no_effect(flat: FlatGraph) -> None:
-    """Assertions about metadata."""
+    """Drop assertions about metadata."""
     flat.nodes = [node for node in flat.nodes if node.op not in _NO_EFFECT]
 
 
 def drop_identities(flat: FlatGraph) -> None:
-    """Calls that return their tensors unchanged."""
+    """Drop calls that return their tensors unchanged."""
     metas = flat.metas()
     renamed: dict[Ref, Ref] = {}
     for node in flat.nodes:
@@ -121,23 +121,25 @@ def _is_identity(node: Node, metas: dict[Ref, Any]) -> bool:
 
 
 def _stops_gradients(source: TensorMeta, result: TensorMeta) -> bool:
-    """Whether a result is a constant to backward where its source is none (`torch.no_grad`)."""
+    """Return whether a result is a constant to backward though its source is not (`torch.no_grad`)."""
     return source.requires_grad and not result.requires_grad
 
 
 def eliminate_dead(flat: FlatGraph) -> None:
-    """Keep what the loss needs, the mark of the logits, updates of buffers, and numbers that are drawn one by one."""
+    """Keep calls that the loss needs, the mark of the logits, updates of buffers, and numbers that are drawn one by
+    one.
+    """
     live = _needed(flat, {*_roots(flat), *(node.name for node in flat.nodes if is_single_draw(node))})
     flat.nodes = [node for node in flat.nodes if node.name in live]
 
 
 def _roots(flat: FlatGraph) -> set[str]:
-    """Names of the calls that are kept for themselves: the loss, the mark of the logits, and updates of buffers."""
+    """Return names of calls that are kept for themselves: the loss, the mark of the logits, and updates of buffers."""
     return {flat.loss.node, *(node.name for node in flat.nodes if node.op in (LOGITS, UPDATE_BUFFER))}
 
 
 def _needed(flat: FlatGraph, roots: set[str]) -> set[str]:
-    """Names of the calls that the roots need."""
+    """Return names of the calls that the roots need."""
     live = set(roots)
     for node in reversed(flat.nodes):
         if node.name in live:
@@ -146,7 +148,7 @@ def _needed(flat: FlatGraph, roots: set[str]) -> set[str]:
 
 
 def keep_numbers(flat: FlatGraph) -> None:
-    """A random call that nothing needs becomes the draw of one number, so that the calls after it keep their numbers.
+    """Replace an unneeded random call by the draw of one number, so that later calls keep their numbers.
 
     The model on one process makes that call and counts it. Lowering leaves out draws that nothing reads.
     """
@@ -159,7 +161,9 @@ def keep_numbers(flat: FlatGraph) -> None:
 
 
 def evaluate_constants(flat: FlatGraph) -> dict[Ref, torch.Tensor]:
-    """Values of nodes that depend on no input, parameter or randomness, up to FOLD_LIMIT_ELEMENTS elements each."""
+    """Return values of nodes that depend on no input, parameter or randomness, up to FOLD_LIMIT_ELEMENTS
+    elements each.
+    """
     values: dict[Ref, torch.Tensor] = {Ref(name): value for name, value in flat.constants.items()}
     for node in flat.nodes:
         foldable = all(ref in values for ref in node.inputs) and not is_keyed(node) and node.op != UPDATE_BUFFER
@@ -174,25 +178,25 @@ def evaluate_constants(flat: FlatGraph) -> dict[Ref, torch.Tensor]:
 
 
 def write_out_constants(flat: FlatGraph) -> None:
-    """Constant tensors of the trace become `full` calls, one for each run of equal values, equal ones a single one.
+    """Replace constant tensors of the trace by `full` calls, one per run of equal values, shared by equal tensors.
 
     One of more than CONSTANT_RUNS runs becomes a buffer, which keeps its value.
     """
     used = {ref.node for node in flat.nodes for ref in node.inputs}
-    made: dict[Any, Ref] = {}
+    constant_names: dict[Any, Ref] = {}
     renamed: dict[Ref, Ref] = {}
     nodes: list[Node] = []
     tables: dict[str, torch.Tensor] = {}
 
     def call(key: Any, op: str, args: tuple[Any, ...], meta: TensorMeta, **kwargs: Any) -> Ref:
-        if key not in made:
-            made[key] = Ref(f"constant_{len(made)}")
-            name = made[key].node
+        if key not in constant_names:
+            constant_names[key] = Ref(f"constant_{len(constant_names)}")
+            name = constant_names[key].node
             nodes.append(Node(name=name, op=op, args=args, kwargs=tuple(kwargs.items()), outputs=(meta,)))
-        return made[key]
+        return constant_names[key]
 
     def full(number: Any, meta: TensorMeta) -> Ref:
-        key = (type(number), str(number), meta)  # as text: -0.0 is 0.0, and nan nothing
+        key = (type(number), str(number), meta)  # as text, which distinguishes -0.0 from 0.0 and equates nan
         return call(key, "aten.full.default", (meta.shape, number), meta, dtype=meta.dtype)
 
     for name, value in flat.constants.items():
@@ -215,7 +219,7 @@ def write_out_constants(flat: FlatGraph) -> None:
 
 
 def _runs(value: torch.Tensor) -> list[tuple[Any, int]]:
-    """Equal values that follow one another in a tensor's rows, and how many they are; [(0, 0)] of none."""
+    """Return runs of equal values in a tensor's rows, with their lengths; [(0, 0)] for an empty one."""
     flat = value.detach().reshape(-1)
     if not len(flat):
         return [(0, 0)]
@@ -227,7 +231,7 @@ def _runs(value: torch.Tensor) -> list[tuple[Any, int]]:
 
 
 def call_op(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the overload called `op`. Creation ops land on the CPU."""
+    """Call the overload named `op`. Creation ops place results on the CPU."""
     overload: Any = torch.ops
     for part in op.split("."):
         overload = getattr(overload, part)
@@ -235,27 +239,29 @@ def call_op(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _lists(value: Any) -> Any:
-    """Tuples inside arguments as lists, as overload schemas want them."""
+    """Return arguments with tuples as lists, as overload schemas want them."""
     return [(_lists(list(v)) if isinstance(v, (tuple, list)) else v) for v in value]
 
 
 def fold_causal_masks(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> None:
-    """Attention whose mask is known to hide nothing, or keys by their positions: drop the mask. A causal one becomes
-    `is_causal`, any other `window_attention`, unless probabilities are dropped."""
+    """Drop masks of attention that hide nothing, or keys by position alone.
+
+    A causal mask becomes `is_causal`, any other `window_attention`, unless probabilities are dropped.
+    """
     metas = flat.metas()
     forms = forms_of(flat.nodes, metas) if any(node.op == _SDPA for node in flat.nodes) else {}
-    known: dict[Ref, Window | None] = {}
+    windows: dict[Ref, Window | None] = {}
     for position, node in enumerate(flat.nodes):
         arguments = arguments_of(node) if node.op == _SDPA else {}
         mask = arguments.get("attn_mask")
         if not isinstance(mask, Ref):
             continue
         lengths = {metas[arguments[name]].shape[-2] for name in ("query", "key")} | {*metas[mask].shape[-2:]}
-        if mask not in known:
-            known[mask] = window_of(forms.get(mask), constants.get(mask), lengths)
-        window, is_added = known[mask], metas[mask].dtype.is_floating_point
+        if mask not in windows:
+            windows[mask] = window_of(forms.get(mask), constants.get(mask), lengths)
+        window, is_added = windows[mask], metas[mask].dtype.is_floating_point
         if window is None or (is_added and min(window.before or 0, window.after or 0) < 0):
-            continue  # a query that sees no key has a mean of all values under an added mask
+            continue  # under an added mask, a query that sees no key gets a mean of all values
         arguments |= {"attn_mask": None, "is_causal": window == _CAUSAL}
         if window in (_CAUSAL, _FULL):
             flat.nodes[position] = _attention_node(node, arguments)
@@ -282,15 +288,18 @@ def _attention_node(node: Node, arguments: dict[str, Any]) -> Node:
 
 
 def write_reshapes(flat: FlatGraph) -> None:
-    """What torch's own functions (tensordot, reshape under autograd) make of a reshape: a copy that nothing else reads,
-    then `_unsafe_view`. Whether a copy is needed follows from how a program's tensors lie (codegen/strides.py)."""
-    metas, made = flat.metas(), {Ref(node.name): node for node in flat.nodes}
+    """Rewrite torch's own form of a reshape (tensordot, reshape under autograd): a copy with one reader,
+    `_unsafe_view`.
+
+    Whether a copy is needed follows from the layout of a program's tensors (codegen/strides.py).
+    """
+    metas, by_ref = flat.metas(), {Ref(node.name): node for node in flat.nodes}
     uses = Counter(ref for node in flat.nodes for ref in node.inputs)
     for position, node in enumerate(flat.nodes):
         if node.op != "aten._unsafe_view.default":
             continue
         source, sizes = node.args[0], node.args[1]
-        maker = made.get(source)
+        maker = by_ref.get(source)
         is_copy = maker is not None and maker.op == "aten.clone.default" and uses[source] == 1
         if is_copy and maker is not None and not _stops_gradients(metas[maker.args[0]], maker.meta):
             flat.nodes[position] = replace(node, op="aten.reshape.default", args=(maker.args[0], sizes))
@@ -306,8 +315,8 @@ def unpack_attention_defaults(flat: FlatGraph) -> None:
 def fold_iota_index(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> None:
     """`x[arange(B)[:, None], arange(S)[None, :]]` -> a view of x.
 
-    An index that counts through a whole dim selects everything; written as an index it would hold global row numbers,
-    which a shard of x does not have.
+    An index that counts through a whole dim selects everything. As an index it would hold global row numbers, which a
+    shard of x does not have.
     """
     metas = flat.metas()
     for position, node in enumerate(flat.nodes):
@@ -330,7 +339,7 @@ def fold_iota_index(flat: FlatGraph, constants: dict[Ref, torch.Tensor]) -> None
 
 
 def _iota_dim(index: torch.Tensor, rank: int, size: int) -> int | None:
-    """The output dim along which `index` counts 0 .. size-1, or None."""
+    """Return the output dim along which `index` counts 0 .. size-1, or None."""
     long_dims = [d for d, n in enumerate(index.shape) if n > 1]
     is_iota = index.numel() == size and math.prod(index.shape) == size and len(long_dims) <= 1
     if not is_iota or not torch.equal(index.reshape(-1).long(), torch.arange(size)):

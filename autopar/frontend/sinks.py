@@ -1,7 +1,7 @@
-"""Attention with a sink that a model writes out, as the one call that it is.
+"""Join attention with a sink, which a model writes out, into one call.
 
-A sink is a logit per head that has a share of every softmax, and no value. Models join it to the scores as a column,
-and leave its probabilities out (transformers' GPT-OSS):
+A sink is a logit per head with a share of every softmax, and without a value. Models join it to the scores as a column,
+and drop its probabilities (transformers' GPT-OSS):
 
     scores  = q k^T * scale                     also divided
     masked  = scores + mask                     also where(mask, scores, -inf), or masked_fill
@@ -9,10 +9,10 @@ and leave its probabilities out (transformers' GPT-OSS):
     shifted = joined - max(joined, -1)          may be missing: a softmax does not change, nor its gradient
     result  = softmax(shifted, -1)[..., :-1] v
 
-which is `sink_attention(q, k, v, sinks)` [B, H, S, F], without any scores in memory, if nothing else reads what lies
-between, if nothing is dropped of the probabilities, and if the mask is a window (mask_windows.py) in which each query
-sees its own key at least. Casts between floating dtypes, which round only, may lie anywhere. Keys and values that are
-repeated for the heads that share them are taken as they were. All else is left as it was written.
+This is `sink_attention(q, k, v, sinks)` [B, H, S, F], without scores in memory, under three conditions. No other call
+reads an intermediate result, no probabilities are dropped, and the mask is a window (mask_windows.py) in which each
+query sees at least its own key. Casts between floating dtypes, which only round, may occur anywhere. Keys and values
+that are repeated for heads that share them are taken unrepeated. Any other form stays unchanged.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ from codegen.runtime.windows import Window
 
 
 def write_sinks(flat: FlatGraph, constants: Mapping[Ref, torch.Tensor]) -> None:
-    """Rewrite every such attention, as this file's docstring tells. constants: values of what depends on nothing."""
+    """Rewrite every such attention, as the module docstring describes. constants: values of nodes that depend on no
+    input.
+    """
     names = {base_name(node.op) for node in flat.nodes}
     if not {"cat", "softmax", "matmul", "slice"} <= names:
         return
-    written = _Written(flat, constants)
-    flat.nodes = [each for node in flat.nodes for each in written.calls(node)]
+    written = _SinkWriter(flat, constants)
+    flat.nodes = [call for node in flat.nodes for call in written.calls(node)]
 
 
-class _OtherError(Exception):
-    """It is not attention with a sink."""
+class _NoSinkError(Exception):
+    """The calls are not attention with a sink."""
 
 
 def _is(holds: bool) -> None:
     if not holds:
-        raise _OtherError
+        raise _NoSinkError
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class _Scores:
     window: Window
 
 
-class _Written:
+class _SinkWriter:
     """A graph in which attention may be written out."""
 
     def __init__(self, flat: FlatGraph, constants: Mapping[Ref, torch.Tensor]) -> None:
@@ -69,7 +71,7 @@ class _Written:
         self.made_by = {node.name: node for node in flat.nodes}
         self.uses = Counter(ref for node in flat.nodes for ref in node.inputs)
         self.taken = {ref.node for ref in self.metas}
-        self.nodes, self.known = flat.nodes, dict[tuple[Ref, bool, tuple[int, ...]], Window | None]()
+        self.nodes, self.windows = flat.nodes, dict[tuple[Ref, bool, tuple[int, ...]], Window | None]()
         self._forms: dict[Ref, Form] | None = None
 
     @property
@@ -79,11 +81,11 @@ class _Written:
         return self._forms
 
     def calls(self, node: Node) -> Iterator[Node]:
-        """What stands for one call."""
+        """Yield the calls in place of one call."""
         if base_name(node.op) == "matmul" and len(node.meta.shape) == 4:
             try:
                 yield from self.attention(node)
-            except _OtherError:
+            except _NoSinkError:
                 yield node
         else:
             yield node
@@ -91,12 +93,12 @@ class _Written:
     # --- walking back -------------------------------------------------------------------------------------------------
 
     def maker(self, ref: Ref, *names: str) -> Node | None:
-        """The call that makes a tensor as its first result, if it is one of these."""
+        """Return the call whose first result is a tensor, if it is one of these."""
         node = self.made_by.get(ref.node)
         return node if node is not None and ref.index == 0 and base_name(node.op) in names else None
 
     def only(self, ref: Ref, *names: str, num_uses: int = 1) -> Node:
-        """`maker` of a tensor that nothing reads beside the pattern."""
+        """Return `maker` of a tensor that no call outside the pattern reads."""
         node = self.maker(ref, *names)
         _is(node is not None and ref != self.loss)
         assert node is not None
@@ -105,27 +107,27 @@ class _Written:
         return node
 
     def uncast(self, ref: Ref) -> Ref:
-        """A tensor before casts of it between floating dtypes, of which nothing else reads a step."""
+        """Return a tensor before casts between floating dtypes, if no other call reads a step of them."""
         while (node := self.maker(ref, "to", "to_copy")) is not None:
             _is(self.uses[ref] == 1 and ref != self.loss and self.metas[node.inputs[0]].dtype.is_floating_point)
             ref = node.inputs[0]
         return ref
 
     def is_last(self, dims: Any) -> bool:
-        """Whether a dim of a tensor [B, H, S, T] is its last."""
+        """Return whether a dim of a tensor [B, H, S, T] is its last."""
         return (dims if isinstance(dims, int) else dims[0] if len(dims) == 1 else None) in (3, -1)
 
     # --- the pattern, from its end ------------------------------------------------------------------------------------
 
     def attention(self, node: Node) -> list[Node]:
-        """The call that stands for the last product, and what it needs. Raises _OtherError."""
+        """Return the call in place of the last product, and its operands. Raises _NoSinkError."""
         weights, values = node.inputs
         cut = self.only(self.uncast(weights), "slice")
-        given = arguments_of(cut)
-        num_joined = self.metas[given["self"]].shape[-1]
-        kept = range(num_joined)[slice(given["start"], given["end"], given["step"])]
-        _is(self.is_last(given["dim"]) and kept in (range(num_joined - 1), range(1, num_joined)))
-        softmax = self.only(self.uncast(given["self"]), "softmax")
+        cut_arguments = arguments_of(cut)
+        num_joined = self.metas[cut_arguments["self"]].shape[-1]
+        kept = range(num_joined)[slice(cut_arguments["start"], cut_arguments["end"], cut_arguments["step"])]
+        _is(self.is_last(cut_arguments["dim"]) and kept in (range(num_joined - 1), range(1, num_joined)))
+        softmax = self.only(self.uncast(cut_arguments["self"]), "softmax")
         _is(self.is_last(arguments_of(softmax)["dim"]))
         joined = self.joined(self.uncast(softmax.inputs[0]))
         parts = joined.inputs
@@ -136,7 +138,7 @@ class _Written:
         return self.written(node, scores, values, column)
 
     def joined(self, ref: Ref) -> Node:
-        """The scores and the sinks, before their largest is subtracted."""
+        """Return the scores and the sinks, before their largest is subtracted."""
         shifted = self.maker(ref, "sub")
         if shifted is None:
             return self.only(ref, "cat")
@@ -144,17 +146,21 @@ class _Written:
         _is(len(shifted.inputs) == 2 and arguments_of(shifted)["alpha"] == 1)
         source, largest = shifted.inputs
         maximum = self.only(self.detached(largest), "max", "amax")
-        given = arguments_of(maximum)
-        _is(bool(given.get("keepdim")) and self.is_last(given["dim"]) and self.detached(given["self"]) == source)
+        arguments = arguments_of(maximum)
+        _is(
+            bool(arguments.get("keepdim"))
+            and self.is_last(arguments["dim"])
+            and self.detached(arguments["self"]) == source
+        )
         return self.only(source, "cat", num_uses=2)
 
     def detached(self, ref: Ref) -> Ref:
-        """A tensor, or what it is the detached one of."""
+        """Return a tensor, or the operand of its detach."""
         node = self.maker(ref, "detach")
         return self.only(ref, "detach").inputs[0] if node is not None else ref
 
     def scores(self, ref: Ref) -> _Scores:
-        """What masked scores are made of."""
+        """Return the parts of masked scores."""
         window = Window()
         node = self.only(ref, "add", "where", "masked_fill", "mul", "div", "matmul")
         if base_name(node.op) in ("add", "where", "masked_fill"):
@@ -163,50 +169,55 @@ class _Written:
             node = self.only(ref, "mul", "div", "matmul")
         scale = 1.0
         while base_name(node.op) != "matmul":
-            given = arguments_of(node)
-            factor = self.number(given["other"])
-            _is(factor is not None and factor != 0 and given.get("rounding_mode") is None)
+            arguments = arguments_of(node)
+            factor = self.number(arguments["other"])
+            _is(factor is not None and factor != 0 and arguments.get("rounding_mode") is None)
             assert factor is not None
             scale = scale * factor if base_name(node.op) == "mul" else scale / factor
-            node = self.only(self.uncast(given["self"]), "mul", "div", "matmul")
+            node = self.only(self.uncast(arguments["self"]), "mul", "div", "matmul")
         query, keys = node.inputs
         return _Scores(query, keys, scale, window)
 
     def unmasked(self, node: Node) -> tuple[Ref, Window]:
-        """(scores, the window that they are seen through) of a call that masks them."""
-        given, name = arguments_of(node), base_name(node.op)
+        """Return (scores, the window that hides some of them) for a call that masks scores."""
+        arguments, name = arguments_of(node), base_name(node.op)
         if name == "add":
-            _is(len(node.inputs) == 2 and given["alpha"] == 1)
+            _is(len(node.inputs) == 2 and arguments["alpha"] == 1)
             pairs = [node.inputs, node.inputs[::-1]]
-            return next(((x, found) for x, mask in pairs if (found := self.window(mask, node))), None) or self.no_mask()
-        hidden = self.number(given["other" if name == "where" else "value"])
+            return (
+                next(((x, window_found) for x, mask in pairs if (window_found := self.window(mask, node))), None)
+                or self.no_mask()
+            )
+        hidden = self.number(arguments["other" if name == "where" else "value"])
         _is(hidden is not None and hides(hidden, node.meta.dtype))
-        mask = given["condition" if name == "where" else "mask"]
+        mask = arguments["condition" if name == "where" else "mask"]
         window = self.window(mask, node, is_kept=name == "where")
-        return (given["self"], window) if window is not None else self.no_mask()
+        return (arguments["self"], window) if window is not None else self.no_mask()
 
     def no_mask(self) -> Any:
-        raise _OtherError
+        raise _NoSinkError
 
     def window(self, mask: Ref, masked: Node, is_kept: bool = True) -> Window | None:
-        """The window that a mask is; None where it is none, or hides a query's own key. is_kept: whether it is true
-        where a key is seen, else where it is not."""
+        """Return the window of a mask; None if it is no window, or hides a query's own key.
+
+        is_kept: whether the mask is true where a key is seen, else where it is hidden.
+        """
         is_added = base_name(masked.op) == "add"
         meta = self.metas[mask]
         if len(meta.shape) < 2 or meta.dtype.is_floating_point != is_added or meta.requires_grad:
             return None
         key = mask, is_kept, masked.meta.shape[-2:]
-        if key not in self.known:
+        if key not in self.windows:
             form, values = self.forms.get(mask), self.constants.get(mask)
             if not is_kept:
                 form, values = negated(form), None if values is None else ~values
             lengths = {*masked.meta.shape[-2:], *meta.shape[-2:]}
-            self.known[key] = window_of(form, values, lengths)
-        found = self.known[key]
-        return None if found is None or min(found.before or 0, found.after or 0) < 0 else found
+            self.windows[key] = window_of(form, values, lengths)
+        window = self.windows[key]
+        return None if window is None or min(window.before or 0, window.after or 0) < 0 else window
 
     def number(self, value: Any) -> float | None:
-        """A number, or that of a constant of one element."""
+        """Return a number, or the value of a constant of one element."""
         if isinstance(value, Ref):
             constant = self.constants.get(value)
             return float(constant.item()) if constant is not None and constant.numel() == 1 else None
@@ -215,12 +226,12 @@ class _Written:
     # --- what is written ----------------------------------------------------------------------------------------------
 
     def written(self, node: Node, scores: _Scores, values: Ref, column: Ref) -> list[Node]:
-        """The call, after views that it needs."""
-        made: list[Node] = []
-        keys = self.untransposed(scores.keys, node, made)
+        """Return the call, after views that it needs."""
+        calls: list[Node] = []
+        keys = self.untransposed(scores.keys, node, calls)
         metas = [self.metas[ref] for ref in (scores.query, keys, values)]
         _is(all(meta.shape[:2] == node.meta.shape[:2] and meta.dtype == node.meta.dtype for meta in metas))
-        sinks = self.per_head(column, node, made)
+        sinks = self.per_head(column, node, calls)
         key, value, is_shared = shared_keys(keys, values, self.made_by, self.metas)
         window = scores.window
         is_causal = window == Window(after=0)
@@ -229,31 +240,31 @@ class _Written:
         kwargs |= dict(zip(("before", "after", "chunk"), bounds, strict=True))
         kwargs |= {"scale": scores.scale, "enable_gqa": is_shared}
         args = (scores.query, key, value, sinks)
-        return [*made, replace(node, op=SINK_ATTENTION, args=args, kwargs=tuple(kwargs.items()))]
+        return [*calls, replace(node, op=SINK_ATTENTION, args=args, kwargs=tuple(kwargs.items()))]
 
-    def made(self, node: Node, made: list[Node], op: str, args: tuple[Any, ...], shape: tuple[int, ...]) -> Ref:
-        """The result of a new call before `node`, of the first argument in another shape."""
+    def append_call(self, node: Node, calls: list[Node], op: str, args: tuple[Any, ...], shape: tuple[int, ...]) -> Ref:
+        """Append a call before `node` that reshapes its first argument; return its result."""
         name = unused_name(f"{node.name}_{base_name(op)}", self.taken)
         self.taken.add(name)
         meta: TensorMeta = replace(self.metas[args[0]], shape=shape)
-        made.append(replace(node, name=name, op=op, args=args, kwargs=(), outputs=(meta,)))
+        calls.append(replace(node, name=name, op=op, args=args, kwargs=(), outputs=(meta,)))
         self.metas[Ref(name)] = meta
         return Ref(name)
 
-    def untransposed(self, ref: Ref, node: Node, made: list[Node]) -> Ref:
-        """The keys [B, H, T, E] of [B, H, E, T]."""
+    def untransposed(self, ref: Ref, node: Node, calls: list[Node]) -> Ref:
+        """Return the keys [B, H, T, E] of [B, H, E, T]."""
         _is(len(self.metas[ref].shape) == 4)
         flip = self.maker(ref, "transpose")
         if flip is not None and {arguments_of(flip)[name] % 4 for name in ("dim0", "dim1")} == {2, 3}:
             return flip.inputs[0]
         shape = self.metas[ref].shape
-        return self.made(node, made, "aten.transpose.int", (ref, 2, 3), (*shape[:2], shape[3], shape[2]))
+        return self.append_call(node, calls, "aten.transpose.int", (ref, 2, 3), (*shape[:2], shape[3], shape[2]))
 
-    def per_head(self, column: Ref, node: Node, made: list[Node]) -> Ref:
-        """The sinks [H] that a column [B, H, S, 1] of them is made of."""
+    def per_head(self, column: Ref, node: Node, calls: list[Node]) -> Ref:
+        """Return the sinks [H] of a column [B, H, S, 1]."""
         num_heads, ref = node.meta.shape[1], self.uncast(column)
         _is(len(self.metas[ref].shape) == 4 and self.uses[column] == 1)
-        at = -3  # where the heads are, from the end
+        at = -3  # the dim of heads, from the end
         while self.metas[ref].shape != (num_heads,):
             view = self.maker(ref, "expand", *RESHAPES)
             if view is None or (source := self.metas[view.inputs[0]].shape) == ():
@@ -272,5 +283,5 @@ class _Written:
         return (
             ref
             if shape == (num_heads,)
-            else self.made(node, made, "aten.view.default", (ref, (num_heads,)), (num_heads,))
+            else self.append_call(node, calls, "aten.view.default", (ref, (num_heads,)), (num_heads,))
         )

@@ -1,4 +1,4 @@
-"""The model without memory: a deep copy of fake tensors, which is traced in its place."""
+"""Build the model without memory: a deep copy of fake tensors, which is traced in its place."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.errors import ModelError
 from autopar.frontend import fakes
 from autopar.frontend.attributes import attribute, is_a, modules_of, named_modules
-from autopar.frontend.copies import deep_copy, own_numbers
+from autopar.frontend.copies import callable_copy, deep_copy
 from autopar.frontend.depth import Dropped, Truncation, dropped_blocks
 
 Module = TypeVar("Module", bound=nn.Module)
 
 VALUE = "_autopar_value"
-"""The attribute of a fake buffer that has the value of the model's, if that is small."""
+"""The attribute of a fake buffer with the value of the model's, if that is small."""
 _SMALL = 16
-"""Elements of buffers whose values a trace is told of."""
+"""The most elements of buffers whose values a trace knows."""
 
 
 def skeleton_of(
@@ -30,10 +30,10 @@ def skeleton_of(
     param_dtype: torch.dtype | None = None,
     cuts: tuple[Truncation, ...] = (),
 ) -> nn.Module:
-    """A deep copy of `model`, `in_training`, with every parameter and buffer fake; ties are kept.
+    """Return a deep copy of `model`, `in_training`, with every parameter and buffer fake; ties are kept.
 
-    On the CPU, not on meta, since that is where a tensor lies that forward makes without naming a device. cuts: runs
-    that will be shortened: what is deleted then is not copied.
+    On the CPU, not on meta, since tensors that forward makes without naming a device are there. cuts: runs that will be
+    shortened: blocks to be deleted are not copied.
     """
     dropped, kept = dropped_blocks(model, cuts)
     memo: dict[int, Any] = {id(block): Dropped() for block in dropped}
@@ -44,7 +44,7 @@ def skeleton_of(
     for buffer in (b for module in kept for b in module._buffers.values() if b is not None):
         if id(buffer) not in memo:
             memo[id(buffer)] = fakes.empty(fake, tuple(buffer.shape), buffer.dtype)
-    for buffer in _telling_buffers(model):
+    for buffer in _valued_buffers(model):
         if id(buffer) in memo:
             setattr(memo[id(buffer)], VALUE, buffer.detach().clone())
     skeleton = deep_copy(model, memo)
@@ -52,7 +52,7 @@ def skeleton_of(
     if attribute(config, "use_cache") is not None:
         with contextlib.suppress(Exception):  # a frozen one
             config.use_cache = False
-    # Not by the copy's: what stands for a dropped block has a mode of its own.
+    # Not the copy's mode: a placeholder for a dropped block has a mode of its own.
     if not _is_in_training(model):
         skeleton.train()
         return skeleton
@@ -60,18 +60,20 @@ def skeleton_of(
     return skeleton
 
 
-def _telling_buffers(model: nn.Module) -> Iterator[Tensor]:
-    """Small buffers with values that are equal in all modules of a class, as equal blocks are traced once. Of floats
-    only single numbers: norms write to the others within operators."""
-    found: dict[tuple[type, str], list[Tensor]] = {}
+def _valued_buffers(model: nn.Module) -> Iterator[Tensor]:
+    """Yield small buffers with equal values in all modules of a class, as equal blocks are traced once.
+
+    Of floats only single numbers: norms write to the others within operators.
+    """
+    buffers_of: dict[tuple[type, str], list[Tensor]] = {}
     for module in modules_of(model):
         for name, buffer in module._buffers.items():
             if buffer is not None and is_a(buffer, Tensor):
-                found.setdefault((type(module), name), []).append(buffer)
-    for first, *others in found.values():
+                buffers_of.setdefault((type(module), name), []).append(buffer)
+    for first, *others in buffers_of.values():
         is_plain = not first.is_floating_point() and not first.is_complex()
         is_small = first.numel() <= _SMALL and not first.is_meta and (is_plain or first.dim() == 0)
-        if is_small and type(first) is Tensor and all(_is_equal(first, each) for each in others):
+        if is_small and type(first) is Tensor and all(_is_equal(first, other) for other in others):
             yield from (first, *others)
 
 
@@ -80,9 +82,9 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def loss_skeleton(loss_fn: Any, fake: FakeTensorMode) -> Any:
-    """A copy of the loss, of a module with fake tensors: a forward that is recorded writes to what it holds."""
+    """Return a copy of the loss; of a module with fake tensors, since a recorded forward writes to them."""
     if not is_a(loss_fn, nn.Module):
-        return own_numbers(loss_fn)
+        return callable_copy(loss_fn)
     memo: dict[int, Any] = {}
     for module in modules_of(loss_fn):
         for parameter in (p for p in module._parameters.values() if p is not None):
@@ -93,7 +95,10 @@ def loss_skeleton(loss_fn: Any, fake: FakeTensorMode) -> Any:
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """The model, in training mode if all of it is in evaluation mode, as pretrained ones come; parts are on purpose."""
+    """Return the model, in training mode if it is in evaluation mode as a whole, as pretrained ones are.
+
+    Parts in evaluation mode are taken as intended.
+    """
     if not _is_in_training(model):
         model.train()
     return model
@@ -104,8 +109,10 @@ def _is_in_training(model: nn.Module) -> bool:
 
 
 def _check_modes(skeleton: nn.Module) -> None:
-    """Raises ModelError where a model's own `train()` leaves parts in evaluation mode that are in training mode now: a
-    training loop begins with it, so what is meant to be frozen would be trained."""
+    """Raise ModelError where a model's own `train()` leaves parts in evaluation mode that are in training mode now.
+
+    A training loop begins with `train()`, and would train parts that are meant to be frozen.
+    """
     if all(getattr(module.train, "__func__", None) is nn.Module.train for module in modules_of(skeleton)):
         return
     before = [(path, module, module.training) for path, module in named_modules(skeleton)]
@@ -117,5 +124,5 @@ def _check_modes(skeleton: nn.Module) -> None:
         raise ModelError(
             "train() of the model leaves parts in evaluation mode, and has not been called",
             values=", ".join(frozen[:4]) + (f" and {len(frozen) - 4} more" if len(frozen) > 4 else ""),
-            alternatives="model.train() before the model is given, as a training loop calls it",
+            alternatives="call model.train() before compiling, as a training loop does",
         )

@@ -2,7 +2,7 @@
 
 Each call on tensors of the batch, or of constants, also runs on the example batch. When forward asks for a value, it
 gets the example's, and the expression becomes a guard of the program (batch_values.py): every later batch is checked
-against it. A tensor drops out once anything writes to it or to one of its views, by torch's version counter. Floats,
+against it. By torch's version counter, a tensor is dropped once anything writes to it or to one of its views. Floats,
 counts and values of single rows differ in nearly every batch, so forward never gets them.
 """
 
@@ -40,7 +40,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def specializing(specialization: Specialization) -> Iterator[None]:
-    """Let this thread's forwards be specialized, if it is on, and add their guards to it."""
+    """Context manager in which this thread's forwards are specialized, if it is on, and add their guards to it."""
     before, _thread.current = getattr(_thread, "current", None), specialization
     try:
         yield
@@ -59,13 +59,14 @@ def begin_forward(batch: Mapping[str, Any], values: Mapping[str, Tensor]) -> Non
     current: Specialization | None = getattr(_thread, "current", None)
     modes = getattr(_thread, "modes", ())
     if values and modes and current is not None and current.is_on:
-        modes[-1].begin({name: each for name, each in batch.items() if isinstance(each, Tensor)}, values)
+        modes[-1].begin({name: tensor for name, tensor in batch.items() if isinstance(tensor, Tensor)}, values)
 
 
 @dataclass(slots=True)
 class _Entry:
     """A tensor computed from the batch or from constants. value: of the example. version: torch's count of writes to
-    the tensor. sources: its operands."""
+    the tensor. sources: its operands.
+    """
 
     tensor: Tensor
     value: Tensor
@@ -75,20 +76,21 @@ class _Entry:
     version: int
 
     def is_fresh(self) -> bool:
-        """Whether nothing was written since to the tensor, or to what it was computed of."""
+        """Return whether nothing has written since to the tensor, or to its sources."""
         waiting, seen = [self], set[int]()
         while waiting:
             entry = waiting.pop()
             if _num_writes(entry.tensor) != entry.version:
                 return False
-            waiting += [each for each in entry.sources if id(each) not in seen]
+            waiting += [source for source in entry.sources if id(source) not in seen]
             seen |= set(map(id, entry.sources))
         return True
 
 
 def _num_writes(tensor: Tensor) -> int:
     """Return torch's count of writes; 0 for records, which run in inference mode. The export of the same forward counts
-    them, and fails where a record got a value that it must not have."""
+    them, and fails where a record got a forbidden value.
+    """
     with torch._C.DisableTorchFunction():
         return 0 if tensor.is_inference() else tensor._version
 
@@ -104,7 +106,7 @@ class Specializing(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._entries: dict[int, _Entry] = {}
-        self._kept: list[_Entry] = []  # their tensors keep their ids
+        self._kept: list[_Entry] = []  # keeps their tensors' ids unique
         self._batch: dict[str, Tensor] = {}
         self._shapes: Any = ()
         self._rows = 0
@@ -141,15 +143,15 @@ class Specializing(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         entries = [self._entries.get(id(tensor)) for tensor in tensors]
-        sources = tuple(each for each in entries if each is not None)
-        if len(sources) < len(entries) or not all(each.is_fresh() for each in sources):
+        sources = tuple(source for source in entries if source is not None)
+        if len(sources) < len(entries) or not all(source.is_fresh() for source in sources):
             return func(*args, **kwargs)
-        if name in ASKS and any(each.is_of_batch for each in sources):
+        if name in ASKS and any(source.is_of_batch for source in sources):
             value = self._answer(func, name, args, kwargs, sources)
             return func(*args, **kwargs) if value is None else value
         result = func(*args, **kwargs)
         is_plain = not isinstance(func, (OpOverload, OpOverloadPacket)) and not may_write(func, name, kwargs)
-        if is_plain and all(each.is_fresh() for each in sources) and not is_of_one_row(name, args, self._rows):
+        if is_plain and all(source.is_fresh() for source in sources) and not is_of_one_row(name, args, self._rows):
             self._follow(func, name, args, kwargs, result, sources)
         return result
 
@@ -164,7 +166,7 @@ class Specializing(TorchFunctionMode):
             value = run_on_values(func, self._values(args), self._values(kwargs))
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 again = Guard(code, None).of(self._batch)
-        except Exception:  # whatever torch raises of other shapes, or Python of the code
+        except Exception:  # any exception of torch for other shapes, or of Python for the code
             return None
         is_same = type(again) is type(value) and again == value
         if not is_same or not may_decide(code, value):
@@ -173,7 +175,8 @@ class Specializing(TorchFunctionMode):
 
     def _guard(self, guard: Guard) -> bool:
         """Add a guard, and return whether there is one: with other shapes than the first, forward gets only the values
-        that it got there, since all programs of a batch compute the same."""
+        that it got there, since all programs of a batch compute the same loss.
+        """
         current: Specialization = _thread.current
         if current.shapes == self._shapes:
             current.guards.setdefault(guard.code, guard)
@@ -182,18 +185,18 @@ class Specializing(TorchFunctionMode):
     def _follow(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, sources: tuple[_Entry, ...]) -> None:
         """Note the result of a call on known tensors, with its value and expression."""
         code = expression(func, name, args, kwargs, _codes(sources))
-        made = [] if code is None else list(parts_of(code, result))
-        is_small = all(is_static(tensor) and tensor.numel() <= MOST_KNOWN for tensor, _ in made)
-        if not made or not is_small or any(id(tensor) in self._entries for tensor, _ in made):
+        results = [] if code is None else list(parts_of(code, result))
+        is_small = all(is_static(tensor) and tensor.numel() <= MOST_KNOWN for tensor, _ in results)
+        if not results or not is_small or any(id(tensor) in self._entries for tensor, _ in results):
             return
         try:
             value = run_on_values(func, self._values(args), self._values(kwargs))
-        except Exception:  # what is drawn at random, or does not fit the rows of the example
+        except Exception:  # random, or does not fit the rows of the example
             return
-        is_of_batch = any(each.is_of_batch for each in sources)
+        is_of_batch = any(source.is_of_batch for source in sources)
         values = [value] if isinstance(result, Tensor) else list(value)
-        tensors = (each for each in values if isinstance(each, Tensor))
-        for (tensor, text), example in zip(made, tensors, strict=True):
+        tensors = (item for item in values if isinstance(item, Tensor))
+        for (tensor, text), example in zip(results, tensors, strict=True):
             self._note(tensor, example, text, sources, is_of_batch)
 
     def _note(self, tensor: Tensor, value: Tensor, code: str, sources: tuple[_Entry, ...], is_of_batch: bool) -> None:

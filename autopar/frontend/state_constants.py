@@ -1,4 +1,4 @@
-"""The constants that a trace read of a model, as one value: programs are found again by it."""
+"""The constants that a trace read of a model, as one value: it serves as a key for finding programs again."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, Literal
 from torch import Tensor
 
 from autopar.frontend.attributes import is_a
-from autopar.frontend.state_values import Alike, Held, Length, SeenTensor, is_equal, is_plain
+from autopar.frontend.state_values import ByIdentity, Length, PlainValue, SeenTensor, is_equal, is_plain
 
-_LEAVES = (SeenTensor, Held, Alike, Length)
+_LEAVES = (SeenTensor, ByIdentity, PlainValue, Length)
 
 
 class Constants:
-    """Numbers, flags, texts, functions, tensors and modes, by where they are."""
+    """Numbers, flags, texts, functions, tensors and modes, by their places."""
 
     def __init__(self, values: Iterator[tuple[Any, Any]]) -> None:
         self._values: Mapping[Any, Any] = {place: _leaf(value) for place, value in values}
 
     def compared(self, other: Constants) -> Literal["same", "other numbers", "unlike"]:
-        """Whether two models have the same constants, but perhaps for floats."""
+        """Return whether two models have the same constants, except perhaps for floats."""
         if self._values.keys() != other._values.keys():
             return "unlike"
         pairs = [(value, other._values[place]) for place, value in self._values.items()]
@@ -33,7 +33,7 @@ class Constants:
 def _leaf(value: Any) -> Any:
     if is_plain(value) or is_a(value, *_LEAVES):
         return value
-    return SeenTensor(value) if is_a(value, Tensor) else Held(value)
+    return SeenTensor(value) if is_a(value, Tensor) else ByIdentity(value)
 
 
 def _are_same(one: Any, two: Any) -> bool:

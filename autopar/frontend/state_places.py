@@ -1,4 +1,4 @@
-"""Where values are that a model, its loss and their script hold: how they are reached and replaced."""
+"""Places of values in a model, its loss and their script: how to read and replace them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from autopar.frontend.attributes import is_a
 from autopar.frontend.state_reads import ClassData, Environment, Globals
-from autopar.frontend.state_values import MISSING, KeyOf
+from autopar.frontend.state_values import MISSING, KeyByIdentity
 
 
 def held_by(label: str, function: Any) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], None] | None]]:
-    """(name, how to get it, how to replace it) of what a function brings with it."""
+    """Yield (name, how to get it, how to replace it) of values that a function carries."""
     if is_a(function, functools.partial):
         yield f"the arguments of {label}", lambda: (function.args, function.keywords), None
         yield from held_by(label, function.func)
@@ -36,7 +36,7 @@ def held_by(label: str, function: Any) -> Iterator[tuple[str, Callable[[], Any],
 def _cell(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it holds nothing yet
+    except ValueError:  # an empty cell
         return MISSING
 
 
@@ -60,7 +60,7 @@ def set_step(owner: Any, step: Any, value: Any) -> None:
 
 
 def put_within(owner: Any, steps: tuple[Any, ...], value: Any) -> None:
-    """Replace what lies some steps within an owner; of a module's buffer the values."""
+    """Replace the value some steps within an owner; of a module's buffer its elements."""
     *inner, last = steps
     for step in inner:
         owner = get_step(owner, step)
@@ -78,12 +78,12 @@ def put_parameter(parameter: nn.Parameter, kind: str, value: Any) -> None:
 
 
 def names_in(path: str, table: Mapping[str, Any]) -> list[str]:
-    """The names of what a module's table holds, within the model."""
+    """Return the names, within the model, in a module's table."""
     return [f"{path}.{name}" if path else name for name in table]
 
 
 def named(path: str, table: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a module's table, by their names within the model."""
+    """Yield the tensors of a module's table, by their names within the model."""
     for name, tensor in zip(names_in(path, table), table.values(), strict=True):
         if tensor is not None:
             yield name, tensor
@@ -91,4 +91,4 @@ def named(path: str, table: Mapping[str, Tensor | None]) -> Iterator[tuple[str, 
 
 def _parsed(step: Any) -> tuple[str, Any]:
     how, name = step if isinstance(step, tuple) else (".", step)
-    return how, name.value if isinstance(name, KeyOf) else name
+    return how, name.value if isinstance(name, KeyByIdentity) else name

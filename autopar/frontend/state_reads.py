@@ -1,6 +1,6 @@
 """Which attributes, globals and class data a forward reads, and where: noted while it runs on fake tensors.
 
-A trace takes all of them for constants. `model_state.py` watches those that were read, so that a change is not missed.
+A trace treats all of them as constants. `model_state.py` watches those that were read, so that no change is missed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LIBRARIES = (_TORCH, *_SELF_ASKING, f"{Path(np.__file__).parent}/", *_FRAMEWORK
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}/"
 
 Fields = Mapping[type, set[str]]
-"""The attributes that were read of objects, by their classes; of other classes all may have been."""
+"""Class -> the attributes of its objects that were read; of other classes all may have been."""
 
 Line = tuple[str, int]
 """A file and the number of a line."""
@@ -47,12 +47,12 @@ Line = tuple[str, int]
 
 @dataclass(slots=True)
 class Reads:
-    """What was read. is_complete: a forward was seen whole.
+    """The reads of a forward. is_complete: a whole forward was observed.
 
     attributes: of modules, by their class, each with the line that read it first. variables: of namespaces (a module's
-    globals, or a class), by name. fields: of objects that modules and the loss hold. advanced: numbers, flags
-    and texts that every forward changes itself, by kinds of places (`ModelState.kind_of`), with their names. deciding:
-    the last names of buffers whose values decided what forward does. specialization: values of the batch that did.
+    globals, or a class), by name. fields: of objects of modules and of the loss. advanced: numbers, flags and texts
+    that every forward changes itself, by kinds of places (`ModelState.kind_of`), with their names. deciding: the last
+    names of buffers whose values decided what forward does. specialization: values of the batch that did.
     """
 
     attributes: dict[type, dict[str, Line]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Reads:
     specialization: Specialization = field(default_factory=Specialization)
 
     def joined(self, other: Reads) -> Reads:
-        """Both: each read with the line that was noted first."""
+        """Return the union: each read with the line that was noted first."""
         kinds = self.attributes.keys() | other.attributes.keys()
         return Reads(
             attributes={k: {**other.attributes.get(k, {}), **self.attributes.get(k, {})} for k in kinds},
@@ -76,17 +76,17 @@ class Reads:
             specialization=self.specialization if self.specialization.is_traced else other.specialization,
         )
 
-    def asks_mode(self) -> bool:
-        """Whether the model's own code may do in training what it does not in evaluation."""
+    def depends_on_mode(self) -> bool:
+        """Return whether the model's code may behave differently in training and in evaluation."""
         asked = any("training" in read and home_of(kind) != "torch" for kind, read in self.attributes.items())
         return asked or not self.is_complete
 
     def __getstate__(self) -> Any:
-        return tuple(getattr(self, each.name) for each in fields(self))
+        return tuple(getattr(self, field_.name) for field_ in fields(self))
 
     def __setstate__(self, state: Any) -> None:
-        for each, value in zip(fields(self), state, strict=True):
-            setattr(self, each.name, value)
+        for field_, value in zip(fields(self), state, strict=True):
+            setattr(self, field_.name, value)
 
 
 def _united(one: Mapping[type, set[str]], other: Mapping[type, set[str]]) -> dict[type, set[str]]:
@@ -119,7 +119,7 @@ def _globals_of(module: str) -> Globals:
 
 @dataclass(frozen=True, slots=True)
 class ClassData:
-    """What a class holds for all its instances."""
+    """Attributes that a class shares with all its instances."""
 
     kind: type
 
@@ -144,14 +144,14 @@ class Environment:
 
 
 class _Stamps(dict[str, Any]):
-    """When files were written last, and their sizes: asked of the disk each time."""
+    """Times of the last write to files, and their sizes: read from the disk each time."""
 
     def get(self, path: str, default: Any = None) -> Any:
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except OSError:
             return default
-        return f"{found.st_size} bytes of {found.st_mtime_ns}"
+        return f"{status.st_size} bytes of {status.st_mtime_ns}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,19 +169,21 @@ _noting = threading.local()
 
 
 def note_deciding(names: Iterable[str]) -> None:
-    """Buffers were asked for their values, which decide what forward does."""
+    """Note that forward asked for values of buffers, which decide what it does."""
     if (reads := getattr(_noting, "reads", None)) is not None:
         reads.deciding.update(name.rpartition(".")[2] for name in names)
 
 
 @contextlib.contextmanager
-def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
-    """Within it, what this thread's forwards read is added to `reads`. kinds: of objects whose attributes are."""
+def noting_reads(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
+    """Context manager that adds the reads of this thread's forwards to `reads`. kinds: classes of
+    objects to observe.
+    """
     thread, seen = threading.get_ident(), set[CodeType]()
 
     def read(module: nn.Module, name: str) -> Any:
-        known = reads.attributes.get(type(module))
-        if (known is None or name not in known) and not name.startswith("__") and threading.get_ident() == thread:
+        lines = reads.attributes.get(type(module))
+        if (lines is None or name not in lines) and not name.startswith("__") and threading.get_ident() == thread:
             _note_attribute(reads, type(module), name, sys._getframe(1))
         return object.__getattribute__(module, name)
 
@@ -190,35 +192,35 @@ def noted(reads: Reads, kinds: Iterable[type] = ()) -> Iterator[None]:
             seen.add(frame.f_code)
             _note_variables(reads, frame)
 
-    # A debugger or a measure of coverage may be tracing already; profilers are told of more, which takes longer.
+    # A debugger or coverage may be tracing already; profilers get more events, which takes longer.
     is_free = sys.gettrace() is None
     switch: Any = sys.settrace if is_free else sys.setprofile
     before = None if is_free else sys.getprofile()
-    own = nn.Module.__dict__.get("__getattribute__")
+    original = nn.Module.__dict__.get("__getattribute__")
     nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
     switch(called)
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_environment_noted(reads))
-            stack.enter_context(_files_noted(reads))
+            stack.enter_context(_noting_environment(reads))
+            stack.enter_context(_noting_files(reads))
             for kind in kinds:
-                stack.enter_context(_asked(kind, reads))
+                stack.enter_context(_noting_attributes(kind, reads))
             _noting.reads = reads
             yield
         reads.is_complete = True
     finally:
         _noting.reads = None
         switch(before)
-        if own is None:
+        if original is None:
             del nn.Module.__getattribute__
         else:
-            nn.Module.__getattribute__ = own  # type: ignore[method-assign]
+            nn.Module.__getattribute__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
-def _asked(kind: type, reads: Reads) -> Iterator[None]:
-    """Within it, attributes that are asked of a class's objects are noted, where the class lets itself be changed."""
-    own, ask = vars(kind).get("__getattribute__"), cast(Any, kind.__getattribute__)
+def _noting_attributes(kind: type, reads: Reads) -> Iterator[None]:
+    """Context manager that notes reads of attributes of a class's objects, where the class can be changed."""
+    original, ask = vars(kind).get("__getattribute__"), cast(Any, kind.__getattribute__)
 
     def read(value: Any, name: str) -> Any:
         reads.fields.setdefault(type(value), set()).add(name)
@@ -233,15 +235,15 @@ def _asked(kind: type, reads: Reads) -> Iterator[None]:
     try:
         yield
     finally:
-        if own is None:
+        if original is None:
             del kind.__getattribute__
         else:
-            kind.__getattribute__ = own  # type: ignore[method-assign]
+            kind.__getattribute__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
-def _environment_noted(reads: Reads) -> Iterator[None]:
-    """Within it, environment variables that the user's code of this thread reads are noted, but for torchrun's."""
+def _noting_environment(reads: Reads) -> Iterator[None]:
+    """Context manager that notes environment variables that the user's code of this thread reads, except torchrun's."""
     kind, thread = type(os.environ), threading.get_ident()
     owns = {name: vars(kind).get(name) for name in ("__getitem__", "__contains__")}
 
@@ -258,26 +260,26 @@ def _environment_noted(reads: Reads) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, own in owns.items():
-            if own is None:
+        for name, original in owns.items():
+            if original is None:
                 delattr(kind, name)
             else:
-                setattr(kind, name, own)
+                setattr(kind, name, original)
 
 
 def _note_environment(reads: Reads, name: str, frame: FrameType) -> None:
-    if name not in PLACE and (line := _asking(frame)) is not None:
+    if name not in PLACE and (line := _calling_line(frame)) is not None:
         reads.variables.setdefault((Environment(), name), line)
 
 
-def _asking(frame: FrameType) -> Line | None:
-    """The line that makes a call, perhaps through the standard library, if it is the user's."""
-    each: FrameType | None = frame
-    while each is not None and _is_standard(each.f_code.co_filename):
-        each = each.f_back
-    if each is None or any(part in each.f_code.co_filename for part in _LIBRARIES):
+def _calling_line(frame: FrameType) -> Line | None:
+    """Return the line that makes a call, perhaps through the standard library, if it is the user's."""
+    caller: FrameType | None = frame
+    while caller is not None and _is_standard(caller.f_code.co_filename):
+        caller = caller.f_back
+    if caller is None or any(part in caller.f_code.co_filename for part in _LIBRARIES):
         return None
-    return each.f_code.co_filename, each.f_lineno
+    return caller.f_code.co_filename, caller.f_lineno
 
 
 def _is_standard(file: str) -> bool:
@@ -285,17 +287,17 @@ def _is_standard(file: str) -> bool:
 
 
 @contextlib.contextmanager
-def _files_noted(reads: Reads) -> Iterator[None]:
-    """Within it, files that the user's code of this thread opens to read are noted."""
+def _noting_files(reads: Reads) -> Iterator[None]:
+    """Context manager that notes files that the user's code of this thread opens to read."""
     thread, open_file = threading.get_ident(), io.open
 
-    def opened(file: Any, mode: Any = "r", *given: Any, **named: Any) -> Any:
+    def opened(file: Any, mode: Any = "r", *args: Any, **named: Any) -> Any:
         is_path = type(file) is str or isinstance(file, Path)
         if is_path and mode in ("r", "rb", "rt") and threading.get_ident() == thread:
-            line = _asking(sys._getframe(1))
+            line = _calling_line(sys._getframe(1))
             if line is not None:
                 reads.variables.setdefault((Files(), os.path.abspath(file)), line)
-        return open_file(file, mode, *given, **named)
+        return open_file(file, mode, *args, **named)
 
     with mock.patch.object(builtins, "open", opened), mock.patch.object(io, "open", opened):
         yield
@@ -309,23 +311,23 @@ def _note_attribute(reads: Reads, kind: type, name: str, frame: FrameType) -> No
 
 
 def _line_of(frame: FrameType) -> Line:
-    """The innermost line of the user's code."""
-    each: FrameType | None = frame
-    while each is not None and each.f_code.co_filename.startswith((_TORCH, _HOME + "autopar/", _STANDARD, "<")):
-        each = each.f_back
-    found = each or frame
-    return found.f_code.co_filename, found.f_lineno
+    """Return the innermost line of the user's code."""
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename.startswith((_TORCH, _HOME + "autopar/", _STANDARD, "<")):
+        caller = caller.f_back
+    line_frame = caller or frame
+    return line_frame.f_code.co_filename, line_frame.f_lineno
 
 
 def _note_variables(reads: Reads, frame: FrameType) -> None:
-    """Globals that a function of the user's names, and what it names of modules and classes among them."""
+    """Note globals that a user's function names, and the names that it reads of modules and classes among them."""
     code = frame.f_code
     file = code.co_filename
     is_library = file.startswith("<") or any(part in file for part in _LIBRARIES)
     if is_library or (file.startswith(_STANDARD) and "site-packages" not in file):
         return
     space, line = Globals(frame.f_globals), (file, code.co_firstlineno)
-    asked = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    asked = [(instruction.opname, instruction.argval) for instruction in dis.get_instructions(code)]
     parts = {name for how, name in asked if how in ("LOAD_ATTR", "LOAD_METHOD")}
     for name in {name for how, name in asked if how in ("LOAD_GLOBAL", "LOAD_NAME")} & frame.f_globals.keys():
         value = frame.f_globals[name]
@@ -340,7 +342,7 @@ def _note_variables(reads: Reads, frame: FrameType) -> None:
 
 
 def _namespace(value: Any) -> Globals | ClassData | None:
-    """A module or class of the user's."""
+    """Return a module or class of the user's."""
     if is_a(value, types.ModuleType):
         file = dict_of(value).get("__file__")
         if type(file) is not str or not file or file.startswith(_STANDARD) or any(part in file for part in _LIBRARIES):
@@ -352,25 +354,25 @@ def _namespace(value: Any) -> Globals | ClassData | None:
 
 
 def home_of(kind: type) -> str:
-    """The package that a class is of; "" where it does not say."""
+    """Return the package of a class; "" if unknown."""
     module = attribute(kind, "__module__")
     return module.partition(".")[0] if type(module) is str else ""
 
 
 def _is_watched(value: Any) -> bool:
-    """Whether a script may put another value in this one's place: data, and functions."""
+    """Return whether a script may replace this value: data, and functions."""
     return is_data(value) or is_a(value, types.FunctionType, types.BuiltinFunctionType)
 
 
 def is_data(value: Any) -> bool:
-    """Whether a value is no code: no function, class, module or property of the interpreter's."""
+    """Return whether a value is not code: no function, class, module or property of the interpreter's."""
     if is_a(value, type, types.ModuleType, types.MethodType, types.BuiltinFunctionType, nn.Module):
         return False
     return not (callable(value) or any("__get__" in vars(kind) for kind in type(value).__mro__))
 
 
 def text_of(line: Line | None) -> str:
-    """`file:number: text` of a line; "" where it is not known."""
+    """Return `file:number: text` of a line; "" if unknown."""
     if line is None or line[0].startswith("<"):
         return ""
     return f"{line[0]}:{line[1]}: {linecache.getline(*line).strip()}"

@@ -1,7 +1,7 @@
-"""Values that a model, its loss and their script hold: what is in them, and whether they are as they were.
+"""Compare values in a model, its loss and their script with earlier ones.
 
-Nothing here runs the user's code: what is in values is asked as `attributes.py` does, and equality is that of the
-interpreter's own types and of the classes below.
+Nothing here runs the user's code: values are read as `attributes.py` does, and equality is that of the interpreter's
+own types and of the classes below.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _KINDS = (*_PLAIN, np.number, enum.Enum)
 _EXACT = frozenset(_PLAIN)
 """Types whose equality and hash are the interpreter's own."""
 FOREIGN = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "numpy", "logging", "threading"})
-"""Packages whose objects are not looked into."""
+"""Packages whose objects are not examined."""
 _MOST_LEAVES, _MOST_DEPTH = 2000, 10
 
 _NO_PARTS = (type, nn.Module, types.FunctionType, types.MethodType, types.ModuleType, enum.Enum)
 
 Key = tuple[str, str, tuple[Any, ...]]
-"""Where a value is: a kind of place, the path of it, and the steps within what is there."""
+"""The place of a value: a kind of place, its path, and the steps within the value there."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that is no longer as it was. name: in words. old, new: the values. line: that read it.
+    """One changed value. name: in words. old, new: the values. line: that read it.
 
-    key: where another process has it; None for what cannot be moved there. buffer, parameter: its name, of a buffer, or
-    of a parameter whose requires_grad it is. is_of_parts: of what the model is made of, and not of what is in it.
+    key: its place in another process; None if it cannot be moved there. buffer, parameter: the name of a buffer, or of
+    a parameter whose requires_grad it is. is_of_parts: a part of the model was replaced, rather than a value in a part.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Change:
 
     @property
     def is_of_values(self) -> bool:
-        """Whether a program may only need other numbers: all else may decide what forward does."""
+        """Return whether a program may only need other numbers: any other change may decide what forward does."""
         return self.is_number or self.is_tensor
 
     @property
     def is_movable(self) -> bool:
-        """Whether another process can be given it."""
+        """Return whether it can be sent to another process."""
         return self.key is not None and (is_plain(self.new) or is_a(self.new, Tensor))
 
     @property
@@ -82,7 +82,7 @@ class Change:
 
 
 class Missing:
-    """Stands for the value of something that is not there."""
+    """Stands for a missing value."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -92,7 +92,7 @@ MISSING = Missing()
 
 
 class Root:
-    """A value that holds others: where it is, and what was in it. get, put: read and replace it."""
+    """A value that contains others: its place and its former contents. get, put: read and replace it."""
 
     def __init__(
         self,
@@ -106,38 +106,38 @@ class Root:
         self.key, self.name, self.line, self.get, self.put = key, name, line, get, put
         self.value, self.fields = get(), fields
         self.leaves = leaves_of(self.value, fields)
-        self.is_opaque = type(self.leaves.get(())) is Held or is_plain(self.value)
+        self.is_opaque = type(self.leaves.get(())) is ByIdentity or is_plain(self.value)
 
     def of(self, get: Callable[[], Any]) -> Root:
-        """The same value, read in another way."""
-        made = object.__new__(Root)
-        vars(made).update({**vars(self), "get": get})
-        return made
+        """Return the same value, read in another way."""
+        root = object.__new__(Root)
+        vars(root).update({**vars(self), "get": get})
+        return root
 
     def is_same(self) -> bool:
-        """Whether nothing in it has changed."""
+        """Return whether nothing in it has changed."""
         now = self.get()
         return (self.is_opaque and now is self.value) or are_alike(leaves_of(now, self.fields), self.leaves)
 
     def changes(self) -> Iterator[Change]:
-        """What has changed in it."""
+        """Yield its changes."""
         now = leaves_of(self.get(), self.fields)
         for steps in dict.fromkeys((*self.leaves, *now)):
             old, new = self.leaves.get(steps, MISSING), now.get(steps, MISSING)
             if type(old) is type(new) and old == new:
                 continue
-            old, new = (each.value if type(each) in (SeenTensor, Alike) else each for each in (old, new))
-            old, new = (MISSING if type(each) is Held and each.value is MISSING else each for each in (old, new))
-            kind, path, own = self.key
+            old, new = (leaf.value if type(leaf) in (SeenTensor, PlainValue) else leaf for leaf in (old, new))
+            old, new = (MISSING if type(leaf) is ByIdentity and leaf.value is MISSING else leaf for leaf in (old, new))
+            kind, path, first_steps = self.key
             inner = "".join(f".{step}" if how == "." else "" if how == "#" else f"[{step!r}]" for how, step in steps)
             head, _, rest = self.name.partition(" ")
             is_movable = new is not MISSING and all(how in (".", "[") for how, _ in steps)
-            key = (kind, path, (*own, *steps)) if is_movable else None
+            key = (kind, path, (*first_steps, *steps)) if is_movable else None
             yield Change(f"{head}{inner} {rest}".strip(), old, new, line=text_of(self.line), key=key)
 
 
 class SeenTensor:
-    """A tensor as it was: another one, or another number of writes to it, is not equal."""
+    """A tensor at one time: another tensor, or another number of writes to it, is unequal."""
 
     def __init__(self, value: Tensor) -> None:
         self.value, self._version, self._place = value, _version(value), place_of(value)
@@ -150,14 +150,14 @@ class SeenTensor:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Held:
-    """An object of which only the identity counts."""
+class ByIdentity:
+    """An object that is compared by identity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Held) and (other.value is self.value or _is_same_method(self.value, other.value))
+        return isinstance(other, ByIdentity) and (other.value is self.value or _is_same_method(self.value, other.value))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -165,26 +165,26 @@ class Held:
         return f"a {type(self.value).__name__}"
 
 
-class Alike:
-    """Plain data of a class that may have an equality of its own."""
+class PlainValue:
+    """Plain data of a class that may define its own equality."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Alike) and is_equal(self.value, other.value)
+        return isinstance(other, PlainValue) and is_equal(self.value, other.value)
 
     __hash__ = None  # type: ignore[assignment]
 
 
-class KeyOf:
-    """A key of a dict, or an element of a set, that may have an equality of its own: its identity counts."""
+class KeyByIdentity:
+    """A key of a dict, or an element of a set, that may define its own equality: compared by identity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, KeyOf) and other.value is self.value
+        return isinstance(other, KeyByIdentity) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -194,7 +194,7 @@ class KeyOf:
 
 
 class Length(NamedTuple):
-    """Of what class a container or an object is, and how much is in it."""
+    """The class and the length of a container or an object."""
 
     kind: type
     size: int
@@ -204,52 +204,52 @@ class Length(NamedTuple):
 
 
 def leaves_of(value: Any, fields: Fields) -> dict[tuple[Any, ...], Any]:
-    """Return what is in a value, by the steps to it: plain values, tensors, and the identities of all else.
+    """Return the contents of a value, by the steps to them: plain values, tensors, and identities of other objects.
 
     fields: of objects, as `Reads` has them.
     """
-    found: dict[tuple[Any, ...], Any] = {}
+    leaves: dict[tuple[Any, ...], Any] = {}
     seen: set[int] = set()
 
-    def visit(each: Any, steps: tuple[Any, ...]) -> None:
-        if type(each) in _EXACT:
-            found[steps] = each
-        elif each is MISSING:
-            found[steps] = Held(each)
-        elif issubclass(type(each), Tensor):
-            found[steps] = SeenTensor(each)
-        elif is_plain(each):
-            found[steps] = each if _is_exact(each) else Alike(each)
-        elif len(found) > _MOST_LEAVES or len(steps) >= _MOST_DEPTH or id(each) in seen:
-            found[steps] = Held(each)
-        elif (items := _items(each, fields)) is not None:
-            seen.add(id(each))
-            found[(*steps, ("#", "length"))] = Length(type(each), len(items))
+    def visit(part: Any, steps: tuple[Any, ...]) -> None:
+        if type(part) in _EXACT:
+            leaves[steps] = part
+        elif part is MISSING:
+            leaves[steps] = ByIdentity(part)
+        elif issubclass(type(part), Tensor):
+            leaves[steps] = SeenTensor(part)
+        elif is_plain(part):
+            leaves[steps] = part if _is_exact(part) else PlainValue(part)
+        elif len(leaves) > _MOST_LEAVES or len(steps) >= _MOST_DEPTH or id(part) in seen:
+            leaves[steps] = ByIdentity(part)
+        elif (items := _items(part, fields)) is not None:
+            seen.add(id(part))
+            leaves[(*steps, ("#", "length"))] = Length(type(part), len(items))
             for step, inner in items:
                 visit(inner, (*steps, step))
         else:
-            found[steps] = Held(each)
+            leaves[steps] = ByIdentity(part)
 
     visit(value, ())
-    return found
+    return leaves
 
 
-def are_alike(some: dict[tuple[Any, ...], Any], others: dict[tuple[Any, ...], Any]) -> bool:
-    """Whether two values have equal leaves, 1 and 1.0 and True apart."""
-    return some == others and all(map(operator.is_, map(type, some.values()), map(type, others.values())))
+def are_alike(leaves: dict[tuple[Any, ...], Any], others: dict[tuple[Any, ...], Any]) -> bool:
+    """Return whether two values have equal leaves; 1, 1.0 and True differ."""
+    return leaves == others and all(map(operator.is_, map(type, leaves.values()), map(type, others.values())))
 
 
-def _is_same_method(one: Any, other: Any) -> bool:
-    if not (type(one) is type(other) is types.MethodType):
+def _is_same_method(method: Any, other: Any) -> bool:
+    if not (type(method) is type(other) is types.MethodType):
         return False
-    return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    return method.__self__ is other.__self__ and method.__func__ is other.__func__
 
 
 def _items(value: Any, fields: Fields) -> list[tuple[tuple[str, Any], Any]] | None:
-    """The parts of a container or of an object that is made of plain attributes; None of all else."""
+    """Return the parts of a container or of an object that consists of plain attributes; None for any other value."""
     kind = type(value)
     if kind is types.MappingProxyType:
-        (value,) = gc.get_referents(value)  # what it is a view of
+        (value,) = gc.get_referents(value)  # the object that it is a view of
         kind = type(value)
     if issubclass(kind, functools.partial):
         return [((".", name), getattr(value, name)) for name in ("func", "args", "keywords")]
@@ -257,41 +257,40 @@ def _items(value: Any, fields: Fields) -> list[tuple[tuple[str, Any], Any]] | No
         return [(("[", _step(key)), inner) for key, inner in dict.items(value)]
     if issubclass(kind, list):
         return [(("[", index), inner) for index, inner in enumerate(list.__iter__(value))]
-    if (held := items_of(value)) is not None:
+    if (items := items_of(value)) is not None:
         if issubclass(kind, (set, frozenset)):
-            return [(("{", _step(inner)), True) for _, inner in held]
-        # No other process can be given one item of a tuple.
-        return [(("(" if issubclass(kind, tuple) else "[", index), inner) for index, inner in held]
+            return [(("{", _step(inner)), True) for _, inner in items]
+        # No other process can get one item of a tuple.
+        return [(("(" if issubclass(kind, tuple) else "[", index), inner) for index, inner in items]
     if issubclass(kind, _NO_PARTS) or not (kind.__dictoffset__ or any("__slots__" in vars(k) for k in kind.__mro__)):
         return None
     home = home_of(kind)
     if home in FOREIGN or (home == "transformers" and "Config" not in kind.__name__):
         return None
-    if not (own := attributes_of(value)) and not kind.__dictoffset__:
+    if not (attributes := attributes_of(value)) and not kind.__dictoffset__:
         return None
     if dataclasses.is_dataclass(kind):
-        names = {each.name for each in dataclasses.fields(kind)}
-        own = {name: inner for name, inner in own.items() if name in names}
-    return [((".", name), inner) for name, inner in own.items() if _is_read(kind, name, fields)]
+        names = {field.name for field in dataclasses.fields(kind)}
+        attributes = {name: inner for name, inner in attributes.items() if name in names}
+    return [((".", name), inner) for name, inner in attributes.items() if _is_read(kind, name, fields)]
 
 
 def _step(key: Any) -> Any:
-    return key if _is_exact(key) else KeyOf(key)
+    return key if _is_exact(key) else KeyByIdentity(key)
 
 
 def _is_read(kind: type, name: str, fields: Fields) -> bool:
-    """Whether forward reads an attribute of a class's objects, also under the name that a configuration of transformers
-    has for it."""
-    known = fields.get(kind)
-    if known is None or name in known or "__dict__" in known:
+    """Return whether forward reads an attribute of a class's objects, also by its alias in a transformers config."""
+    names = fields.get(kind)
+    if names is None or name in names or "__dict__" in names:
         return True
     aliases = attribute(kind, "attribute_map")
-    return is_a(aliases, dict) and any(own == name and alias in known for alias, own in dict.items(aliases))
+    return is_a(aliases, dict) and any(own_name == name and alias in names for alias, own_name in dict.items(aliases))
 
 
 def object_kinds(values: Iterable[Any]) -> set[type]:
-    """The classes of objects with attributes that are in these values."""
-    found: set[type] = set()
+    """Return the classes of objects with attributes in these values."""
+    kinds: set[type] = set()
     seen: set[int] = set()
     waiting = list(values)
     while waiting:
@@ -301,53 +300,55 @@ def object_kinds(values: Iterable[Any]) -> set[type]:
         seen.add(id(value))
         items = _items(value, {})
         if items and items[0][0][0] == ".":
-            found.add(type(value))
+            kinds.add(type(value))
         waiting += [inner for _, inner in items or ()]
-    return found
+    return kinds
 
 
 def _are_numbers(old: Any, new: Any) -> bool:
-    """Whether both are numbers, or tuples that differ in numbers alone."""
+    """Return whether both are numbers, or tuples that differ in numbers alone."""
     if type(old) is tuple and type(new) is tuple and len(old) == len(new):
         pairs = zip(old, new, strict=True)
         return all(_are_numbers(*pair) or (type(pair[0]) is type(pair[1]) and is_equal(*pair)) for pair in pairs)
-    return all(is_a(each, int, float, np.number) and not is_a(each, bool, enum.Enum) for each in (old, new))
+    return all(is_a(value, int, float, np.number) and not is_a(value, bool, enum.Enum) for value in (old, new))
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, a member of an enum or the like, or a tuple of those."""
+    """Return whether a value is a number, a text, a member of an enum or the like, or a tuple of those."""
     kind = type(value)
     if kind in _EXACT:
         return True
     if issubclass(kind, tuple):
-        return all(type(each) in _EXACT or issubclass(type(each), _KINDS) for each in tuple.__iter__(value))
+        return all(type(item) in _EXACT or issubclass(type(item), _KINDS) for item in tuple.__iter__(value))
     return issubclass(kind, _KINDS)
 
 
 def _is_exact(value: Any) -> bool:
-    """Whether a value's equality is the interpreter's own."""
-    return type(value) in _EXACT or (type(value) is tuple and all(type(each) in _EXACT for each in value))
+    """Return whether a value's equality is the interpreter's."""
+    return type(value) in _EXACT or (type(value) is tuple and all(type(item) in _EXACT for item in value))
 
 
 def is_class_data(value: Any) -> bool:
-    """Whether a class attribute is data."""
+    """Return whether a class attribute is data."""
     return is_plain(value) or is_a(value, list, dict, set, Tensor, types.SimpleNamespace)
 
 
-def is_equal(one: Any, other: Any) -> bool:
-    """Whether plain values are equal; of all else, whether it is the same."""
-    kind = type(one)
-    if one is other:
+def is_equal(value: Any, other: Any) -> bool:
+    """Return whether plain values are equal; other values are compared by identity."""
+    kind = type(value)
+    if value is other:
         return True
     if kind is not type(other) or issubclass(kind, enum.Enum):
         return False
     if kind in _EXACT:
-        return bool(one == other or (one != one and other != other))
+        return bool(value == other or (value != value and other != other))
     if issubclass(kind, tuple):
-        some, others = list(tuple.__iter__(one)), list(tuple.__iter__(other))
+        some, others = list(tuple.__iter__(value)), list(tuple.__iter__(other))
         return len(some) == len(others) and all(map(is_equal, some, others))
-    plain: Any = next((each for each in _PLAIN if issubclass(kind, each)), object)
-    return plain.__eq__(one, other) is True or (plain.__ne__(one, one) is True and plain.__ne__(other, other) is True)
+    plain: Any = next((plain_type for plain_type in _PLAIN if issubclass(kind, plain_type)), object)
+    return plain.__eq__(value, other) is True or (
+        plain.__ne__(value, value) is True and plain.__ne__(other, other) is True
+    )
 
 
 def _version(tensor: Tensor) -> int:
@@ -364,13 +365,13 @@ def place_of(tensor: Tensor) -> int:
 
 
 def has_moved(old: Tensor, new: Tensor) -> bool:
-    """Whether one tensor has the values of another, as after a visit to another device, or was freed."""
+    """Return whether one tensor has the values of another, as after a visit to another device, or was freed."""
     is_alike = (old.shape, old.dtype) == (new.shape, new.dtype) and not (old.is_meta or new.is_meta)
     return is_freed(old, new) or (is_alike and torch.equal(old.cpu(), new.cpu()))
 
 
 def is_freed(old: Tensor, new: Tensor) -> bool:
-    """Whether a tensor is as it was, or on meta now: a script wants its memory."""
+    """Return whether a tensor is unchanged, or on meta now: a script frees its memory."""
     return old is new or (new.is_meta and (old.shape, old.dtype) == (new.shape, new.dtype))
 
 
@@ -387,10 +388,10 @@ def _shown(value: Any) -> str:
         return f"{kind.__name__}.{value._name_}"
     if issubclass(kind, types.FunctionType):
         return f"a function of line {value.__code__.co_firstlineno}"
-    if not (_is_exact(value) or kind in (Missing, Held, Length)):
+    if not (_is_exact(value) or kind in (Missing, ByIdentity, Length)):
         if issubclass(kind, np.number):
             return _short(repr(np.generic.item(value)))
-        plain: Any = next((each for each in _PLAIN if issubclass(kind, each)), None)
+        plain: Any = next((plain_type for plain_type in _PLAIN if issubclass(kind, plain_type)), None)
         return f"a {kind.__name__}" if plain is None else _short(plain.__repr__(value))
     return _short(repr(value))
 

@@ -1,7 +1,7 @@
-"""`as_strided`, which reads memory as it lies, written by positions of its operand: reshape, unfold and slices.
+"""Write `as_strided`, which reads memory by strides, by positions of its operand: reshape, unfold and slices.
 
-A program lays tensors out otherwise than one process does. Of dims that lie in memory as one dim does, each stride of
-the result is a whole number of steps: one such dim of the result is a slice, two are windows that may overlap.
+A program's tensors have other layouts than one process'. For dims that are contiguous as one dim, each stride of the
+result is a whole number of steps: one such dim of the result is a slice, two are windows that may overlap.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from autopar.errors import TraceError
 
 @dataclass(slots=True)
 class _Line:
-    """A dim of the operand, or neighbouring ones that are one in memory: ``size`` elements, ``stride`` apart. start: of
-    what is read. ways: (dim of the result, its size, positions per step), largest steps first."""
+    """A dim of the operand, or neighboring dims that are one in memory: ``size`` elements, ``stride`` apart.
+
+    start: of the read. ways: (dim of the result, its size, positions per step), largest steps first.
+    """
 
     size: int
     stride: int
@@ -31,13 +33,16 @@ class _Line:
 
     @property
     def last(self) -> int:
-        """The last position that is read."""
+        """Return the last position that is read."""
         return self.start + sum((size - 1) * step for _, size, step in self.ways)
 
 
 class ByPosition(TorchFunctionMode):
-    """Within it `as_strided` calls what its result is by positions, and `stft`, whose frames are such, unfolds them.
-    Raises TraceError where strides are nothing known."""
+    """Context manager in which `as_strided` calls its equivalent by positions, and `stft`, whose frames overlap,
+    unfolds.
+
+    Raises TraceError where strides are unknown.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -45,24 +50,26 @@ class ByPosition(TorchFunctionMode):
             return _stft(*args, **kwargs)
         if func not in (torch.as_strided, Tensor.as_strided):
             return func(*args, **kwargs)
-        given = dict(zip(("input", "size", "stride", "storage_offset"), args, strict=False)) | dict(kwargs)
-        return by_position(given["input"], tuple(given["size"]), tuple(given["stride"]), given.get("storage_offset"))
+        arguments = dict(zip(("input", "size", "stride", "storage_offset"), args, strict=False)) | dict(kwargs)
+        return by_position(
+            arguments["input"], tuple(arguments["size"]), tuple(arguments["stride"]), arguments.get("storage_offset")
+        )
 
 
 def by_position(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None) -> Tensor:
-    """`x.as_strided(size, stride, offset)`. Raises TraceError where that reads what is not in x, or along no line."""
+    """Return `x.as_strided(size, stride, offset)`. Raises TraceError where it reads outside x, or along no line."""
     lines = _lines(x)
     rest = 0 if offset is None else offset - int(x.storage_offset())
     count = math.prod(size)
     if x.is_contiguous() and _is_packed(size, stride) and rest >= 0 and 0 < count <= x.numel() - rest:
         return (x if count == x.numel() else x.reshape(-1).narrow(0, rest, count)).reshape(size)
-    for line in sorted(lines, key=lambda each: -each.stride):
+    for line in sorted(lines, key=lambda line: -line.stride):
         line.start, rest = divmod(rest, line.stride)
     dims = sorted((d for d, n in enumerate(size) if n != 1), key=lambda d: -stride[d])
     for dim in dims:
         fitting = [line for line in lines if stride[dim] and stride[dim] % line.stride == 0]
         if fitting:
-            line = max(fitting, key=lambda each: each.stride)
+            line = max(fitting, key=lambda line: line.stride)
             line.ways.append((dim, size[dim], stride[dim] // line.stride))
     lines = _merged(lines)
     is_read = rest == 0 and sum(len(line.ways) for line in lines) == len(dims) and 0 not in size
@@ -70,40 +77,40 @@ def by_position(x: Tensor, size: tuple[int, ...], stride: tuple[int, ...], offse
         raise refused_strides(
             f"size {size}, stride {stride} of a tensor of shape {tuple(x.shape)}, stride {x.stride()}"
         )
-    made = x.reshape([line.size for line in lines])
+    result = x.reshape([line.size for line in lines])
     order: list[int] = []
     for at, line in enumerate(lines):
-        made = made.narrow(at, line.start, line.last - line.start + 1)
+        result = result.narrow(at, line.start, line.last - line.start + 1)
         if len(line.ways) == 2:
             (outer, _, step), (inner, count, inner_step) = line.ways
-            made = made.unfold(at, (count - 1) * inner_step + 1, step)[..., ::inner_step]
+            result = result.unfold(at, (count - 1) * inner_step + 1, step)[..., ::inner_step]
             order.append(outer)
             continue
         order += [dim for dim, _, _ in line.ways]
-        made = made[(slice(None),) * at + (slice(None, None, line.ways[0][2]),)] if line.ways else made
-    kept = [n for n, line in zip(made.shape, lines, strict=False) if line.ways]
-    made = made.reshape(kept + list(made.shape[len(lines) :]))
+        result = result[(slice(None),) * at + (slice(None, None, line.ways[0][2]),)] if line.ways else result
+    kept = [n for n, line in zip(result.shape, lines, strict=False) if line.ways]
+    result = result.reshape(kept + list(result.shape[len(lines) :]))
     order += [line.ways[1][0] for line in lines if len(line.ways) == 2]
-    return made.permute([order.index(dim) for dim in sorted(order)]).reshape(size)
+    return result.permute([order.index(dim) for dim in sorted(order)]).reshape(size)
 
 
 def _is_packed(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements lie one behind the other, the last dim's next to one another."""
+    """Return whether elements are contiguous, those of the last dim adjacent."""
     inner = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
-    return all(own == wanted for n, own, wanted in zip(size, stride, inner, strict=True) if n != 1)
+    return all(actual == wanted for n, actual, wanted in zip(size, stride, inner, strict=True) if n != 1)
 
 
 def refused_strides(values: str) -> TraceError:
-    """The error for what has no such form."""
+    """Return the error for strides without such a form."""
     return TraceError(
-        "as_strided reads memory as it lies, which is otherwise in a program",
+        "as_strided reads memory by strides, which differ in a program",
         values=values,
-        alternatives="unfold, slices, transposes and expand, which go by positions",
+        alternatives="use unfold, slices, transposes and expand, which go by positions",
     )
 
 
 def _lines(x: Tensor) -> list[_Line]:
-    """The dims of x, in order."""
+    """Return the dims of x, in order."""
     lines = [_Line(int(size), int(stride)) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1]
     if not lines or any(line.stride <= 0 or line.size == 0 for line in lines):
         raise refused_strides(f"a tensor of shape {tuple(x.shape)}, stride {x.stride()}")
@@ -111,7 +118,7 @@ def _lines(x: Tensor) -> list[_Line]:
 
 
 def _merged(lines: list[_Line]) -> list[_Line]:
-    """The same with a line that is read beyond its end joined to the one before it, if in memory it goes on there."""
+    """Return the lines; one that is read beyond its end joins the one before it, if memory continues there."""
     merged: list[_Line] = []
     for line in reversed(lines):
         merged.insert(0, line)
@@ -137,7 +144,7 @@ def _stft(
     return_complex: bool | None = None,
     **others: Any,
 ) -> Tensor:
-    """`torch.stft`: the frames, windowed, and their transform."""
+    """Return `torch.stft`: the frames, windowed, and their transform."""
     if others.get("align_to_window") is not None or return_complex is not True or x.is_complex():
         raise refused_strides("torch.stft of complex numbers, as real numbers, or with align_to_window")
     length = n_fft if win_length is None else win_length
@@ -149,5 +156,5 @@ def _stft(
         x = F.pad(rows, (n_fft // 2, n_fft // 2), mode=pad_mode).reshape(*x.shape[:-1], -1)
     frames = x.unfold(-1, n_fft, hop_length or n_fft // 4) * window
     transform = torch.fft.rfft if onesided is not False and not window.is_complex() else torch.fft.fft
-    found: Tensor = transform(frames, norm="ortho" if normalized else None).transpose(-1, -2)
-    return found
+    spectrum: Tensor = transform(frames, norm="ortho" if normalized else None).transpose(-1, -2)
+    return spectrum

@@ -1,4 +1,6 @@
-"""Tensors that forward uses and no module has registered (attributes, globals, closures): buffers of the program."""
+"""Make tensors that forward uses and no module has registered (attributes, globals, closures) buffers of
+the program.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ _UNNAMED = re.compile(r"_?(lifted_tensor|tensor_constant|constant)_?\d*$")
 
 
 def keep_tables(flat: FlatGraph, tables: Mapping[str, Tensor]) -> dict[Ref, Ref]:
-    """Make buffers of constants, by their names, and return what to read in the place of each.
+    """Make buffers of constants, by their names; return the buffer to read in place of each.
 
-    Equal ones are a single buffer of the whole model. A layer's own is the layer's, as its parameters are.
+    Equal ones are one buffer of the whole model. A constant of a layer becomes its buffer, as its parameters are.
     """
     alike: dict[tuple[TensorMeta, bytes], list[str]] = {}
     for name, value in tables.items():
@@ -46,7 +48,7 @@ def keep_tables(flat: FlatGraph, tables: Mapping[str, Tensor]) -> dict[Ref, Ref]
 
 
 def carried(flat: FlatGraph, name: str) -> None:
-    """Make a constant that forward writes to a buffer, which keeps what was written."""
+    """Make a buffer of a constant that forward writes to; it keeps the written value."""
     value = flat.constants.pop(name)
     flat.parameters[name] = replace(flat.parameters[name], meta=_meta(value), value=value)
 
@@ -61,5 +63,5 @@ def _digest(value: Tensor) -> bytes:
 
 
 def _parts(flat: FlatGraph) -> set[str]:
-    """The first steps of all paths, which are attributes of the program's root."""
+    """Return the first steps of all paths, which are attributes of the program's root."""
     return {name.partition(".")[0] for name in (*flat.parameters, *flat.classes)}

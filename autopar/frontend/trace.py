@@ -1,7 +1,7 @@
 """Model -> Graph: torch.export on a skeleton of the model, then simplification and layer folding.
 
 The skeleton is a deep copy whose parameters and buffers are fake (shapes without memory) on the CPU, so that tracing
-needs neither the memory of a 175B model nor touches the user's modules. Runs of equal blocks are traced at reduced
+neither needs the memory of a 175B model nor touches the user's modules. Runs of equal blocks are traced at reduced
 depth and extended (`depth.py`).
 """
 
@@ -49,35 +49,35 @@ from autopar.ir.graph import Graph, Input, Node
 
 
 class Cuts(tuple[Truncation, ...]):
-    """Runs of equal blocks that may be shortened, and what the first trace with them leaves for those of other sizes.
+    """Runs of equal blocks that may be shortened, and results of the first trace with them, for traces of other sizes.
 
     One object belongs to one model, batch and loss_fn, and is handed to traces of these only.
     """
 
-    first: _First | None = None
-    is_repeatable: bool = False  # forward was seen to do the same each time
+    first: _FirstExport | None = None
+    is_repeatable: bool = False  # forward was tested to do the same each time
     reads: Reads
-    """What that forward read of the model, the loss and the script."""
+    """The reads of that forward: of the model, the loss and the script."""
 
     def __new__(cls, cuts: Iterable[Truncation] = ()) -> Cuts:
-        made = super().__new__(cls, cuts)
-        made.reads = Reads()
-        return made
+        instance = super().__new__(cls, cuts)
+        instance.reads = Reads()
+        return instance
 
     def __init__(self, *runs: Any) -> None:
-        # What running the model in one process came to, by the dtype that it was cast to (`eager.py`).
+        # Results of running the model in one process, by the dtype that it was cast to (`eager.py`).
         self.outcomes: dict[torch.dtype | None, bool | Exception | None] = {}
 
     def uncut(self) -> Cuts:
-        """For one trace of the whole model, which reads what these read."""
-        made = Cuts()
-        made.reads, made.outcomes = self.reads, self.outcomes
-        return made
+        """Return cuts for one trace of the whole model, which has the same reads."""
+        uncut_model = Cuts()
+        uncut_model.reads, uncut_model.outcomes = self.reads, self.outcomes
+        return uncut_model
 
 
 @dataclass(frozen=True, slots=True)
-class _First:
-    """What `torch.export` made of the model at one number of rows, before anything was simplified."""
+class _FirstExport:
+    """The export of the model at one number of rows, before any simplification."""
 
     flat: FlatGraph
     batch: NamedBatch
@@ -96,11 +96,11 @@ def trace(
 ) -> Graph:
     """Trace `model` (and `loss_fn`) up to the scalar loss, in training mode.
 
-    example_inputs: what the model takes, plus what `loss_fn(output, ...)` takes after the output. Only shapes and
+    example_inputs: the model's inputs, plus the arguments of `loss_fn(output, ...)` after the output. Only shapes and
     dtypes of tensors matter. batch_size: rows of dim 0 to trace at, the example's own by default. param_dtype: cast
-    parameters first (bf16 training), and what operators take as `operand_dtypes.py` says. cuts: runs of equal blocks to
-    shorten, by default all that may be (`find_cuts`); () traces the whole model.
-    Raises TraceError with torch's reason and the user's line.
+    parameters first (bf16 training), and operands as `operand_dtypes.py` does. cuts: runs of equal blocks to shorten,
+    by default all that may be (`find_cuts`); () traces the whole model. Raises TraceError with torch's reason and the
+    user's line.
     """
     check_model(model, param_dtype)
     batch = name_inputs(model, example_inputs, loss_fn)
@@ -161,13 +161,15 @@ def _reason(
     param_dtype: torch.dtype | None,
     cuts: tuple[Truncation, ...] | None,
 ) -> TraceError:
-    """The error to raise for one of tracing: that forward fails is said only where it fails in one process, too."""
-    known = cuts.outcomes if isinstance(cuts, Cuts) else {}
+    """Return the error to raise for an error of tracing: it says that forward fails only if it fails in one process,
+    too.
+    """
+    outcomes = cuts.outcomes if isinstance(cuts, Cuts) else {}
     for dtype in dict.fromkeys((None, param_dtype)):
-        if dtype not in known:
-            known[dtype] = runs(model, loss_fn, batch, dtype)
-        if isinstance(found := known[dtype], Exception):
-            return failing(found, dtype)
+        if dtype not in outcomes:
+            outcomes[dtype] = runs(model, loss_fn, batch, dtype)
+        if isinstance(outcome := outcomes[dtype], Exception):
+            return failing(outcome, dtype)
     return error
 
 
@@ -179,7 +181,7 @@ def _flat_graph(
     param_dtype: torch.dtype | None,
     cuts: tuple[Truncation, ...],
 ) -> FlatGraph:
-    """What is exported of the shortened model, or would be: a second size is worked out from the first (`Cuts`)."""
+    """Return the export of the shortened model: a second size is derived from the first (`Cuts`)."""
 
     def short(is_training: bool = True) -> nn.Module:
         skeleton = skeleton_of(model, fake, param_dtype, cuts)
@@ -188,13 +190,15 @@ def _flat_graph(
         shorten(skeleton, cuts)
         return skeleton
 
-    def recorded(candidate: nn.Module, given: dict[str, Any], loss: Any = None, keeps_caches: bool = False) -> Record:
+    def recorded(
+        candidate: nn.Module, named_batch: dict[str, Any], loss: Any = None, keeps_caches: bool = False
+    ) -> Record:
         loss = loss or loss_skeleton(loss_fn, fake)
-        forward = partial(forward_and_loss, loss_fn=loss, batch=given, dtype=param_dtype)
-        return record(candidate, (), given, forward, results, loss, keeps_caches=keeps_caches)
+        forward = partial(forward_and_loss, loss_fn=loss, batch=named_batch, dtype=param_dtype)
+        return record(candidate, (), named_batch, forward, results, loss, keeps_caches=keeps_caches)
 
     def followed(flat: FlatGraph, training: Record | None = None) -> FlatGraph:
-        if asks_mode or any(is_random(node) for node in flat.nodes):
+        if depends_on_mode or any(is_random(node) for node in flat.nodes):
             _follow_evaluation(flat, training, lambda mode: recorded(short(mode), batch))
         return flat
 
@@ -203,13 +207,15 @@ def _flat_graph(
         reads = cuts.reads if isinstance(cuts, Cuts) else None
         own_loss = loss_skeleton(loss_fn, fake)
         with without_fakes(model, (loss_fn,)):
-            check_repeats(short(), (own_loss,), lambda each: recorded(each, batch, own_loss, keeps_caches=True), reads)
+            check_repeats(
+                short(), (own_loss,), lambda candidate: recorded(candidate, batch, own_loss, keeps_caches=True), reads
+            )
         if isinstance(cuts, Cuts):
             cuts.is_repeatable = True
-    asks_mode = not isinstance(cuts, Cuts) or cuts.reads.asks_mode()
+    depends_on_mode = not isinstance(cuts, Cuts) or cuts.reads.depends_on_mode()
     first = cuts.first if isinstance(cuts, Cuts) else None
     if first is not None and first.param_dtype == param_dtype:
-        # Whatever forward cannot do while it is recorded, an export may, or says why not.
+        # Forward cannot be recorded: an export may succeed, or says why not.
         with contextlib.suppress(Exception):
             before = first.batch.map(lambda value: fake_input(value, fake, 0, None))
             exported, training = recorded(short(), before), recorded(short(), batch)
@@ -221,18 +227,20 @@ def _flat_graph(
     flat.unchecked = tuple(unchecked)
     rows = common_batch({name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
     if isinstance(cuts, Cuts) and rows >= LEAST_ROWS:
-        cuts.first = _First(flat.copy(), batch, param_dtype)
+        cuts.first = _FirstExport(flat.copy(), batch, param_dtype)
     return followed(flat)
 
 
 def _follow_evaluation(flat: FlatGraph, training: Record | None, recorded: Callable[[bool], Record]) -> None:
-    """Makes an evaluation follow the graph, too, where it can. training: the record of this forward, if it is known.
-    recorded: makes records in training or in evaluation."""
+    """Make an evaluation follow the graph, too, where it can.
+
+    training: the record of this forward, if known. recorded: makes records in training or in evaluation.
+    """
     try:
         training, evaluation = training or recorded(True), recorded(False)
         if difference(training, evaluation):
             write_training_only(flat, training, evaluation)
-    except Exception as error:  # whatever forward cannot do while it is recorded
+    except Exception as error:  # any failure of forward while it is recorded
         flat.no_evaluation = f"what training does alone is not found in the exported graph: {error}"
 
 
@@ -243,9 +251,9 @@ def find_cuts(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> Cuts:
-    """The runs of equal blocks of `model` that a trace may shorten, whatever the batch size.
+    """Return the runs of equal blocks of `model` that a trace may shorten, whatever the batch size.
 
-    Traces that are given the same object share an export where they can.
+    Traces that get the same object share an export where they can.
     """
     fake = fakes.mode()
     check_model(model, param_dtype)
@@ -261,7 +269,7 @@ def _sound_cuts(
     fake: FakeTensorMode,
     dtype: torch.dtype | None = None,
 ) -> tuple[Truncation, ...]:
-    """The runs of equal blocks in a model that behave equally. skeletons: of the model; some are used up."""
+    """Return the runs of equal blocks in a model that behave equally. skeletons: of the model; some are used up."""
     skeleton = next(skeletons)
     cuts = equal_runs(skeleton)
     if not cuts:
@@ -285,7 +293,7 @@ def _to_graph(
 
 
 def _with_logits(graph: Graph) -> Graph:
-    """The graph with what the node LOGITS reads, if there is one, as its logits in the place of the node."""
+    """Return the graph with the operand of the node LOGITS, if there is one, as its logits in place of the node."""
     marks = [piece for piece in graph.body if isinstance(piece, Node) and piece.op == LOGITS]
     if not marks:
         return graph

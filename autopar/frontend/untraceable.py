@@ -1,4 +1,4 @@
-"""Why torch could not trace a model, in words that are true: kinds of reasons, by where and how torch stopped."""
+"""Explain why torch could not trace a model: kinds of reasons, by where and how torch stopped."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _CONTROL_FLOW = frozenset({"cond", "while_loop", "map", "scan", "associative_sca
 
 _BY_VALUE = ("DataDependent", "DynamicOutputShape", "Unsupported", "UserError", "SpecViolationError")
 _FLEX_ON_CPU = "FlexAttention does not support backward on CPU"
-"""How torch begins where it refuses to train flex_attention without a GPU, as which a trace appears to it."""
+"""The beginning of torch's message where it refuses to train flex_attention without a GPU; a trace looks like that."""
 
 
 class UntraceableError(TraceError):
-    """An error of forward, or of tracing it: whether forward runs in one process is for `trace.py` to find out."""
+    """An error of forward, or of tracing it: `trace.py` finds out whether forward runs in one process."""
 
 
 def untraceable(error: Exception, drawn: Sequence[str] = ()) -> TraceError:
-    """Return the error of ours for one of torch.export, with the user's line.
+    """Return autopar's error for one of torch.export, with the user's line.
 
     drawn: functions of Python that forward asked for random numbers before.
     """
@@ -34,7 +34,7 @@ def untraceable(error: Exception, drawn: Sequence[str] = ()) -> TraceError:
     place = f" at {line}" if line else ""
     if first.startswith(_FLEX_ON_CPU):
         return flex_attention(place)
-    operator = next((name for each in _causes(error) for name in _control_flow(each)), "")
+    operator = next((name for cause in _causes(error) for name in _control_flow(cause)), "")
     if operator:
         return control_flow(operator, place)
     what = f"{type(error).__name__}: {first}{place}"
@@ -44,22 +44,22 @@ def untraceable(error: Exception, drawn: Sequence[str] = ()) -> TraceError:
             "on them",
             values={"drawn by": ", ".join(dict.fromkeys(drawn)), "stopped": line or what},
             alternatives=[
-                "arithmetic with the number, which is drawn anew in every step; no float(), `if`, index or option",
-                "for a layer that is skipped at random: its result times a torch.bernoulli (stochastic depth)",
-                "the decision in the training loop, or random tensors as inputs of the batch",
+                "use the number in arithmetic alone, drawn anew in every step: no float(), `if`, index or option",
+                "for a layer that is skipped at random: multiply its result by a torch.bernoulli (stochastic depth)",
+                "decide in the training loop, or pass random tensors as inputs of the batch",
             ],
         )
     if ".numpy()" in first or "numpy" in _innermost_file(error):
         return TraceError(
-            "forward hands tensors to numpy, and a trace follows torch's operators alone",
+            "forward passes tensors to numpy, but a trace follows torch's operators alone",
             values=line or what,
-            alternatives=["torch operators in place of numpy's", "a torch.library.custom_op around the line"],
+            alternatives=["use torch operators in place of numpy's", "put a torch.library.custom_op around the line"],
         )
     if any("nested" in file for file in _files_of_torch(error)):
         return TraceError(
             "forward makes nested tensors, which have no sharding",
             values=line or what,
-            alternatives="padded tensors with a mask",
+            alternatives="use padded tensors with a mask",
         )
     if any(word in type(error).__name__ for word in _BY_VALUE):
         by_shape = "DynamicOutputShape" in type(error).__name__
@@ -67,19 +67,18 @@ def untraceable(error: Exception, drawn: Sequence[str] = ()) -> TraceError:
             "torch.export could not trace the model: values of tensors, which a trace lacks, decide what it does",
             values=f"the shape of a result: {what}" if by_shape else line or what,
             alternatives=[
-                "the line without values of parameters, buffers or the batch (torch.where); values of what forward "
-                "makes of numbers alone are known",
-                "an option of the model that leaves the line out, or an input left out that it asks about (a mask "
-                "of ones)",
-                "a torch.library.custom_op around it",
+                "write the line without values of parameters, buffers or the batch (torch.where); values that forward "
+                "computes from numbers alone are known",
+                "set an option of the model that skips the line, or leave out the input that it tests (a mask of ones)",
+                "put a torch.library.custom_op around it",
             ],
         )
     return UntraceableError(
         "torch.export could not trace the model",
         values=what,
         alternatives=[
-            "for what only tracing cannot do (numpy, memory of tensors, Python's control of values): torch operators, "
-            "or a torch.library.custom_op around the line",
+            "if only tracing fails (numpy, memory of tensors, Python branches on values): use torch operators, or put "
+            "a torch.library.custom_op around the line",
         ],
     )
 
@@ -94,35 +93,35 @@ def failing(error: Exception, dtype: torch.dtype | None = None) -> TraceError:
         return TraceError(
             f"the model or its loss fails with parameters and floating inputs in {name}, as `precision` casts them",
             values=what,
-            alternatives=["a cast in forward where dtypes meet (buffer.to(x.dtype))", 'precision="fp32"'],
+            alternatives=["cast in forward where dtypes meet (buffer.to(x.dtype))", 'precision="fp32"'],
         )
     return TraceError(
         "the model or its loss fails on the example inputs",
         values=what,
-        alternatives="what runs in one process: try loss_fn(model(*inputs), *targets) on the same example inputs",
+        alternatives="make it run in one process: try loss_fn(model(*inputs), *targets) on the same example inputs",
     )
 
 
 def takes_number(line: str) -> TraceError:
-    """Return the error for a forward that computes with a number which it took out of a tensor."""
+    """Return the error for a forward that computes with a number taken out of a tensor."""
     return TraceError(
         "forward takes a number out of a tensor, so its computation depends on values",
         values=line,
         alternatives=[
             "keep it a tensor (no .item(), float(), int() or tolist() in forward, no index or size by a random number)",
-            "of a mixture of experts: torch.nn.functional.grouped_mm instead of parts of counted sizes",
+            "in a mixture of experts, use torch.nn.functional.grouped_mm instead of slices of counted sizes",
         ],
     )
 
 
 def control_flow(name: str, place: str) -> TraceError:
-    """Return the error for an operator of torch that runs functions of the user's under a condition or in a loop."""
+    """Return the error for an operator of torch that runs user functions under a condition or in a loop."""
     return TraceError(
-        "forward calls a control flow operator of torch, which no generated program has",
+        "forward calls a control flow operator of torch, which a generated program cannot contain",
         values=f"torch's {name}{place}",
         alternatives=[
-            "for cond: torch.where of both results, where both can be computed",
-            "for loops: a Python loop over a number of steps that is known without values",
+            "for cond: use torch.where of both results, where both can be computed",
+            "for loops: use a Python loop over a number of steps that is known without values",
         ],
     )
 
@@ -130,11 +129,11 @@ def control_flow(name: str, place: str) -> TraceError:
 def flex_attention(place: str = "") -> TraceError:
     """Return the error for masks and scores that are functions."""
     return TraceError(
-        "the model calls torch.nn.attention.flex_attention, whose mask and scores are code that no trace has",
+        "the model calls torch.nn.attention.flex_attention, whose mask and scores are functions",
         values=f"flex_attention or a block mask{place}",
         alternatives=[
-            "scaled_dot_product_attention with the mask as a tensor of comparisons: windows, chunks and causal masks "
-            "are recognised and then take no memory, and documents are exact on every axis",
+            "use scaled_dot_product_attention with the mask as a tensor of comparisons: windows, chunks and causal "
+            "masks are recognized and then take no memory, and documents are exact on every axis",
             'a model of transformers with attn_implementation="sdpa"',
         ],
     )

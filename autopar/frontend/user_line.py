@@ -1,4 +1,4 @@
-"""The user's own line among the frames of torch's and ours, for messages."""
+"""Find the user's line among the frames of torch and autopar, for messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FOREIGN = (
 
 
 def user_line(stack_trace: str | None) -> str:
-    """`file:line: text` of the innermost frame that is neither torch's nor ours; "" if there is none.
+    """Return `file:line: text` of the innermost frame outside torch and autopar; "" if there is none.
 
     stack_trace: as Python prints one.
     """
@@ -34,17 +34,17 @@ def user_line(stack_trace: str | None) -> str:
 
 
 def raised_at(raised: TracebackType | None) -> str:
-    """The innermost line of the user's own code in an exception's traceback."""
+    """Return the innermost line of the user's code in an exception's traceback."""
     return _innermost([(frame.filename, str(frame.lineno), frame.line or "") for frame in traceback.extract_tb(raised)])
 
 
 @contextlib.contextmanager
 def innermost_lines() -> Iterator[None]:
-    """Within it, an export notes the user's innermost line of each call, whatever its function is called."""
+    """Context manager in which an export notes the user's innermost line of each call, whatever its function's name."""
 
     def kept(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
-        own = [each for each in frames if not _is_foreign(each.filename)]
-        return traceback.StackSummary.from_list(own[-1:])
+        user_frames = [frame for frame in frames if not _is_foreign(frame.filename)]
+        return traceback.StackSummary.from_list(user_frames[-1:])
 
     if not hasattr(torch.fx.proxy.TracerBase, "_filter_traceback_frames"):
         yield
@@ -58,7 +58,7 @@ def _is_foreign(file: str) -> bool:
 
 
 def called_at() -> str:
-    """The innermost line of the user's own code among the callers."""
+    """Return the innermost line of the user's code among the callers."""
     return _innermost([(frame.filename, str(frame.lineno), frame.line or "") for frame in traceback.extract_stack()])
 
 

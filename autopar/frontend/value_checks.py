@@ -1,7 +1,7 @@
-"""Checks of values in forward: `if labels.max() >= n: raise ...`, which a graph cannot do, and a program leaves out.
+"""Leave out checks of values in forward: `if labels.max() >= n: raise ...`, which a graph cannot do.
 
-A branch on a tensor's value whose one way does nothing but raise or warn changes nothing of a forward that succeeds.
-So the other way is traced, and the line is told. What else branches on values stays an error.
+If one way of a branch on a tensor's value only raises or warns, the branch changes nothing of a forward that succeeds.
+So the other way is traced, and the line is reported. Any other branch on values stays an error.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from autopar.frontend.fakes import in_this_thread
 
 _HOME = f"{Path(__file__).parents[1]}/"
 _TORCH = f"{Path(torch.__file__).parent}/"
-_TELLS = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "debug", "print"})
+_WARNINGS = frozenset({"warn", "warning", "warning_once", "warn_once", "info", "debug", "print"})
 _CHECKS = ("_check_tensor_all", "_check_tensor_all_with", "_assert_async")
 _PARTED = (ast.BoolOp, ast.UnaryOp)
 
 
 @contextlib.contextmanager
-def skipped_checks(found: dict[str, None] | None = None) -> Iterator[None]:
-    """Checks of values are passed over. found: gets `file:line: text` of each."""
-    lines: dict[str, None] = {} if found is None else found
+def skipped_checks(lines_found: dict[str, None] | None = None) -> Iterator[None]:
+    """Context manager in which checks of values pass. found: gets `file:line: text` of each."""
+    lines: dict[str, None] = {} if lines_found is None else lines_found
 
     def truth(value: Any) -> bool:
-        frame = sys._getframe(2)  # behind this one and that of in_this_thread
+        frame = sys._getframe(2)  # behind this function's frame and that of in_this_thread
         wanted = _passing(frame) if _is_unknown(value) else None
         if wanted is None:
             return bool(symbolic(value) if isinstance(value, torch.SymBool) else numeric(value))
@@ -59,7 +59,7 @@ def skipped_checks(found: dict[str, None] | None = None) -> Iterator[None]:
 
 
 def in_check() -> bool:
-    """Whether the user's code is within the condition of a check, which a program leaves out."""
+    """Return whether the user's code is within the condition of a check, which a program leaves out."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_HOME, _TORCH)):
         frame = frame.f_back
@@ -73,7 +73,7 @@ def _position(frame: FrameType) -> tuple[int | None, ...]:
 
 
 def _is_unknown(value: Any) -> bool:
-    """Whether a value has no number while forward is traced."""
+    """Return whether a value has no number while forward is traced."""
     if isinstance(value, torch.SymBool):
         return value.node.maybe_as_bool() is None and not value.node.has_hint()
     if isinstance(value, FakeTensor):
@@ -87,10 +87,10 @@ def _told(frame: FrameType) -> str:
 
 
 def _passing(frame: FrameType) -> bool | None:
-    """What the value that `frame` asks for must be for its check to pass; None where it decides something else."""
+    """Return the value with which the check in `frame` passes; None if the value decides something else."""
     position = _operand(frame)
     statement = _statement(frame.f_code.co_filename, position)
-    if statement is None or any(_catches(each) for each in _callers(frame)):
+    if statement is None or any(_catches(caller) for caller in _callers(frame)):
         return None
     wanted = isinstance(statement, ast.Assert)
     part = statement.test
@@ -108,9 +108,9 @@ def _passing(frame: FrameType) -> bool | None:
 
 
 def _operand(frame: FrameType) -> tuple[int | None, ...]:
-    """Where the expression stands whose truth is asked for: the first and last line, the first and last column.
+    """Return the position of the expression whose truth is asked for: first and last line, first and last column.
 
-    A jump has the position of all that it decides; what comes before it made the value.
+    A jump has the position of everything that it decides; the instruction before it made the value.
     """
     code, index = frame.f_code.co_code, frame.f_lasti // 2
     if any(word in dis.opname[code[2 * index]] for word in ("JUMP", "TO_BOOL")):
@@ -122,17 +122,17 @@ def _operand(frame: FrameType) -> tuple[int | None, ...]:
 
 @lru_cache(maxsize=512)
 def _statement(file: str, position: tuple[int | None, ...]) -> ast.If | ast.Assert | None:
-    """The check whose condition is at `position`."""
+    """Return the check whose condition is at `position`."""
     for node in _tree(file):
         if isinstance(node, (ast.If, ast.Assert)) and _holds(node.test, position):
             is_pure = not any(isinstance(part, (ast.NamedExpr, ast.Await)) for part in ast.walk(node.test))
-            return node if is_pure and (isinstance(node, ast.Assert) or _only_tells(node)) else None
+            return node if is_pure and (isinstance(node, ast.Assert) or _only_warns(node)) else None
     return None
 
 
 @lru_cache(maxsize=128)
 def _tree(file: str) -> tuple[ast.AST, ...]:
-    """All nodes of a file's source; none where there is no source."""
+    """Return all nodes of a file's source; none if there is no source."""
     try:
         return tuple(ast.walk(ast.parse("".join(linecache.getlines(file)))))
     except SyntaxError:
@@ -146,36 +146,36 @@ def _holds(node: ast.expr, position: tuple[int | None, ...]) -> bool:
     return (node.lineno, node.col_offset) <= (line, column) and (last, end) <= (node.end_lineno, node.end_col_offset)
 
 
-def _only_tells(node: ast.If) -> bool:
-    """Whether what happens under the condition is an error, or words and nothing else."""
+def _only_warns(node: ast.If) -> bool:
+    """Return whether the code under the condition only raises, warns or prints."""
     *before, last = node.body
     ends = isinstance(last, ast.Raise)
-    return all(map(_is_told, before)) and (ends or (_is_told(last) and not node.orelse))
+    return all(map(_is_warning, before)) and (ends or (_is_warning(last) and not node.orelse))
 
 
-def _is_told(statement: ast.stmt) -> bool:
+def _is_warning(statement: ast.stmt) -> bool:
     call = statement.value if isinstance(statement, ast.Expr) else None
     name = call.func if isinstance(call, ast.Call) else None
-    return (isinstance(name, ast.Attribute) and name.attr in _TELLS) or (
-        isinstance(name, ast.Name) and name.id in _TELLS
+    return (isinstance(name, ast.Attribute) and name.attr in _WARNINGS) or (
+        isinstance(name, ast.Name) and name.id in _WARNINGS
     )
 
 
 def _callers(frame: FrameType) -> Iterator[FrameType]:
-    """The frames of the user's code, from `frame` up to the first of ours."""
-    each: FrameType | None = frame
-    while each is not None and not each.f_code.co_filename.startswith(_HOME):
-        yield each
-        each = each.f_back
+    """Yield the frames of the user's code, from `frame` up to the first of autopar's."""
+    caller: FrameType | None = frame
+    while caller is not None and not caller.f_code.co_filename.startswith(_HOME):
+        yield caller
+        caller = caller.f_back
 
 
 def _catches(frame: FrameType) -> bool:
-    """Whether an error at the frame's line would be caught there and be more than an error."""
+    """Return whether an exception at the frame's line would be caught there and then change what forward does."""
     file, line = frame.f_code.co_filename, frame.f_lineno
     if file.startswith(_TORCH):
         return False
-    holding = (each for each in _tree(file) if isinstance(each, ast.Try) and _is_within(line, each.body))
-    return any(not isinstance(handler.body[-1], ast.Raise) for each in holding for handler in each.handlers)
+    holding = (block for block in _tree(file) if isinstance(block, ast.Try) and _is_within(line, block.body))
+    return any(not isinstance(handler.body[-1], ast.Raise) for block in holding for handler in block.handlers)
 
 
 def _is_within(line: int, body: list[ast.stmt]) -> bool:

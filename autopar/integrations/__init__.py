@@ -1,1 +1,1 @@
-"""Where autopar meets other libraries: model loading, tracing quirks."""
+"""Models and data of other libraries: loading, batches, export."""

@@ -1,8 +1,8 @@
-"""A model from its name on the command line: `module:factory`, `path/to/file.py:factory`, `hf:path/to/config.json` or
-`hf:folder/with/weights`.
+"""Load a model by its name on the command line: `module:factory`, `path/to/file.py:factory`, `hf:path/to/config.json`
+or `hf:folder/with/weights`.
 
-A factory is any callable without required arguments. It returns the module, or an object with attributes `model`,
-`inputs` and `loss_fn` (such as `examples.models.Example`), or a tuple (model, inputs) or (model, inputs, loss_fn).
+A factory is any callable without required arguments. It returns the module, an object with attributes `model`, `inputs`
+and `loss_fn` (such as `examples.models.Example`), or a tuple (model, inputs) or (model, inputs, loss_fn).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from autopar.errors import ModelError
 from autopar.files.text_files import parse_json, shown
-from autopar.frontend.uncollected import uncollected
+from autopar.frontend.garbage_collection import collection_paused
 from autopar.integrations.lazy_weights import NotOneToOne, lazy_model
 
 _FORMS = (
@@ -35,9 +35,9 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, with a batch and a loss when its factory gave them.
+    """A model, with the batch and the loss of its factory, if any.
 
-    inputs: what `autopar.compile` takes as example_inputs, or None. loss_fn: None when the model returns its loss.
+    inputs: example_inputs for `autopar.compile`, or None. loss_fn: None if the model returns its loss.
     """
 
     model: nn.Module
@@ -45,20 +45,21 @@ class LoadedModel:
     loss_fn: Callable[..., Tensor] | None = None
 
 
-@uncollected()
+@collection_paused()
 def load_model(spec: str, *, meta: bool = False, lazy: bool = False, **options: Any) -> LoadedModel:
-    """The model that `spec` names, in training mode.
+    """Load the model that `spec` names, in training mode.
 
     meta: build parameters and buffers without memory, on the meta device; a factory's inputs are then on meta too.
     lazy: leave the weights of a Hugging Face folder in its files (`lazy_weights.py`) until a program is built or saved.
     options: keyword arguments for the factory, or fields that override the configuration's.
-    Random weights are seeded with 0 unless the factory seeds them itself, so every process builds the same model; the
-    caller's random state is left alone. Raises ModelError.
+    The seed of random weights is 0 unless the factory sets one, so every process builds the same model. The caller's
+    random state does not change. Raises ModelError.
     """
-    scheme, rest = _parts(spec)
+    scheme, name = _parts(spec)
     with torch.device("meta"):
-        # torch keeps the constructors that it finds at the first use of a device, which would otherwise be while
-        # transformers loads weights, with a torch.linspace of its own: torch's then ignored devices ever after.
+        # torch caches the constructors that it sees at the first use of a device. That would otherwise happen while
+        # transformers, which loads weights, replaces torch.linspace, and torch.linspace would ignore devices from
+        # then on.
         torch.empty(0)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -66,19 +67,19 @@ def load_model(spec: str, *, meta: bool = False, lazy: bool = False, **options: 
         if meta:
             stack.enter_context(torch.device("meta"))
         is_config = scheme == "hf"
-        loaded = _from_config(Path(rest), options, meta, lazy) if is_config else _from_factory(scheme, rest, options)
+        loaded = _from_config(Path(name), options, meta, lazy) if is_config else _from_factory(scheme, name, options)
     loaded.model.train()
     return loaded
 
 
 def require_model(spec: str) -> None:
-    """Raise ModelError where `load_model` would for the name: its module, factory or configuration file is missing."""
-    scheme, rest = _parts(spec)
+    """Raise ModelError if the module, factory or configuration file that `spec` names is missing."""
+    scheme, name = _parts(spec)
     if scheme == "hf":
-        path = Path(rest)
+        path = Path(name)
         _read_architectures(path / "config.json" if path.is_dir() else path)
     else:
-        _factory(scheme, rest)
+        _factory(scheme, name)
 
 
 def _parts(spec: str) -> tuple[str, str]:
@@ -88,7 +89,7 @@ def _parts(spec: str) -> tuple[str, str]:
         if head and tail:
             return head, tail
     hint = f"{spec}:FACTORY" if isinstance(spec, str) and spec.endswith(".py") else ""
-    raise ModelError("a model is named by where it comes from", values=shown(spec), alternatives=(hint, *_FORMS))
+    raise ModelError("this is not the name of a model", values=shown(spec), alternatives=(hint, *_FORMS))
 
 
 def _factory(module_name: str, factory_name: str) -> Callable[..., Any]:
@@ -100,34 +101,38 @@ def _factory(module_name: str, factory_name: str) -> Callable[..., Any]:
         raise ModelError(
             f"module {module_name!r} has no callable {factory_name!r}",
             values=f"{getattr(module, '__file__', module_name)}",
-            alternatives="its own callables: " + ", ".join(_callables(module)),
+            alternatives="one of its callables: " + ", ".join(_callables(module)),
         )
-    found: Callable[..., Any] = factory
-    return found
+    function: Callable[..., Any] = factory
+    return function
 
 
 def _from_factory(module_name: str, factory_name: str, options: Mapping[str, Any]) -> LoadedModel:
     spec = f"{module_name}:{factory_name}"
     factory = _factory(module_name, factory_name)
     try:
-        made = factory(**options)
-    except (Exception, SystemExit) as error:  # the factory is the user's code: its error is the message
-        raise ModelError(f"{spec} could not be called", values=f"{type(error).__name__}: {error}") from error
-    loaded = _as_loaded(made)
+        product = factory(**options)
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        raise ModelError(
+            f"{spec} failed",
+            values=f"{type(error).__name__}: {error}",
+            alternatives="a factory that can be called with these options: -o NAME=VALUE",
+        ) from error
+    loaded = _as_loaded(product)
     if loaded is None:
         raise ModelError(
-            f"{spec} does not give a model",
-            values=f"it returned {type(made).__name__}",
+            f"{spec} does not return a model",
+            values=f"it returned {type(product).__name__}",
             alternatives=("a torch.nn.Module", "(model, inputs)", "(model, inputs, loss_fn)"),
         )
     return loaded
 
 
 def _import(module_name: str) -> Any:
-    """Import a module by its name or its file, with the working folder and the module's own folder on `sys.path`.
+    """Import a module by its name or its file, with the working folder and the module's folder on `sys.path`.
 
-    Both come last there, so that a file in them hides no installed module. They stay: the factory, and processes that
-    are started later, may import from them, too.
+    Both come last, so that their files hide no installed module. They stay there, as the factory, and processes that
+    start later, may import from them.
     """
     _add_to_path(Path.cwd())
     path = Path(module_name)
@@ -135,7 +140,7 @@ def _import(module_name: str) -> Any:
     try:
         if is_file:
             if not path.is_file():
-                raise ModelError("there is no such file", values=module_name, alternatives=_FORMS)
+                raise ModelError("the file does not exist", values=module_name, alternatives=_FORMS)
             module_name = path.stem
             _add_to_path(path.resolve().parent)
         origin = _file_of(module_name)
@@ -143,14 +148,14 @@ def _import(module_name: str) -> Any:
             _add_to_path(origin.parent)
         if is_file and origin != path.resolve():
             raise ModelError(
-                f"another module is imported by the name {module_name!r}",
+                f"another module has the name {module_name!r}",
                 values=f"{path} is hidden by {origin or 'a module of Python itself'}",
-                alternatives=["another name for the file", f"package.{module_name}:FACTORY, where it is in a package"],
+                alternatives=["another name for the file", f"package.{module_name}:FACTORY, if it is in a package"],
             )
         return importlib.import_module(module_name)
     except ModelError:
         raise
-    except (Exception, SystemExit) as error:  # whatever the user's module raises when imported
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise ModelError(
             f"module {module_name!r} could not be imported",
             values=f"{type(error).__name__}: {error}",
@@ -163,8 +168,8 @@ def _file_of(module_name: str) -> Path | None:
     if module_name in sys.modules:
         file = getattr(sys.modules[module_name], "__file__", None)
     else:
-        found = importlib.util.find_spec(module_name)
-        file = found.origin if found is not None and found.has_location else None
+        module_spec = importlib.util.find_spec(module_name)
+        file = module_spec.origin if module_spec is not None and module_spec.has_location else None
     return Path(file).resolve() if file else None
 
 
@@ -174,25 +179,27 @@ def _add_to_path(folder: Path) -> None:
 
 
 def _callables(module: Any) -> list[str]:
-    own = (name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
-    return sorted(name for name in own if callable(getattr(module, name)) and not name.startswith("_")) or ["none"]
+    names = (name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
+    return sorted(name for name in names if callable(getattr(module, name)) and not name.startswith("_")) or ["none"]
 
 
-def _as_loaded(made: Any) -> LoadedModel | None:
-    if isinstance(made, nn.Module):
-        return LoadedModel(made)
-    parts = made if isinstance(made, tuple) else (getattr(made, "model", None), getattr(made, "inputs", None))
-    if not isinstance(made, tuple):
-        parts += (getattr(made, "loss_fn", None),)
+def _as_loaded(product: Any) -> LoadedModel | None:
+    if isinstance(product, nn.Module):
+        return LoadedModel(product)
+    parts = (
+        product if isinstance(product, tuple) else (getattr(product, "model", None), getattr(product, "inputs", None))
+    )
+    if not isinstance(product, tuple):
+        parts += (getattr(product, "loss_fn", None),)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         return None
     return LoadedModel(*parts)
 
 
 def _from_config(path: Path, options: Mapping[str, Any], meta: bool, lazy: bool) -> LoadedModel:
-    """A transformers model in fp32, whatever dtype its configuration was published in.
+    """Build a transformers model in fp32, whatever the dtype of its configuration.
 
-    Its weights are those of the folder that was named, where there are any; else random. meta: none at all.
+    Its weights are those of the folder, if it has any, else random. meta: none at all.
     """
     folder = path
     path = path / "config.json" if path.is_dir() else path
@@ -207,13 +214,17 @@ def _from_config(path: Path, options: Mapping[str, Any], meta: bool, lazy: bool)
 
 
 def _config_and_class(path: Path, options: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The configuration, for training in fp32, and the class that its "architectures" name, if they do."""
+    """Return the configuration, for training in fp32, and the class that its "architectures" name, if any."""
     architectures = _read_architectures(path)
     transformers = _transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, **options)
-    except Exception as error:  # transformers raises many kinds for a configuration that it does not know
-        raise ModelError(f"{path} is no configuration that transformers knows", values=_first_line(error)) from error
+    except Exception as error:  # transformers raises many kinds of errors for an unknown configuration
+        raise ModelError(
+            f"transformers does not know the configuration {path}",
+            values=_first_line(error),
+            alternatives="a config.json of a model of this version of transformers, or a newer transformers",
+        ) from error
     if hasattr(config, "use_cache"):
         config.use_cache = False
     model_class = getattr(transformers, architectures[0], None) if architectures else None
@@ -221,7 +232,7 @@ def _config_and_class(path: Path, options: Mapping[str, Any]) -> tuple[Any, Any]
         raise ModelError(
             f"transformers {transformers.__version__} has no class {architectures[0]!r}",
             values=f'"architectures" in {path}',
-            alternatives="a class of transformers, or leave the field out for a causal language model",
+            alternatives="a class of transformers, or no such field for a causal language model",
         )
     config.dtype = torch.float32
     return config, model_class
@@ -229,9 +240,11 @@ def _config_and_class(path: Path, options: Mapping[str, Any]) -> tuple[Any, Any]
 
 def _transformers() -> Any:
     try:
-        import transformers  # optional, and heavy
+        import transformers  # optional and slow
     except ImportError as error:
-        raise ModelError("hf: needs transformers", alternatives="pip install 'autopar[hf]'") from error
+        raise ModelError(
+            "hf: needs transformers, which is not installed", alternatives="pip install 'autopar[hf]'"
+        ) from error
     return transformers
 
 
@@ -239,17 +252,19 @@ def _built(path: Path, config: Any, build: Callable[[Any], nn.Module]) -> nn.Mod
     try:
         return build(config)
     except Exception as error:  # inconsistent sizes fail in the model's own constructors
-        raise ModelError(f"the model of {path} could not be built", values=_first_line(error)) from error
+        raise ModelError(
+            f"the model of {path} cannot be built",
+            values=_first_line(error),
+            alternatives="consistent sizes in the configuration, or other -o NAME=VALUE",
+        ) from error
 
 
 def _with_files(folder: Path, config: Any, build: Callable[[Any], nn.Module]) -> nn.Module | None:
-    """The model whose weights stay in the folder's files; None, with a warning, where they have to be converted."""
+    """Return the model with its weights in the folder's files, or None, with a warning, if they need conversion."""
     try:
         model: Any = lazy_model(folder, lambda: _built(folder / "config.json", config, build))
     except NotOneToOne as reason:
-        warnings.warn(
-            f"the weights of {folder} are loaded whole by transformers, in every process: {reason}", stacklevel=5
-        )
+        warnings.warn(f"every process loads all weights of {folder} through transformers: {reason}", stacklevel=5)
         return None
     config.name_or_path = str(folder)
     if (folder / "generation_config.json").exists() and hasattr(model, "generation_config"):
@@ -261,9 +276,9 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "
 
 
 def _with_weights(folder: Path, config: Any, model_class: Any) -> nn.Module:
-    """The model with the folder's weights, in fp32. Raises ModelError where they are not this configuration's."""
+    """Return the model with the folder's weights, in fp32. Raises ModelError if they do not match the configuration."""
     try:
-        model, found = model_class.from_pretrained(
+        model, loading_info = model_class.from_pretrained(
             str(folder),
             config=config,
             dtype=torch.float32,
@@ -271,13 +286,17 @@ def _with_weights(folder: Path, config: Any, model_class: Any) -> nn.Module:
             output_loading_info=True,
             weights_only=True,
         )
-    except Exception as error:  # transformers raises many kinds for damaged or unlike files
-        raise ModelError(f"the weights in {folder} could not be loaded", values=_first_line(error)) from error
-    missing = sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"])
+    except Exception as error:  # transformers raises many kinds of errors for damaged or other files
+        raise ModelError(
+            f"the weights in {folder} cannot be loaded",
+            values=_first_line(error),
+            alternatives=f"an intact copy of the folder, or hf:{folder / 'config.json'} for random weights",
+        ) from error
+    missing = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
     if missing:
         raise ModelError(
-            f"the weights in {folder} are not all of the model's",
-            values=f"{len(missing)} are missing or of another shape, such as {', '.join(missing[:3])}",
+            f"the weights in {folder} do not match the model",
+            values=f"{len(missing)} missing or of another shape, such as {', '.join(missing[:3])}",
             alternatives=f"hf:{folder / 'config.json'}, for random weights",
         )
     loaded: nn.Module = model
@@ -289,18 +308,22 @@ def _read_architectures(path: Path) -> list[str]:
         fields = parse_json(path.read_text())
     except OSError as error:
         raise ModelError(
-            "an hf: model is a configuration file on this machine",
+            "hf: needs a configuration file on this machine",
             values=f"{path}: {error.strerror}",
-            alternatives="hf:path/to/config.json, or the folder that holds it",
+            alternatives="hf:path/to/config.json, or its folder",
         ) from error
     except ValueError as error:
-        raise ModelError(f"{path} is not JSON", values=str(error)) from error
+        raise ModelError(
+            f"{path} is not JSON", values=str(error), alternatives="a config.json of transformers"
+        ) from error
     names = fields.get("architectures") if isinstance(fields, dict) else None
     if not isinstance(names or [], list):
-        raise ModelError(f'"architectures" in {path} is not a list', values=shown(names), alternatives="[name]")
+        raise ModelError(
+            f'"architectures" in {path} must be a list', values=shown(names), alternatives='["LlamaForCausalLM"]'
+        )
     return [str(name) for name in names or []]
 
 
 def _first_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'without a message'}"
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

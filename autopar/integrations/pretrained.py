@@ -1,4 +1,4 @@
-"""Trained values as a Hugging Face folder, or one safetensors file, written tensor by tensor."""
+"""Trained values as a Hugging Face folder or a safetensors file, written tensor by tensor."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from codegen.runtime.checkpoint import NON_PERSISTENT, OPTIMIZER
 from codegen.runtime.checkpoint_files import Manifest, Piece
 
 Values = Iterable[tuple[tuple[str, ...], Tensor]]
-"""(all names, whole tensor), one at a time: what `step.whole_tensors(rank0_only=True)` gives."""
+"""(all names, whole tensor), one at a time, as `step.whole_tensors(rank0_only=True)` yields them."""
 
 COMPANIONS = (
     *("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken"),
     *("chat_template*", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
-"""Files beside a model's weights that training leaves as they are."""
+"""Files beside a model's weights that training does not change."""
 
 
 def save_pretrained(
@@ -44,15 +44,17 @@ def save_pretrained(
 ) -> Path:
     """Write a folder that `from_pretrained` of transformers reads: config, sharded safetensors, tokenizer.
 
-    values: trained ones, of which one at a time is in memory. What they lack (parameters that take no part in
-    training) is written as the model has it. model: of transformers; its values do not matter otherwise, so it may be
-    on meta. source: the folder that the model came from, whose tokenizer and generation settings are copied; by default
-    the one that its configuration names. dtype: of floating tensors, by default the model's own.
+    values: trained values, with one at a time in memory. Parameters without one (they take no part in training) keep
+    the model's values. model: of transformers; other values of it are not read, so it may be on meta. source: the
+    folder that the model came from, whose tokenizer and generation settings are copied (default: the folder that its
+    configuration names). dtype: of floating tensors (default: the model's).
     Raises ModelError for a model that is not of transformers, OutputError for a folder that autopar did not write.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained") or not hasattr(model, "save_pretrained"):
-        raise ModelError("the model is not of transformers", values=type(model).__name__, alternatives="--safetensors")
+        raise ModelError(
+            "the model is not of transformers", values=type(model).__name__, alternatives="--safetensors FILE"
+        )
     home = Path(source if source is not None else getattr(config, "name_or_path", None) or "/")
     saved = SavedNames(model)
     directory = Path(directory)
@@ -70,10 +72,10 @@ def save_pretrained(
 
 
 class SavedNames:
-    """The names under which transformers saves a model's tensors: `keys` are the model's own, each tied one once.
+    """The names under which transformers saves a model's tensors. `keys` are the model's names, one per tied tensor.
 
-    Where transformers takes the model's tensors apart to save them (stacked experts), so does `parts`, if that can be
-    done tensor by tensor; else the model's own names are kept, which `from_pretrained` reads as well.
+    If transformers splits tensors to save them (stacked experts), so does `parts`, if this works tensor by tensor. Else
+    the model's names stay, which `from_pretrained` reads as well.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,21 +93,25 @@ class SavedNames:
         self._revert = self._reversion()
 
     def outline(self, key: str) -> Tensor:
-        """An empty tensor on meta like the model's."""
+        """Return an empty tensor on meta like the model's."""
         return torch.empty_like(self._state[key], device="meta")
 
     def parts(self, key: str, value: Tensor) -> dict[str, Tensor]:
-        """What is saved of a tensor, by name."""
-        found: dict[str, Tensor] = self._revert(self._model, {key: value}) if self._revert else {key: value}
-        return found
+        """Return the saved parts of a tensor, by name."""
+        saved_parts: dict[str, Tensor] = self._revert(self._model, {key: value}) if self._revert else {key: value}
+        return saved_parts
 
-    def own(self, key: str) -> Tensor:
-        """The model's own value. Raises ModelError for one on meta."""
+    def model_value(self, key: str) -> Tensor:
+        """Return the model's value. Raises ModelError for a tensor on meta."""
         tensor = self._state[key]
         if (stored := stored_of(tensor)) is not None:
             return stored.whole()
         if tensor.device.type == "meta":
-            raise ModelError(f"there is no value for {key}", values="it is not among the trained ones, and on meta")
+            raise ModelError(
+                f"{key} has no value",
+                values="it is on meta and not among the trained values",
+                alternatives="the model with its weights, as hf:folder/with/config/and/weights",
+            )
         return tensor.detach()
 
     def _reversion(self) -> Any:
@@ -119,23 +125,23 @@ class SavedNames:
             parts: dict[str, Tensor] = {}
             for key, value in outlines.items():
                 parts |= revert_weight_conversion(self._model, {key: value})
-        except Exception:  # whatever a conversion cannot do with a part of what it wants
+        except Exception:  # a conversion may raise anything for some of its tensors
             return None
         same = {name: value.shape for name, value in whole.items()} == {name: v.shape for name, v in parts.items()}
         return revert_weight_conversion if same and whole.keys() != outlines.keys() else None
 
 
 def _with_rest(values: Values, model: nn.Module, saved: SavedNames) -> Iterator[tuple[str, Tensor]]:
-    """(the model's name, value) of all that is saved: the trained values, and then the model's own of what is left."""
-    left = dict.fromkeys(saved.keys)
+    """Yield (the model's name, value) of all saved tensors: trained values first, then the model's for the rest."""
+    remaining = dict.fromkeys(saved.keys)
     for names, value in values:
         keys = dict.fromkeys(saved.key_of[name] for name in names if name in saved.key_of)
         for key in keys:
-            if key in left:
-                del left[key]
+            if key in remaining:
+                del remaining[key]
                 yield key, value
-    for key in left:
-        yield key, saved.own(key)
+    for key in remaining:
+        yield key, saved.model_value(key)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -143,7 +149,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _write_config(model: Any, config: Any, folder: Path, home: Path, dtype: torch.dtype | None) -> None:
-    """config.json as for a model that is to be used: compiling turned its cache off, and set its dtype."""
+    """Write config.json for a model in use: compiling turned its cache off and set its dtype."""
     config = copy.deepcopy(config)
     parameter = next(iter(model.parameters()), None)
     config.dtype = dtype or (parameter.dtype if parameter is not None else None)
@@ -152,17 +158,17 @@ def _write_config(model: Any, config: Any, folder: Path, home: Path, dtype: torc
         config.use_cache = _read_json(home / "config.json").get("use_cache", True)
     config.save_pretrained(folder)
     if not (home / "generation_config.json").is_file() and model.can_generate():
-        made = getattr(model, "generation_config", None)
-        if made is not None:
-            made.save_pretrained(folder)
+        generation_config = getattr(model, "generation_config", None)
+        if generation_config is not None:
+            generation_config.save_pretrained(folder)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _copy_companions(home: Path, folder: Path) -> None:
@@ -176,30 +182,30 @@ def _copy_companions(home: Path, folder: Path) -> None:
 
 
 def notes_of(model: nn.Module) -> dict[str, str]:
-    """What a checkpoint's manifest says of a transformers model, so that it can be exported without it."""
+    """Return the notes in a checkpoint's manifest on a transformers model, with which it can be exported later."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict") or not hasattr(model, "save_pretrained"):
         return {}
     fields = {**config.to_dict(), "architectures": [type(model).__name__]}
     try:
         text = json.dumps(fields, default=str)
-    except (TypeError, ValueError):  # a user's own kind of configuration
+    except (TypeError, ValueError):  # a user-defined configuration
         return {}
     return {"hf_config": text, "hf_folder": str(getattr(config, "name_or_path", "") or "")}
 
 
 def model_tensors(manifest: Manifest) -> dict[str, files.Stored]:
-    """The parameters and buffers of a checkpoint, without the optimiser's state and what a model makes itself."""
-    found = manifest.tensors.items()
-    return {name: stored for name, stored in found if not name.startswith((OPTIMIZER, NON_PERSISTENT))}
+    """Return the parameters and buffers of a checkpoint, without optimizer state and non-persistent buffers."""
+    tensors = manifest.tensors.items()
+    return {name: stored for name, stored in tensors if not name.startswith((OPTIMIZER, NON_PERSISTENT))}
 
 
 def checkpoint_values(directory: Path, manifest: Manifest) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """The values of a checkpoint, one at a time. Raises DamagedError, before the first, for files that are damaged."""
+    """Yield the values of a checkpoint one at a time. Raises DamagedError, before the first, for damaged files."""
     tensors = model_tensors(manifest)
     needed = {chunk.file for stored in tensors.values() for chunk in stored.chunks}
-    kept = {name: sums for name, sums in manifest.files.items() if name in needed}
-    files.require_intact(directory, Manifest(manifest.tensors, kept), 0, 1)
+    checksums = {name: sums for name, sums in manifest.files.items() if name in needed}
+    files.require_intact(directory, Manifest(manifest.tensors, checksums), 0, 1)
     for name, stored in tensors.items():
         value = torch.empty(stored.shape, dtype=stored.dtype)
         files.fill(directory, manifest, [Piece(name, stored.shape, (0,) * len(stored.shape), value)])
@@ -207,24 +213,28 @@ def checkpoint_values(directory: Path, manifest: Manifest) -> Iterator[tuple[tup
 
 
 def require_same_model(model: nn.Module, manifest: Manifest, directory: Path) -> None:
-    """Raises CheckpointError for a checkpoint that has other names or shapes than the model."""
+    """Raise CheckpointError for a checkpoint with other names or shapes than the model."""
     state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
     stored = model_tensors(manifest)
-    held = {id(state[name]) for name in stored if name in state}
+    stored_ids = {id(state[name]) for name in stored if name in state}
     wrong = [f"the model has no {name}" for name in stored if name not in state]
-    wrong += [f"the checkpoint has no {n}" for n, value in state.items() if id(value) not in held and value.numel()]
     wrong += [
-        f"{name} has shape {list(each.shape)} in the checkpoint, {list(state[name].shape)} in the model"
-        for name, each in stored.items()
-        if name in state and tuple(state[name].shape) != each.shape
+        f"the checkpoint has no {n}" for n, value in state.items() if id(value) not in stored_ids and value.numel()
+    ]
+    wrong += [
+        f"{name} has shape {list(stored_tensor.shape)} in the checkpoint, {list(state[name].shape)} in the model"
+        for name, stored_tensor in stored.items()
+        if name in state and tuple(state[name].shape) != stored_tensor.shape
     ]
     if wrong:
-        some = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        raise CheckpointError(f"{directory} is of another model", values=some)
+        examples = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        raise CheckpointError(
+            f"{directory} is of another model", values=examples, alternatives="--model with the model that was trained"
+        )
 
 
 def write_state(values: Values, specs: Mapping[str, TensorSpec], file: Path) -> None:
-    """One safetensors file of `specs`, each value under all of its names that are there; complete or absent."""
+    """Write one safetensors file of `specs`, each value under all its names in `specs`; complete or absent."""
     part = file.with_name(f".{file.name}.partial")
     try:
         with TensorFiles(part.parent, part.name, specs, most_bytes=2**63) as written:

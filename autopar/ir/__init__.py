@@ -1,1 +1,1 @@
-"""The words that all passes use: graph, mesh, placements, the chain of units, and what a plan says."""
+"""Data structures that all passes use: graph, mesh, placements, the chain of units, and the contents of a plan."""

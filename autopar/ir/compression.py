@@ -1,4 +1,4 @@
-"""Which collectives of parameters move 8-bit codes instead of numbers: lossy, and so only where a user asks for it."""
+"""Lossy collectives of parameters that send 8-bit codes instead of numbers, used only where a user asks for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTHING_COMPRESSED = (
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """gather: of ZeRO's gathers of parameters, "int8" or "fp8"; reduce: of its sums of gradients, "int8"; "": exact.
+    """The code of ZeRO's gathers of parameters ("int8" or "fp8") and of its sums of gradients ("int8"); "": exact.
 
     codegen/runtime/compressed.py has the error bounds.
     """
@@ -25,22 +25,22 @@ class Compression:
     reduce: str = ""
 
     @classmethod
-    def parse(cls, given: Mapping[str, str] | Compression | None) -> Compression:
-        """Raises ConstraintError with the legal values."""
-        if isinstance(given, Compression):
-            return given
-        if given is not None and not isinstance(given, Mapping):
-            raise ConstraintError("compression is a mapping", values=repr(given), alternatives=LEGAL)
-        for collective, code in (given or {}).items():
+    def parse(cls, codes: Mapping[str, str] | Compression | None) -> Compression:
+        """Read a mapping of collectives to codes. Raises ConstraintError with the legal values."""
+        if isinstance(codes, Compression):
+            return codes
+        if codes is not None and not isinstance(codes, Mapping):
+            raise ConstraintError("compression is a mapping", values=repr(codes), alternatives=LEGAL)
+        for collective, code in (codes or {}).items():
             if not isinstance(code, str) or code not in CODES.get(collective, {}):
                 raise ConstraintError(
                     "compression is not supported", values=f"{collective}: {code!r}", alternatives=LEGAL
                 )
-        return cls(**(given or {}))
+        return cls(**(codes or {}))
 
     @property
     def names(self) -> dict[str, str]:
-        """The mapping that `parse` takes, without what is exact."""
+        """Return the mapping that `parse` reads, without exact collectives."""
         return {name: code for name, code in (("gather", self.gather), ("reduce", self.reduce)) if code}
 
     def __bool__(self) -> bool:

@@ -1,7 +1,7 @@
-"""The traced model: frozen nodes, with repeated layers found and stored once.
+"""The traced model: frozen nodes, with each repeated layer stored once.
 
 `trace.py` makes a flat list of nodes from a torch.fx graph; `layers.py` folds repeated layers into `LayerRun`s.
-Everything after that (rules, strategies, prices, plan, lowering) reads this form only.
+All later passes (rules, strategies, prices, plan, lowering) read only this form.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ class Node:
     inputs: tuple[Ref, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        found = tuple(refs_in((self.args, tuple(value for _, value in self.kwargs))))
-        object.__setattr__(self, "inputs", found)
+        refs = tuple(refs_in((self.args, tuple(value for _, value in self.kwargs))))
+        object.__setattr__(self, "inputs", refs)
 
     @property
     def meta(self) -> TensorMeta:
-        """The only output's meta."""
+        """Return the meta of the only output."""
         (meta,) = self.outputs
         return meta
 
 
 def refs_in(value: Any) -> Iterator[Ref]:
-    """The Refs inside a nested argument structure, in order."""
+    """Yield the Refs inside a nested argument structure, in order."""
     if isinstance(value, Ref):
         yield value
     elif isinstance(value, tuple):
@@ -88,7 +88,7 @@ def refs_in(value: Any) -> Iterator[Ref]:
 
 
 def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
-    """The same nested structure with every Ref replaced by `function(ref)`."""
+    """Return the same nested structure with every Ref replaced by `function(ref)`."""
     if isinstance(value, Ref):
         return function(value)
     if isinstance(value, tuple):
@@ -97,7 +97,7 @@ def map_refs(value: Any, function: Callable[[Ref], Any]) -> Any:
 
 
 def with_refs(node: Node, function: Callable[[Ref], Any]) -> Node:
-    """The call with every Ref among its arguments replaced by `function(ref)`."""
+    """Return the call with every Ref among its arguments replaced by `function(ref)`."""
     return replace(node, args=map_refs(node.args, function), kwargs=map_refs(node.kwargs, function))
 
 
@@ -105,8 +105,8 @@ def with_refs(node: Node, function: Callable[[Ref], Any]) -> Node:
 class Parameter:
     """A parameter or buffer of the user's model under its first name; `aliases` are tied names.
 
-    A parameter's meta requires a gradient if the loss has one for it. increment: what every forward in training adds to
-    a buffer that counts. padding: entries at the end of each of padded_sections equal sections of the meta's dim
+    A parameter's meta requires a gradient if the loss has one for it. increment: added by every training forward to a
+    buffer that counts. padding: entries at the end of each of padded_sections equal sections of the meta's dim
     padded_dim that the user's own tensor lacks (frontend/padding.py, frontend/head_padding.py). value: of a tensor that
     forward uses and no module has registered, which a program keeps as a buffer.
     """
@@ -127,7 +127,7 @@ class Parameter:
 class Input:
     """One tensor of the user's batch. `batch_dim` is 0 for tensors that are split into micro-batches, else None.
 
-    name: as `batch_names.py` makes it of the batch's.
+    name: made by `batch_names.py` from the batch's name.
     """
 
     name: str
@@ -140,7 +140,7 @@ class LayerClass:
     """The body shared by equal layers. Names are local to it.
 
     inputs: formal (name, meta) of the tensors that enter. parameters: metas under names relative to the layer's
-    module path. outputs: what leaves.
+    module path. outputs: the tensors that leave.
     """
 
     name: str
@@ -154,9 +154,9 @@ class LayerClass:
 class LayerRun:
     """Consecutive layers of one class, each fed by the one before it.
 
-    instances: module paths, in order. args: what enters the first layer, one Ref per formal input.
-    carried: pairs (input index, output index): output of one layer that is that input of the next; every other
-    input is shared by all layers. The run's own outputs are those of its last layer.
+    instances: module paths, in order. args: inputs of the first layer, one Ref per formal input.
+    carried: pairs (input index, output index): this output of one layer is that input of the next. All layers share the
+    other inputs. The run's own outputs are those of its last layer.
     """
 
     name: str
@@ -177,14 +177,13 @@ class LayerRun:
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """How several micro-batches make the whole batch's loss, as `options/micro_batches.py` has proven it.
+    """How micro-batches add up to the whole batch's loss, as proven by `options/micro_batches.py`.
 
-    whole: tensors whose value, wherever it is read, is the sum of those of all micro-batches, computed ahead of the
-    step. scales: what an input of a call is multiplied by before the call, by (scope, call, number of the input). loss:
-    what the loss is multiplied by; the step takes the mean over the micro-batches after that. repeated: calls (scope,
-    name) of dropout whose mask is the same in all micro-batches; the others' goes on from one to the next. summed:
-    further tensors like `whole`, by (scope, tensor), whose sum a first pass of the step finds; their gradient is the
-    micro-batch's own, times the number of micro-batches.
+    whole: tensors that are read as the sum over all micro-batches, computed before the step. scales: factors of call
+    inputs, by (scope, call, number of the input). loss: factor of the loss; the step then takes the mean over the
+    micro-batches. repeated: dropout calls (scope, name) whose mask is the same in all micro-batches; other masks
+    continue from one micro-batch to the next. summed: further tensors like `whole`, by (scope, tensor), whose sum a
+    first pass of the step computes; their gradient is the micro-batch's own, times the number of micro-batches.
     """
 
     whole: tuple[Ref, ...] = ()
@@ -194,25 +193,24 @@ class Accumulation:
     summed: tuple[tuple[str, Ref], ...] = ()
 
 
-class Known(dict[tuple[Any, ...], Any]):
-    """What was found out of a graph. It stays in its process: others find it again."""
+class Facts(dict[tuple[Any, ...], Any]):
+    """Results of functions marked `derived`, by function and arguments. They are not pickled but computed again."""
 
-    def __reduce__(self) -> tuple[type[Known], tuple[()]]:
-        return Known, ()
+    def __reduce__(self) -> tuple[type[Facts], tuple[()]]:
+        return Facts, ()
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
     """The whole model up to its scalar loss. `body` is in execution order; parameters of layers are global names.
 
-    accumulation: of a graph of micro-batches, several of which make the batch. no_evaluation: why it is not
-    what evaluation computes with its draws put aside. unchecked: the user's lines that check
-    values and raise or warn, which are left out. padded_to, experts_padded_to, heads_padded_to: what numbers of rows of
-    vocabularies, of experts and of heads were brought to a multiple of (frontend/padding.py, expert_padding.py,
-    head_padding.py). vocabularies: of calls that read longer tables, the rows or classes that are the user's, by the
-    call's name. logits: of what the loss is computed from (top level), what the model returns as its logits, if it
-    does; logits_size: the dim of them that is longer by padding, and how much of it is the user's. known: what
-    functions marked `derived` have found out of it.
+    accumulation: of a graph of micro-batches that add up to the batch. no_evaluation: why evaluation computes something
+    other than this graph without its draws. unchecked: the user's lines that check values and raise or warn, which are
+    left out. padded_to, experts_padded_to, heads_padded_to: the multiples to which vocabulary rows, experts and heads
+    were padded (frontend/padding.py, expert_padding.py, head_padding.py). vocabularies: for calls that read padded
+    tables, the user's number of rows or classes, by the call's name. logits: the tensor (top level) from which the loss
+    is computed and which the model returns as its logits, if it does; logits_size: its padded dim, and the user's size
+    of it. facts: results of functions marked `derived`.
     """
 
     name: str
@@ -230,11 +228,11 @@ class Graph:
     vocabularies: Mapping[str, int] = field(default_factory=dict)
     logits: Ref | None = None
     logits_size: tuple[int, int] | None = None
-    known: Known = field(default_factory=Known, init=False, compare=False, repr=False)
+    facts: Facts = field(default_factory=Facts, init=False, compare=False, repr=False)
 
     @property
     def has_first_pass(self) -> bool:
-        """Whether a step runs the forwards of all its micro-batches twice, first for sums over them."""
+        """Whether a step runs the forwards of all its micro-batches twice, first to compute sums over them."""
         return self.accumulation is not None and bool(self.accumulation.summed)
 
 
@@ -243,23 +241,23 @@ Further = ParamSpec("Further")
 
 
 def derived(function: Callable[Concatenate[Graph, Further], Result]) -> Callable[Concatenate[Graph, Further], Result]:
-    """`function(graph, ...)`, computed once for each graph and further arguments. Nobody may change the result."""
+    """Compute `function(graph, ...)` once per graph and further arguments. Results must not be modified."""
     name = f"{function.__module__}.{function.__qualname__}"
 
     @wraps(function)
     def once(graph: Graph, /, *args: Further.args, **kwargs: Further.kwargs) -> Result:
         key = name, args, *kwargs.items()
-        if key not in graph.known:
-            graph.known[key] = function(graph, *args, **kwargs)
-        found: Result = graph.known[key]
-        return found
+        if key not in graph.facts:
+            graph.facts[key] = function(graph, *args, **kwargs)
+        result: Result = graph.facts[key]
+        return result
 
     return once
 
 
 @derived
 def layer_names(graph: Graph) -> frozenset[str]:
-    """The classes of layers; what else stands in the chain of blocks are calls between layers."""
+    """Return the names of the layer classes; other units of the chain are calls between layers."""
     return frozenset(piece.layer.name for piece in graph.body if isinstance(piece, LayerRun))
 
 
@@ -279,65 +277,65 @@ _OWN_ATTENTION = (WINDOW_ATTENTION, SINK_ATTENTION)
 
 
 def is_causal(node: Node) -> bool:
-    """Whether a call of attention skips what a causal mask hides."""
+    """Whether an attention call skips the keys that a causal mask hides."""
     if node.op in _OWN_ATTENTION:
         return bool(dict(node.kwargs).get("is_causal"))
     return len(node.args) > 5 and bool(node.args[5])
 
 
 def has_dropout(node: Node) -> bool:
-    """Whether a call of attention drops probabilities."""
-    given = node.args[4] if len(node.args) > 4 else dict(node.kwargs).get("dropout_p")
-    return node.op not in _OWN_ATTENTION and bool(given)
+    """Whether an attention call drops probabilities."""
+    dropout = node.args[4] if len(node.args) > 4 else dict(node.kwargs).get("dropout_p")
+    return node.op not in _OWN_ATTENTION and bool(dropout)
 
 
 def view_root(ref: Ref, nodes: Mapping[str, Node]) -> Ref:
-    """What a view is a view of, `ref` itself where it is none. nodes: by name."""
+    """Return the tensor that a view is taken of, or `ref` itself if it is no view. nodes: by name."""
     while ref.node in nodes and base_name(nodes[ref.node].op) in VIEWS and nodes[ref.node].inputs:
         ref = nodes[ref.node].inputs[0]
     return ref
 
 
 def base_name(op: str) -> str:
-    """`aten.linear.default` -> `linear`; private and in-place forms without their underscores."""
+    """Shorten `aten.linear.default` to `linear`; private and in-place forms lose their underscores."""
     return op.split(".")[1].removeprefix("_").removesuffix("_")
 
 
 def repeated_calls(graph: Graph) -> frozenset[str]:
-    """Names of top-level calls that depend on the batch and on buffers alone and need no gradient.
+    """Return names of top-level calls that depend only on the batch and on buffers and need no gradient.
 
-    They may be made wherever they are needed: by every stage of a pipeline for itself, or before the step.
+    They may be computed wherever they are needed: by every stage of a pipeline, or before the step.
     """
     sources = {i.name for i in graph.inputs} | {p.name for p in graph.parameters if p.is_buffer}
-    found: set[str] = set()
+    repeated: set[str] = set()
     for piece in graph.body:
         if isinstance(piece, LayerRun) or any(meta.requires_grad for meta in piece.outputs):
             continue
         is_costly = base_name(piece.op) in ATTENTION or is_seeded(find_op(piece.op))
         is_plain = piece.op != UPDATE_BUFFER and not is_costly
-        if is_plain and all(ref.node in sources or ref.node in found for ref in piece.inputs):
-            found.add(piece.name)
-    return frozenset(found)
+        if is_plain and all(ref.node in sources or ref.node in repeated for ref in piece.inputs):
+            repeated.add(piece.name)
+    return frozenset(repeated)
 
 
 @derived
 def unread(graph: Graph) -> tuple[Parameter, ...]:
-    """Parameters and buffers that no call reads, as a program holds them: whole, and never trained.
+    """Return parameters and buffers that no call reads, as a program stores them: whole, and never trained.
 
-    Trained half-precision parameters are held in fp32, and nobody knows that these are not to be trained.
+    Trained half-precision parameters are stored in fp32, and nothing marks these as not trained.
     """
     used = {graph.loss.node} | {ref.node for piece in graph.body for ref in piece.inputs}
     for run in (piece for piece in graph.body if isinstance(piece, LayerRun)):
         used |= {f"{path}.{parameter.name}" for path in run.instances for parameter in run.layer.parameters}
-    found = []
-    for each in (p for p in graph.parameters if p.name not in used and (p.persistent or p.increment)):
-        is_half = not each.is_buffer and each.meta.dtype.is_floating_point and each.meta.dtype.itemsize < 4
-        found.append(replace(each, meta=replace(each.meta, dtype=torch.float32)) if is_half else each)
-    return tuple(found)
+    unread_parameters = []
+    for kept in (p for p in graph.parameters if p.name not in used and (p.persistent or p.increment)):
+        is_half = not kept.is_buffer and kept.meta.dtype.is_floating_point and kept.meta.dtype.itemsize < 4
+        unread_parameters.append(replace(kept, meta=replace(kept.meta, dtype=torch.float32)) if is_half else kept)
+    return tuple(unread_parameters)
 
 
 def layer_borders(graph: Graph) -> Iterator[tuple[tuple[str, Ref], tuple[str, Ref]]]:
-    """The two names, each with its scope, of every tensor at a layer's border: inside, and outside or in the next."""
+    """Yield both (scope, ref) names of every tensor at a layer's border: inside, and outside or in the next layer."""
     for run in (piece for piece in graph.body if isinstance(piece, LayerRun)):
         layer, scope = run.layer, run.layer.name
         formals = [(scope, Ref(name)) for name, _ in layer.inputs]
@@ -347,13 +345,13 @@ def layer_borders(graph: Graph) -> Iterator[tuple[tuple[str, Ref], tuple[str, Re
 
 
 def ancestors(graph: Graph, ref: Ref) -> set[str]:
-    """Names of everything at the top level that `ref` is computed from, itself included."""
+    """Return the names of everything at the top level from which `ref` is computed, itself included."""
     inputs = {piece.name: piece.inputs for piece in graph.body}
-    found: set[str] = set()
+    names: set[str] = set()
     open_names = [ref.node]
     while open_names:
         name = open_names.pop()
-        if name not in found:
-            found.add(name)
+        if name not in names:
+            names.add(name)
             open_names += [r.node for r in inputs.get(name, ())]
-    return found
+    return names

@@ -1,7 +1,7 @@
 """The device mesh: named axes over the ranks of a cluster.
 
 Axes are ordered from the slowest varying rank stride (first) to the fastest (last), so that the last axis
-connects neighbours, usually inside one node.
+connects neighbors, usually inside one node.
 """
 
 from __future__ import annotations
@@ -11,28 +11,37 @@ import re
 from dataclasses import dataclass
 
 from autopar.ir.placement import Placements, Rp
+from codegen.axes import AXES
 
-AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "ttp", "tp")
-"""Pipeline, data (replicas of ZeRO groups, and within such a group), context, expert and tensor parallelism, which has
-two axes where its ranks are a grid: `ttp` is to `tp` what `ddp` is to `dp`, the outer one. No name ends in a digit, as
-a size follows it in texts."""
+AXIS_NAMES = tuple(AXES)
+"""Tensor parallelism has two axes where its ranks are a grid: `ttp` is to `tp` what `ddp` is to `dp`, the outer one. No
+name ends in a digit, as a size follows it in texts."""
 
-DATA_AXES = ("ddp", "dp", "ep")
+(PIPELINE_AXIS,) = (name for name, kind in AXES.items() if kind.has_stages)
+"""The axis of the pipeline, which a plan has beside its mesh."""
+
+SHARDING_AXES = tuple(name for name, kind in AXES.items() if not kind.has_stages)
+
+DATA_AXES = tuple(name for name, kind in AXES.items() if kind.cuts_batch)
 """Axes that shard the batch; `ep` shards the experts of a mixture beside it."""
 
-TENSOR_AXES = ("ttp", "tp")
+TOKEN_AXES = tuple(name for name, kind in AXES.items() if kind.cuts_tokens)
+
+TENSOR_AXES = tuple(name for name, kind in AXES.items() if kind.cuts_features)
 """Axes that cut features. Where experts are folded, they cut tokens and experts of a mixture's layers instead."""
 
-EXPERT_AXES = ("cp", "ep", *TENSOR_AXES)
+EXPERT_AXES = tuple(name for name, kind in AXES.items() if kind.cuts_experts)
 """Axes over which the experts of a mixture may be shared out, as one axis."""
 
-ZERO_AXES = ("dp", "cp", "ep")
+ZERO_AXES = tuple(name for name, kind in AXES.items() if kind.shards_optimizer)
 """Axes over which ZeRO shards what all their ranks have whole; over `ddp` are copies of its shards."""
 
 
 def zero_axes(axes: tuple[str, ...], placements: Placements) -> tuple[int, ...]:
-    """The numbers of the axes over which ZeRO shards what is stored so: of ZERO_AXES those on which every rank has it
-    whole and a partial sum of its gradient."""
+    """Return the indices of the axes over which ZeRO shards a tensor with these placements.
+
+    These are the ZERO_AXES on which every rank has the whole tensor and a partial sum of its gradient.
+    """
     named = zip(axes, placements, strict=True)
     return tuple(number for number, (axis, p) in enumerate(named) if axis in ZERO_AXES and p == Rp)
 
@@ -41,7 +50,7 @@ def zero_axes(axes: tuple[str, ...], placements: Placements) -> tuple[int, ...]:
 class Mesh:
     """`Mesh(("dp", "tp"), (2, 4))` prints as `dp2 x tp4`; a mesh of one rank prints as `single`.
 
-    Axes of one rank are left out, but where the mesh is one of several that are to have the same axes.
+    Axes of one rank are left out, except where several meshes must have the same axes.
     """
 
     axes: tuple[str, ...]
@@ -58,35 +67,40 @@ class Mesh:
         return math.prod(self.sizes)
 
     def size(self, axis: str) -> int:
-        """The axis' size; 1 for an axis that the mesh does not have."""
+        """Return the axis' size; 1 for an axis that the mesh does not have."""
         return self.sizes[self.axes.index(axis)] if axis in self.axes else 1
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks that have different rows of the batch."""
+        """Count the ranks that have different rows of the batch."""
         return math.prod(self.size(axis) for axis in DATA_AXES)
 
     @property
     def num_token_ranks(self) -> int:
-        """Ranks that have different tokens."""
-        return self.num_data_ranks * self.size("cp")
+        """Count the ranks that have different tokens."""
+        return math.prod(self.size(axis) for axis in TOKEN_AXES)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Return the sizes of all axes but the pipeline's, as constraints name them: dp with ep inside it."""
+        return {axis: self.size(axis) for axis in SHARDING_AXES} | {"dp": self.num_data_ranks // self.size("ddp")}
 
     def stride(self, axis: str) -> int:
-        """Distance between neighbouring ranks of one group of `axis`."""
+        """Return the distance between neighboring ranks of one group of `axis`."""
         return math.prod(self.sizes[self.axes.index(axis) + 1 :])
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The rank's index on every axis."""
+        """Return the rank's index on every axis."""
         return {axis: rank // self.stride(axis) % size for axis, size in zip(self.axes, self.sizes, strict=True)}
 
     @property
     def compact(self) -> Mesh:
-        """The mesh without axes of one rank."""
+        """Return the mesh without axes of one rank."""
         kept = [(axis, size) for axis, size in zip(self.axes, self.sizes, strict=True) if size > 1]
         return Mesh(tuple(axis for axis, _ in kept), tuple(size for _, size in kept))
 
     def over(self, axes: tuple[str, ...]) -> Mesh:
-        """The same ranks with exactly these axes, of one rank where the mesh lacks them."""
+        """Return the same ranks with exactly these axes, of one rank where the mesh lacks them."""
         return Mesh(axes, tuple(self.size(axis) for axis in axes))
 
     def __str__(self) -> str:
@@ -95,7 +109,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """`"dp2 x tp4"` -> Mesh. Axes of size 1 are dropped; raises ValueError with the form on bad input."""
+        """Parse `"dp2 x tp4"`. Axes of size 1 are dropped. Raises ValueError with the legal form."""
         if text.strip() == "single":
             return cls((), ())
         pairs = [re.fullmatch(r"([a-z]+)([0-9]{1,9})", part.strip()) for part in text.split("x ")]

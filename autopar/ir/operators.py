@@ -19,9 +19,9 @@ def calls_of(
     tensors: Sequence[torch.Tensor],
     decompositions: Mapping[torch._ops.OpOverload, Callable[..., Any]] | None = None,
 ) -> torch.fx.GraphModule:
-    """The operators that `run(*tensors)` calls, backward included, those that write in their functional form.
+    """Trace the operators that `run(*tensors)` calls, backward included, with writes in functional form.
 
-    tensors: fake ones, under their mode. decompositions: of operators that are taken apart.
+    tensors: fake, under their mode. decompositions: of operators to decompose.
     """
     joint = make_fx(run, decomposition_table=decompositions)(*tensors)
     return make_fx(functionalize(joint))(*tensors)
@@ -35,6 +35,6 @@ def shares_memory(op: str) -> bool:
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """`named_arguments` of a node; none for an operator that torch does not know."""
+    """Return `named_arguments` of a node; an empty dict for an operator unknown to torch."""
     op = find_op(node.op)
     return {} if op is None else named_arguments(op, node.args, dict(node.kwargs))

@@ -1,9 +1,8 @@
-"""How one tensor lies on one mesh axis, and what that says about its gradient.
+"""The placement of one tensor on one mesh axis, and what it implies for the tensor's gradient.
 
-A tensor has one placement per mesh axis. There are four kinds, and each has a *conjugate*: the placement
-that its gradient has on the same axis. Programs are right by construction because every operator option
-states the placements of its inputs and outputs, and every reshard is a function whose backward is its
-transpose (see `codegen/runtime/reshard.py`).
+A tensor has one placement per mesh axis. There are four kinds, and each has a *conjugate*: the placement of its
+gradient on the same axis. Programs are correct by construction: every operator option states the placements of its
+inputs and outputs, and the backward of every reshard is its transpose (see `codegen/runtime/reshard.py`).
 
     print form   meaning of the value on n ranks                 its gradient
     R            the same on every rank                          the same on every rank (R)
@@ -12,13 +11,13 @@ transpose (see `codegen/runtime/reshard.py`).
     S(d/k)       dim d is k equal sections, each split over n    sharded alike (S(d/k))
     P            partial: the sum over ranks is the value        the same on every rank (R)
 
-`R` is a value that every rank computes and differentiates identically. `Rp` is a replicated value that ranks
-*use* differently (a weight under data parallelism, the input of a column-parallel linear), so each rank's
-autograd holds only a share of the gradient. Going from `R` to `Rp` moves nothing forward and all-reduces
-backward: that is Megatron's `f`, and it is also DistributedDataParallel's gradient synchronisation.
+`R` is a value that every rank computes and differentiates identically. `Rp` is a replicated value that ranks *use*
+differently (a weight under data parallelism, the input of a column-parallel linear), so each rank's autograd has only a
+share of the gradient. Going from `R` to `Rp` moves nothing forward and all-reduces backward: this is Megatron's `f`,
+and also DistributedDataParallel's gradient synchronization.
 
-`S(d/k)` is what a fused QKV weight needs (k = 3: each of q, k, v is split over heads), and what merging a
-replicated dim with a sharded one in a view gives (k = size of the outer dim).
+A fused QKV weight needs `S(d/k)` (k = 3: each of q, k, v is split over heads). A view that merges a replicated dim with
+a sharded one also gives it (k = size of the outer dim).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _KNOWN: dict[tuple[Kind, int, int], Placement] = {}
 class Placement:
     """One tensor on one axis. `dim` and `sections` are meaningful for kind "S" only.
 
-    Equal placements are one object: they are compared and hashed by the million, as parts of keys.
+    Equal placements are one object, because millions of them are compared and hashed as parts of keys.
     """
 
     kind: Kind
@@ -69,7 +68,7 @@ class Placement:
 
     @classmethod
     def parse(cls, text: str) -> Placement:
-        """The inverse of `str`; raises ValueError with the legal forms."""
+        """Parse the text of `str`. Raises ValueError with the legal forms."""
         match = _FORM.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"not a placement: {text!r}; write R, Rp, P, S(dim) or S(dim/sections)")
@@ -92,7 +91,7 @@ P = Placement("P")
 
 @cache
 def S(dim: int, sections: int = 1) -> Placement:
-    """A shard of `dim`; with sections > 1 each of the equal sections of `dim` is sharded."""
+    """Return a shard of `dim`; with sections > 1, each of the equal sections of `dim` is sharded."""
     return Placement("S", dim, sections)
 
 
@@ -101,7 +100,7 @@ Placements = tuple[Placement, ...]
 
 
 def local_shape(shape: tuple[int, ...], placements: Placements, axis_sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one rank's part. Raises ValueError if a sharded dim (or its section) does not divide."""
+    """Return the shape of one rank's shard. Raises ValueError if a sharded dim (or its section) does not divide."""
     local = list(shape)
     for placement, size in zip(placements, axis_sizes, strict=True):
         if placement.is_shard:
@@ -112,7 +111,7 @@ def local_shape(shape: tuple[int, ...], placements: Placements, axis_sizes: tupl
 
 
 def divides(shape: tuple[int, ...], placements: Placements, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether every shard is of equal size, counting several axes on one dim and sections exactly.
+    """Whether all shards have equal size, with several axes on one dim and sections counted exactly.
 
     A dim with sections k is a grid (k, size / k): a shard with sections k splits the second factor, one with
     fewer sections splits a part of the first.
@@ -138,7 +137,7 @@ def divides(shape: tuple[int, ...], placements: Placements, axis_sizes: tuple[in
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A parameter's decision: how it is used on each axis, and its ZeRO stage (over `mesh.zero_axes`)."""
+    """A parameter's decision: its placement on each axis, and its ZeRO stage (over `mesh.zero_axes`)."""
 
     placements: Placements
     zero: int = 0

@@ -1,8 +1,7 @@
-"""The form of a plan's file: YAML, with a line to name for everything that cannot be read.
+"""Read and write a plan's file: YAML, with the line of everything that cannot be read.
 
-Every value has a type and, where its words are known, an enumeration: what is read here goes into generated source.
-Whether a placement or a stage is one that the model can have is checked against its graph (options/validate.py,
-planning/given.py).
+Every value has a type and, if its words are fixed, an enumeration, because values read here go into generated source.
+Other modules check placements and stages against the model's graph (options/validate.py, planning/given.py).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import yaml
 from autopar.errors import ConstraintError, PlanError
 from autopar.files.text_files import near, parse_yaml, shown
 from autopar.ir.compression import Compression
-from autopar.ir.mesh import AXIS_NAMES, Mesh
+from autopar.ir.mesh import AXIS_NAMES, PIPELINE_AXIS, SHARDING_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import (
     OFFLOADS,
@@ -40,7 +39,7 @@ from cost_models.schedule import SCHEDULES
 
 FORMAT = 1
 LONGEST = 500
-"""Characters that a text may have at most."""
+"""The most characters of a text."""
 REQUIRED = ("autopar_plan", "model", "cluster", "mesh", "global_batch_size", "micro_batches", "precision", "top")
 PADDINGS = ("padded_to", "experts_padded_to", "heads_padded_to")
 OPTIONAL = (
@@ -57,14 +56,14 @@ Keys = tuple[str, ...]
 
 
 def write(plan: PlanData) -> str:
-    """The text of a plan's file."""
+    """Return the text of a plan's file."""
     return yaml.safe_dump(_to_data(plan), sort_keys=False, width=120, default_flow_style=False)
 
 
 def read(text: str, source: str, kind: type[Kind]) -> Kind:
-    """The plan in a file's text, as a value of `kind`.
+    """Read the plan in a file's text, as a value of `kind`.
 
-    Raises PlanError naming the file, line and key of what cannot be read.
+    Raises PlanError that names the file, line and key of the unreadable value.
     """
     return _Reader(text, source).read(kind)
 
@@ -125,7 +124,7 @@ def _pipeline_data(pipeline: Pipeline) -> dict[str, Any]:
 
 
 class _Reader:
-    """YAML -> Plan, remembering the line of every key for error messages."""
+    """Reads a plan from YAML and remembers the line of every key for error messages."""
 
     def __init__(self, text: str, source: str) -> None:
         self.source = source
@@ -168,7 +167,7 @@ class _Reader:
             scopes=scopes,
             prediction=self._prediction(),
             runner_ups=tuple(self._runner_up(path, entry) for path, entry in self.items(("runner_ups",), self.data)),
-            pipeline=self._pipeline(whole.size("pp"), stage_meshes, pipeline),
+            pipeline=self._pipeline(whole.size(PIPELINE_AXIS), stage_meshes, pipeline),
             compression=self._compression(),
             fp8=self.flag(("fp8",), self.data.get("fp8", False)),
             basis=self._basis(),
@@ -179,34 +178,34 @@ class _Reader:
 
     # --- values -------------------------------------------------------------------------------------------------------
 
-    def mapping(self, path: Keys, value: Any, known: Sequence[str] = ()) -> dict[str, Any]:
-        """Names with values; of `known` names where there are such."""
+    def mapping(self, path: Keys, value: Any, allowed: Sequence[str] = ()) -> dict[str, Any]:
+        """Return a mapping with text keys, of the `allowed` names if there are any."""
         if value is not None and not isinstance(value, dict):
             raise self.fail(path, f"{shown(value)} is not a mapping", "names with their values")
         for name in value or {}:
             if not isinstance(name, str) or not name:
                 raise self.fail((*path, str(name)), f"{name!r} is not a name", "text")
-            if known and name not in known:
-                raise self.fail((*path, name), "there is no such key", near(name, known))
+            if allowed and name not in allowed:
+                raise self.fail((*path, name), "unknown key", near(name, allowed))
             self.text((*path, name), name)
         return value or {}
 
     def items(self, path: Keys, owner: Mapping[str, Any]) -> list[tuple[Keys, Any]]:
-        """The items of a list, with the path of each; none where the key is left out."""
+        """Return the items of a list, with the path of each; none if the key is missing."""
         value = owner.get(path[-1])
         if value is not None and not isinstance(value, list):
             raise self.fail(path, f"{shown(value)} is not a list", "lines that begin with -")
         return [((*path, str(number)), item) for number, item in enumerate(value or ())]
 
     def text(self, path: Keys, value: Any) -> str:
-        """One line that can be printed."""
+        """Return one line of printable text."""
         if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > LONGEST:
             raise self.fail(path, f"{shown(value)} is not a line of text", f"at most {LONGEST} printable characters")
         return value
 
     def word(self, path: Keys, value: Any, legal: Sequence[str]) -> str:
         if value not in legal or not isinstance(value, str):
-            raise self.fail(path, f"{shown(value)} is not one that autopar has", ", ".join(legal))
+            raise self.fail(path, f"{shown(value)} is unknown", ", ".join(legal))
         return value
 
     def count(self, key: str) -> int:
@@ -226,7 +225,7 @@ class _Reader:
         return value
 
     def parsed(self, path: Keys, parse: Callable[[str], T], value: Any) -> T:
-        """What `parse` makes of a text; its ValueError says what is legal."""
+        """Return `parse` of a text; its ValueError lists the legal values."""
         try:
             return parse(self.text(path, value))
         except ConstraintError as error:
@@ -243,14 +242,14 @@ class _Reader:
         whole = self.parsed(("mesh",), Mesh.parse, self.data["mesh"])
         if not set(whole.axes) <= set(AXIS_NAMES):
             raise self.fail(("mesh",), f"{whole} has an unknown axis", f"axes {', '.join(AXIS_NAMES)}")
-        if "pp" in whole.axes[1:]:
+        if PIPELINE_AXIS in whole.axes[1:]:
             raise self.fail(
-                ("mesh",), "pp must be the first axis: every stage is a block of neighbouring ranks", "pp2 x dp2"
+                ("mesh",), "pp must be the first axis: every stage is a block of neighboring ranks", "pp2 x dp2"
             )
         return whole
 
     def _numbers(self, path: Keys, value: Any) -> dict[str, float]:
-        return {name: self.number((*path, name), each) for name, each in self.mapping(path, value).items()}
+        return {name: self.number((*path, name), number) for name, number in self.mapping(path, value).items()}
 
     def _prediction(self) -> Prediction:
         seconds, num_bytes = (
@@ -260,23 +259,23 @@ class _Reader:
         return Prediction(seconds, num_bytes, tuple(self._numbers(path, entry) for path, entry in pipeline_ranks))
 
     def _runner_up(self, path: Keys, entry: Any) -> tuple[str, float, str]:
-        found = self.mapping(path, entry, ("plan", "seconds", "why"))
-        missing = [key for key in ("plan", "seconds", "why") if key not in found]
+        fields = self.mapping(path, entry, ("plan", "seconds", "why"))
+        missing = [key for key in ("plan", "seconds", "why") if key not in fields]
         if missing:
             raise self.fail(path, f"{', '.join(missing)} is missing", "plan, seconds and why")
-        seconds = self.number((*path, "seconds"), found["seconds"])
-        return self.text((*path, "plan"), found["plan"]), seconds, self.text((*path, "why"), found["why"])
+        seconds = self.number((*path, "seconds"), fields["seconds"])
+        return self.text((*path, "plan"), fields["plan"]), seconds, self.text((*path, "why"), fields["why"])
 
     def _stage_meshes(self, whole: Mesh, pipeline: Mapping[str, Any]) -> tuple[StageMesh, ...]:
-        """The pipeline ranks' own meshes, where the file has them."""
+        """Return the pipeline ranks' own meshes, if the file has them."""
         path = ("pipeline", "positions")
         entries = self.items(path, pipeline)
-        if entries and (len(entries) != whole.size("pp") or whole.axes != ("pp",)):
+        if entries and (len(entries) != whole.size(PIPELINE_AXIS) or whole.axes != (PIPELINE_AXIS,)):
             raise self.fail(path, f"{len(entries)} pipeline ranks for the mesh {whole}", f"mesh: pp{len(entries)}")
         stage_meshes = tuple(self.parsed(path, StageMesh.parse, text) for path, text in entries)
         for (where, _), stage_mesh in zip(entries, stage_meshes, strict=True):
-            if not set(stage_mesh.mesh.axes) <= set(AXIS_NAMES[1:]):
-                raise self.fail(where, f"{stage_mesh.mesh} has an unknown axis", f"axes {', '.join(AXIS_NAMES[1:])}")
+            if not set(stage_mesh.mesh.axes) <= set(SHARDING_AXES):
+                raise self.fail(where, f"{stage_mesh.mesh} has an unknown axis", f"axes {', '.join(SHARDING_AXES)}")
         return stage_meshes
 
     def _pipeline(
@@ -296,7 +295,7 @@ class _Reader:
             raise self.fail(("pipeline", "offload"), f"{shown(offload)} is unknown", legal)
         path, schedule = ("pipeline", "schedule"), data.get("schedule", "")
         if schedule or num_pipeline_ranks > 1:
-            schedule = self.word(path, schedule, SCHEDULES)
+            schedule = self.word(path, schedule, tuple(SCHEDULES))
         offload = "" if offload == "none" else offload
         return Pipeline(
             num_pipeline_ranks=num_pipeline_ranks,
@@ -307,23 +306,23 @@ class _Reader:
         )
 
     def _stage(self, path: Keys, entry: Any) -> StagePlan:
-        given = self.mapping(path, entry, ("blocks", "recompute"))
-        blocks = str(given.get("blocks", ""))
+        fields = self.mapping(path, entry, ("blocks", "recompute"))
+        blocks = str(fields.get("blocks", ""))
         match = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", blocks)
         if match is None:
             raise self.fail(path, f"blocks {shown(blocks)} is not a range", "first-last, such as 0-8")
-        modes = self.mapping((*path, "recompute"), given.get("recompute"))
+        modes = self.mapping((*path, "recompute"), fields.get("recompute"))
         recompute = {name: self._modes((*path, "recompute", name), text) for name, text in modes.items()}
         return StagePlan(int(match.group(1)), int(match.group(2)) + 1, recompute)
 
     def _modes(self, path: Keys, text: Any) -> tuple[tuple[str, int], ...]:
-        found = []
+        modes = []
         for part in self.text(path, text).split(","):
             mode, _, count = part.strip().partition(" ")
             if mode not in RECOMPUTE_MODES or not re.fullmatch("[0-9]{1,9}", count) or not int(count):
                 raise self.fail(path, f"cannot read {part.strip()!r}", f"MODE COUNT with {', '.join(RECOMPUTE_MODES)}")
-            found.append((mode, int(count)))
-        return tuple(found)
+            modes.append((mode, int(count)))
+        return tuple(modes)
 
     def _compression(self) -> Compression:
         try:
@@ -333,32 +332,32 @@ class _Reader:
 
     def _basis(self) -> Basis | None:
         path = ("priced_for",)
-        given = self.mapping(path, self.data.get("priced_for"), BASIS)
-        if not given:
+        fields = self.mapping(path, self.data.get("priced_for"), BASIS)
+        if not fields:
             return None
         where = (*path, "inputs")
         inputs = {
-            name: self.text((*where, name), each) for name, each in self.mapping(where, given.get("inputs")).items()
+            name: self.text((*where, name), text) for name, text in self.mapping(where, fields.get("inputs")).items()
         }
-        kernels = self.flag((*path, "kernels"), given.get("kernels", False))
-        backend = self.word((*path, "backend"), given.get("backend", "eager"), BACKENDS)
+        kernels = self.flag((*path, "kernels"), fields.get("kernels", False))
+        backend = self.word((*path, "backend"), fields.get("backend", "eager"), BACKENDS)
         return Basis(inputs, kernels, backend)
 
     # --- placements ---------------------------------------------------------------------------------------------------
 
     def _scope(self, path: Keys, entry: Any) -> ScopePlan:
         kinds = {name: (*path, name) for name in SCOPE}
-        given = self.mapping(path, entry, SCOPE)
-        found = {kind: self.mapping(where, given.get(kind)) for kind, where in kinds.items()}
+        fields = self.mapping(path, entry, SCOPE)
+        sections = {kind: self.mapping(where, fields.get(kind)) for kind, where in kinds.items()}
         return ScopePlan(
-            {n: self._stored((*kinds["parameters"], n), t) for n, t in found["parameters"].items()},
-            {n: self._placements((*kinds["inputs"], n), t) for n, t in found["inputs"].items()},
-            {n: self._labels((*kinds["calls"], n), t) for n, t in found["calls"].items()},
-            {n: self._placements((*kinds["tensors"], n), t) for n, t in found["tensors"].items()},
+            {n: self._stored((*kinds["parameters"], n), t) for n, t in sections["parameters"].items()},
+            {n: self._placements((*kinds["inputs"], n), t) for n, t in sections["inputs"].items()},
+            {n: self._labels((*kinds["calls"], n), t) for n, t in sections["calls"].items()},
+            {n: self._placements((*kinds["tensors"], n), t) for n, t in sections["tensors"].items()},
         )
 
     def _pairs(self, path: Keys, text: Any, extra: tuple[str, ...] = ()) -> dict[str, str]:
-        """`dp=Rp tp=S(0) zero=1` by name; an axis that is left out is R."""
+        """Return the pairs of `dp=Rp tp=S(0) zero=1` by name; a missing axis means R."""
         axes = self.mesh.axes
         form = f"axis=value with axes {', '.join(axes) or '(none)'}"
         if not isinstance(text, str) or not text.isprintable():
@@ -387,5 +386,5 @@ class _Reader:
 
 
 def _inner(whole: Mesh) -> Mesh:
-    """A mesh without its pipeline axis."""
-    return Mesh(whole.axes[1:], whole.sizes[1:]) if "pp" in whole.axes else whole
+    """Return a mesh without its pipeline axis."""
+    return Mesh(whole.axes[1:], whole.sizes[1:]) if PIPELINE_AXIS in whole.axes else whole

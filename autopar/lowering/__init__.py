@@ -1,1 +1,1 @@
-"""A graph and an assignment to `codegen` programs, whole or stage by stage."""
+"""Lower a graph and an assignment to `codegen` programs, whole or stage by stage."""

@@ -1,4 +1,4 @@
-"""A candidate as a program: lowered whole, or stage by stage with the schedule that its plan names."""
+"""Turn a candidate into a program: lowered whole, or stage by stage with the plan's schedule."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from codegen.program import Call, PipelineProgram, Program
 from codegen.schemas import EmissionError
 from codegen.strides import with_strides
 from codegen.verify import check_types
-from cost_models.schedule import make_schedule, placement, schedule_text
+from cost_models.schedule import make_schedule, placement, schedule_named, schedule_text
 
 HOST = "host"
 
 
 def program_of(candidate: Candidate, passes: Sequence[Pass]) -> Program | PipelineProgram:
-    """What code is generated from: the candidate's decisions lowered, and rewritten by the passes in order."""
+    """Return the program from which code is generated: the lowered candidate after all passes, in order."""
     program = _checked(_lowered(candidate))
     for rewrite in (follows_training, *passes):
         program = _checked(program.map(rewrite))
@@ -37,10 +37,10 @@ def program_of(candidate: Candidate, passes: Sequence[Pass]) -> Program | Pipeli
 
 
 def _checked(program: Program | PipelineProgram) -> Program | PipelineProgram:
-    """The program, if it does not contradict itself (codegen/verify.py); raises InternalError if it does."""
+    """Return the program if it is consistent (codegen/verify.py). Raises InternalError if it is not."""
     try:
-        for each in program.programs:
-            check_types(each)
+        for stage_program in program.programs:
+            check_types(stage_program)
     except EmissionError as error:
         raise _internal(str(error)) from error
     return program
@@ -48,9 +48,9 @@ def _checked(program: Program | PipelineProgram) -> Program | PipelineProgram:
 
 def _internal(values: str) -> InternalError:
     return InternalError(
-        "autopar emitted a program that cannot run, which is an error of autopar's own and not of the model",
+        "autopar emitted a program that cannot run; this is a bug in autopar, not in the model",
         values=values,
-        alternatives="report it with the model and this message; other constraints may avoid the call meanwhile",
+        alternatives="report it with the model and this message; other constraints may avoid the call",
     )
 
 
@@ -58,39 +58,39 @@ def _lowered(candidate: Candidate) -> Program | PipelineProgram:
     plan, pipeline = candidate.plan, candidate.plan.pipeline
     common = (candidate.graph, candidate.operators, plan, candidate.assignment)
     if pipeline.num_pipeline_ranks == 1:
-        modes, held = _split(pipeline.stages[0].recompute) if pipeline.stages else ({}, {})
-        return _stored_as(plan, lower(*common, recompute=modes, offload=held))
+        modes, offloaded = _split(pipeline.stages[0].recompute) if pipeline.stages else ({}, {})
+        return _stored_as(plan, lower(*common, recompute=modes, offload=offloaded))
     return lower_stages(*common, staging(pipeline, plan.num_micro_batches)).map(partial(_stored_as, plan))
 
 
 def _stored_as(plan: PlanData, program: Program) -> Program:
-    """The program, told what the plan says of where its state lives and how it travels."""
+    """Return the program with the plan's placement of its state and its compression."""
     home, keeps_shards = home_of(plan.pipeline), plan.pipeline.offload == "parameters"
     compression = plan.compression.names
     return replace(program, offload_optimizer=home, offload_parameters=keeps_shards, compression=compression)
 
 
 def _split(modes: Modes) -> tuple[Modes, Modes]:
-    """How layers recompute, and which of them leave their activations with the host."""
+    """Return the recompute modes of layers, and which layers offload their activations to the host."""
     recompute = {
         name: tuple(("none" if mode == "offload" else mode, count) for mode, count in runs)
         for name, runs in modes.items()
     }
-    held = {
+    offloaded = {
         name: tuple((HOST if mode == "offload" else "", count) for mode, count in runs)
         for name, runs in modes.items()
         if any(mode == "offload" for mode, _ in runs)
     }
-    return recompute, held
+    return recompute, offloaded
 
 
 def home_of(pipeline: Pipeline) -> str:
-    """Where the optimiser's state lives, as the run time names it."""
+    """Return the location of the optimizer's state, as the run time names it."""
     return pipeline.offload if pipeline.offload.startswith("nvme:") else HOST if pipeline.offload else ""
 
 
 def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:
-    """The plan's stages and the lines of its schedule."""
+    """Return the plan's stages and the lines of its schedule."""
     name, pipeline_ranks, chunks = pipeline.schedule, pipeline.num_pipeline_ranks, pipeline.num_chunks
     lines = schedule_text(make_schedule(name, pipeline_ranks, num_micro_batches, chunks)).splitlines()
     return Staging(
@@ -100,14 +100,14 @@ def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:
         schedule=tuple(lines),
         recompute=tuple(_split(stage.recompute)[0] for stage in pipeline.stages),
         offload=tuple(_split(stage.recompute)[1] for stage in pipeline.stages),
-        defers_weights=name.startswith("zero-bubble"),
+        defers_weights=schedule_named(name).defers_weights,
         meshes=tuple(stage_mesh.mesh for stage_mesh in pipeline.stage_meshes),
         first_ranks=first_ranks(pipeline.stage_meshes),
     )
 
 
 def files_of(program: Program | PipelineProgram) -> dict[str, str]:
-    """File name -> text of all that is generated of the model.
+    """Return the generated files by name, as text.
 
     Raises InternalError for text that would fail when a rank runs it (codegen/check.py, dry_run.py).
     """
@@ -120,7 +120,7 @@ def files_of(program: Program | PipelineProgram) -> dict[str, str]:
 
 
 def text_of(program: Program | PipelineProgram) -> dict[str, str]:
-    """`files_of` without a dry run."""
+    """Return `files_of` without a dry run."""
     try:
         files = emit_pipeline(program) if isinstance(program, PipelineProgram) else {"model.py": emit_model(program)}
         check_files({name: text for name, text in files.items() if name.endswith(".py")})
@@ -130,7 +130,7 @@ def text_of(program: Program | PipelineProgram) -> dict[str, str]:
 
 
 def _operator_of(program: Program | PipelineProgram, text: str) -> str:
-    """Which operator of which module became `text`, as a clause; nothing where it is no call's."""
+    """Return the operator and module that became `text`, as a clause; "" if it belongs to no call."""
     for cls in (cls for part in program.programs for cls in (*part.layers, part.root)):
         for call in (statement for statement in cls.body if isinstance(statement, Call)):
             if text and (text == call.target or text in _written(call)):

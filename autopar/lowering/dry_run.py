@@ -1,12 +1,12 @@
-"""A dry run: the emitted source of every distinct stage, run once on fake tensors, forward and backward.
+"""Run the emitted source of every distinct stage once on fake tensors, forward and backward.
 
-`codegen/check.py` reads what is emitted, and knows names and arguments. Whether shapes, strides, dtypes and devices fit
-only shows when it runs. So each distinct root class runs here as a rank of its mesh runs it, with local shapes, the
-parameters that the rank has and stand-ins for all that communicates (stand_ins.py). Ranks of one mesh have equal
-shapes; layers of one class run once, and again only for arguments of another kind. Nothing is computed.
+`codegen/check.py` checks names and arguments of the emitted text. Whether shapes, strides, dtypes and devices fit shows
+only in a run. So each distinct root class runs here as on a rank of its mesh: with local shapes, the rank's parameters
+and stand-ins for all communication (stand_ins.py). Ranks of one mesh have equal shapes. Layers of one class run once,
+and again only for arguments of another kind. Nothing is computed.
 
-Not covered: layouts that only a device's kernel chooses (codegen/strides.py counts with all of them), Triton kernels
-(their references in torch run), recomputation, offload and compiled regions, and what a user's own Functions do.
+Not covered: layouts that only a device's kernel chooses (codegen/strides.py considers all of them), Triton kernels
+(their references in torch run), recomputation, offload, compiled regions, and the code of a user's own Functions.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ from codegen.runtime.precision import compute_dtype, used_dtype
 from codegen.schemas import EmissionError
 
 _Paths = Mapping[type[Module], tuple[str, ...]]
-"""Of each layer class the paths of its instances."""
+"""The paths of the instances of each layer class."""
 _OURS = tuple(str(folder) for folder in (*map(Path, (*torch.__path__, *codegen.__path__)), Path(__file__).parents[1]))
-"""Folders whose code runs under a generated program; what else does is the user's."""
+"""Folders whose code runs under a generated program; other code is the user's."""
 
 
 def dry_run(program: Program | PipelineProgram, files: Mapping[str, str]) -> None:
-    """Run what was emitted. Raises EmissionError, which names the line and torch's reason, where it cannot run.
+    """Run the emitted source. Raises EmissionError with the line and torch's reason if it cannot run.
 
     files: the text of the generated modules, by name.
     """
     with fakes.probing(), torch.inference_mode(False), torch.enable_grad():
         try:
             with fakes.Strict():
-                _run(program, files)  # on meta tensors, which take a tenth of the time and know fewer operators
+                _run(program, files)  # on meta tensors, which take a tenth of the time but support fewer operators
         except EmissionError as error:
             with fakes.mode(), fakes.Strict():
                 try:
                     _run(program, files)
                 except EmissionError:
-                    raise error from None  # whose words are those that a rank's error would have
+                    raise error from None  # its wording is that of an error on a rank
 
 
 def _run(program: Program | PipelineProgram, files: Mapping[str, str]) -> None:
     modules = _Modules(files)
-    for root, own, (axes, sizes) in modules.roots(program):
-        _Run(modules, root, own, StandInMesh.of(axes, sizes), program=program.any).run()
+    for root, layers, (axes, sizes) in modules.roots(program):
+        _Run(modules, root, layers, StandInMesh.of(axes, sizes), program=program.any).run()
 
 
 class _Modules:
-    """The generated modules of one program, as a package beside the run time."""
+    """The generated modules of one program, as a package next to the run time."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
         self.files = files
-        self.found: dict[str, dict[str, Any]] = {}
+        self.namespaces: dict[str, dict[str, Any]] = {}
         for file in sorted(files, key=lambda name: (name != "layers.py", name == "pipeline.py", name)):
             if file.endswith(".py"):
                 self._load(file)
@@ -76,26 +76,26 @@ class _Modules:
     def _load(self, file: str) -> None:
         space: dict[str, Any] = {"__name__": f"codegen.{file[:-3]}", "__package__": "codegen", "__file__": file}
         space["__builtins__"] = {**vars(builtins), "__import__": self._import}
-        self.found[file] = space
+        self.namespaces[file] = space
         with self.failing(file):
             exec(compile(self.files[file], file, "exec"), space)
         stand_in(space)
 
     def _import(self, name: str, space: Any = None, local: Any = None, wanted: Any = (), level: int = 0) -> Any:
-        own = {file[:-3]: SimpleNamespace(**found) for file, found in self.found.items()}
+        generated = {file[:-3]: SimpleNamespace(**names) for file, names in self.namespaces.items()}
         if level == 1 and not name:
-            return SimpleNamespace(**{each: own[each] for each in wanted})
-        if level == 1 and name in own:
-            return own[name]
+            return SimpleNamespace(**{attribute: generated[attribute] for attribute in wanted})
+        if level == 1 and name in generated:
+            return generated[name]
         return builtins.__import__(name, space, local, wanted, level)
 
     def roots(self, program: Program | PipelineProgram) -> Iterator[tuple[type[Module], _Paths, tuple[Any, Any]]]:
-        """Each distinct root class with the layers that it has and its mesh."""
+        """Yield each distinct root class with its layers and its mesh."""
         if isinstance(program, Program):
-            root = self.found["model.py"][program.root.name]
+            root = self.namespaces["model.py"][program.root.name]
             yield root, root.LAYERS, (program.axes, program.axis_sizes)
             return
-        pipeline = self.found["pipeline.py"]["PIPELINE"]
+        pipeline = self.namespaces["pipeline.py"]["PIPELINE"]
         seen = set()
         for number, stage in enumerate(pipeline.stages):
             mesh = pipeline.stage_mesh(number)
@@ -109,20 +109,22 @@ class _Modules:
         return _Failing(self, file, again)
 
     def line(self, error: BaseException) -> tuple[str, int] | None:
-        """The innermost generated line that an error came through; None where a user's own code raised it."""
-        found = None
+        """Return the innermost generated line of an error's traceback; None if a user's own code raised it."""
+        innermost = None
         for frame, number in traceback.walk_tb(error.__traceback__):
-            if any(frame.f_globals is space for space in self.found.values()):
-                found = frame.f_code.co_filename, number
-            elif found is not None and not frame.f_code.co_filename.startswith((*_OURS, "<")):
+            if any(frame.f_globals is space for space in self.namespaces.values()):
+                innermost = frame.f_code.co_filename, number
+            elif innermost is not None and not frame.f_code.co_filename.startswith((*_OURS, "<")):
                 return None
-        return found
+        return innermost
 
 
 @dataclass(frozen=True, slots=True)
 class _Failing:
-    """Turns errors into EmissionErrors that name the generated line. again: does what failed once more, under anomaly
-    detection, which knows the line of forward whose backward fails."""
+    """Turns errors into EmissionErrors that name the generated line.
+
+    again: repeats the failed step under anomaly detection, which knows the forward line whose backward fails.
+    """
 
     modules: _Modules
     file: str
@@ -135,7 +137,7 @@ class _Failing:
         if error is None or isinstance(error, EmissionError) or not isinstance(error, Exception):
             return False
         if isinstance(error, fakes.UNDECIDED):
-            return True  # torch cannot say without values
+            return True  # torch cannot decide without values
         where = self.modules.line(error)
         if where is None and self.again is not None:
             where = _line_of_backward(self.again, self.modules.files)
@@ -157,7 +159,7 @@ class _Failing:
 def _line_of_backward(again: Callable[[], Any], files: Mapping[str, str]) -> tuple[str, int] | None:
     with warnings.catch_warnings(record=True) as caught, torch.autograd.set_detect_anomaly(True, check_nan=False):
         warnings.simplefilter("always")
-        with contextlib.suppress(Exception):  # that it fails is known
+        with contextlib.suppress(Exception):  # its failure is known
             again()
     for warning in caught:
         for line in reversed(str(warning.message).splitlines()):
@@ -190,7 +192,7 @@ class _Run:
                 self.backward(model, results)
 
     def model(self) -> Module:
-        """The root with one layer of each class, and the parameters that this rank computes with."""
+        """Build the root with one layer of each class, and the parameters with which this rank computes."""
         layers = {cls: paths[:1] for cls, paths in self.paths.items()}
         one_each = {"LAYERS": layers, "RECOMPUTE": {}, "OFFLOAD": {}, "FIRST_LAYER": {}}
         model: Module = type(self.root.__name__, (self.root,), one_each)(self.mesh)
@@ -205,43 +207,43 @@ class _Run:
         return model
 
     def layers_of(self, cls: type[Module], start: int = 0, stop: int | None = None) -> tuple[_Layer, ...]:
-        """The layer of the class, twice where a loop has more than one: what one returns, the next is given."""
+        """Return the layer of a class, twice if a loop has more than one, so that results become inputs."""
         return (self.layers[cls],) * min(len(self.paths[cls][start:stop]), 2)
 
     def inputs(self) -> dict[str, Any]:
-        """Return what forward is given beside sums over the batch."""
-        found = {name: self.tensor(spec, spec.requires_grad) for name, spec in self.root.RECEIVES.items()}
-        return found | {argument(name): self.tensor(spec) for name, spec in self.root.INPUTS.items()}
+        """Return forward's arguments, except sums over the batch."""
+        received = {name: self.tensor(spec, spec.requires_grad) for name, spec in self.root.RECEIVES.items()}
+        return received | {argument(name): self.tensor(spec) for name, spec in self.root.INPUTS.items()}
 
     def tensor(self, spec: Param, requires_grad: bool = False) -> Tensor:
         value = torch.empty(spec.local_shape(self.mesh), dtype=spec.dtype, device=self.mesh.device)
         return value.requires_grad_(requires_grad and spec.dtype.is_floating_point)
 
     def forward(self, model: Module, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The results, as a step asks for them."""
+        """Run forward as a step does, and return its results."""
         for layer in self.layers.values():
-            layer.known.clear()
+            layer.results.clear()
         batch = {argument(name): inputs[argument(name)] for name in self.root.INPUTS}
-        given: dict[str, Any] = {}
+        sums: dict[str, Any] = {}
         with torch.no_grad():
             if model.takes_sums:
-                given["sums"] = model.whole_sums(**batch)
+                sums["sums"] = model.whole_sums(**batch)
             if model.counts_targets:
-                given["num_targets"] = model.count_targets(**batch)
+                sums["num_targets"] = model.count_targets(**batch)
             summing: list[Any] = [module for module in model.units() if module.needs_first_pass]
             for module in summing:
                 module.begin_first_pass()
             if summing:
-                model(**inputs, **given)
+                model(**inputs, **sums)
             for module in summing:
                 module.end_first_pass()
         if hasattr(model, "gives_logits"):
             model.gives_logits = True
-        results = model(**inputs, **given)
+        results = model(**inputs, **sums)
         return results if isinstance(results, tuple) else (results,)
 
     def backward(self, model: Module, results: tuple[Any, ...]) -> None:
-        """From what the next stages send back, or from the loss."""
+        """Run backward from the gradients of later stages, or from the loss."""
         sends = list(self.root.SENDS.items())
         if not sends:
             (loss,) = results
@@ -259,17 +261,17 @@ class _Run:
 
 
 class _Layer:
-    """All layers of a class: it runs for each kind of arguments once, and returns what it then returned."""
+    """Stands for all layers of a class: it runs once per kind of arguments and returns those results again."""
 
     def __init__(self, layer: Module) -> None:
         self.layer = layer
-        self.known: dict[Any, Any] = {}
+        self.results: dict[Any, Any] = {}
 
     def __call__(self, *args: Any) -> Any:
         kind = tuple(_kind(arg) for arg in args)
-        if kind not in self.known:
-            self.known[kind] = self.layer(*args)
-        return self.known[kind]
+        if kind not in self.results:
+            self.results[kind] = self.layer(*args)
+        return self.results[kind]
 
 
 def _kind(value: Any) -> Any:

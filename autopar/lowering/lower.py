@@ -1,4 +1,4 @@
-"""Graph + assignment -> codegen.Program, or one program per pipeline stage: `scope_lowering.py` makes the
+"""Lower graph and assignment to a codegen.Program, or to one program per pipeline stage. `scope_lowering.py` makes the
 statements."""
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Protocol
 
 from autopar.ir.batch_names import batch_key
 from autopar.ir.chain import chain, home_of_unread
+from autopar.ir.draws import draw_numbers
 from autopar.ir.graph import UPDATE_BUFFER, Graph, Input, LayerRun, Node, Ref, ancestors, base_name, derived
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R
 from autopar.lowering.dim_roles import dim_roles
-from autopar.lowering.draw_numbers import draw_numbers
 from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, without_waiting
 from autopar.lowering.specs import border_of, input_spec, spec_of, unread_specs
 from autopar.lowering.stages import Cut, StageGraph, boundary_placements, stage_graphs, tied_parameters
@@ -25,11 +25,11 @@ from codegen.program import Call, ModuleClass, PipelineProgram, PipelineStage, P
 from codegen.runtime.names import argument
 
 Modes = Mapping[str, tuple[tuple[str, int], ...]]
-"""Layer class -> (mode, how many layers in a row), in the order of the layers; classes left out keep everything."""
+"""Layer class -> (mode, number of consecutive layers), in layer order; omitted classes keep everything."""
 
 
 class Planned(Protocol):
-    """What lowering reads of a plan; `mesh` is that of one pipeline rank."""
+    """The part of a plan that lowering reads; `mesh` is that of one pipeline rank."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -45,11 +45,10 @@ class Planned(Protocol):
 class Staging:
     """How a program is cut and run as a pipeline.
 
-    boundaries: first unit of each stage. pipeline_ranks: where each stage runs. schedule: one line
-    of actions per pipeline rank. recompute, offload: for each stage, how its layers recompute ("none", "selective",
-    "full") and whether their activations are offloaded ("host", else "").  defers_weights: zero-bubble schedules.
-    meshes, first_ranks: of every pipeline rank, where they differ from the plan's mesh and from the order of pipeline
-    ranks.
+    boundaries: first unit of each stage. pipeline_ranks: the pipeline rank of each stage. schedule: one line of actions
+    per pipeline rank. recompute, offload: for each stage, how its layers recompute ("none", "selective", "full") and
+    whether their activations are offloaded ("host", else ""). defers_weights: zero-bubble schedules. meshes,
+    first_ranks: of every pipeline rank, where they differ from the plan's mesh and from the order of pipeline ranks.
     """
 
     boundaries: Cut
@@ -63,14 +62,17 @@ class Staging:
     first_ranks: tuple[int, ...] = ()
 
     def mesh(self, stage: int, default: Mesh) -> Mesh:
-        """The mesh that a stage runs on."""
+        """Return the mesh of a stage."""
         return self.meshes[self.pipeline_ranks[stage]] if self.meshes else default
 
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What is equal for all stages. graph: whole. keeper: the stage that holds what no call reads. are_alike: whether
-    all stage meshes are. placements: how a sent tensor lies where it is made, by (stage, name)."""
+    """The inputs that all stages share.
+
+    graph: the whole graph. keeper: the stage that stores parameters that no call reads. are_alike: whether all stage
+    meshes are equal. placements: of sent tensors where they are produced, by (stage, name).
+    """
 
     graph: Graph
     operators: Mapping[tuple[str, str], Operator]
@@ -82,7 +84,7 @@ class _Context:
     placements: dict[tuple[int, str], Placements] = field(default_factory=dict)
 
     def crosses(self, placements: Placements) -> Placements:
-        """How what lies so crosses a stage boundary."""
+        """Return the placements with which a tensor crosses a stage boundary."""
         return boundary_placements(placements, self.are_alike)
 
 
@@ -95,7 +97,7 @@ def lower(
     recompute: Modes | None = None,
     offload: Modes | None = None,
 ) -> Program:
-    """The program of a plan without pipelines."""
+    """Lower a plan without a pipeline."""
     context = _Context(graph=graph, operators=operators, plan=plan, assignment=assignment)
     root_class = graph.name, f"{graph.name} on {plan.mesh}: this rank's part."
     whole = StageGraph(graph, (), (), True)
@@ -109,8 +111,7 @@ def lower_stages(
     assignment: Assignment,
     staging: Staging,
 ) -> PipelineProgram:
-    """The programs of a pipeline's stages. `assignment` is of the whole graph on the plan's axes, which all pipeline
-    ranks have."""
+    """Lower the stages of a pipeline. `assignment` is for the whole graph on the axes of all pipeline ranks."""
     context = _Context(
         graph=graph,
         operators=operators,
@@ -152,7 +153,7 @@ def _lower_stage(
     recompute: Modes,
     offload: Modes,
 ) -> Program:
-    """root_class: its name and docstring."""
+    """Lower one stage. root_class: its name and docstring."""
     graph, plan = stage.graph, context.plan
     kept = {name: _latest(context.placements, number, name) for name, _ in stage.received}
     crossing = {name: context.crosses(placements) for name, placements in kept.items()}
@@ -160,15 +161,15 @@ def _lower_stage(
     layers = tuple(_layer_class(shared, scope) for scope in shared.scopes.values() if scope.layer)
     root = Lowering(shared, shared.scopes[""])
     root.receive(kept)
-    body, known = _before_and_in_step(stage)
-    root.known = {ref: f"{SUMS}[{number}]" for number, ref in enumerate(known)}
+    body, given_sums = _before_and_in_step(stage)
+    root.given_sums = {ref: f"{SUMS}[{number}]" for number, ref in enumerate(given_sums)}
     statements = [*root.drain(), *root.run(body)]
     results = _results(context, number, stage, root)
     statements += root.drain()
     logits, giving = _logits(stage, root)
     counting, summing = (Lowering(shared, root.scope, layouts=root.layouts) for _ in range(2))
     count_statements, counts = counting.count_targets(root.losses)
-    sum_statements, sums = summing.sums(known) if known else ([], ())
+    sum_statements, sums = summing.sums(given_sums) if given_sums else ([], ())
     unread_here = unread_specs(context.graph) if number == context.keeper else {}
     awaited = without_waiting(statements) if stage.has_loss else statements
     return Program(
@@ -186,7 +187,7 @@ def _lower_stage(
         target_counts=counts,
         vocabulary=smallest_vocabulary(context.graph),
         receives={name: border_of(shared, meta, crossing[name]) for name, meta in stage.received},
-        sends={n: border_of(shared, root.scope.metas[r], context.crosses(root.lies[r])) for r, n in stage.sends},
+        sends={n: border_of(shared, root.scope.metas[r], context.crosses(root.placements[r])) for r, n in stage.sends},
         recompute=recompute,
         offload=offload,
         whole_sums=tuple(sum_statements),
@@ -198,7 +199,7 @@ def _lower_stage(
 
 
 def _shared(context: _Context, mesh: Mesh, stage: StageGraph, crossing: Mapping[str, Placements]) -> Shared:
-    """What a stage's scopes look things up in. crossing: how what it receives comes."""
+    """Return the data that a stage's scopes share. crossing: placements of received tensors."""
     entering = {("", Ref(name)): placements for name, placements in crossing.items()}
     return Shared(
         graph=stage.graph,
@@ -214,8 +215,8 @@ def _shared(context: _Context, mesh: Mesh, stage: StageGraph, crossing: Mapping[
 
 
 def _inputs(shared: Shared) -> list[Input]:
-    """The inputs of a stage's forward: of the graph's inputs those that were decided on."""
-    return [each for each in shared.graph.inputs if ("", Ref(each.name)) in shared.assignment.tensors]
+    """Return the inputs of a stage's forward: the graph's inputs with a decided placement."""
+    return [entry for entry in shared.graph.inputs if ("", Ref(entry.name)) in shared.assignment.tensors]
 
 
 def _root_class(
@@ -225,7 +226,7 @@ def _root_class(
     results: tuple[Var, ...],
     unread_here: Mapping[str, Spec],
 ) -> ModuleClass:
-    """The class of a stage's top level. unread_here: what it holds and nothing reads."""
+    """Return the class of a stage's top level. unread_here: parameters and buffers that it stores and nothing reads."""
     shared, (name, doc) = root.shared, name_and_doc
     stored = [p for p in shared.graph.parameters if ("", p.name) in shared.assignment.parameters]
     return ModuleClass(
@@ -244,7 +245,7 @@ def _root_class(
 
 
 def _before_and_in_step(stage: StageGraph) -> tuple[tuple[Node | LayerRun, ...], tuple[Ref, ...]]:
-    """What forward calls, and the sums over the whole batch that it is given instead of calling what makes them."""
+    """Return the pieces that forward runs, and the sums over the whole batch that it receives."""
     graph = stage.graph
     if graph.accumulation is None or not graph.accumulation.whole:
         return graph.body, ()
@@ -262,47 +263,50 @@ def _before_and_in_step(stage: StageGraph) -> tuple[tuple[Node | LayerRun, ...],
 
 
 def _results(context: _Context, number: int, stage: StageGraph, root: Lowering) -> tuple[Var, ...]:
-    """The variables that forward returns: the loss, equal on all ranks, or what later stages receive."""
+    """Return forward's results: the loss, equal on all ranks, or the tensors that later stages receive."""
     if stage.has_loss:
-        loss, found = root.use(stage.graph.loss, (R,) * len(context.plan.mesh.axes)), stage.graph.accumulation
-        if found is not None and found.loss != 1:
-            loss = root.multiply(loss, found.loss, "")
+        loss, accumulation = root.use(stage.graph.loss, (R,) * len(context.plan.mesh.axes)), stage.graph.accumulation
+        if accumulation is not None and accumulation.loss != 1:
+            loss = root.multiply(loss, accumulation.loss, "")
         return (loss,)
     for ref, name in stage.sends:
-        context.placements[number, name] = root.lies[ref]
-    return tuple(root.use(ref, context.crosses(root.lies[ref])) for ref, _ in stage.sends)
+        context.placements[number, name] = root.placements[ref]
+    return tuple(root.use(ref, context.crosses(root.placements[ref])) for ref, _ in stage.sends)
 
 
 def _logits(stage: StageGraph, root: Lowering) -> tuple[Var | None, tuple[Statement, ...]]:
-    """The variable of the model's logits, whole on every rank, where the stage has them, and what makes it of what
-    forward has anyway, which stays as it would be without."""
+    """Return the variable of the model's logits, whole on every rank, and the statements that make it.
+
+    The statements only read values that forward computes anyway, which stay unchanged. The variable is None on stages
+    without the logits.
+    """
     ref, graph = stage.graph.logits, stage.graph
     if ref is None:
         return None, ()
     whole = (R,) * len(root.shared.mesh.axes)
-    found = [where for each, where in root.at_hand if each == ref]
-    if not found:
+    available = [where for tensor, where in root.available if tensor == ref]
+    if not available:
         return None, ()
-    root.lies[ref] = whole if whole in found else found[-1]
-    root.uses[ref] = root.uses.get(ref, 0) + 1  # what forward goes on with keeps its name for itself
+    root.placements[ref] = whole if whole in available else available[-1]
+    root.uses[ref] = root.uses.get(ref, 0) + 1  # forward's own variable keeps its name
     variable = root.use(ref, whole)
     if graph.logits_size is not None:
         dim, size = graph.logits_size
-        held = variable.type
-        shape = (*held.shape[:dim], size, *held.shape[dim + 1 :])
-        own = Var(root.fresh_name("logits"), replace(held, shape=shape, tensor=("", 0)))
-        root.pending.append(Call("aten.slice.Tensor", (variable, dim, 0, size), (), (own,)))
-        variable = own
+        whole_type = variable.type
+        shape = (*whole_type.shape[:dim], size, *whole_type.shape[dim + 1 :])
+        cut = Var(root.fresh_name("logits"), replace(whole_type, shape=shape, tensor=("", 0)))
+        root.pending.append(Call("aten.slice.Tensor", (variable, dim, 0, size), (), (cut,)))
+        variable = cut
     return variable, tuple(root.drain())
 
 
 def _latest(placements: Mapping[tuple[int, str], Placements], before: int, name: str) -> Placements:
-    """How `name` lies where the latest stage before `before` sends it."""
+    """Return the placements of `name` on the latest stage before `before` that sends it."""
     return placements[max(stage for stage, sent in placements if sent == name and stage < before), name]
 
 
 def _stage_doc(stage: StageGraph, is_first: bool) -> str:
-    """Which part of the model a stage is."""
+    """Describe the part of the model in a stage."""
     paths = [path for piece in stage.graph.body if isinstance(piece, LayerRun) for path in piece.instances]
     if not paths:
         return f"the calls {'before' if is_first else 'after' if stage.has_loss else 'between'} the layers"
@@ -317,12 +321,12 @@ def _layer_class(shared: Shared, scope: Scope) -> ModuleClass:
     layer = scope.layer
     assert layer is not None
     lowering = Lowering(shared, scope)
-    inputs = tuple(lowering.at_hand[Ref(name), lowering.lies[Ref(name)]] for name, _ in layer.inputs)
+    inputs = tuple(lowering.available[Ref(name), lowering.placements[Ref(name)]] for name, _ in layer.inputs)
     body = lowering.run(scope.nodes)
     outputs = []
     carried = _carried(shared.graph, layer.name)
     for index, ref in enumerate(layer.outputs):
-        where = lowering.lies[ref]
+        where = lowering.placements[ref]
         if index in carried:
             where = shared.assignment.tensors[scope.name, Ref(layer.inputs[carried[index]][0])]
         outputs.append(lowering.use(ref, where))
@@ -342,14 +346,14 @@ def _layer_class(shared: Shared, scope: Scope) -> ModuleClass:
 
 
 def _carried(graph: Graph, name: str) -> dict[int, int]:
-    """Output position -> input position that it feeds, of a layer class."""
+    """Map output positions of a layer class to the input positions that they feed."""
     run = next(p for p in graph.body if isinstance(p, LayerRun) and p.layer.name == name)
     return {output: position for position, output in run.carried}
 
 
 @derived
 def smallest_vocabulary(graph: Graph) -> int:
-    """What integer inputs must stay below: rows of tables that they index, and classes that they name."""
+    """Return the limit that integer inputs must stay below: rows of indexed tables, and numbers of classes."""
     inputs = {item.name for item in graph.inputs}
     metas = scopes_of(graph)[0].metas
     sizes = []

@@ -1,7 +1,7 @@
-"""Calls that a sharded operator needs instead of the plain one: what the rules' lowering names become.
+"""Statements of calls that need a lowering: the rules' lowering names become calls of the run time.
 
-Each takes the local call and returns the statement that the program makes. The run-time functions are in
-codegen/runtime; their names here are `runtime.<function>`.
+Each function takes the local call and returns the program's statement. The run-time functions are in codegen/runtime;
+their names here are `runtime.<function>`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from autopar.rules.lookup import BAGS
 from autopar.rules.loss import MEAN, is_plain_cross_entropy
 from autopar.rules.rule import AxisOption
 from codegen.evaluation import UPDATE
-from codegen.expressions import given, literal
+from codegen.expressions import call_arguments, literal
 from codegen.program import Call, Raw, Statement, TensorType, Var
 from codegen.schemas import schema_of
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 def lower_call(
     scope: Lowering, node: Node, operator: Operator, option: Option, local: LocalCall, call: Call
 ) -> Statement:
-    """The statement for one call."""
+    """Return the statement for one call."""
     lowering = local.lowering
     if not option.axes:
         lowering = _on_one_rank(node, operator)
@@ -70,15 +70,15 @@ def lower_call(
         return _batch_norm(scope.shared.mesh, lowering, call)
     if lowering is None and node.op in (WINDOW_ATTENTION, SINK_ATTENTION, BAGS):
         return _own_operator(call)
-    own_rows = scope.shared.graph.vocabularies.get(node.name) if not operator.scope else None
-    if lowering is None and name == "embedding" and own_rows is not None:
-        return _vocab_embedding(call, None, own_rows)
+    user_rows = scope.shared.graph.vocabularies.get(node.name) if not operator.scope else None
+    if lowering is None and name == "embedding" and user_rows is not None:
+        return _vocab_embedding(call, None, user_rows)
     if lowering is None:
         return call
     if lowering.name == "mean":
         return replace(call, divisor=lowering.divisor)
     if lowering.name == "vocab_embedding":
-        return _vocab_embedding(call, Raw(scope.shared.mesh.axes[lowering.axes[0]]), own_rows)
+        return _vocab_embedding(call, Raw(scope.shared.mesh.axes[lowering.axes[0]]), user_rows)
     if lowering.name == "group_norm":
         return _group_norm(scope.shared.mesh, operator, lowering, call)
     if lowering.name == HALO:
@@ -94,7 +94,7 @@ def lower_call(
     if accumulation is not None and (operator.scope, node.name) in accumulation.repeated:
         where = (*where, ("batched", False))
     if lowering.name == "dropout":
-        arguments = given(call)
+        arguments = call_arguments(call)
         return replace(call, target="self.same_dropout", args=(arguments["input"], arguments["p"]), kwargs=where)
     if lowering.name == "draw":
         return _draw(node, call, where)
@@ -104,7 +104,7 @@ def lower_call(
 
 
 def _expert_linear(scope: Lowering, operator: Operator, lowering: LoweringCall | None, call: Call) -> Call:
-    """A layer of experts, between what brings its rows to them and what brings them back where that is its part."""
+    """Return an expert layer, with the exchange of its rows before and after it where that belongs to this call."""
     rows, weight, experts, *bias = call.args
     axes = _routing_axis(scope.shared.mesh, lowering)
     num_experts, route = operator.inputs[1].shape[0], operator.route
@@ -115,20 +115,20 @@ def _expert_linear(scope: Lowering, operator: Operator, lowering: LoweringCall |
     if not route.returns:
         return product
     (result,) = call.results
-    made = Var(scope.fresh_name("product"), replace(result.type, tensor=("", 0)))
-    scope.pending.append(replace(product, results=(made,)))
-    return replace(call, target="runtime.combine", args=(made, routes))
+    product_variable = Var(scope.fresh_name("product"), replace(result.type, tensor=("", 0)))
+    scope.pending.append(replace(product, results=(product_variable,)))
+    return replace(call, target="runtime.combine", args=(product_variable, routes))
 
 
 def _batch_norm(mesh: Mesh, lowering: LoweringCall | None, call: Call) -> Call:
-    """A norm by the statistics of the rows of all ranks of the axes that follow its arguments."""
-    arguments = (value for name, value in given(call).items() if name != "cudnn_enabled")
+    """Return a norm whose statistics cover the rows of all ranks of the axes appended to its arguments."""
+    arguments = (value for name, value in call_arguments(call).items() if name != "cudnn_enabled")
     axes = () if lowering is None else tuple(Raw(mesh.axes[number]) for number in lowering.axes)
     return replace(call, target="runtime.batch_norm", args=(*arguments, *axes), kwargs=())
 
 
 def _group_norm(mesh: Mesh, operator: Operator, lowering: LoweringCall, call: Call) -> Call:
-    """A norm by the statistics of groups of rows whose space all ranks of the axes have a part of."""
+    """Return a norm whose statistics cover groups of rows with space sharded over the axes."""
     arguments = _whole_arguments(operator, call)
     first = (arguments[name] for name in ("input", "num_groups", "weight", "bias", "eps"))
     axes = (Raw(mesh.axes[number]) for number in lowering.axes)
@@ -136,25 +136,25 @@ def _group_norm(mesh: Mesh, operator: Operator, lowering: LoweringCall, call: Ca
 
 
 def _whole_arguments(operator: Operator, call: Call) -> dict[str, Any]:
-    """The arguments of a rank's call by name, defaults among them."""
+    """Return the arguments of a rank's call by name, including defaults."""
     names = [argument.name for argument in schema_of(call.target) or ()]
     return arguments_of(operator.node) | dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
 
 
 def _halo(operator: Operator, axis: Raw, call: Call) -> Call:
-    """A convolution of a rank's rows of space and some of its neighbours'."""
-    found = halo_dim(RuleCall.of(operator.node, operator.inputs))
-    assert found is not None
+    """Return a convolution of a rank's rows of space and some of its neighbors' rows."""
+    reach = halo_dim(RuleCall.of(operator.node, operator.inputs))
+    assert reach is not None
     arguments = _whole_arguments(operator, call)
     tensors = (arguments[name] for name in ("input", "weight", "bias"))
     sizes = {name: arguments[name] for name in ("stride", "padding", "dilation", "groups")}
     usual = {name: 1 if name == "groups" else (int(name != "padding"),) * len(sizes["stride"]) for name in sizes}
-    kwargs = (("dim", found[0]), *((name, size) for name, size in sizes.items() if size != usual[name]))
+    kwargs = (("dim", reach[0]), *((name, size) for name, size in sizes.items() if size != usual[name]))
     return replace(call, target="runtime.halo_convolution", args=(*tensors, axis), kwargs=kwargs)
 
 
 def _routing_axis(mesh: Mesh, lowering: LoweringCall | None) -> tuple[Raw, ...]:
-    """The argument that says over which axis rows travel, if they do."""
+    """Return the argument that names the axis over which rows travel, if they do."""
     names = () if lowering is None else tuple(mesh.axes[number] for number in lowering.axes)
     if len(names) < 2:
         return tuple(map(Raw, names))
@@ -162,16 +162,16 @@ def _routing_axis(mesh: Mesh, lowering: LoweringCall | None) -> tuple[Raw, ...]:
 
 
 def _own_operator(call: Call) -> Call:
-    """Attention of a whole sequence on one rank, or a look-up of bags, by a function of the run time."""
-    arguments = given(call)
+    """Return attention of a whole sequence on one rank, or a look-up of bags, as a call of the run time."""
+    arguments = call_arguments(call)
     names = [name for name in ("query", "key", "value", "sinks", "indices", "weight") if name in arguments]
     tensors = tuple(arguments.pop(name) for name in names)
     return replace(call, target=f"runtime.{base_name(call.target)}", args=tensors, kwargs=tuple(arguments.items()))
 
 
 def _context_attention(call: Call, lowering: LoweringCall, axis: str) -> Call:
-    """Attention over the keys of all ranks of `axis`."""
-    arguments = given(call)
+    """Return attention over the keys of all ranks of `axis`."""
+    arguments = call_arguments(call)
     query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
     stripes = (("is_striped", True),) if lowering.is_striped else ()
     kwargs = (*arguments.items(), ("exchange", lowering.name), *stripes)
@@ -179,22 +179,22 @@ def _context_attention(call: Call, lowering: LoweringCall, axis: str) -> Call:
 
 
 def _is_trained(operator: Operator, call: Call, position: int) -> bool:
-    """Whether a layer's weight is a trained parameter, used as it is stored, and the call says no more than tensors."""
+    """Whether the weight is a trained parameter, used as it is stored, and the call has only tensor arguments."""
     is_plain = all(isinstance(argument, Var) for argument in call.args if argument is not None) and not call.kwargs
     return is_plain and operator.inputs[position].requires_grad and call.args[position].is_stored
 
 
 def _on_one_rank(node: Node, operator: Operator) -> Any:
-    """The lowering that a call needs even where nothing is sharded: a rank alone is an axis of one."""
+    """Return the lowering that a call needs even where nothing is sharded: a single rank is an axis of one."""
     option = AxisOption("R", (R,) * len(operator.inputs), (R,) * len(node.outputs))
     lowering = local_call(node, operator.rule, (option,), operator.inputs, (1,)).lowering
     return None if lowering is None else replace(lowering, layout=())
 
 
-def _vocab_embedding(call: Call, axis: Raw | None, own_rows: int | None) -> Call:
-    """A look-up in rows on `axis` (None: all rows are here), of which the first `own_rows` are the user's."""
-    arguments = given(call)
-    named = (("padding_idx", arguments.get("padding_idx")), ("own_rows", own_rows))
+def _vocab_embedding(call: Call, axis: Raw | None, user_rows: int | None) -> Call:
+    """Return a look-up in rows on `axis` (None: all rows are local). The first `user_rows` are the user's."""
+    arguments = call_arguments(call)
+    named = (("padding_idx", arguments.get("padding_idx")), ("own_rows", user_rows))
     kwargs = tuple((key, value) for key, value in named if value is not None)
     return replace(
         call, target="runtime.vocab_embedding", args=(arguments["indices"], arguments["weight"], axis), kwargs=kwargs
@@ -218,10 +218,10 @@ def _cross_entropy(scope: Lowering, node: Node, axes: tuple[int, ...], call: Cal
 
 
 def _count(scope: Lowering, node: Node, ignore_index: int, call: Call) -> Raw:
-    """The number of valid targets on all ranks.
+    """Return the number of valid targets on all ranks.
 
-    Targets that come from the batch alone are counted before the step, over all its micro-batches, which makes the mean
-    exact under accumulation. Others are counted here, so that each micro-batch weighs the same.
+    Targets that depend only on the batch are counted before the step, over all its micro-batches, which makes the mean
+    exact under accumulation. Others are counted here, so that each micro-batch has the same weight.
     """
     target = node.inputs[1]
     if scope.scope.layer is None and depends_on_batch_only(scope.shared.graph, target, scope.shared.received):
@@ -231,23 +231,23 @@ def _count(scope: Lowering, node: Node, ignore_index: int, call: Call) -> Raw:
 
 
 def depends_on_batch_only(graph: Graph, ref: Ref, received: frozenset[str] = frozenset()) -> bool:
-    """Whether `ref` is computed from batch inputs and constants alone. received: inputs that are of other stages."""
+    """Whether `ref` is computed only from batch inputs and constants. received: inputs from other stages."""
     parameters = {p.name for p in graph.parameters if not p.is_buffer}
     runs = {piece.name for piece in graph.body if isinstance(piece, LayerRun)}
     return not ancestors(graph, ref) & (parameters | runs | received)
 
 
 def _draw(node: Node, call: Call, where: tuple[tuple[str, Any], ...]) -> Call:
-    """A draw of the layout's shape; its dtype where it is not fp32."""
-    arguments = given(call)
+    """Return a draw of the layout's shape, with its dtype if that is not fp32."""
+    arguments = call_arguments(call)
     parameters = tuple((name, arguments[name]) for name in ("p", "low", "high") if name in arguments)
     dtype = () if node.meta.dtype == torch.float32 else (("dtype", node.meta.dtype),)
     return replace(call, target="self.draw", args=(arguments["distribution"],), kwargs=(*parameters, *dtype, *where))
 
 
 def _arange(call: Call, layout: str, dtype: torch.dtype) -> Call:
-    """start + step * (global position), in the call's dtype, which positions and whole numbers have anyway if int64."""
-    numbers = given(call)
+    """Return start + step * (global position), with a dtype argument unless positions and numbers are int64 already."""
+    numbers = call_arguments(call)
     start, step = numbers.get("start", 0), numbers.get("step", 1)
     is_whole = dtype == torch.int64 and isinstance(start, int) and isinstance(step, int)
     args = (start, step, Raw(layout), Raw("self.mesh"))
@@ -255,7 +255,7 @@ def _arange(call: Call, layout: str, dtype: torch.dtype) -> Call:
 
 
 def _with_rows(scope: Lowering, call: Call) -> Call:
-    """Cross-entropy of [N, C, ...] or [C] logits as that of [rows, C], which is what the run time's takes."""
+    """Turn cross-entropy of [N, C, ...] or [C] logits into that of [rows, C], the form of the run time's function."""
     logits, target = call.args[:2]
     rank = len(logits.type.shape)
     if rank == 2:
@@ -273,29 +273,29 @@ def _with_rows(scope: Lowering, call: Call) -> Call:
     return replace(call, args=(classes, rows, *call.args[2:]))
 
 
-def _moved(held: TensorType) -> TensorType:
-    """With dim 1 as the last."""
-    num_dims = len(held.shape)
+def _moved(tensor_type: TensorType) -> TensorType:
+    """Return the type with dim 1 moved to the end."""
+    num_dims = len(tensor_type.shape)
     order = (0, *range(2, num_dims), 1)
-    return _redimmed(held, tuple(held.shape[dim] for dim in order), lambda dim: (order.index(dim), 1))
+    return _redimmed(tensor_type, tuple(tensor_type.shape[dim] for dim in order), lambda dim: (order.index(dim), 1))
 
 
-def _flat(held: TensorType, num_last: int = 0) -> TensorType:
-    """With all dims but the last `num_last` as one."""
-    num_rows = len(held.shape) - num_last
-    shape = (math.prod(held.shape[:num_rows]), *held.shape[num_rows:])
-    # A shard of a dim inside is one of as many sections of the rows as there are indices before it.
-    home = {dim: (0, math.prod(held.shape[:dim])) for dim in range(num_rows)}
-    return _redimmed(held, shape, lambda dim: home.get(dim, (dim - num_rows + 1, 1)))
+def _flat(tensor_type: TensorType, num_last: int = 0) -> TensorType:
+    """Return the type with all dims but the last `num_last` flattened into one."""
+    num_rows = len(tensor_type.shape) - num_last
+    shape = (math.prod(tensor_type.shape[:num_rows]), *tensor_type.shape[num_rows:])
+    # A shard of an inner dim is a shard of the rows in as many sections as there are indices before that dim.
+    home = {dim: (0, math.prod(tensor_type.shape[:dim])) for dim in range(num_rows)}
+    return _redimmed(tensor_type, shape, lambda dim: home.get(dim, (dim - num_rows + 1, 1)))
 
 
-def _redimmed(held: TensorType, shape: tuple[int, ...], home: Callable[[int], tuple[int, int]]) -> TensorType:
-    """In another shape. home: a dim -> the dim that it becomes (part of), and in how many sections it is there."""
+def _redimmed(tensor_type: TensorType, shape: tuple[int, ...], home: Callable[[int], tuple[int, int]]) -> TensorType:
+    """Return the type in another shape. home: maps a dim to (the dim that contains it, sections there)."""
     pairs = []
-    for axis, text in held.placements:
+    for axis, text in tensor_type.placements:
         placement = Placement.parse(text)
         if placement.is_shard:
             dim, sections = home(placement.dim)
             placement = S(dim, sections * placement.sections)
         pairs.append((axis, str(placement)))
-    return replace(held, shape=shape, placements=tuple(pairs), tensor=("", 0))
+    return replace(tensor_type, shape=shape, placements=tuple(pairs), tensor=("", 0))

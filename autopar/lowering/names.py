@@ -1,7 +1,7 @@
-"""Variable names for generated code, taken from the user's own modules where they say more than the operator's name.
+"""Variable names for generated code, from the user's own modules where these are better than operator names.
 
-The last call that a leaf module makes is called after the module (`q_proj`, `input_layernorm`); a call between keeps
-its operator's name without torch's numbering where that is free.
+The last call of a leaf module is named after the module (`q_proj`, `input_layernorm`). Another call keeps its
+operator's name, without torch's numbering where that name is free.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from codegen.runtime.names import ARGUMENTS, argument
 _RESHAPING = RESHAPES | PERMUTATIONS | {"contiguous", "to", "expand"}
 
 RESERVED = ARGUMENTS | {"hidden"}
-"""What generated code uses itself, and built-ins that a variable should not hide."""
+"""Names that generated code uses itself, and built-ins that a variable should not hide."""
 
 _GATES = frozenset({"silu", "gelu", "sigmoid"})
 
 
 @derived
 def readable_names(graph: Graph, scope_name: str = "", results: tuple[Ref, ...] = ()) -> dict[Ref, str]:
-    """A unique identifier per Ref that the scope defines (inputs, node outputs, run outputs).
+    """Return a unique identifier for each Ref that the scope defines (inputs, node outputs, run outputs).
 
-    results: what the top level returns, the loss if nothing is given.
+    results: of the top level; by default the loss.
     """
-    scope = next(each for each in scopes_of(graph) if each.name == scope_name)
+    scope = next(candidate for candidate in scopes_of(graph) if candidate.name == scope_name)
     entering = [name for name, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
     taken = set(RESERVED) - {"hidden"} if scope.layer or "hidden" in entering else set(RESERVED)
     names: dict[Ref, str] = {}
@@ -66,73 +66,75 @@ def readable_names(graph: Graph, scope_name: str = "", results: tuple[Ref, ...] 
         wish = wishes.get(piece.name) or _plain(piece)
         wish = SHORT_NAMES.get(wish, wish)
         for index in range(len(piece.outputs)):
-            own = roles.get(Ref(piece.name, index), wish if len(piece.outputs) == 1 else f"{wish}_{index}")
-            names[Ref(piece.name, index)] = _unique(own, taken)
+            readable = roles.get(Ref(piece.name, index), wish if len(piece.outputs) == 1 else f"{wish}_{index}")
+            names[Ref(piece.name, index)] = _unique(readable, taken)
     return names
 
 
 def uses_of(pieces: Sequence[Node | LayerRun], results: tuple[Ref, ...]) -> dict[Ref, int]:
-    """How often the pieces read each tensor, and the results have it."""
+    """Count the reads of each tensor by the pieces and the results."""
     return Counter((*(ref for piece in pieces for ref in piece.inputs), *results))
 
 
 def _going_on(run: LayerRun, entering: Sequence[str], uses: dict[Ref, int]) -> dict[int, str]:
-    """Output position -> name, for what enters a stage under the layers' own name and is theirs alone: it keeps it."""
-    found = {}
+    """Map outputs to names for inputs of a stage that have the layers' own name and no other use: the name stays."""
+    names = {}
     for position, output in run.carried:
         ref, formal = run.args[position], run.layer.inputs[position][0]
         if ref.node in entering and ref.node == formal and uses[ref] == 1:
-            found[output] = formal
-    return found
+            names[output] = formal
+    return names
 
 
 def _handed_on(
     run: LayerRun, pieces: Sequence[Node | LayerRun], names: Mapping[Ref, str], uses: dict[Ref, int]
 ) -> dict[int, str]:
-    """Output position -> name, for what takes the place of another run's result that is its alone: it keeps the
-    name."""
+    """Map outputs to names where a run consumes another run's result that has no other use: the result's name stays."""
     runs, outputs = {piece.name: piece for piece in pieces if isinstance(piece, LayerRun)}, run.outputs
     alone = (ref for ref in run.args if uses[ref] == 1 and ref.node in runs and ref.index < len(outputs))
     return {ref.index: names[ref] for ref in alone if runs[ref.node].outputs[ref.index] == outputs[ref.index]}
 
 
 def _followed(pieces: Sequence[Node | LayerRun], uses: dict[Ref, int]) -> dict[str, Ref]:
-    """Calls that only reshape the result of one other call, whose only use they are: they take its name over."""
-    made = {piece.name for piece in pieces if isinstance(piece, Node)}
-    found = {}
+    """Return calls that only reshape the result of one other call and are its only use: they take over its name."""
+    calls = {piece.name for piece in pieces if isinstance(piece, Node)}
+    followed = {}
     for piece in pieces:
         if isinstance(piece, Node) and len(piece.outputs) == 1 and base_name(piece.op) in _RESHAPING:
             source = piece.inputs[0]
-            if source.node in made and uses[source] == 1 and len(piece.inputs) == 1:
-                found[piece.name] = source
-    return found
+            if source.node in calls and uses[source] == 1 and len(piece.inputs) == 1:
+                followed[piece.name] = source
+    return followed
 
 
 def _roles(
     nodes: Sequence[Node], entering: Sequence[str], followed: Mapping[str, Ref], uses: Mapping[Ref, int]
 ) -> dict[Ref, str]:
-    """What tensors are to the calls that read them: queries, logits, the residual stream."""
-    found: dict[Ref, str] = {}
+    """Return the roles of tensors in the calls that read them: queries, logits, the residual stream."""
+    roles: dict[Ref, str] = {}
     stream = {Ref(name) for name in entering[:1]}
-    made = {node.name: base_name(node.op) for node in nodes}
+    ops = {node.name: base_name(node.op) for node in nodes}
     for node in nodes:
-        op, result = base_name(node.op), Ref(node.name)
-        for ref, role in zip(node.inputs, ROLES.get(op, ()), strict=False):
+        for ref, role in zip(node.inputs, ROLES.get(base_name(node.op), ()), strict=False):
             while ref.node in followed:
                 ref = followed[ref.node]
-            found.setdefault(ref, role)
+            roles.setdefault(ref, role)
+    for node in nodes:
+        op, result = base_name(node.op), Ref(node.name)
         if op in ("cos", "sin"):
-            found[result] = op
-        elif op == "mul" and any(made.get(ref.node) in _GATES for ref in node.inputs):
-            found.setdefault(result, "gated")
+            roles[result] = op
+        elif op == "cat" and roles.get(result) == "angles" and len(set(node.inputs)) == 1:
+            roles.setdefault(node.inputs[0], "half_angles")
+        elif op == "mul" and any(ops.get(ref.node) in _GATES for ref in node.inputs):
+            roles.setdefault(result, "gated")
         elif op == "add" and stream.intersection(node.inputs) and uses.get(result, 0) > 1:
             stream.add(result)
-            found[result] = "residual"
-    return found
+            roles[result] = "residual"
+    return roles
 
 
 def _plain(node: Node) -> str:
-    if node.op in (WINDOW_ATTENTION, SINK_ATTENTION):  # in place of calls of other names
+    if node.op in (WINDOW_ATTENTION, SINK_ATTENTION):  # these replace calls with other names
         return base_name(node.op)
     if node.op == BAGS:
         return "bags"
@@ -140,9 +142,11 @@ def _plain(node: Node) -> str:
 
 
 def _module_wishes(nodes: tuple[Node, ...], followed: Mapping[str, Ref]) -> dict[str, str]:
-    """Node name -> module name, for the last node of a module that calls in one stretch only.
+    """Map the last node of each module that calls in one stretch only to the module's name.
 
-    Where that only reshapes what the module has computed, it is the call that has.
+    If that node only reshapes the module's result, the call that computes the result gets the name. Modules of one name
+    get that of the module around them in front (`attn_c_proj`, `mlp_c_proj`), and those of a list their number
+    (`linears_1`).
     """
     stretches: dict[str, list[Node]] = {}
     repeated: set[str] = set()
@@ -151,14 +155,16 @@ def _module_wishes(nodes: tuple[Node, ...], followed: Mapping[str, Ref]) -> dict
             repeated.add(module)
         stretches[module] = list(group)
     parents = {module.rpartition(".")[0] for module in stretches}
+    leaves = [m for m in stretches if m and not m.isdigit() and m not in repeated and m not in parents]
+    counts = Counter(module.rpartition(".")[2] for module in leaves)
     wishes = {}
-    for module, stretch in stretches.items():
-        leaf = module.rpartition(".")[2]
-        if leaf and not leaf.isdigit() and module not in repeated and module not in parents:
-            last, own = stretch[-1].name, {node.name for node in stretch}
-            while last in followed and followed[last].node in own:
-                last = followed[last].node
-            wishes[last] = leaf
+    for module in leaves:
+        path, stretch = module.split("."), stretches[module]
+        is_alone = counts[path[-1]] == 1 and not path[-1].isdigit()
+        last, members = stretch[-1].name, {node.name for node in stretch}
+        while last in followed and followed[last].node in members:
+            last = followed[last].node
+        wishes[last] = "_".join(path[-1:] if is_alone else path[-2:])
     return wishes
 
 
@@ -174,7 +180,7 @@ def _unique(wish: str, taken: set[str]) -> str:
 
 
 def free_name(wish: str, taken: Collection[str]) -> str:
-    """The wish, or with the first number that makes it a name that is not taken."""
+    """Return the wish, or the wish with the first number that makes it free."""
     name, count = wish, 2
     while name in taken:
         name, count = f"{wish}_{count}", count + 1

@@ -1,6 +1,6 @@
-"""The passes over a lowered program, each from Program to Program, in their order.
+"""The passes over a lowered program, each from Program to Program, in order.
 
-What is emitted goes through them (assembly.py), and so does what is priced (autopar/costs/emitted.py).
+Emitted programs (assembly.py) and priced ones (autopar/costs/emitted.py) go through the same passes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def passes(
     overlapped: bool = False,
     neighbours: Neighbours | None = None,
 ) -> tuple[Pass, ...]:
-    """The passes of a program.
+    """Return the passes of a program.
 
-    fused: Triton kernels in place of runs of calls and for layers of experts, for the update and for the gradient's
-    norm. fp8: linear layers of layer classes multiply in e4m3. asynchronous: products run beside the collectives before
-    and after them. overlapped: sums over ranks of backward run beside weight gradients, of calls that no kernel has.
-    neighbours: where rows of experts cross between nodes once per node.
+    fused: Triton kernels replace runs of calls, layers of experts, the update and the gradient's norm. fp8: linear
+    layers of layer classes multiply in e4m3. asynchronous: products run concurrently with the collectives before and
+    after them. overlapped: backward's sums over ranks run concurrently with weight gradients, for calls without a
+    kernel. neighbours: the cases in which rows of experts cross between nodes once per node.
     """
     by_node = () if neighbours is None else (partial(with_rows_once_per_node, neighbours=neighbours),)
-    wanted = ((fused, _with_kernels), (fp8, in_fp8), (asynchronous, with_async_tp), (overlapped, overlap))
-    return (*by_node, *(each for is_wanted, each in wanted if is_wanted))
+    optional = ((fused, _with_kernels), (fp8, in_fp8), (asynchronous, with_async_tp), (overlapped, overlap))
+    return (*by_node, *(rewrite for is_wanted, rewrite in optional if is_wanted))
 
 
 def _with_kernels(program: Program) -> Program:

@@ -1,7 +1,7 @@
-"""One scope, the top level or a layer class, as statements.
+"""Lower one scope, the top level or a layer class, to statements.
 
-Every use of a tensor in other placements than it lies in becomes one reshard statement per step, written once per
-(tensor, placements) and placed right before the first use.
+A tensor used in other placements than its own becomes one reshard statement per step. Each is written once per
+(tensor, placements), right before the first use.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from fractions import Fraction
 
 import torch
 
-from autopar.ir.draws import is_single_draw
+from autopar.ir.draws import DrawNumbers, is_single_draw
 from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta, ancestors, map_refs
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, R
-from autopar.lowering.draw_numbers import DrawNumbers
 from autopar.lowering.lowerings import lower_call
 from autopar.lowering.names import free_name, readable_names, uses_of
 from autopar.options.assignment import Assignment
@@ -30,16 +29,15 @@ from codegen.program import UNREAD, Call, LayerLoop, LayerRunSpec, Layout, Resha
 from codegen.reshards import METHODS, axis_kwargs
 
 SUMS = "sums"
-"""What forward calls the sums over the whole batch that it is given."""
+"""forward's name for the sums over the whole batch that it receives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What all scopes look things up in.
+    """Data that all scopes of a stage share.
 
-    graph: of one stage. results: what its forward returns. received: inputs that are tensors of earlier stages.
-    defers_weights: linear layers leave their weights' gradients for later (zero-bubble schedules). numbers: of draws,
-    in the whole model.
+    graph: of one stage. results: of its forward. received: inputs that are tensors of earlier stages. defers_weights:
+    linear layers defer their weights' gradients (zero-bubble schedules). numbers: of draws, in the whole model.
     """
 
     graph: Graph
@@ -55,22 +53,22 @@ class Shared:
 
 @dataclass
 class Lowering:
-    """Statements of one scope, with where every tensor lies and under which name it is at hand.
+    """The statements of one scope, with the current placements of every tensor and the variables that hold them.
 
-    known: sums over the whole batch that forward is given, and what they are called there.
+    given_sums: sums over the whole batch that forward receives, with their names.
     """
 
     shared: Shared
     scope: Scope
     names: dict[Ref, str] = field(default_factory=dict)
-    lies: dict[Ref, Placements] = field(default_factory=dict)
-    at_hand: dict[tuple[Ref, Placements], Var] = field(default_factory=dict)
+    placements: dict[Ref, Placements] = field(default_factory=dict)
+    available: dict[tuple[Ref, Placements], Var] = field(default_factory=dict)
     pending: list[Statement] = field(default_factory=list)
     layouts: list[Layout] = field(default_factory=list)
     losses: list[tuple[Node, Ref, int]] = field(default_factory=list)
     layer_runs: list[LayerRunSpec] = field(default_factory=list)
-    made: dict[tuple[str, tuple[object, ...]], Var] = field(default_factory=dict)
-    known: Mapping[Ref, str] = field(default_factory=dict)
+    runtime_results: dict[tuple[str, tuple[object, ...]], Var] = field(default_factory=dict)
+    given_sums: Mapping[Ref, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assignment, scope, graph = self.shared.assignment, self.scope, self.shared.graph
@@ -78,7 +76,10 @@ class Lowering:
         for (owner, name), stored in assignment.parameters.items():
             if owner == scope.name and Ref(name) in scope.metas:
                 ref, where = Ref(name), stored.placements
-                self.lies[ref], self.at_hand[ref, where] = where, self.variable(ref, where, attribute_path(name))
+                self.placements[ref], self.available[ref, where] = (
+                    where,
+                    self.variable(ref, where, attribute_path(name)),
+                )
         entering = [name for name, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
         for name in entering:
             ref = Ref(name)
@@ -89,36 +90,38 @@ class Lowering:
         self.taken = set(self.names.values())
 
     def define(self, ref: Ref, placements: Placements) -> Var:
-        """Notes that `ref` lies in `placements` under its own name."""
-        self.lies[ref] = placements
-        self.at_hand[ref, placements] = self.variable(ref, placements, self.names[ref])
-        return self.at_hand[ref, placements]
+        """Record that `ref` has `placements` under its own name."""
+        self.placements[ref] = placements
+        self.available[ref, placements] = self.variable(ref, placements, self.names[ref])
+        return self.available[ref, placements]
 
     def variable(self, ref: Ref, placements: Placements, name: str) -> Var:
-        """A variable that holds `ref` in these placements."""
+        """Return a variable that holds `ref` in these placements."""
         meta, pairs = self.scope.metas[ref], placement_pairs(placements, self.shared.mesh)
-        held = TensorType(meta.shape, dtype_name(meta.dtype), pairs, meta.requires_grad, tensor=(ref.node, ref.index))
-        return Var(name, held)
+        tensor_type = TensorType(
+            meta.shape, dtype_name(meta.dtype), pairs, meta.requires_grad, tensor=(ref.node, ref.index)
+        )
+        return Var(name, tensor_type)
 
     def receive(self, kept: Mapping[str, Placements]) -> None:
-        """Tensors of earlier stages go from how they crossed the boundary to how the plan keeps them."""
+        """Reshard tensors of earlier stages from their placements at the boundary to those in the plan."""
         for name, placements in kept.items():
             ref = Ref(name)
-            if placements != self.lies[ref]:
+            if placements != self.placements[ref]:
                 self.use(ref, placements, rename=False)
-                self.lies[ref] = placements
+                self.placements[ref] = placements
 
     def drain(self) -> list[Statement]:
-        """Statements since the last call of drain."""
-        found, self.pending = self.pending, []
-        return found
+        """Return the statements since the last call of drain."""
+        statements, self.pending = self.pending, []
+        return statements
 
     def run(self, pieces: tuple[Node | LayerRun, ...]) -> tuple[Statement, ...]:
-        for ref, name in self.known.items():
+        for ref, name in self.given_sums.items():
             where = (R,) * len(self.shared.mesh.axes)
-            self.lies[ref], self.at_hand[ref, where] = where, self.variable(ref, where, name)
+            self.placements[ref], self.available[ref, where] = where, self.variable(ref, where, name)
         for piece in pieces:
-            if any(Ref(piece.name, index) in self.known for index in range(len(piece.outputs))):
+            if any(Ref(piece.name, index) in self.given_sums for index in range(len(piece.outputs))):
                 continue
             if isinstance(piece, LayerRun):
                 self.layer_run(piece)
@@ -135,35 +138,37 @@ class Lowering:
         values = iter(arguments)
         args = map_refs(local.args, lambda _: next(values))
         kwargs = map_refs(local.kwargs, lambda _: next(values))
-        made = [(Ref(node.name, index), placements) for index, placements in enumerate(option.outputs)]
-        variables = [self.define(ref, placements) for ref, placements in made]
-        results = tuple(v if ref in self.uses else UNREAD for v, (ref, _) in zip(variables, made, strict=True))
+        outputs = [(Ref(node.name, index), placements) for index, placements in enumerate(option.outputs)]
+        variables = [self.define(ref, placements) for ref, placements in outputs]
+        results = tuple(v if ref in self.uses else UNREAD for v, (ref, _) in zip(variables, outputs, strict=True))
         call = Call(local.op, args, kwargs, results, section=node.module)
         self.pending.append(lower_call(self, node, operator, option, local, call))
-        for ref, placements in made:
+        for ref, placements in outputs:
             self._complete(ref, node.module)
             kept = self.shared.assignment.tensors.get((self.scope.name, ref))
             if kept is not None and kept != placements and ref in self.uses:
                 self.use(ref, kept, rename=False)
-                self.lies[ref] = kept
+                self.placements[ref] = kept
 
     def _complete(self, ref: Ref, section: str) -> None:
-        """What follows reads the sum over all micro-batches of what was made, where the accumulation says so."""
-        found = self.shared.graph.accumulation
-        summed = [ref for scope, ref in found.summed if scope == self.scope.name] if found is not None else []
+        """Replace a tensor by its sum over all micro-batches, if the accumulation says so, for all later reads."""
+        accumulation = self.shared.graph.accumulation
+        summed = (
+            [ref for scope, ref in accumulation.summed if scope == self.scope.name] if accumulation is not None else []
+        )
         if ref in summed and ref in self.uses:
-            variable = self.at_hand[ref, self.lies[ref]]
+            variable = self.available[ref, self.placements[ref]]
             args = variable, summed.index(ref)
             self.pending.append(Call("self.whole_sum", args, (), (variable,), section=section))
 
     def _scaled(self, node: Node, index: int, variable: Var) -> Var:
-        """What a call reads, multiplied as the micro-batches' accumulation says."""
-        found = self.shared.graph.accumulation
-        scale = found.scales.get((self.scope.name, node.name, index)) if found is not None else None
+        """Multiply a call's input as the micro-batches' accumulation says."""
+        accumulation = self.shared.graph.accumulation
+        scale = accumulation.scales.get((self.scope.name, node.name, index)) if accumulation is not None else None
         return variable if scale is None else self.multiply(variable, scale, node.module)
 
     def multiply(self, variable: Var, scale: Fraction, section: str) -> Var:
-        """A new variable of `scale` times the value, whose placement does not matter."""
+        """Return a new variable with `scale` times the value; placements do not matter."""
         result = self.fresh_name(f"{_words_of(variable)[-1]}_scaled")
         op, number = ("div", scale.denominator) if scale.numerator == 1 else ("mul", scale.numerator)
         exact = 1 in (scale.numerator, scale.denominator)
@@ -209,34 +214,38 @@ class Lowering:
     # --- resharding -------------------------------------------------------------------------------------------
 
     def use(self, ref: Ref, wanted: Placements, rename: bool = True) -> Var:
-        """The variable that holds `ref` in `wanted`; appends the reshard if it is not at hand."""
-        found = self.at_hand.get((ref, wanted))
-        if found is not None:
-            return found
-        current, meta = self.lies[ref], self.scope.metas[ref]
+        """Return the variable that holds `ref` in `wanted`, and append the reshard if there is none yet."""
+        available = self.available.get((ref, wanted))
+        if available is not None:
+            return available
+        current, meta = self.placements[ref], self.scope.metas[ref]
         path = steps(current, wanted, self.shared.mesh.sizes)
         assert path is not None, f"no way from {current} to {wanted}"
-        variable = self.at_hand[ref, current]
-        is_given = variable.is_stored or ref in self.known
-        keeps_name = not is_given and (not rename or self.uses.get(ref, 0) == 1)
-        target = variable.name if keeps_name else self._fresh("_".join(_words_of(variable)[-2:]), wanted)
+        variable = self.available[ref, current]
+        is_external = variable.is_stored or ref in self.given_sums
+        keeps_name = not is_external and (not rename or self.uses.get(ref, 0) == 1)
+        target = variable.name if keeps_name else self._fresh(_words_of(variable), wanted)
         for step in path:
             statement = self._reshard(step, variable, target, meta)
             self.pending.append(statement)
             variable = statement.result
-        self.at_hand[ref, wanted] = variable
+        self.available[ref, wanted] = variable
         if keeps_name:
-            self.at_hand = {key: v for key, v in self.at_hand.items() if key[0] != ref or key[1] == wanted}
+            self.available = {key: v for key, v in self.available.items() if key[0] != ref or key[1] == wanted}
         return variable
 
-    def _fresh(self, name: str, wanted: Placements) -> str:
-        """A name that says how the copy lies."""
+    def _fresh(self, words: list[str], wanted: Placements) -> str:
+        """Return a name that tells the placements of a copy: its last two words, or three if others have these."""
+        ending = "part"
         if all(p.is_replicated for p in wanted):
-            return self.fresh_name(f"{name}_whole")
-        return self.fresh_name(f"{name}_partial" if any(p.kind == "P" for p in wanted) else f"{name}_part")
+            ending = "whole"
+        elif any(p.kind == "P" for p in wanted):
+            ending = "partial"
+        short, long = (f"{'_'.join(words[-count:])}_{ending}" for count in (2, 3))
+        return self.fresh_name(long if short in self.taken else short)
 
     def fresh_name(self, wish: str) -> str:
-        """A name that nothing has yet."""
+        """Return an unused name."""
         name = free_name(wish, self.taken)
         self.taken.add(name)
         return name
@@ -262,43 +271,43 @@ class Lowering:
         )
 
     def once(self, function: str, args: tuple[object, ...], name: str, like: Var, section: str) -> Var:
-        """What a function of the run time makes of these arguments, made for the first call that asks for it.
+        """Return the result of a run-time function on these arguments, computed at the first request only.
 
-        name: wished for the result; like: what the result has the type of.
+        name: preferred for the result; like: a variable with the type of the result.
         """
         key = function, tuple((arg.name, arg.type) if isinstance(arg, Var) else arg for arg in args)
-        if key not in self.made:
-            self.made[key] = Var(self.fresh_name(name), replace(like.type, tensor=("", 0)))
-            self.pending.append(Call(f"runtime.{function}", args, (), (self.made[key],), section=section))
-        return self.made[key]
+        if key not in self.runtime_results:
+            self.runtime_results[key] = Var(self.fresh_name(name), replace(like.type, tensor=("", 0)))
+            self.pending.append(Call(f"runtime.{function}", args, (), (self.runtime_results[key],), section=section))
+        return self.runtime_results[key]
 
     # --- targets ----------------------------------------------------------------------------------------------
 
     def loss_index(self, node: Node, target: Ref, ignore_index: int) -> int:
-        """Position of this cross-entropy among those whose targets are counted."""
+        """Return the index of this cross-entropy among those whose targets are counted."""
         self.losses.append((node, target, ignore_index))
         return len(self.losses) - 1
 
     def layout(self, shape: tuple[int, ...], placements: Placements) -> str:
-        """The name of a layout constant."""
+        """Return the name of a layout constant."""
         pairs = tuple((a, str(p)) for a, p in zip(self.shared.mesh.axes, placements, strict=True) if p.is_shard)
-        for known in self.layouts:
-            if (known.shape, known.placements) == (shape, pairs):
-                return known.name
+        for existing in self.layouts:
+            if (existing.shape, existing.placements) == (shape, pairs):
+                return existing.name
         prefix = f"{self.scope.name}_" if self.scope.name else ""
         name = f"{prefix}layout_{len(self.layouts)}".upper()
         self.layouts.append(Layout(name, shape, pairs))
         return name
 
     def count_targets(self, losses: list[tuple[Node, Ref, int]]) -> tuple[list[Statement], tuple[Var, ...]]:
-        """Statements that count the valid targets of each loss from the batch alone, and the counts."""
+        """Return statements that count the valid targets of each loss from the batch alone, and the counts."""
         statements: list[Statement] = []
         counts = []
         graph = self.shared.graph
         for number, (node, target, ignore_index) in enumerate(losses):
             needed = ancestors(graph, target)
             for piece in graph.body:
-                if piece.name in needed and isinstance(piece, Node) and Ref(piece.name) not in self.lies:
+                if piece.name in needed and isinstance(piece, Node) and Ref(piece.name) not in self.placements:
                     self.node(piece)
             variable = self.use(target, self.shared.assignment.operators["", node.name].inputs[1])
             counts.append(self.count_valid(variable, ignore_index, f"count_{number}"))
@@ -306,19 +315,19 @@ class Lowering:
         return statements, tuple(counts)
 
     def count_valid(self, target: Var, ignore_index: int, name: str, section: str = "") -> Var:
-        """A new variable `name`: the number of valid targets on all ranks."""
+        """Return a new variable `name`: the number of valid targets on all ranks."""
         shards = tuple(axis for axis, text in target.type.placements if Placement.parse(text).is_shard)
         count = Var(name, TensorType((), "int64", tuple((axis, "P") for axis in shards)))
         self.pending.append(Call("runtime.count_valid", (target, ignore_index), (), (count,), section=section))
         for axis in shards:
             summed = Var(name, replace(count.type, placements=count.type.placements[1:]))
-            made = Reshard(axis, "sum_over", count, (), result=summed, num_bytes=8, forward="all_reduce")
-            self.pending.append(made)
+            reduction = Reshard(axis, "sum_over", count, (), result=summed, num_bytes=8, forward="all_reduce")
+            self.pending.append(reduction)
             count = summed
         return count
 
     def sums(self, refs: tuple[Ref, ...]) -> tuple[list[Statement], tuple[Var, ...]]:
-        """Statements that compute these tensors, whole on every rank, from the batch alone, and the tensors."""
+        """Return statements that compute these tensors, whole on every rank, from the batch alone, and the tensors."""
         needed = set().union(*(ancestors(self.shared.graph, ref) for ref in refs))
         for piece in self.shared.graph.body:
             if piece.name in needed and isinstance(piece, Node):
@@ -329,7 +338,7 @@ class Lowering:
 
 
 def without_waiting(statements: list[Statement]) -> list[Statement]:
-    """A sum over an axis that ends `statements` is read by the step alone, which waits for it (Mesh.finish)."""
+    """Make a final sum over an axis asynchronous: only the step reads it, and waits for it (Mesh.finish)."""
     last = statements[-1] if statements else None
     if isinstance(last, Reshard) and last.method in ("all_reduce", "sum_over") and not last.kwargs:
         return [*statements[:-1], replace(last, kwargs=(("wait", False),))]
@@ -337,12 +346,12 @@ def without_waiting(statements: list[Statement]) -> list[Statement]:
 
 
 def _words_of(variable: Var) -> list[str]:
-    """The names in a variable's path."""
+    """Return the names in a variable's path."""
     return re.findall(r"(?<![\w])[A-Za-z_]\w*", variable.name.removeprefix("self."))
 
 
 def placement_pairs(placements: Placements, mesh: Mesh) -> tuple[tuple[str, str], ...]:
-    """As text per axis, R left out."""
+    """Return placements as text per axis, without R."""
     return tuple((axis, str(p)) for axis, p in zip(mesh.axes, placements, strict=True) if p != R)
 
 

@@ -1,4 +1,4 @@
-"""What a program says of the tensors that it stores, takes and sends: shape, dtype and placement per axis."""
+"""Specs of the tensors that a program stores, receives and sends: shape, dtype and placement per axis."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from codegen.program import BoundaryTensor, Spec
 
 
 def spec_of(shared: Shared, scope: str, parameter: Parameter) -> Spec:
-    """A parameter or buffer of a scope, as it is stored."""
+    """Return the spec of a stored parameter or buffer of a scope."""
     stored = shared.assignment.parameters.get((scope, parameter.name), Stored((R,) * len(shared.mesh.axes)))
     return Spec(
         shape=_own_shape(parameter),
@@ -27,7 +27,7 @@ def spec_of(shared: Shared, scope: str, parameter: Parameter) -> Spec:
 
 
 def unread_specs(graph: Graph) -> dict[str, Spec]:
-    """What no call reads: it keeps its values (counters count) and belongs to the state."""
+    """Return the specs of tensors that no call reads: they keep their values and belong to the state."""
     return {
         p.name: Spec(
             p.meta.shape, dtype_name(p.meta.dtype), aliases=p.aliases, requires_grad=False, increment=p.increment
@@ -37,28 +37,28 @@ def unread_specs(graph: Graph) -> dict[str, Spec]:
 
 
 def _own_shape(parameter: Parameter) -> tuple[int, ...]:
-    """That of the user's tensor."""
+    """Return the shape of the user's tensor, without padding."""
     if not parameter.padding:
         return parameter.meta.shape
-    own = list(parameter.meta.shape)
-    own[parameter.padded_dim] -= parameter.padding * parameter.padded_sections
-    return tuple(own)
+    shape = list(parameter.meta.shape)
+    shape[parameter.padded_dim] -= parameter.padding * parameter.padded_sections
+    return tuple(shape)
 
 
 def _stored_dtype(parameter: Parameter) -> str:
-    """Trained half-precision parameters are stored in fp32; the run time computes with a copy in bf16 or fp16."""
+    """Return the stored dtype: fp32 for trained half-precision parameters, of which ranks compute with a copy."""
     is_master = parameter.meta.requires_grad and parameter.meta.dtype.itemsize < 4
     return "float32" if is_master else dtype_name(parameter.meta.dtype)
 
 
 def input_spec(shared: Shared, name: str, meta: TensorMeta) -> Spec:
-    """An input of forward: of the batch, or of an earlier stage."""
+    """Return the spec of an input of forward: of the batch, or of an earlier stage."""
     pairs = placement_pairs(shared.assignment.tensors["", Ref(name)], shared.mesh)
     return Spec(meta.shape, dtype_name(meta.dtype), pairs, requires_grad=False)
 
 
 def border_of(shared: Shared, meta: TensorMeta, placements: Placements) -> BoundaryTensor:
-    """A tensor that crosses between stages."""
+    """Return the spec of a tensor that crosses between stages."""
     pairs = placement_pairs(placements, shared.mesh)
     spec = Spec(meta.shape, dtype_name(meta.dtype), pairs, requires_grad=meta.requires_grad)
     return BoundaryTensor(spec, num_local(meta, placements, shared.mesh) * meta.dtype.itemsize)

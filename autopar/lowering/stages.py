@@ -1,11 +1,11 @@
-"""The graphs of pipeline stages, which are runs of consecutive units of the model's chain (ir/chain.py).
+"""Cut a graph into pipeline stages: runs of consecutive units of the model's chain (ir/chain.py).
 
-What a stage needs and does not compute comes from one of two places:
+A stage gets tensors that it does not compute from one of two places:
 
 - calls without a gradient that depend on the batch and on buffers only (position tables, masks, rotary cos and sin)
-  belong to no unit: every stage that needs them computes them itself;
+  belong to no unit; every stage that needs them computes them itself;
 - everything else (hidden states, an encoder's output, a position bias with a gradient, skip connections) is received
-  from the stage that makes it, whichever that is.
+  from the stage that produces it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Cut = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class StageGraph:
-    """One stage as a graph of its own: calls and layers keep their names, so that an assignment finds them.
+    """One stage as a separate graph. Calls and layers keep their names, so that an assignment finds them.
 
     graph: its inputs are the received tensors (batch_dim None), then the batch inputs that the stage reads; `loss` is
     the model's loss in the last stage, elsewhere the first tensor sent. received: (public name, meta) of tensors of
     earlier stages. sends: (ref in `graph`, public name) of tensors that later stages receive. first_layer: layers of
     each class in earlier stages.
 
-    A received name stands for the tensor of the latest earlier stage that sends one of that name.
+    A received name means the tensor of the latest earlier stage that sends one of that name.
     """
 
     graph: Graph
@@ -44,29 +44,31 @@ class StageGraph:
 
     @property
     def results(self) -> tuple[Ref, ...]:
-        """What the stage's forward returns."""
+        """Return the results of the stage's forward."""
         return (self.graph.loss,) if self.has_loss else tuple(ref for ref, _ in self.sends)
 
 
 def stage_graphs(graph: Graph, boundaries: Cut) -> tuple[StageGraph, ...]:
-    """One graph per stage. Raises PlanError for boundaries that are no cut of the chain."""
+    """Return one graph per stage. Raises PlanError for boundaries that do not cut the chain."""
     division = _divide(graph, boundaries)
     needs = [_needs(division, stage) for stage in range(len(boundaries))]
     names = _public_names(division, [received for _, received in needs])
-    found: list[StageGraph] = []
+    graphs: list[StageGraph] = []
     first_layer: dict[str, int] = {}
     for stage, (computed, received) in enumerate(needs):
-        own = [piece for s, piece in division.placed if s == stage or piece.name in computed]
-        found.append(_stage_graph(division, stage, own, {ref: names[ref] for ref in names if ref in received}, names))
-        found[-1] = replace(found[-1], first_layer=dict(first_layer))
-        for piece in own:
+        pieces = [piece for s, piece in division.placed if s == stage or piece.name in computed]
+        graphs.append(
+            _stage_graph(division, stage, pieces, {ref: names[ref] for ref in names if ref in received}, names)
+        )
+        graphs[-1] = replace(graphs[-1], first_layer=dict(first_layer))
+        for piece in pieces:
             if isinstance(piece, LayerRun):
                 first_layer[piece.layer.name] = first_layer.get(piece.layer.name, 0) + len(piece.instances)
-    return tuple(found)
+    return tuple(graphs)
 
 
 def check_cut(boundaries: Cut, num_units: int) -> None:
-    """Raises PlanError unless the boundaries are increasing unit indices from 0."""
+    """Raise PlanError unless the boundaries are increasing unit indices from 0."""
     is_increasing = all(a < b for a, b in zip(boundaries, boundaries[1:], strict=False))
     if not boundaries or boundaries[0] != 0 or not is_increasing or boundaries[-1] >= num_units:
         raise PlanError(
@@ -77,18 +79,20 @@ def check_cut(boundaries: Cut, num_units: int) -> None:
 
 
 def tied_parameters(stages: tuple[StageGraph, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """(name, stages) of parameters that several stages hold, in the model's order (tied weights)."""
+    """Return (name, stages) of parameters in several stages, in the model's order (tied weights)."""
     holders: dict[str, list[int]] = {}
     for number, stage in enumerate(stages):
         for parameter in stage.graph.parameters:
             if not parameter.is_buffer:
                 holders.setdefault(parameter.name, []).append(number)
-    return tuple((name, tuple(held)) for name, held in holders.items() if len(held) > 1)
+    return tuple((name, tuple(stages_of)) for name, stages_of in holders.items() if len(stages_of) > 1)
 
 
 def boundary_placements(placements: Placements, are_alike: bool) -> Placements:
-    """How a tensor that lies in `placements` crosses a boundary: whole or in shards, so that both sides of it hold
-    values and gradients that need nothing more; in sections only where all stage meshes are alike."""
+    """Return the placements with which a tensor crosses a boundary: whole or sharded.
+
+    Both sides then have complete values and gradients. Shards in sections cross only if all stage meshes are alike.
+    """
     return tuple(p if p.is_shard and (p.sections == 1 or are_alike) else R for p in placements)
 
 
@@ -99,8 +103,8 @@ def boundary_placements(placements: Placements, are_alike: bool) -> Placements:
 class _Division:
     """The body with every run cut at stage boundaries.
 
-    placed: (stage, piece) in order; -1 for repeated calls, which are in `repeated` by name. made_in: the stage of
-    every other piece.
+    placed: (stage, piece) in order; -1 for repeated calls, which `repeated` has by name. made_in: the stage of every
+    other piece.
     """
 
     graph: Graph
@@ -117,7 +121,7 @@ class _Division:
 
 
 def _divide(graph: Graph, boundaries: Cut) -> _Division:
-    """A run's last part keeps its name, which what follows refers to; earlier parts get names of their own."""
+    """Divide the body. A run's last part keeps its name, which later pieces refer to; earlier parts get new names."""
     units, top, repeats = chain(graph), segments(graph), repeated_calls(graph)
     check_cut(boundaries, len(units))
     stages = [bisect.bisect(boundaries, index) - 1 for index in range(len(units))]
@@ -137,15 +141,15 @@ def _divide(graph: Graph, boundaries: Cut) -> _Division:
     if idle:
         first = boundaries[min(idle)]
         raise PlanError(
-            f"stage {min(idle)} has nothing to compute but masks and tables that every stage makes itself",
+            f"stage {min(idle)} computes only masks and tables that every stage computes itself",
             values=f"a stage of the blocks from {first}, {units[first]}",
-            alternatives="these blocks in the stage of the next ones",
+            alternatives="put these blocks into the stage of the next ones",
         )
     return _Division(graph, tuple(placed), repeated, made_in)
 
 
 def _cut_run(run: LayerRun, stages: list[int], taken: set[str]) -> list[tuple[int, Node | LayerRun]]:
-    """`run` in one part per stage; `stages` has each layer's. Names that are made are added to `taken`."""
+    """Cut `run` into one part per stage; `stages` has each layer's stage. New names are added to `taken`."""
     parts: list[tuple[int, Node | LayerRun]] = []
     args, start = list(run.args), 0
     for stage in sorted(set(stages)):
@@ -160,7 +164,7 @@ def _cut_run(run: LayerRun, stages: list[int], taken: set[str]) -> list[tuple[in
 
 
 def _needs(division: _Division, stage: int) -> tuple[set[str], set[Ref]]:
-    """Repeated calls that a stage makes, and tensors that it receives."""
+    """Return the repeated calls that a stage computes, and the tensors that it receives."""
     open_refs = [ref for s, piece in division.placed if s == stage for ref in piece.inputs]
     open_refs += [division.graph.loss] if stage == division.last else []
     computed: set[str] = set()
@@ -178,18 +182,21 @@ def _needs(division: _Division, stage: int) -> tuple[set[str], set[Ref]]:
 def _stage_graph(
     division: _Division,
     stage: int,
-    own: list[Node | LayerRun],
+    pieces: list[Node | LayerRun],
     received: Mapping[Ref, str],
     names: Mapping[Ref, str],
 ) -> StageGraph:
-    """`own`: what the stage runs. received: its tensors of other stages. names: all tensors that cross a boundary."""
+    """Build the graph of a stage from its pieces.
+
+    received: its tensors of other stages. names: all tensors that cross a boundary.
+    """
     graph, metas = division.graph, division.metas()
 
     def renamed(ref: Ref) -> Ref:
         return Ref(received[ref]) if ref in received else ref
 
     body: list[Node | LayerRun] = []
-    for piece in own:
+    for piece in pieces:
         if isinstance(piece, LayerRun):
             body.append(replace(piece, args=tuple(renamed(ref) for ref in piece.args)))
         else:
@@ -208,7 +215,7 @@ def _stage_graph(
     parameters = tuple(p for p in graph.parameters if p.name in used)
     logits = renamed(graph.logits) if has_loss and graph.logits is not None else None
     if logits is not None and logits.node not in {piece.name for piece in body} | {name for name, _ in entering}:
-        logits = None  # made by an earlier stage, and not read here
+        logits = None  # computed by an earlier stage, and not read here
     part = replace(graph, inputs=inputs, parameters=parameters, body=tuple(body), loss=loss, logits=logits)
     return StageGraph(part, entering, sends, has_loss)
 
@@ -217,10 +224,10 @@ def _stage_graph(
 
 
 def _public_names(division: _Division, received: list[set[Ref]]) -> dict[Ref, str]:
-    """A name for every tensor that crosses a boundary, in order of production. received: by each stage.
+    """Name every tensor that crosses a boundary, in order of production. received: by each stage.
 
-    What one layer hands to the next is called alike at every boundary, so that stages of equal layers are equal
-    programs. No stage then receives the wrong one: see `_clashes`.
+    A tensor passed from layer to layer has the same name at every boundary, so that stages of equal layers are equal
+    programs. No stage then receives a wrong tensor: see `_clashes`.
     """
     graph = division.graph
     readers = {ref: [s for s, refs in enumerate(received) if ref in refs] for refs in received for ref in refs}
@@ -232,26 +239,26 @@ def _public_names(division: _Division, received: list[set[Ref]]) -> dict[Ref, st
                 wishes |= {piece.args[position]: formal, Ref(piece.name, output): formal}
     taken = _names(graph) | (RESERVED - {"hidden"})
     names: dict[Ref, str] = {}
-    given: list[tuple[str, int, list[int]]] = []
+    assigned: list[tuple[str, int, list[int]]] = []
     for ref in (Ref(piece.name, index) for _, piece in division.placed for index in range(len(piece.outputs))):
         if ref in readers:
-            mine = division.made_in[ref.node], readers[ref]
-            clashing = {name for name, stage, others in given if _clashes(mine, (stage, others))}
+            crossing = division.made_in[ref.node], readers[ref]
+            clashing = {name for name, stage, others in assigned if _clashes(crossing, (stage, others))}
             names[ref] = free_name(wishes[ref], taken | clashing)
-            given.append((names[ref], *mine))
+            assigned.append((names[ref], *crossing))
     return names
 
 
-def _clashes(one: tuple[int, list[int]], other: tuple[int, list[int]]) -> bool:
-    """Whether two tensors (their stage, the stages that receive them) cannot have one name.
+def _clashes(first: tuple[int, list[int]], second: tuple[int, list[int]]) -> bool:
+    """Whether two tensors (their stage, the stages that receive them) cannot share a name.
 
-    A name means the latest earlier tensor of that name, so neither may be made between the other and its readers.
+    A name means the latest earlier tensor of that name, so neither may be produced between the other and its readers.
     """
-    (made, readers), (other_made, other_readers) = one, other
-    hides = any(made <= other_made < reader for reader in readers)
-    return hides or any(other_made <= made < reader for reader in other_readers)
+    (produced_in, readers), (other_produced_in, other_readers) = first, second
+    hides = any(produced_in <= other_produced_in < reader for reader in readers)
+    return hides or any(other_produced_in <= produced_in < reader for reader in other_readers)
 
 
 def _names(graph: Graph) -> set[str]:
-    """Names that refs of the top level have."""
+    """Return the names of the top level's refs."""
     return {piece.name for piece in graph.body} | {i.name for i in graph.inputs} | {p.name for p in graph.parameters}

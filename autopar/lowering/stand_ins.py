@@ -1,7 +1,7 @@
-"""What a generated program calls beside torch, on fake tensors: results of the right shape, dtype and strides.
+"""Stand-ins for functions that a generated program calls besides torch: results of correct shape, dtype and strides.
 
-Collectives send nothing. Functions of the run time that read values on the host, or that work in chunks of which one
-says all, have a stand-in here; all others run as they are.
+Collectives send nothing. Run-time functions that read values on the host, or that work in chunks where one chunk says
+enough, have a stand-in here; all others run unchanged.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from codegen.runtime.layout import Layout
 from codegen.runtime.mesh import Arrival, Axis, Mesh
 
 DEVICE = torch.device("meta")
-"""Where a fake rank's tensors are: no CPU, so that a tensor that a program makes on the wrong device shows."""
+"""The device of a fake rank's tensors; it is not the CPU, so that a tensor created on a wrong device shows."""
 
 
 class StandInAxis(Axis):
-    """An axis of ranks that are not there: the last of them is this one."""
+    """An axis of absent ranks; this rank is the last of them."""
 
     def _reduced(self, x: Tensor, largest: bool, wait: bool = True) -> Tensor:
         return x.detach() if self.size == 1 else x.detach().clone(memory_format=torch.contiguous_format)
@@ -65,10 +65,10 @@ class StandInMesh(Mesh):
 
     @classmethod
     def of(cls, axes: Sequence[str], sizes: Sequence[int]) -> StandInMesh:
-        """The mesh of these axes."""
-        made = tuple(StandInAxis(name, size, size - 1) for name, size in zip(axes, sizes, strict=True))
+        """Return the mesh of these axes."""
+        stand_in_axes = tuple(StandInAxis(name, size, size - 1) for name, size in zip(axes, sizes, strict=True))
         count = math.prod(sizes)
-        return cls(made, StandInAxis("world", count, count - 1), DEVICE)
+        return cls(stand_in_axes, StandInAxis("world", count, count - 1), DEVICE)
 
     def _join(self, joined: list[Axis]) -> Axis:
         size = math.prod(axis.size for axis in joined)
@@ -78,13 +78,13 @@ class StandInMesh(Mesh):
 # Functions ------------------------------------------------------------------------------------------------------------
 
 
-class _Made(torch.autograd.Function):
+class _Depending(torch.autograd.Function):
     """A new contiguous tensor that depends on others, which get new gradients."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, shape: tuple[int, ...], dtype: torch.dtype, *sources: Tensor | None) -> Tensor:
         ctx.save_for_backward(*sources)  # type: ignore[arg-type]
-        first = next(each for each in sources if each is not None)
+        first = next(source for source in sources if source is not None)
         return first.new_empty(shape, dtype=dtype)
 
     @staticmethod
@@ -95,10 +95,10 @@ class _Made(torch.autograd.Function):
         return None, None, *(torch.empty_like(x) if needed and x is not None else None for x, needed in pairs)
 
 
-def made(shape: Sequence[int], dtype: torch.dtype, *sources: Tensor | None) -> Tensor:
-    """A tensor of this shape and dtype that is computed from the sources."""
-    function: Any = _Made
-    devices = {each.device for each in sources if each is not None}
+def depending(shape: Sequence[int], dtype: torch.dtype, *sources: Tensor | None) -> Tensor:
+    """Return a tensor of this shape and dtype that depends on the sources."""
+    function: Any = _Depending
+    devices = {source.device for source in sources if source is not None}
     _require(len(devices) == 1, f"all tensors must be on one device, got {', '.join(sorted(map(str, devices)))}")
     result: Tensor = function.apply(tuple(shape), dtype, *sources)
     return result
@@ -115,7 +115,7 @@ def _cross_entropy(logits: Tensor, target: Tensor, num_targets: Any, *_: Any, **
     _require(logits.is_floating_point() and target.dtype == torch.int64, f"got {logits.dtype} and {target.dtype}")
     dtype = torch.promote_types(logits.dtype, torch.float32)
     torch.as_tensor(num_targets, dtype=dtype, device=logits.device)
-    return made((), dtype, logits, target)
+    return depending((), dtype, logits, target)
 
 
 def _linear_cross_entropy(
@@ -123,25 +123,25 @@ def _linear_cross_entropy(
 ) -> Tensor:
     _require(x.dim() == 2 and target.shape == x.shape[:1], f"x [N, H], target [N], got {tuple(x.shape)}")
     F.linear(x.detach(), weight.detach(), None if bias is None else bias.detach())
-    return made((), torch.promote_types(x.dtype, torch.float32), x, weight, bias, target)
+    return depending((), torch.promote_types(x.dtype, torch.float32), x, weight, bias, target)
 
 
 def _dropout_add(x: Tensor, residual: Tensor, p: float, **options: Any) -> Tensor:
     same = (x.shape, x.dtype) == (residual.shape, residual.dtype)
     _require(same, f"x {tuple(x.shape)} {x.dtype} and residual {tuple(residual.shape)} {residual.dtype} must agree")
-    return made(x.shape, x.dtype, x, residual)
+    return depending(x.shape, x.dtype, x, residual)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, enable_gqa: bool = False) -> Tensor:
-    """Of queries [..., H, L, E], keys [..., G, T, E] and values [..., G, T, F]."""
-    shapes = ", ".join(str(tuple(each.shape)) for each in (q, k, v))
+    """Stand in for attention of queries [..., H, L, E], keys [..., G, T, E] and values [..., G, T, F]."""
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (q, k, v))
     fits = k.shape[:-1] == v.shape[:-1] and q.shape[-1] == k.shape[-1] and q.shape[:-3] == k.shape[:-3]
     heads = q.shape[-3:-2], k.shape[-3:-2]
     is_shared = heads[0] == heads[1] or (enable_gqa and heads[0].numel() % heads[1].numel() == 0)
     _require(fits and is_shared, f"attention takes [B, H, L, E], [B, G, T, E] and [B, G, T, F], got {shapes}")
     _require(q.dtype == k.dtype == v.dtype, f"attention of {q.dtype}, {k.dtype} and {v.dtype}")
     _require(sinks is None or sinks.shape == heads[0], "attention takes a sink for each head")
-    return made((*q.shape[:-1], v.shape[-1]), q.dtype, q, k, v, sinks)
+    return depending((*q.shape[:-1], v.shape[-1]), q.dtype, q, k, v, sinks)
 
 
 def _context_attention(
@@ -183,18 +183,18 @@ class _Routes:
 
 def _dispatch(rows: Tensor, routes: _Routes) -> Tensor:
     _require(len(rows) == routes.num_rows, f"{len(rows)} rows for {routes.num_rows} choices of experts")
-    return made(rows.shape, rows.dtype, rows)
+    return depending(rows.shape, rows.dtype, rows)
 
 
 def _dispatch_by_node(tokens: Tensor, routes: _Routes) -> Tensor:
     _require(len(tokens) * routes.choices == routes.num_rows, f"{len(tokens)} tokens, {routes.num_rows} choices")
-    return made((routes.num_rows, *tokens.shape[1:]), tokens.dtype, tokens)
+    return depending((routes.num_rows, *tokens.shape[1:]), tokens.dtype, tokens)
 
 
 def _combine_by_node(rows: Tensor, weights: Tensor, routes: _Routes) -> Tensor:
     _require(weights.numel() == routes.num_rows, f"{weights.numel()} weights, {routes.num_rows} choices")
     shape = (routes.num_rows // routes.choices, *rows.shape[1:])
-    return made(shape, torch.promote_types(rows.dtype, weights.dtype), rows, weights)
+    return depending(shape, torch.promote_types(rows.dtype, weights.dtype), rows, weights)
 
 
 def _expert_linear(rows: Tensor, weight: Tensor, routes: _Routes, bias: Tensor | None = None) -> Tensor:
@@ -202,7 +202,7 @@ def _expert_linear(rows: Tensor, weight: Tensor, routes: _Routes, bias: Tensor |
     _require(len(weight) * size == routes.num_experts, f"{len(weight)} of {routes.num_experts} experts on {size} ranks")
     product = rows.detach() @ weight.detach()[0]
     shape = product.shape if bias is None else (product + bias.detach()[0]).shape
-    return made(shape, product.dtype, rows, weight, bias)
+    return depending(shape, product.dtype, rows, weight, bias)
 
 
 # Dropout: the mask is some mask ---------------------------------------------------------------------------------------
@@ -255,14 +255,14 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 def stand_in(module: dict[str, Any]) -> None:
-    """Put the stand-ins in the places of what a generated module imports."""
+    """Replace the imports of a generated module by their stand-ins."""
     for name, value in list(module.items()):
         if isinstance(value, type) and issubclass(value, DropoutModule) and value.__module__ == module["__name__"]:
             for method, replacement in _METHODS.items():
                 setattr(value, method, replacement)
         try:
-            found = _FUNCTIONS.get(value)
-        except TypeError:  # what has no hash is no function
+            stand_in_function = _FUNCTIONS.get(value)
+        except TypeError:  # unhashable values are not functions
             continue
-        if found is not None:
-            module[name] = found
+        if stand_in_function is not None:
+            module[name] = stand_in_function

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from autopar.operators.record import Creation, Finite, Layout, Loss, Operator, Product
 from codegen.runtime.random_operators import RECURRENT
 
-_QUERY_KEY_VALUE = ("q", "k", "v")
+_QUERY_KEY_VALUE = ("query", "key", "value")
 
 
 def _moving() -> Iterator[Operator]:
@@ -61,7 +61,7 @@ def _moving() -> Iterator[Operator]:
     yield Operator(name="repeat", layout=repeated, sizes="repeats")
     yield Operator(name="repeat_interleave", layout=repeated)
 
-    yield Operator(name="cat", layout=joined)
+    yield Operator(name="cat", layout=joined, short_name="joined")
     yield Operator(name="stack", layout=joined)
 
 
@@ -111,10 +111,14 @@ def _creating() -> Iterator[Operator]:
 def _pointwise() -> Iterator[Operator]:
     """Yield operators that compute each element by itself."""
     everywhere, at_zero = Finite.EVERYWHERE, Finite.AT_ZERO
-    for name in ("add", "sub", "rsub", "mul", "neg", "square", "where", "masked_fill", "relu", "softplus"):
+    for name in ("rsub", "neg", "square", "where", "masked_fill", "relu", "softplus"):
         yield Operator(name=name, finite=everywhere)
-    yield Operator(name="sin", finite=everywhere, specials=(1.3, 1.3))
-    yield Operator(name="cos", finite=everywhere, specials=(1.3, 1.3))
+    yield Operator(name="add", finite=everywhere, short_name="summed")
+    yield Operator(name="sub", finite=everywhere, short_name="difference")
+    yield Operator(name="mul", finite=everywhere, short_name="product")
+    yield Operator(name="div", short_name="quotient")
+    yield Operator(name="sin", finite=everywhere, specials=(1.3, 1.3), roles=("angles",))
+    yield Operator(name="cos", finite=everywhere, specials=(1.3, 1.3), roles=("angles",))
     yield Operator(name="erf", finite=everywhere, specials=(1.3, 0.6))
     yield Operator(name="sigmoid", finite=everywhere, specials=(0.7, 0.0))
     yield Operator(name="tanh", finite=everywhere, specials=(2.4, 0.0))

@@ -1,1 +1,1 @@
-"""How tensors and calls may lie on a mesh: the options of every call, the ways between placements."""
+"""The sharding options of tensors and calls on a mesh, and the shortest ways between placements."""

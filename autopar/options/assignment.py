@@ -1,7 +1,7 @@
-"""An assignment in full, and how a plan file leaves out what can be derived.
+"""A full assignment, and the short form in a plan file, which omits what can be derived.
 
-`compress` writes the calls and tensors that differ from their defaults; `expand` derives the others again, walking the
-graph in execution order, and checks what a person may have edited.
+`compress` writes the calls and tensors that differ from their defaults. `expand` derives the others, walking the graph
+in execution order, and checks values that a person may have edited.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.ir.graph import Graph, LayerRun, Ref
 from autopar.ir.mesh import DATA_AXES, Mesh, zero_axes
 from autopar.ir.placement import Placements, Stored
 from autopar.ir.plan_data import ScopePlan, labels_text
-from autopar.options.offers import Offers
+from autopar.options.legal_placements import LegalPlacements
 from autopar.options.reshard import steps
 from autopar.options.routes import keeps_rows
 from autopar.options.scopes import Scope, scopes_of
@@ -27,7 +27,7 @@ from search.problem import Solution
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One option for every variable: what lowering and pricing work on."""
+    """One option for every variable: the input of lowering and pricing."""
 
     operators: Mapping[tuple[str, str], Option]
     tensors: Mapping[tuple[str, Ref], Placements]
@@ -36,7 +36,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan and everything needed to lower it; without a solution if a person wrote the plan."""
+    """One plan and everything needed to lower it; hand-written plans have no solution."""
 
     plan: Plan
     graph: Graph
@@ -46,7 +46,7 @@ class Candidate:
 
     @property
     def idle_axes(self) -> tuple[str, ...]:
-        """Axes that no call makes use of: their ranks repeat the same work."""
+        """Return the axes that shard no call: their ranks repeat the same work."""
         options = self.assignment.operators.values()
         return tuple(
             axis
@@ -56,8 +56,11 @@ class Candidate:
 
     @property
     def repeated_work(self) -> str:
-        """What to say of a plan that splits nothing; empty of any other. Such a plan is legal on any number of devices:
-        no mesh divides the model's work, or to divide it would cost more than it saves."""
+        """Return a note about a plan that splits nothing; "" for other plans.
+
+        Such a plan is legal on any number of devices: no mesh divides the model's work, or dividing it costs more than
+        it saves.
+        """
         plan = self.plan
         is_split = not plan.mesh.axes or len(self.idle_axes) < len(plan.mesh.axes)
         if is_split or plan.pipeline.num_pipeline_ranks > 1:
@@ -73,7 +76,7 @@ class Candidate:
 def default_option(
     options: tuple[Option, ...], sources: tuple[Placements, ...], sizes: tuple[int, ...], weights: tuple[float, ...]
 ) -> int:
-    """Index of the option that moves the least bytes from where the inputs lie; ties: fewest steps, then the first."""
+    """Return the option that moves the fewest bytes from the inputs' placements; ties: fewest steps, then the first."""
 
     def effort(index: int) -> tuple[float, int, int]:
         moved, count = 0.0, 0
@@ -89,45 +92,45 @@ def default_option(
 
 
 class Deriver:
-    """Walks a graph in execution order and knows where every tensor lies under the decisions so far."""
+    """Walks a graph in execution order and tracks every tensor's placements under the decisions so far."""
 
     def __init__(self, graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: Mesh) -> None:
         self.graph, self.operators, self.mesh = graph, operators, mesh
         self.scopes = {scope.name: scope for scope in scopes_of(graph)}
         self.options = {key: options_of(operator, mesh) for key, operator in operators.items()}
-        self.lies: dict[tuple[str, Ref], Placements] = {}
+        self.placements: dict[tuple[str, Ref], Placements] = {}
 
     def order(self) -> list[Scope]:
-        """Layer classes first: the top level needs to know where their outputs lie."""
+        """Return layer classes first: the top level needs the placements of their outputs."""
         return [s for s in self.scopes.values() if s.name] + [self.scopes[""]]
 
     def place_inputs(self, scope: Scope, plan: ScopePlan) -> None:
         for name, stored in plan.parameters.items():
-            self.lies[scope.name, Ref(name)] = stored.placements
+            self.placements[scope.name, Ref(name)] = stored.placements
         for name, placements in plan.inputs.items():
-            self.lies[scope.name, Ref(name)] = placements
+            self.placements[scope.name, Ref(name)] = placements
 
     def place_run(self, run: LayerRun) -> None:
-        """Outputs of a run: carried ones lie like the input they feed, others where the last layer left them."""
+        """Place the outputs of a run: carried ones as the input they feed, others as the last layer leaves them."""
         carried = {output: position for position, output in run.carried}
         for index, ref in enumerate(run.layer.outputs):
             inner = Ref(run.layer.inputs[carried[index]][0]) if index in carried else ref
-            self.lies["", Ref(run.name, index)] = self.lies[run.layer.name, inner]
+            self.placements["", Ref(run.name, index)] = self.placements[run.layer.name, inner]
 
     def default(self, scope: Scope, name: str) -> int:
         operator = self.operators[scope.name, name]
-        sources = tuple(self.lies[scope.name, ref] for ref in operator.node.inputs)
+        sources = tuple(self.placements[scope.name, ref] for ref in operator.node.inputs)
         weights = tuple(float(meta.num_bytes) for meta in operator.inputs)
         return default_option(self.options[scope.name, name], sources, self.mesh.sizes, weights)
 
     def check_route(self, scope: Scope, name: str, chosen: Mapping[tuple[str, str], Option], plan: Plan) -> None:
-        """Raises PlanError where rows that are sorted by expert would be moved, or routed over other axes than those of
-        the first layer of experts with the same rows."""
+        """Raise PlanError if a call moves rows that are sorted by expert, or routes rows over other axes than the first
+        expert layer with the same rows."""
         operator, option = self.operators[scope.name, name], chosen[scope.name, name]
         reads = zip(operator.node.inputs, option.inputs, strict=True)
-        ways = [(ref, self.lies[scope.name, ref], wanted) for ref, wanted in reads]
-        made = [Ref(name, index) for index in range(len(option.outputs))]
-        ways += [(ref, option.outputs[ref.index], self.lies[scope.name, ref]) for ref in made]
+        ways = [(ref, self.placements[scope.name, ref], wanted) for ref, wanted in reads]
+        results = [Ref(name, index) for index in range(len(option.outputs))]
+        ways += [(ref, option.outputs[ref.index], self.placements[scope.name, ref]) for ref in results]
         moved = [
             ref.node
             for ref, source, target in ways
@@ -138,9 +141,9 @@ class Deriver:
         first = operator.route.like or name
         if moved or routed_axes(option.axes) != routed_axes(chosen[scope.name, first].axes):
             raise PlanError(
-                f"{plan.place(scope.name, 'calls', name)} does not take rows of experts as they come",
+                f"{plan.place(scope.name, 'calls', name)} moves or reroutes rows that are sorted by expert",
                 values=labels_text(option.labels, plan.mesh),
-                alternatives=f"what cuts rows as {moved[0] if moved else first} does, and no other",
+                alternatives=f"the option that shards rows as {moved[0] if moved else first} does",
             )
 
     def pieces(self, scope: Scope) -> list[Any]:
@@ -150,8 +153,8 @@ class Deriver:
 def compress(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: Mesh, assignment: Assignment
 ) -> dict[str, ScopePlan]:
-    """An assignment -> what a plan file writes."""
-    deriver, found = Deriver(graph, operators, mesh), {}
+    """Turn an assignment into the contents of a plan file."""
+    deriver, plans = Deriver(graph, operators, mesh), {}
     for scope in deriver.order():
         names = [n for n, _ in scope.layer.inputs] if scope.layer else [i.name for i in graph.inputs]
         parameters = {n: s for (owner, n), s in assignment.parameters.items() if owner == scope.name}
@@ -173,15 +176,15 @@ def compress(
                 kept = assignment.tensors.get((scope.name, ref), placements)
                 if kept != placements:
                     tensors[ref_name(ref)] = kept
-                deriver.lies[scope.name, ref] = kept
-        found[scope.name] = ScopePlan(parameters, inputs, calls, tensors)
-    return {name: found[name] for name in deriver.scopes}
+                deriver.placements[scope.name, ref] = kept
+        plans[scope.name] = ScopePlan(parameters, inputs, calls, tensors)
+    return {name: plans[name] for name in deriver.scopes}
 
 
 def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Plan) -> Assignment:
-    """A plan's assignment, validated against the graph. Raises PlanError."""
+    """Return a plan's assignment, validated against the graph. Raises PlanError."""
     deriver = Deriver(graph, operators, plan.mesh)
-    offers = Offers(graph, deriver.options, plan.mesh)
+    offers = LegalPlacements(graph, deriver.options, plan.mesh)
     check_scopes(graph, offers, plan)
     chosen: dict[tuple[str, str], Option] = {}
     tensors: dict[tuple[str, Ref], Placements] = {}
@@ -206,7 +209,7 @@ def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Pl
             for position, placements in enumerate(options[index].outputs):
                 ref = Ref(piece.name, position)
                 kept = decided.tensors.get(ref_name(ref), placements)
-                deriver.lies[scope.name, ref] = kept
+                deriver.placements[scope.name, ref] = kept
                 if len(offers.uses[scope.name].get(ref, ())) > 1:
                     tensors[scope.name, ref] = kept
             deriver.check_route(scope, piece.name, chosen, plan)
@@ -214,9 +217,9 @@ def expand(graph: Graph, operators: Mapping[tuple[str, str], Operator], plan: Pl
 
 
 def labels_of(options: tuple[Option, ...], index: int) -> tuple[str, ...]:
-    """An option's axis labels as a plan file writes them: the second option with equal labels ends in `#2`.
+    """Return an option's axis labels as in a plan file: the second option with equal labels ends in `#2`.
 
-    (An operator that is linear in one input or in the other has two options `P`.)
+    (An operator that is linear in two inputs separately has two options `P`.)
     """
     labels = options[index].labels
     number = sum(option.labels == labels for option in options[: index + 1])
@@ -224,19 +227,19 @@ def labels_of(options: tuple[Option, ...], index: int) -> tuple[str, ...]:
 
 
 def _find(options: tuple[Option, ...], labels: tuple[str, ...], scope: Scope, name: str, plan: Plan) -> int:
-    known = [labels_of(options, index) for index in range(len(options))]
-    if labels in known:
-        return known.index(labels)
+    legal = [labels_of(options, index) for index in range(len(options))]
+    if labels in legal:
+        return legal.index(labels)
     raise PlanError(
         f"{plan.place(scope.name, 'calls', name)} has no such option on {plan.mesh}",
         values=labels_text(labels, plan.mesh),
-        alternatives=[labels_text(each, plan.mesh) for each in known],
+        alternatives=[labels_text(choice, plan.mesh) for choice in legal],
     )
 
 
 def on_axes(assignment: Assignment, axes: tuple[str, ...], wanted: tuple[str, ...]) -> Assignment:
-    """An assignment on a mesh with `axes` as one on a mesh with `wanted` axes: what holds for one data axis holds for
-    each, and an axis that is left out has one rank."""
+    """Convert an assignment from a mesh with `axes` to one with `wanted` axes. All data axes take the decisions of one;
+    an omitted axis has one rank."""
     if axes == wanted:
         return assignment
     source = axis_sources(axes, wanted)
@@ -254,10 +257,10 @@ def on_axes(assignment: Assignment, axes: tuple[str, ...], wanted: tuple[str, ..
             for key, o in assignment.operators.items()
         },
         {key: pick(placements) for key, placements in assignment.tensors.items()},
-        {key: stored(each) for key, each in assignment.parameters.items()},
+        {key: stored(decided) for key, decided in assignment.parameters.items()},
     )
 
 
 def axis_sources(axes: tuple[str, ...], wanted: tuple[str, ...]) -> list[int]:
-    """For each wanted axis, the position in `axes` of the one whose decisions it takes."""
+    """Return, for each wanted axis, the index in `axes` of the axis whose decisions it takes."""
     return [axes.index(axis if axis in axes else "dp" if axis in DATA_AXES else axis) for axis in wanted]

@@ -1,4 +1,5 @@
-"""How a call's inputs lie over the micro-batches of a step, and what sets the call apart in them from the whole batch.
+"""How a call's inputs are divided over the micro-batches of a step, and how the call differs there from the whole
+batch.
 
 `micro_batches.py` has the algebra.
 """
@@ -24,11 +25,11 @@ ONE = Fraction(1)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How the whole batch's value follows from the micro-batches', see `micro_batches.py`.
+    """How the whole batch's value follows from the micro-batches' values, see `micro_batches.py`.
 
-    is_late: it depends on a sum that the first pass of a step finds, and is right in the second alone.
-    has_own_gradient: its value is the same for all micro-batches, and its gradient is not: their mean is that of the
-    whole batch.
+    is_late: it depends on a sum that the first pass of a step computes, and is correct only in the second pass.
+    has_own_gradient: its value is equal in all micro-batches, but its gradient is not; the mean of the gradients is
+    that of the whole batch.
     """
 
     placement: Placement
@@ -45,12 +46,12 @@ SAME = Share(R)
 
 
 class WholeBatchError(ValueError):
-    """The model needs its whole batch at once; the message says which call does, where it is, and why."""
+    """The model needs its whole batch at once; the message names the call, its place and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One call in both graphs, with how its inputs lie."""
+    """One call in both graphs, with the shares of its inputs."""
 
     scope: Scope
     node: Node
@@ -75,55 +76,55 @@ class Site:
 
     @property
     def sums(self) -> tuple[int, ...]:
-        """The inputs that are sums over the batch, complete after the last micro-batch."""
+        """Return the inputs that are sums over the batch, complete after the last micro-batch."""
         return tuple(i for i, share in enumerate(self.inputs) if share.is_sum)
 
     @property
     def with_own_gradients(self) -> tuple[int, ...]:
-        """The inputs that have a gradient of their own in every micro-batch, which the call's results hand on."""
+        """Return the inputs with a separate gradient in every micro-batch, which the call's results pass on."""
         has_gradient = any(meta.requires_grad for meta in self.node.outputs)
         return tuple(i for i, share in enumerate(self.inputs) if share.has_own_gradient and has_gradient)
 
     @property
     def adds_number(self) -> bool:
-        """Whether a number is added to the only input, or subtracted."""
+        """Whether the call adds a number to its only input, or subtracts one."""
         return self.packet in ("add", "sub", "rsub") and len(self.inputs) == 1
 
-    def error(self, why: str) -> WholeBatchError:
+    def error(self, reason: str) -> WholeBatchError:
         paths = [name for name in self.scope.full_names(self.node.module) if name]
         where = (paths[0] if len(paths) == 1 else f"{paths[0]} ... {paths[-1]}") if paths else "outside of submodules"
-        return WholeBatchError(f"{base_name(self.node.op)} ({self.node.name}, {where}) {why}")
+        return WholeBatchError(f"{base_name(self.node.op)} ({self.node.name}, {where}) {reason}")
 
     def index_of(self, name: str) -> int | None:
-        """The number among the inputs of a tensor argument."""
+        """Return the index of a tensor argument among the inputs."""
         value = self.call.get(name)
         return value.index if isinstance(value, Operand) else None
 
 
 def lent(call: Call, index: int, share: Share) -> Share:
-    """SAME for an input that lends the call its dtype or shape only."""
+    """Return SAME for an input that only provides dtype or shape, else its share."""
     is_made = call.packet.startswith("new_") and call.inputs[index].shape != call.outputs[0].shape
     is_lent = is_made or (call.packet in CASTS and index > 0)
     return SAME if is_lent or (share.is_sum and call.packet in CREATED_LIKE) else share
 
 
 def linear_sets(site: Site) -> list[tuple[frozenset[int], bool]]:
-    """Sets of inputs in which the call is linear, and whether it adds a number to them.
+    """Return sets of inputs in which the call is linear, and whether it adds a number to them.
 
-    Beside those of the rules: casts between floating dtypes, whose rounding is no matter here, and `x + 1`, `1 - x`.
+    These are the rules' sets, casts between floating dtypes (rounding does not matter here), and `x + 1`, `1 - x`.
     """
-    found = [(members, False) for members in (site.rule.linear if site.rule is not None else ())]
+    sets = [(members, False) for members in (site.rule.linear if site.rule is not None else ())]
     floating = all(meta.dtype.is_floating_point for meta in (*site.call.inputs, *site.node.outputs))
     if floating and site.packet in CASTS:
-        found.append((frozenset({0}), False))
+        sets.append((frozenset({0}), False))
     if floating and site.packet in ("add", "sub", "rsub"):
-        found.append((frozenset(range(len(site.inputs))), site.adds_number))
-    return found
+        sets.append((frozenset(range(len(site.inputs))), site.adds_number))
+    return sets
 
 
 def numbers_of(site: Site, whole: Call, micro: Call) -> dict[str, Fraction]:
-    """By argument, how many times larger its number is for the whole batch. Raises for what differs otherwise."""
-    found = {}
+    """Return, by argument, the ratio of its numbers in whole batch and micro-batch. Raises for other differences."""
+    numbers = {}
     for name, value in whole.arguments.items():
         other = micro.arguments.get(name)
         if _equal(value, other) or name == SIZES.get(whole.packet.removeprefix("_")):
@@ -131,15 +132,15 @@ def numbers_of(site: Site, whole: Call, micro: Call) -> dict[str, Fraction]:
         numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in (value, other))
         if not numeric or not other or not value or not math.isfinite(value) or not math.isfinite(other):
             raise site.error(f"has an argument that depends on the number of rows: {name}")
-        found[name] = Fraction(value) / Fraction(other)
-    return found
+        numbers[name] = Fraction(value) / Fraction(other)
+    return numbers
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Operands are equal where they are the same input."""
-    if isinstance(one, Operand):
-        return isinstance(other, Operand) and one.index == other.index
-    if isinstance(one, tuple):
-        alike = isinstance(other, tuple) and len(one) == len(other)
-        return alike and all(_equal(a, b) for a, b in zip(one, other, strict=True))
-    return type(one) is type(other) and (one is other or bool(one == other))
+def _equal(first: Any, second: Any) -> bool:
+    """Compare argument values; operands are equal if they are the same input."""
+    if isinstance(first, Operand):
+        return isinstance(second, Operand) and first.index == second.index
+    if isinstance(first, tuple):
+        alike = isinstance(second, tuple) and len(first) == len(second)
+        return alike and all(_equal(a, b) for a, b in zip(first, second, strict=True))
+    return type(first) is type(second) and (first is second or bool(first == second))

@@ -1,7 +1,8 @@
-"""Runs of calls of a graph that one kernel can do, found by the patterns that fuse generated programs.
+"""Runs of graph calls that one kernel can compute, found by the patterns that fuse generated programs.
 
-Lowered calls are the graph's calls with reshards between them, and a reshard parts a run. So what is found here may be
-fused; it is where every tensor of the run lies for its reader as it was made (autopar/costs/kernels.py).
+Lowered calls are the graph's calls with reshards between them, and a reshard breaks a run. So these runs may be fused.
+They are fused where every tensor reaches its reader in the placements in which it was produced
+(autopar/costs/kernels.py).
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from codegen.fusion import PATTERNS, Match, matches
 from codegen.program import Call, Raw, TensorType, Var
 
 OTHER_RESULT = "fused."
-"""Instead of "kernels." in the operator of a result beside a kernel's last one."""
+"""Replaces "kernels." in the operator of a kernel's results other than the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """A run of calls, and the one that it becomes.
+    """A run of calls, and the single call that replaces it.
 
-    nodes: of that one call, a node for each of its results, named as the call that made it in the run; the last is the
-    call itself. members: in order; entering: what is read from outside; readers: that -> the first member that reads
-    it; leaves: what the pattern calls it. match: pattern and bindings. rivals: runs that programs would rather have,
-    which share calls with this one.
+    nodes: of the single call, one node per result, named as the call that returned it in the run; the last one is the
+    call itself. members: in order. entering: tensors read from outside. readers: the first member that reads each of
+    these. leaves: their names in the pattern. match: pattern and bindings. rivals: preferred runs that share calls with
+    this one.
     """
 
     nodes: tuple[Node, ...]
@@ -41,34 +42,33 @@ class Fusion:
 
     @property
     def name(self) -> str:
-        """The name of the pattern."""
+        """Return the name of the pattern."""
         return self.match.pattern.name
 
     @property
     def node(self) -> Node:
-        """The call that gives the last result."""
+        """Return the call of the last result."""
         return self.nodes[-1]
 
     @property
     def tensors(self) -> dict[Ref, TensorMeta]:
-        """All tensors that enter or leave the run."""
+        """Return all tensors that enter or leave the run."""
         return {**self.entering, **{Ref(node.name): node.meta for node in self.nodes}}
 
     @property
     def charged(self) -> dict[Ref, str]:
-        """Tensor that enters or leaves -> the member charged for it: the first that reads it, or that makes it."""
+        """Map each tensor that enters or leaves to the member charged for it: its first reader, or its producer."""
         return {**self.readers, **{Ref(node.name): node.name for node in self.nodes}}
 
     def pays(self, num_token_ranks: int) -> bool:
-        """Whether programs for so many data-parallel ranks have it."""
+        """Whether programs for this number of data-parallel ranks use it."""
         return self.match.pattern.pays(self.match.bound, num_token_ranks)
 
 
 class Fusions:
-    """The fusions of one scope, found when they are asked for (plans without kernels never do), and which calls read
-    what there.
+    """The fusions of one scope, found on request (plans without kernels need none), and the readers of its tensors.
 
-    nodes, metas: the scope's. leaving: what is read outside of it.
+    nodes, metas: of the scope. leaving: tensors read outside of it.
     """
 
     def __init__(self, nodes: tuple[Node, ...], metas: Mapping[Ref, TensorMeta], leaving: Collection[Ref]) -> None:
@@ -76,34 +76,34 @@ class Fusions:
 
     @cached_property
     def all(self) -> tuple[Fusion, ...]:
-        """All fusions of the scope, in the order in which programs prefer them."""
+        """Return all fusions of the scope, in the order in which programs prefer them."""
         nodes, metas, leaving = self._scope
         body = tuple(unsharded_call(node, metas) for node in nodes)
-        found: list[Fusion] = []
+        fusions: list[Fusion] = []
         for match in matches(PATTERNS, body, tuple(unsharded(ref, metas[ref]) for ref in leaving)):
-            rivals = tuple(other for other in found if other.match.statements & match.statements)
-            found.append(_fusion(match, nodes, metas, rivals))
-        return tuple(found)
+            rivals = tuple(other for other in fusions if other.match.statements & match.statements)
+            fusions.append(_fusion(match, nodes, metas, rivals))
+        return tuple(fusions)
 
     @cached_property
     def readers(self) -> Mapping[Ref, tuple[Node, ...]]:
-        """What the scope's calls read -> those calls, in order."""
-        found: dict[Ref, tuple[Node, ...]] = {}
+        """Map each tensor to the scope's calls that read it, in order."""
+        readers: dict[Ref, tuple[Node, ...]] = {}
         for node in self._scope[0]:
             for ref in dict.fromkeys(node.inputs):
-                found[ref] = (*found.get(ref, ()), node)
-        return found
+                readers[ref] = (*readers.get(ref, ()), node)
+        return readers
 
     @cached_property
     def _by_call(self) -> Mapping[str, tuple[Fusion, ...]]:
-        found: dict[str, tuple[Fusion, ...]] = {}
+        fusions_of: dict[str, tuple[Fusion, ...]] = {}
         for fusion in self.all:
             for member in fusion.members:
-                found[member.name] = (*found.get(member.name, ()), fusion)
-        return found
+                fusions_of[member.name] = (*fusions_of.get(member.name, ()), fusion)
+        return fusions_of
 
     def of(self, name: str) -> tuple[Fusion, ...]:
-        """The fusions that the call `name` may be part of, in the order in which programs prefer them."""
+        """Return the fusions that may contain the call `name`, in the order in which programs prefer them."""
         return self._by_call.get(name, ())
 
 
@@ -111,14 +111,14 @@ def _fusion(
     match: Match, nodes: tuple[Node, ...], metas: Mapping[Ref, TensorMeta], rivals: tuple[Fusion, ...]
 ) -> Fusion:
     members = tuple(nodes[i] for i in sorted(match.statements))
-    made = {Ref(member.name) for member in members}
+    results_inside = {Ref(member.name) for member in members}
     readers: dict[Ref, str] = {}
     for member in members:
         for ref in member.inputs:
-            if ref not in made:
+            if ref not in results_inside:
                 readers.setdefault(ref, member.name)
     bound = match.bound.items()
-    leaves = {name: Ref(*each.type.tensor) for name, each in bound if isinstance(each.value, Var)}
+    leaves = {name: Ref(*binding.type.tensor) for name, binding in bound if isinstance(binding.value, Var)}
     pattern, results = match.pattern, []
     makers = {result.name: nodes[match.bound[result.name].origin] for result in pattern.results}
     named = leaves | {name: Ref(maker.name) for name, maker in makers.items()}
@@ -127,12 +127,17 @@ def _fusion(
         return tuple(named[name] for name in names if name in named)
 
     for result in pattern.results:
-        own = makers[result.name]
+        producer = makers[result.name]
         operator = OTHER_RESULT + pattern.target.partition(".")[2]
         node = Node(
-            name=own.name, op=operator, args=args(result.leaves), kwargs=(), outputs=own.outputs, module=own.module
+            name=producer.name,
+            op=operator,
+            args=args(result.leaves),
+            kwargs=(),
+            outputs=producer.outputs,
+            module=producer.module,
         )
-        results.append(own if result.is_call else node)
+        results.append(producer if result.is_call else node)
     last = members[-1]
     results.append(
         Node(
@@ -157,7 +162,7 @@ def _fusion(
 
 
 def unsharded_call(node: Node, metas: Mapping[Ref, TensorMeta], stored: Collection[str] = ()) -> Call:
-    """A call as it is lowered where nothing is sharded. stored: parameters, which are attributes of the module."""
+    """Return a call as it is lowered without sharding. stored: parameters, which are attributes of the module."""
     inputs = [metas[ref] for ref in node.inputs]
     results = tuple(unsharded(Ref(node.name, index), meta) for index, meta in enumerate(node.outputs))
 
@@ -177,8 +182,8 @@ def unsharded_call(node: Node, metas: Mapping[Ref, TensorMeta], stored: Collecti
 
 
 def unsharded(ref: Ref, meta: TensorMeta, stored: Collection[str] = ()) -> Var:
-    """The variable of a tensor where nothing is sharded."""
+    """Return the variable of an unsharded tensor."""
     if ref.node in stored:
         return replace(unsharded(ref, meta), name=f"self.{ref.node}")
-    held = TensorType(meta.shape, str(meta.dtype).removeprefix("torch."), tensor=(ref.node, ref.index))
-    return Var(ref.node if ref.index == 0 else f"{ref.node}:{ref.index}", held)
+    tensor_type = TensorType(meta.shape, str(meta.dtype).removeprefix("torch."), tensor=(ref.node, ref.index))
+    return Var(ref.node if ref.index == 0 else f"{ref.node}:{ref.index}", tensor_type)

@@ -1,36 +1,37 @@
-"""What the micro-batches of a step must do so that they make the whole batch's loss, proven from the graph.
+"""Prove from the graph what the micro-batches of a step must do so that they add up to the whole batch's loss.
 
-The micro-batches of a step are a mesh axis that is walked one after the other, and the operators' rules (autopar/rules)
-say what any axis may do. With m micro-batches, the value V of a tensor for the whole batch follows from its values
-v_1 ... v_m for the micro-batches in one of three ways, each with a number c:
+The micro-batches of a step are a mesh axis that is walked sequentially, and the operators' rules (autopar/rules) say
+what any axis may do. With m micro-batches, the value V of a tensor for the whole batch follows from its values v_1 ...
+v_m for the micro-batches in one of three ways, each with a number c:
 
     R       V = c * v_i            the same for all micro-batches: parameters, position tables, numbers of rows
-    S(d/k)  V's i-th slice = c * v_i       whatever has rows
-    P       V = c * (v_1 + ... + v_m)      complete after the last micro-batch
+        S(d/k)  V's i-th slice = c * v_i       tensors with rows
+        P       V = c * (v_1 + ... + v_m)      complete after the last micro-batch
 
-Inputs are S, parameters R. A call whose rule lets its rows' factor be sharded gives S, or P where it contracts them: a
-sum has c = 1, a mean c = 1/m, since what the call computes for a micro-batch is divided by fewer rows. The same follows
-for every other number that counts rows, such as `/ x.shape[0]`: the graph of the whole batch is compared with that of a
+Inputs are S, parameters R. A call whose rule allows the rows' factor to be sharded gives S, or P if it contracts them.
+A sum has c = 1. A mean has c = 1/m, because the call divides by fewer rows for a micro-batch. The same applies to every
+other number that counts rows, such as `/ x.shape[0]`: the graph of the whole batch is compared with that of a
 micro-batch, and a factor or divisor that differs goes into c. A call is
 
-    homogeneous in its inputs   their c's multiply into the result's (a product), or pass through (linear in a set of
-                                inputs with one c): nothing has to be done
-    not so                      inputs of S and R are multiplied by their c first (`Accumulation.scales`)
-    linear in a P               the result is P. What is added to it and is R has to be 1/m of it in every micro-batch,
-                                hence c = 1/m asks for nothing: a mean loss plus a penalty on parameters stays as it is
-    not linear in a P           exp(P), P * P, x / P: its sum must be known before, and is R from then on
-                                (`known_sums.py`): of a P * P one where that needs no gradient, else both
+        homogeneous in its inputs   their c's multiply into the result's (a product), or pass through (linear in a set
+        of
+                                    inputs with one c): nothing has to be done
+        not homogeneous             inputs of S and R are multiplied by their c first (`Accumulation.scales`)
+        linear in a P               the result is P. An R added to it must count as 1/m of it in every micro-batch, so
+                                    c = 1/m needs no change: a mean loss plus a penalty on parameters stays as it is
+        not linear in a P           exp(P), P * P, x / P: the sum must be complete first, and is R from then on
+                                    (`batch_sums.py`): one factor of P * P if it needs no gradient, else both
 
-Likewise the whole batch is needed by calls that look across rows (a blocked factor), that have no rule, that number
-rows (arange), and by dropout and draws whose numbers would start anew in every micro-batch. A loss that is P is
-multiplied by m * c, since the step takes the mean of the micro-batches' losses. Gradients follow: the sum over micro-
-batches of what is differentiated is the whole batch's loss, as a function of the parameters; of a sum that is known and
-has a gradient, the micro-batches' gradients have the whole batch's as their mean (`Share.has_own_gradient`). What is
-computed of such sums and of parameters has so too, and m-th parts of it may be added to a P. Rows and P's are
-multiplied by none: every row's gradient would be that of the micro-batch where the whole batch's is meant.
+The whole batch is also needed by calls that look across rows (a blocked factor), that have no rule, or that number rows
+(arange), and by dropout and draws whose numbers would restart in every micro-batch. A loss that is P is multiplied by
+m * c, because the step takes the mean of the micro-batches' losses. Gradients follow: the sum of the differentiated
+values over micro-batches is the whole batch's loss, as a function of the parameters. For a complete sum with a
+gradient, the mean of the micro-batches' gradients is the whole batch's gradient (`Share.has_own_gradient`). Tensors
+computed from such sums and from parameters have the same property, and m-th parts of them may be added to a P. They may
+not multiply rows or P's: each row's gradient would then be that of the micro-batch instead of the whole batch.
 
-The proof holds for the two graphs that it was given. It is linear in their calls; layers of one class are walked once
-for each way in which their inputs lie.
+The proof holds for the two graphs it compares. It is linear in their calls; layers of one class are walked once for
+each combination of input shares.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ from autopar.options.batch_shares import (
     linear_sets,
     numbers_of,
 )
-from autopar.options.followed import factor_of
-from autopar.options.known_sums import Key, KnownSums, OthersKnownError
+from autopar.options.batch_sums import CompleteSums, Key, OtherSumsError
+from autopar.options.followed_dims import factor_of
 from autopar.options.scopes import Scope, scopes_of
 from autopar.rules.call import Call
 from autopar.rules.loss import is_plain_cross_entropy
@@ -64,22 +65,22 @@ from autopar.rules.rule import AxisOption, find_factor, shard_option
 
 
 def accumulation(whole: Graph, micro: Graph) -> Accumulation:
-    """What micro-batches as `micro` must do to make the batch of `whole`. Raises WholeBatchError where they cannot."""
+    """Return what micro-batches as `micro` must do to add up to the batch of `whole`. Raises WholeBatchError."""
     refs, tried = frozenset[Key](), set[frozenset[Key]]()
     while refs not in tried:
         tried.add(refs)
         try:
-            return _Proof(whole, micro, KnownSums(whole, refs)).run()
-        except OthersKnownError as found:
-            refs = found.refs
+            return _Proof(whole, micro, CompleteSums(whole, refs)).run()
+        except OtherSumsError as restart:
+            refs = restart.refs
     raise WholeBatchError("sums over the batch depend on one another")
 
 
 class _Proof:
-    """One walk over both graphs. known: sums that are complete before they are read."""
+    """One walk over both graphs. sums: those that are complete before they are read."""
 
-    def __init__(self, whole: Graph, micro: Graph, known: KnownSums) -> None:
-        self.whole, self.micro, self.known = whole, micro, known
+    def __init__(self, whole: Graph, micro: Graph, sums: CompleteSums) -> None:
+        self.whole, self.micro, self.sums = whole, micro, sums
         self.count = whole.batch_size // micro.batch_size
         self.scales: dict[tuple[str, str, int], Fraction] = {}
         self.counted: list[Ref] = []
@@ -102,15 +103,15 @@ class _Proof:
                 shares |= self.call(self.scopes[""], piece, twin, shares)
             else:
                 raise WholeBatchError("the model has other layers for a micro-batch than for the whole batch")
-        self.known.check_counted(self.counted)
+        self.sums.check_counted(self.counted)
         used = {key: scale for key, scale in self.scales.items() if scale != 1}
         repeated = frozenset(key for key, goes_on in self.draws.items() if not goes_on)
         return Accumulation(
-            whole=self.known.before,
+            whole=self.sums.before,
             scales=used,
             loss=self.loss_scale(shares[self.whole.loss]),
             repeated=repeated,
-            summed=self.known.summed,
+            summed=self.sums.summed,
         )
 
     def loss_scale(self, loss: Share) -> Fraction:
@@ -121,7 +122,7 @@ class _Proof:
     # --- layers -------------------------------------------------------------------------------------------------------
 
     def layers(self, run: LayerRun, twin: LayerRun, shares: Mapping[Ref, Share]) -> dict[Ref, Share]:
-        """The shares of a run's outputs; layers whose inputs lie alike are walked once."""
+        """Return the shares of a run's outputs; layers with equal input shares are walked once."""
         if (run.args, run.carried, run.instances) != (twin.args, twin.carried, twin.instances):
             raise WholeBatchError(f"the layers {run.instances[0]} ... are wired otherwise for a micro-batch")
         entering = [shares[ref] for ref in run.args]
@@ -132,53 +133,53 @@ class _Proof:
                 entering[position] = leaving[output]
             if before == tuple(entering):
                 break
-        found = {Ref(run.name, index): share for index, share in enumerate(leaving)}
+        outputs = {Ref(run.name, index): share for index, share in enumerate(leaving)}
         return {
-            ref: self.known.after(("", ref), share, meta.requires_grad)
-            for (ref, share), meta in zip(found.items(), run.outputs, strict=True)
+            ref: self.sums.after(("", ref), share, meta.requires_grad)
+            for (ref, share), meta in zip(outputs.items(), run.outputs, strict=True)
         }
 
     def layer(self, name: str, entering: tuple[Share, ...]) -> tuple[Share, ...]:
         if (name, entering) not in self.walked:
             scope, twin = self.scopes[name], self.twins[name]
-            layer, other = scope.layer, twin.layer
-            if layer is None or other is None or len(layer.nodes) != len(other.nodes):
+            layer, twin_layer = scope.layer, twin.layer
+            if layer is None or twin_layer is None or len(layer.nodes) != len(twin_layer.nodes):
                 raise WholeBatchError(f"layers {name} make other calls for a micro-batch than for the whole batch")
             shares = {Ref(p.name): SAME for p in layer.parameters}
             shares |= {Ref(formal): share for (formal, _), share in zip(layer.inputs, entering, strict=True)}
-            for node, its in zip(layer.nodes, other.nodes, strict=True):
-                shares |= self.call(scope, node, its, shares)
+            for node, twin_node in zip(layer.nodes, twin_layer.nodes, strict=True):
+                shares |= self.call(scope, node, twin_node, shares)
             self.walked[name, entering] = tuple(shares[ref] for ref in layer.outputs)
         return self.walked[name, entering]
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def call(self, scope: Scope, node: Node, twin: Node, shares: Mapping[Ref, Share]) -> dict[Ref, Share]:
-        """The shares of a call's results."""
+        """Return the shares of a call's results."""
         site = self.site(scope, node, twin, shares)
         if site.with_own_gradients and site.has_rows:
             raise site.error("is not linear in a sum over the batch, whose gradient is not known for single rows")
         if site.sums:
-            found = self.of_sums(site)
+            results = self.of_sums(site)
         elif any(share.placement.is_shard for share in site.inputs):
-            found = self.of_rows(site)
+            results = self.of_rows(site)
         elif site.grows:
-            found = self.of_nothing(site)
+            results = self.of_nothing(site)
         else:
-            found = (Share(R, self.scale_of(site)),) * len(node.outputs)
+            results = (Share(R, self.scale_of(site)),) * len(node.outputs)
         if site.packet in DRAWN:
-            self.draw(site, found[0])
-        return {Ref(node.name, index): self.result(site, index, share) for index, share in enumerate(found)}
+            self.draw(site, results[0])
+        return {Ref(node.name, index): self.result(site, index, share) for index, share in enumerate(results)}
 
     def draw(self, site: Site, share: Share) -> None:
-        """Whether this call's mask goes on from micro-batch to micro-batch, in all layers of its class alike."""
+        """Record whether a call's mask continues across micro-batches; all layers of its class must agree."""
         goes_on = share.placement.is_shard
         if self.draws.setdefault((site.scope.name, site.node.name), goes_on) != goes_on:
             raise site.error("draws a mask of the rows in one layer, and one without rows in another")
 
     def site(self, scope: Scope, node: Node, twin: Node, shares: Mapping[Ref, Share]) -> Site:
         metas = tuple(scope.metas[ref] for ref in node.inputs)
-        other = self.twins[scope.name]
+        twin_scope = self.twins[scope.name]
         call = Call.of(node, metas)
         inputs = tuple(lent(call, i, shares[ref]) for i, ref in enumerate(node.inputs))
         site = Site(scope=scope, node=node, twin=twin, call=call, rule=rule_for(node, metas), inputs=inputs, numbers={})
@@ -186,11 +187,11 @@ class _Proof:
             raise site.error("is another call for a micro-batch than for the whole batch")
         if site.packet not in DRAWN and is_random(node):
             raise site.error("draws random numbers")
-        twins = Call.of(twin, tuple(other.metas[ref] for ref in twin.inputs))
+        twins = Call.of(twin, tuple(twin_scope.metas[ref] for ref in twin.inputs))
         return replace(site, numbers=numbers_of(site, call, twins))
 
     def result(self, site: Site, index: int, share: Share) -> Share:
-        """`share`, once both graphs have the shapes that it means; of a sum that is known before, what it then is."""
+        """Check that both graphs have the shapes `share` implies; return it, or the share of a complete sum."""
         whole, micro = site.node.outputs[index], site.twin.outputs[index]
         shape = list(whole.shape)
         if share.placement.is_shard:
@@ -198,13 +199,13 @@ class _Proof:
         if tuple(shape) != micro.shape or whole.dtype != micro.dtype:
             raise site.error(f"makes {_text(micro)} of a micro-batch and {_text(whole)} of the whole batch")
         is_own = bool(site.with_own_gradients) and whole.requires_grad and share.placement == R
-        is_late = any(each.is_late for each in site.inputs)
+        is_late = any(input_share.is_late for input_share in site.inputs)
         share = replace(share, is_late=is_late, has_own_gradient=is_own)
-        parts = [self.known.key(site.scope, site.node.inputs[i]) for i in site.sums]
-        return self.known.after((site.scope.name, Ref(site.node.name, index)), share, whole.requires_grad, parts)
+        parts = [self.sums.key(site.scope, site.node.inputs[i]) for i in site.sums]
+        return self.sums.after((site.scope.name, Ref(site.node.name, index)), share, whole.requires_grad, parts)
 
     def of_nothing(self, site: Site) -> tuple[Share, ...]:
-        """The shares of rows that are made of what has none: filled or expanded."""
+        """Return the shares of rows created from inputs without rows: filled or expanded."""
         rule, (whole, *more), micro = site.rule, site.node.outputs, site.twin.outputs[0]
         dims = [d for d, (a, b) in enumerate(zip(whole.shape, micro.shape, strict=False)) if a != b]
         if rule is None or more or len(dims) != 1 or len(whole.shape) != len(micro.shape):
@@ -212,7 +213,7 @@ class _Proof:
         for factor in rule.outputs[0][dims[0]]:
             option = shard_option(rule, factor)
             if option.lowering == "draw" and dims[0]:
-                raise site.error("draws numbers whose first dim is not the batch, and would draw them anew")
+                raise site.error("draws numbers whose first dim is not the batch, and would draw them again")
             is_made = option.lowering in (None, "draw")
             is_free = factor not in rule.blocked and is_made and rule.sizes[factor] % self.count == 0
             if is_free and not any(p.is_shard for p in option.inputs):
@@ -222,10 +223,10 @@ class _Proof:
         )
 
     def of_rows(self, site: Site) -> tuple[Share, ...]:
-        """The shares of a call's results where some inputs have rows and the others are R."""
+        """Return the shares of a call's results if some inputs have rows and the others are R."""
         option = self.option(site)
-        for wanted, share in zip(option.inputs, site.inputs, strict=True):
-            if wanted == P or (wanted.is_shard or share.placement.is_shard) and wanted != share.placement:
+        for needed, share in zip(option.inputs, site.inputs, strict=True):
+            if needed == P or (needed.is_shard or share.placement.is_shard) and needed != share.placement:
                 raise site.error("combines the rows of the batch with one another")
         scale = self.scale_of(site)
         placements = [R if p.is_replicated else p for p in option.outputs]
@@ -233,7 +234,7 @@ class _Proof:
             scale /= self.count
         elif option.lowering in DRAWN or option.lowering == "attention":
             if placements[0] != S(0):
-                raise site.error("draws a mask whose first dim is not the batch, and would draw it anew")
+                raise site.error("draws a mask whose first dim is not the batch, and would draw it again")
         elif option.lowering is not None:
             raise site.error("looks across the rows of the batch")
         if option.lowering == "cross_entropy":
@@ -241,7 +242,7 @@ class _Proof:
         return tuple(Share(p, scale) for p in placements)
 
     def option(self, site: Site) -> AxisOption:
-        """The option that gives the rows to the micro-batches."""
+        """Return the option that shards the rows over the micro-batches."""
         rule = site.rule
         if rule is None:
             raise site.error("has no rule in autopar that says what becomes of the rows of the batch")
@@ -252,9 +253,9 @@ class _Proof:
         }
         if len(factors) > 1 or None in factors:
             raise site.error("combines the rows of the batch with one another")
-        found = next(iter(factors))
-        assert found is not None
-        factor, sections = found
+        row_factor = next(iter(factors))
+        assert row_factor is not None
+        factor, sections = row_factor
         if factor in rule.blocked or rule.sizes[factor] % (sections * self.count):
             raise site.error("looks across the rows of the batch")
         for dims, share in zip(rule.inputs, site.inputs, strict=True):
@@ -263,9 +264,9 @@ class _Proof:
         return shard_option(rule, factor, sections)
 
     def check_counted(self, site: Site) -> None:
-        """A mean over targets that are not ignored: the program counts them before the step, or cannot."""
+        """Record a mean over targets that are not ignored: the program must be able to count them before the step."""
         target = site.node.inputs[1]
-        is_before = site.scope.layer is None and self.known.needs_batch_only(target)
+        is_before = site.scope.layer is None and self.sums.needs_batch_only(target)
         if not is_plain_cross_entropy(site.node, site.call.inputs) or not is_before:
             raise site.error("divides by a number of targets that is known only after the forward")
         self.counted.append(target)
@@ -273,9 +274,9 @@ class _Proof:
     # --- numbers ------------------------------------------------------------------------------------------------------
 
     def scale_of(self, site: Site, others: Sequence[int] | None = None) -> Fraction:
-        """The result's number by those of the inputs (of `others` alone: of those beside partial sums).
+        """Return the result's number from those of the inputs (only of `others`, besides partial sums).
 
-        Inputs in which the call is not homogeneous are brought to the whole batch's value first.
+        Inputs in which the call is not homogeneous are first scaled to the whole batch's value.
         """
         considered = range(len(site.inputs)) if others is None else others
         scales = {i: site.inputs[i].scale for i in considered}
@@ -309,7 +310,7 @@ class _Proof:
         return (scales.get(above, ONE) if above is not None else ONE) / divisor
 
     def multiply(self, site: Site, index: int, scale: Fraction) -> None:
-        """An input of the call is multiplied by `scale` in every micro-batch."""
+        """Multiply an input of the call by `scale` in every micro-batch."""
         key = site.scope.name, site.node.name, index
         if self.scales.setdefault(key, scale) != scale:
             raise site.error("would have to be scaled otherwise in some of the layers")
@@ -320,37 +321,37 @@ class _Proof:
     # --- partial sums -------------------------------------------------------------------------------------------------
 
     def of_sums(self, site: Site) -> tuple[Share, ...]:
-        """The shares of a call's results where some inputs are P."""
-        sums, own = site.sums, site.with_own_gradients
+        """Return the shares of a call's results if some inputs are P."""
+        sums, own_gradients = site.sums, site.with_own_gradients
         sets = [] if site.has_rows else linear_sets(site)
         rests = []
         for members, adds_number in sets:
             rests.append([i for i in sums if i not in members])
-            if not rests[-1] and members.issuperset(own):
+            if not rests[-1] and members.issuperset(own_gradients):
                 return self.linear_in(site, members, adds_number)
-        # It is linear in the others once these are known.
+        # The call is linear in the other inputs once these sums are complete.
         partly = sorted(filter(None, rests), key=len)
         for indices in (*partly, sums):
-            if all(self.known.needs_batch_only(site.node.inputs[i]) for i in indices) and site.scope.layer is None:
-                raise self.known.and_inputs(site, indices)
+            if all(self.sums.needs_batch_only(site.node.inputs[i]) for i in indices) and site.scope.layer is None:
+                raise self.sums.and_inputs(site, indices)
         without = [rest for rest in partly if not any(site.call.inputs[i].requires_grad for i in rest)]
-        raise self.known.and_inputs(site, without[0] if without else sums)
+        raise self.sums.and_inputs(site, without[0] if without else sums)
 
     def linear_in(self, site: Site, members: frozenset[int], adds_number: bool) -> tuple[Share, ...]:
-        """The sums are among `members`, in which the call is linear; what is beside them there is R."""
+        """Return the shares if all sums are among `members`, in which the call is linear; its other members are R."""
         scales = {site.inputs[i].scale for i in members}
         mixed = adds_number or len(scales) > 1 or not all(site.inputs[i].is_sum for i in members)
         if adds_number and set(site.numbers) - {"other"}:
             raise site.error(f"has an argument that depends on the number of rows: {', '.join(site.numbers)}")
-        # What is beside the sums is then right as it is, if it does not count rows itself.
+        # The other members are then correct unchanged, unless they count rows themselves.
         number = site.numbers.get("other", ONE) if adds_number else ONE
         target = number / self.count if mixed else scales.pop()
         for index in members:
             share = site.inputs[index]
             self.multiply(site, index, share.scale / target if share.is_sum else share.scale / (target * self.count))
         others = [i for i in range(len(site.inputs)) if i not in members]
-        beside = self.scale_of(site, others) if not adds_number else ONE
-        return (Share(P, target * beside),) * len(site.node.outputs)
+        outside = self.scale_of(site, others) if not adds_number else ONE
+        return (Share(P, target * outside),) * len(site.node.outputs)
 
 
 def _text(meta: TensorMeta) -> str:

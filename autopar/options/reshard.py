@@ -1,9 +1,10 @@
-"""Finds the shortest sequence of one-axis steps from one tuple of placements to another.
+"""Find the shortest sequence of one-axis steps from one tuple of placements to another.
 
-Each step is one autograd function of the runtime, so its backward is known with it (`METHODS` of codegen/reshards.py).
+Each step is one autograd function of the runtime, which also determines its backward (`METHODS` of
+codegen/reshards.py).
 
-When several axes shard one dim at the same level the first axis is the outer one. An axis may join or leave such a
-dim only while no axis inside it does, which is why a sequence can have more steps than axes that change.
+If several axes shard one dim at the same level, the first axis is the outer one. An axis may join or leave such a dim
+only while no inner axis shards it. So a sequence can have more steps than axes that change.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ _WEIGHT: dict[Collective | None, float] = {
     "all_to_all": 1.0,
 }
 _BYTES_MOVED = {kinds: _WEIGHT[method.forward] + _WEIGHT[method.backward] for kinds, method in METHODS.items()}
-"""Bytes that each kind of step moves forward and backward, in times of `Step.fraction` of the tensor."""
+"""Bytes that each kind of step moves forward and backward, in multiples of `Step.fraction` of the tensor."""
 
 
 Move = tuple[Placements, int, Placement]
-"""(placements before it, axis, the axis' new placement)"""
+"""(previous placements, axis, the axis' new placement)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One axis changes from `source` to `target`.
+    """A change of one axis from `source` to `target`.
 
-    fraction: the bytes that the collective works on (gathered, reduced or exchanged buffer of one rank) as a share of
-    the whole tensor. source_sections, target_sections: section counts of the local tensor at that moment.
+    fraction: bytes of the collective (one rank's gathered, reduced or exchanged buffer) relative to the whole tensor.
+    source_sections, target_sections: section counts of the local tensor at that moment.
     """
 
     axis: int
@@ -58,12 +59,12 @@ class Step:
 
 @lru_cache(maxsize=200_000)
 def steps(source: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> tuple[Step, ...] | None:
-    """The cheapest sequence by bytes moved, or None if there is none."""
+    """Return the cheapest sequence by bytes moved, or None if there is none."""
     if source == target:
         return ()
-    changed = [axis for axis, (here, there) in enumerate(zip(source, target, strict=True)) if here != there]
+    changed = [axis for axis, (before, after) in enumerate(zip(source, target, strict=True)) if before != after]
     if len(changed) == 1:
-        # Any other way leaves to R and comes from there, with at most as many axes that share the bytes: it moves more.
+        # Any other way goes through R, where at most as many axes share the bytes, so it moves more.
         axis = changed[0]
         goal = target[axis]
         if (source[axis].kind, goal.kind) in METHODS and _is_legal(source, axis, goal, axis_sizes):
@@ -72,7 +73,7 @@ def steps(source: Placements, target: Placements, axis_sizes: tuple[int, ...]) -
 
 
 def _cheapest(source: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> tuple[Step, ...] | None:
-    """`steps` by Dijkstra's algorithm over placements."""
+    """Run Dijkstra's algorithm over placements."""
     queue: list[tuple[float, int, Placements, tuple[Move, ...]]] = [(0.0, 0, source, ())]
     done: set[Placements] = set()
     count = 0
@@ -92,25 +93,27 @@ def _cheapest(source: Placements, target: Placements, axis_sizes: tuple[int, ...
 
 
 def _moves(current: Placements, target: Placements, axis_sizes: tuple[int, ...]) -> list[tuple[int, Placement, float]]:
-    """(axis, its new placement, weight) of the steps that may be taken."""
-    found = []
+    """Return (axis, its new placement, weight) of the legal steps."""
+    moves = []
     ways = math.prod([n for p, n in zip(current, axis_sizes, strict=True) if p.kind == "S"])
-    for axis, (here, there) in enumerate(zip(current, target, strict=True)):
-        for goal in (there,) if there == R else (there, R):
-            bytes_moved = _BYTES_MOVED.get((here.kind, goal.kind)) if goal != here else None
+    for axis, (placement, target_placement) in enumerate(zip(current, target, strict=True)):
+        for goal in (target_placement,) if target_placement == R else (target_placement, R):
+            bytes_moved = _BYTES_MOVED.get((placement.kind, goal.kind)) if goal != placement else None
             if bytes_moved is not None and _is_legal(current, axis, goal, axis_sizes):
-                fraction = _fraction(ways, here, goal, axis_sizes[axis])
-                found.append((axis, goal, fraction * bytes_moved + _STEP_PENALTY))
-    return found
+                fraction = _fraction(ways, placement, goal, axis_sizes[axis])
+                moves.append((axis, goal, fraction * bytes_moved + _STEP_PENALTY))
+    return moves
 
 
 def _is_legal(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> bool:
-    """No axis inside `axis` shards the level that it leaves or joins; an all_to_all changes the dim; levels nest."""
-    here = current[axis]
+    """Whether no inner axis shards the level left or joined, all_to_all changes the dim, and levels nest."""
+    current_placement = current[axis]
     inner = current[axis + 1 :]
-    if here.kind == goal.kind == "S" and here.dim == goal.dim:
+    if current_placement.kind == goal.kind == "S" and current_placement.dim == goal.dim:
         return False
-    if inner and ((here.kind == "S" and here in inner) or (goal.kind == "S" and goal in inner)):
+    if inner and (
+        (current_placement.kind == "S" and current_placement in inner) or (goal.kind == "S" and goal in inner)
+    ):
         return False
     if goal.kind != "S":
         return True
@@ -118,7 +121,7 @@ def _is_legal(current: Placements, axis: int, goal: Placement, axis_sizes: tuple
 
 
 def _nests(placements: Placements, dim: int, axis_sizes: tuple[int, ...]) -> bool:
-    """Whether the sections of each shard of `dim` fall into whole parts of the next coarser one (see `divides`)."""
+    """Whether the sections of each shard of `dim` divide into whole parts of the next coarser one (see `divides`)."""
     if sum([p.dim == dim for p in placements]) < 2:
         return True
     levels: dict[int, int] = {}
@@ -129,29 +132,29 @@ def _nests(placements: Placements, dim: int, axis_sizes: tuple[int, ...]) -> boo
     return all(fine % (coarse * levels[coarse]) == 0 for coarse, fine in zip(ordered, ordered[1:], strict=False))
 
 
-def _fraction(ways: int, here: Placement, goal: Placement, axis_size: int) -> float:
-    """`Step.fraction` of giving an axis another placement. ways: ranks that share the tensor among them before it."""
-    if here.kind != "S":
+def _fraction(ways: int, current: Placement, goal: Placement, axis_size: int) -> float:
+    """Return `Step.fraction` of changing an axis' placement. ways: ranks that share the tensor before it."""
+    if current.kind != "S":
         return 1.0 / ways
     others = ways // axis_size
     return 1.0 / others / (axis_size if goal.kind == "S" else 1)
 
 
 def _step(current: Placements, axis: int, goal: Placement, axis_sizes: tuple[int, ...]) -> Step:
-    here = current[axis]
+    placement = current[axis]
     ways = math.prod([n for p, n in zip(current, axis_sizes, strict=True) if p.kind == "S"])
     return Step(
         axis=axis,
-        source=here,
+        source=placement,
         target=goal,
-        fraction=_fraction(ways, here, goal, axis_sizes[axis]),
-        source_sections=_local_sections(current, axis, here, axis_sizes),
+        fraction=_fraction(ways, placement, goal, axis_sizes[axis]),
+        source_sections=_local_sections(current, axis, placement, axis_sizes),
         target_sections=_local_sections(current, axis, goal, axis_sizes),
     )
 
 
 def _local_sections(current: Placements, axis: int, shard: Placement, axis_sizes: tuple[int, ...]) -> int:
-    """Sections of a dim as the local tensor has them: axes that shard a coarser level have split them already."""
+    """Return the sections of a dim in the local tensor, after axes with a coarser level have split it."""
     if not shard.is_shard:
         return 1
     coarser = (

@@ -1,16 +1,16 @@
-"""Where the rows of experts' layers leave the order of the tokens, and where they return to it.
+"""Find where the rows of expert layers leave the order of the tokens, and where they return to it.
 
-A layer of experts takes its rows sorted by expert, on the rank that has the expert (codegen/runtime/experts.py). Where
-another one follows, and nothing but calls that treat each row by itself is between them, what puts rows back and what
-sorts them again cancel: rows return after the last layer only. Until then they are not moved between ranks, and the
-layers route them over the same axes.
+An expert layer takes its rows sorted by expert, on the rank that has the expert (codegen/runtime/experts.py). If
+another one follows, with only row-wise calls between them, the return of the rows and the next sorting cancel: rows
+return only after the last layer. Until then they are not moved between ranks, and the layers route them over the same
+axes.
 
-Where all of them together are a mixture, the rows are copies of tokens, one for each choice, and what returns is
-weighed by a number for each row and summed by token:
+If these layers form a mixture, the rows are copies of tokens, one per choice. The returned rows are weighted by a
+number each and summed by token:
 
     rows = repeat_interleave(tokens, k, 0)    ...    sum(view(result * weights, [T, k, B]), 1)
 
-so that between nodes a token may travel once for several choices (codegen/once_per_node.py).
+so that a token may cross between nodes once for several choices (codegen/once_per_node.py).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from autopar.rules.rule import Rule
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How the rows of one layer of experts, or of a call between two, come and go.
+    """How the rows of one expert layer, or of a call between two, arrive and leave.
 
-    arrives: they come from a layer before it, sorted. is_first: where they do not, no call before it has sorted them.
-    returns: they are put back after it. like: of a layer, the first one with the same rows. choices: of each token,
-    where the layer is part of a mixture whose rows are copies of tokens and whose results are summed by token; 0
-    elsewhere. summed_bytes: of an element of such a sum.
+    arrives: they come sorted from an earlier layer. is_first: otherwise, no earlier call has sorted them. returns: they
+    go back to token order afterwards. like: for a layer, the first layer with the same rows. choices: per token, if the
+    layer is part of a mixture whose rows are copies of tokens and whose results are summed by token; else 0.
+    summed_bytes: bytes of an element of that sum.
     """
 
     arrives: bool = False
@@ -46,7 +46,7 @@ class Route:
 
     @property
     def dispatches(self) -> bool:
-        """Whether they are sorted before it."""
+        """Whether this layer sorts its rows."""
         return self.is_first and not self.arrives
 
 
@@ -56,8 +56,10 @@ def routes_of(
     batches: Mapping[str, tuple[str, int]],
     leaving: Collection[Ref],
 ) -> dict[str, Route]:
-    """The route of every layer of experts of a scope, and of what is between them, by the name of the call. batches:
-    call -> the factor (and sections) that runs over the batch. leaving: what is read outside of the scope."""
+    """Return the route of every expert layer of a scope, and of the calls between them, by call name.
+
+    batches: call -> the factor (and sections) over the batch. leaving: tensors read outside of the scope.
+    """
     layers = [node for node in nodes if node.op == EXPERT_LINEAR]
     ids = {Ref(node.name): node.inputs[2] for node in layers}
     if not layers:
@@ -72,27 +74,27 @@ def routes_of(
                 ids |= {Ref(node.name, index): next(iter(sorted_by)) for index in range(len(node.outputs))}
     stays = _staying(nodes, ids, leaving)
     between = {ref.node for ref in stays} - {node.name for node in layers}
-    found = {name: Route(arrives=True, returns=False) for name in between}
+    routes = {name: Route(arrives=True, returns=False) for name in between}
     seen, first = set[tuple[Ref, Ref]](), dict[Ref, str]()
     for node in layers:
-        rows, own = node.inputs[0], node.inputs[2]
-        found[node.name] = Route(
-            arrives=rows in stays and ids[rows] == own,
-            is_first=(rows, own) not in seen,
+        rows, experts = node.inputs[0], node.inputs[2]
+        routes[node.name] = Route(
+            arrives=rows in stays and ids[rows] == experts,
+            is_first=(rows, experts) not in seen,
             returns=Ref(node.name) not in stays,
-            like=first.setdefault(own, node.name),
+            like=first.setdefault(experts, node.name),
         )
-        seen.add((rows, own))
-    for own in dict.fromkeys(node.inputs[2] for node in layers):
-        mixture = [node for node in layers if node.inputs[2] == own]
-        choices, summed_bytes = _mixture(nodes, mixture, found, leaving)
+        seen.add((rows, experts))
+    for experts in dict.fromkeys(node.inputs[2] for node in layers):
+        mixture = [node for node in layers if node.inputs[2] == experts]
+        choices, summed_bytes = _mixture(nodes, mixture, routes, leaving)
         for node in mixture:
-            found[node.name] = replace(found[node.name], choices=choices, summed_bytes=summed_bytes)
-    return found
+            routes[node.name] = replace(routes[node.name], choices=choices, summed_bytes=summed_bytes)
+    return routes
 
 
 def keeps_rows(source: Placements, target: Placements) -> bool:
-    """Whether a reshard leaves the rows of a tensor, its first dim, on the ranks where they are."""
+    """Whether a reshard leaves the rows of a tensor, its first dim, on their ranks."""
     return all(
         a == b or not any(p.is_shard and p.dim == 0 for p in (a, b)) for a, b in zip(source, target, strict=True)
     )
@@ -101,8 +103,10 @@ def keeps_rows(source: Placements, target: Placements) -> bool:
 def _mixture(
     nodes: tuple[Node, ...], layers: list[Node], routes: Mapping[str, Route], leaving: Collection[Ref]
 ) -> tuple[int, int]:
-    """(choices of each token, bytes of an element of the sum over them) of all layers of one mixture; zeros where it
-    has not the form that this file's docstring tells."""
+    """Return (choices per token, bytes of an element of their sum) of all layers of one mixture.
+
+    Both are 0 if it does not have the form in this file's docstring.
+    """
     made_by, users = {node.name: node for node in nodes}, _users(nodes)
     firsts = [node for node in layers if not routes[node.name].arrives]
     ends = [node for node in layers if routes[node.name].returns]
@@ -133,7 +137,7 @@ def _mixture(
 
 
 def _users(nodes: tuple[Node, ...]) -> dict[Ref, list[Node]]:
-    """The calls that read a value, as often as they do."""
+    """Map each value to the calls that read it, once per read."""
     users: dict[Ref, list[Node]] = {}
     for node in nodes:
         for ref in node.inputs:
@@ -142,8 +146,10 @@ def _users(nodes: tuple[Node, ...]) -> dict[Ref, list[Node]]:
 
 
 def _staying(nodes: tuple[Node, ...], ids: Mapping[Ref, Ref], leaving: Collection[Ref]) -> set[Ref]:
-    """Of the values that may be sorted, `ids` by the ids that they are sorted by, those that nobody reads otherwise and
-    that are made of nothing that is put back."""
+    """Return the values that stay sorted: nothing reads them in another order, and they do not come from returned rows.
+
+    ids: the candidates, with the ids that sort them.
+    """
     users = _users(nodes)
     stays = {ref for ref in ids if ref in users and ref not in leaving}
 
@@ -153,7 +159,7 @@ def _staying(nodes: tuple[Node, ...], ids: Mapping[Ref, Ref], leaving: Collectio
     def is_sorted_for(user: Node, ref: Ref) -> bool:
         if user.op == EXPERT_LINEAR:
             return user.inputs.index(ref) == 0 and user.inputs.count(ref) == 1 and user.inputs[2] == ids[ref]
-        return all(each in stays for each in made_by(user))
+        return all(result in stays for result in made_by(user))
 
     def can_stay(node: Node) -> bool:
         is_made = node.op == EXPERT_LINEAR or all(ref in stays for ref in node.inputs if ref in ids)

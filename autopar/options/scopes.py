@@ -10,7 +10,7 @@ from autopar.ir.graph import Graph, LayerClass, LayerRun, Node, Ref, TensorMeta,
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """A flat list of nodes with the metas of everything they can refer to; shared by the layers at `instances`."""
+    """A flat list of nodes with the metas of all refs in it; the layers at `instances` share it."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -20,17 +20,17 @@ class Scope:
 
     @property
     def count(self) -> int:
-        """How many layers share the scope; 1 for the top level."""
+        """Return the number of layers that share the scope; 1 for the top level."""
         return len(self.instances)
 
     def full_names(self, name: str) -> list[str]:
-        """`name` as the user's model has it, once per layer."""
+        """Return `name` in the user's model, once per layer."""
         return [f"{path}.{name}".strip(".") for path in self.instances]
 
 
 @derived
 def scopes_of(graph: Graph) -> tuple[Scope, ...]:
-    """The top level, then each layer class once."""
+    """Return the top level, then each layer class once."""
     top_metas = {Ref(p.name): p.meta for p in graph.parameters} | {Ref(i.name): i.meta for i in graph.inputs}
     top_nodes: list[Node] = []
     classes: dict[str, tuple[LayerClass, tuple[str, ...]]] = {}

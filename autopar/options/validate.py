@@ -1,6 +1,7 @@
-"""Whether a plan that a person may have edited is one that the search could have found: every name is the model's, and
-every placement and ZeRO stage is one of the options that `Offers` and `options_of` make. What is not would run and
-compute something else, or fail on the ranks.
+"""Check an edited plan: every name is the model's, and every placement and ZeRO stage is one the search could choose.
+
+`LegalPlacements` and `options_of` define the legal choices. Anything else would compute something different, or fail on
+the ranks.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from autopar.ir.graph import Graph, Ref, TensorMeta
 from autopar.ir.mesh import ZERO_AXES
 from autopar.ir.placement import Placements, divides
 from autopar.ir.plan_data import ScopePlan, placements_text
-from autopar.options.offers import Offers
+from autopar.options.legal_placements import LegalPlacements
 from autopar.options.scopes import Scope
 from autopar.plan import Plan
 
 MOST_SHOWN = 12
-"""Alternatives in one message."""
+"""The most alternatives in one message."""
 
 
-def check_scopes(graph: Graph, offers: Offers, plan: Plan) -> None:
-    """Raises PlanError unless the plan decides for the top level and every layer class, and for nothing else."""
+def check_scopes(graph: Graph, offers: LegalPlacements, plan: Plan) -> None:
+    """Raise PlanError unless the plan decides for the top level and every layer class, and for nothing else."""
     for name in offers.scopes:
         if name not in plan.scopes:
             raise PlanError(
@@ -31,13 +32,13 @@ def check_scopes(graph: Graph, offers: Offers, plan: Plan) -> None:
             )
     for name in plan.scopes:
         if name not in offers.scopes:
-            where, known = plan.place(name), filter(None, offers.scopes)
-            raise PlanError(f"{where}: the model has no layer class {name!r}", alternatives=near(name, known))
+            where, names = plan.place(name), filter(None, offers.scopes)
+            raise PlanError(f"{where}: the model has no layer class {name!r}", alternatives=near(name, names))
     for scope in offers.scopes.values():
         _check_scope(graph, offers, scope, plan)
 
 
-def _check_scope(graph: Graph, offers: Offers, scope: Scope, plan: Plan) -> None:
+def _check_scope(graph: Graph, offers: LegalPlacements, scope: Scope, plan: Plan) -> None:
     decided, used = plan.scopes[scope.name], offers.uses[scope.name]
     stored = {p.name: p.meta for p in (scope.layer.parameters if scope.layer else graph.parameters)}
     entering = dict(scope.layer.inputs) if scope.layer else {i.name: i.meta for i in graph.inputs}
@@ -75,13 +76,15 @@ def _check_scope(graph: Graph, offers: Offers, scope: Scope, plan: Plan) -> None
     _check_zero(scope, plan, offers, decided, stored)
 
 
-def _check_names(scope: Scope, plan: Plan, kind: str, given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raises PlanError for a name that the scope does not have."""
-    for name in given:
-        if name not in known:
+def _check_names(
+    scope: Scope, plan: Plan, kind: str, names: Iterable[str], legal: Iterable[str], description: str
+) -> None:
+    """Raise PlanError for a name that the scope does not have."""
+    for name in names:
+        if name not in legal:
             where = plan.place(scope.name, kind, name)
             raise PlanError(
-                f"{where} is not in the model: it has no {what} named {name!r}", alternatives=near(name, known)
+                f"{where} is not in the model: it has no {description} named {name!r}", alternatives=near(name, legal)
             )
 
 
@@ -93,29 +96,32 @@ def _check_placements(
     meta: TensorMeta,
     legal: Sequence[Placements],
 ) -> None:
-    """Raises PlanError for placements that are no option of the tensor."""
+    """Raise PlanError for placements that are not an option of the tensor."""
     if placements in legal:
         return
     mesh = plan.mesh
     fits = all(not p.is_shard or p.dim < len(meta.shape) for p in placements)
     fits = fits and divides(meta.shape, placements, mesh.sizes)
-    texts = [placements_text(each, mesh) for each in legal]
+    texts = [placements_text(choice, mesh) for choice in legal]
     more = [f"... ({len(texts)} in all)"] if len(texts) > MOST_SHOWN else []
+    problem = "is not a legal placement" if fits else "does not divide into equal shards"
     raise PlanError(
-        f"{plan.place(scope.name, *path)} {'cannot lie so' if fits else 'cannot be cut into equal parts'}",
+        f"{plan.place(scope.name, *path)} {problem}",
         values={"placements": placements_text(placements, mesh), "shape": meta.shape, "mesh": str(mesh)},
         alternatives=[*texts[:MOST_SHOWN], *more],
     )
 
 
-def _check_zero(scope: Scope, plan: Plan, offers: Offers, decided: ScopePlan, stored: Mapping[str, TensorMeta]) -> None:
-    """Raises PlanError for a ZeRO stage of a parameter that has no gradient to shard."""
+def _check_zero(
+    scope: Scope, plan: Plan, offers: LegalPlacements, decided: ScopePlan, stored: Mapping[str, TensorMeta]
+) -> None:
+    """Raise PlanError for a ZeRO stage of a parameter without a gradient to shard."""
     for name, at in decided.parameters.items():
         if at.zero and not offers.can_shard(stored[name], at.placements):
             is_trained = stored[name].requires_grad
-            why = f"is not Rp on {' or '.join(ZERO_AXES)}" if is_trained else "is not trained"
+            reason = f"is not Rp on {' or '.join(ZERO_AXES)}" if is_trained else "is not trained"
             raise PlanError(
-                f"{plan.place(scope.name, 'parameters', name)} has zero={at.zero} but {why}",
+                f"{plan.place(scope.name, 'parameters', name)} has zero={at.zero} but {reason}",
                 values=placements_text(at.placements, plan.mesh),
                 alternatives=", or ".join(
                     ["zero=0", *(f"{a}=Rp" for a in ZERO_AXES if a in plan.mesh.axes * is_trained)]
@@ -124,5 +130,5 @@ def _check_zero(scope: Scope, plan: Plan, offers: Offers, decided: ScopePlan, st
 
 
 def ref_name(ref: Ref) -> str:
-    """`split` or `split[1]`: how a plan file names a result."""
+    """Return a plan file's name of a result: `split` or `split[1]`."""
     return ref.node if ref.index == 0 else f"{ref.node}[{ref.index}]"

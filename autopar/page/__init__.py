@@ -1,4 +1,4 @@
-"""The report as one self-contained page: HTML, styles and drawings, without a network."""
+"""The report as one self-contained HTML page with styles and diagrams, usable offline."""
 
 from autopar.page.page import page_text, write_page
 

@@ -1,4 +1,4 @@
-"""A pipeline's simulated step: a row per pipeline rank, a bar per action."""
+"""The simulated step of a pipeline: a row per pipeline rank, a bar per action."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from autopar.simulate.timeline import StepEvent, events_of
 from autopar.units import seconds_text
 
 MOST_LABELS = 600
-"""Actions up to which those that are wide enough have their micro-batch's number in them."""
+"""Bars show micro-batch numbers up to this many actions."""
 LEAST_LABEL = 0.018
-"""Share of the width from which on there is room for it."""
+"""Bars of at least this share of the width have room for a number."""
 
-COLOURS = {"forward": "c0", "backward": "c4", "input gradients": "c4", "weight gradients": "c3"}
+COLORS = {"forward": "c0", "backward": "c4", "input gradients": "c4", "weight gradients": "c3"}
 ONCE = "c2"
 WIDTH = 1000.0
 
 
 def gantt_section(facts: Facts, simulated: Simulated) -> Markup | None:
-    """Nothing for one pipeline rank."""
+    """Return the section, or None for one pipeline rank."""
     if facts.schedule is None:
         return None
     events = [event for event in events_of(simulated) if event.stream == "compute"]
     end = max(event.end for event in events)
-    kinds = dict.fromkeys(COLOURS.get(event.kind, ONCE) for event in events)
+    kinds = dict.fromkeys(COLORS.get(event.kind, ONCE) for event in events)
     names = {"c0": "forward", "c4": _backward_name(events), "c3": "weight gradients", "c2": "once per step"}
-    parts = [*((colour, names[colour]) for colour in names if colour in kinds), ("tint", "idle")]
+    parts = [*((color, names[color]) for color in names if color in kinds), ("tint", "idle")]
     lines = [
         _line(rank, [event for event in events if event.pipeline_rank == rank], end, len(events), bubble)
         for rank, bubble in enumerate(facts.schedule.bubbles)
@@ -50,21 +50,21 @@ def _backward_name(events: Sequence[StepEvent]) -> str:
 
 
 def _line(rank: int, events: Sequence[StepEvent], end: float, count: int, bubble: float) -> Markup:
-    """One pipeline rank's bars: shapes by colour and turn, so that neighbours can be told apart."""
+    """Draw one pipeline rank. Bars alternate in shade, so that neighbors can be told apart."""
     paths: dict[tuple[str, int], list[str]] = {}
     labels = []
     for event in events:
-        colour = COLOURS.get(event.kind, ONCE)
+        color = COLORS.get(event.kind, ONCE)
         turn = (event.micro_batch or 0) % 2
         left, width = event.start / end * WIDTH, event.seconds / end * WIDTH
-        paths.setdefault((colour, turn), []).append(f"M{left:.2f} 0h{width:.2f}v1h{-width:.2f}z")
+        paths.setdefault((color, turn), []).append(f"M{left:.2f} 0h{width:.2f}v1h{-width:.2f}z")
         if count <= MOST_LABELS and width >= LEAST_LABEL * WIDTH and event.micro_batch is not None:
             style = f"left:{left / WIDTH:.3%};width:{width / WIDTH:.3%}"
             labels.append(element("span", event.micro_batch, style=style))
     shapes = [
-        element("path", d="".join(parts), class_=f"bar {colour} turn{turn}") for (colour, turn), parts in paths.items()
+        element("path", d="".join(parts), class_=f"bar {color} turn{turn}") for (color, turn), parts in paths.items()
     ]
-    words = f"pipeline rank {rank}: idle for {max(bubble, 0.0):.0%} of its micro-batches' time"
+    words = f"pipeline rank {rank}: idle {max(bubble, 0.0):.0%} of its micro-batches' time"
     drawing = element(
         "svg",
         shapes,

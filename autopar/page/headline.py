@@ -1,4 +1,4 @@
-"""The top of the page: what was planned, and the figures by which it is judged."""
+"""The top of the page: the plan, and the figures by which it is judged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FLOPS = (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MF
 
 
 def headline(facts: Facts) -> Markup:
-    """Title, the plan in words, and tiles of figures."""
+    """Return the title, the plan in words, and tiles of figures."""
     lines = [
         ("plan", facts.plan),
         ("mesh", facts.axes),
@@ -33,22 +33,22 @@ def headline(facts: Facts) -> Markup:
 
 
 def _tiles(facts: Facts) -> list[tuple[str, str, str]]:
-    """(name, figure, further words)"""
-    own = facts.figures
-    tiles = [("predicted step", seconds_text(own.step_seconds), f"{count_text(own.rows_per_second)} rows/s")]
-    if own.tokens:
-        each = count_text(own.tokens_per_second_per_device)
-        tiles.append(("tokens/s", count_text(own.tokens_per_second), f"{count_text(own.tokens)} tokens a step"))
-        tiles.append((f"tokens/s/{facts.device_word}", each, f"{own.num_devices} {facts.device_words}"))
-    tiles.append(("MFU", percent(own.mfu, 1.0), f"{flops_text(own.flops)} of the model a step"))
-    capacity = bytes_text(own.capacity_bytes)
-    share = percent(own.peak_bytes, own.capacity_bytes)
-    tiles.append(("peak memory", bytes_text(own.peak_bytes), f"of {capacity} per rank, {share}"))
+    """Return (name, figure, further words) of each tile."""
+    figures = facts.figures
+    tiles = [("predicted step", seconds_text(figures.step_seconds), f"{count_text(figures.rows_per_second)} rows/s")]
+    if figures.tokens:
+        per_device = count_text(figures.tokens_per_second_per_device)
+        tiles.append(("tokens/s", count_text(figures.tokens_per_second), f"{count_text(figures.tokens)} tokens a step"))
+        tiles.append((f"tokens/s/{facts.device_word}", per_device, f"{figures.num_devices} {facts.device_words}"))
+    tiles.append(("MFU", percent(figures.mfu, 1.0), f"{flops_text(figures.flops)} of the model a step"))
+    capacity = bytes_text(figures.capacity_bytes)
+    share = percent(figures.peak_bytes, figures.capacity_bytes)
+    tiles.append(("peak memory", bytes_text(figures.peak_bytes), f"of {capacity} per rank, {share}"))
     return tiles
 
 
 def flops_text(flops: float) -> str:
-    """`3.11 EFLOP`."""
+    """Return `3.11 EFLOP`."""
     unit, scale = next((pair for pair in FLOPS if flops >= pair[1]), FLOPS[-1])
     return f"{flops / scale:.3g} {unit}"
 

@@ -1,4 +1,5 @@
-"""One layer as a diagram: its operators in order, who holds what of their results, and what is sent between them."""
+"""One layer as a diagram: its operators in order, the placements of their results, and the communication between
+them."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from autopar.units import bytes_text, seconds_text
 from codegen.program import Call, Reshard, TensorType, Var, assigns, reads
 
 MOST_AXIS_RANKS = 8
-"""Parts that the picture of a placement is cut into."""
+"""The most shards in the drawing of a placement."""
 
 
 @dataclass(slots=True)
 class Operation:
-    """Calls of one module in a row whose results lie alike. results: name of the last one, and how it lies."""
+    """Consecutive calls of one module whose results have equal placements. result: the last result."""
 
     module: str
     calls: list[str] = field(default_factory=list)
@@ -37,32 +38,32 @@ class Operation:
 
 
 def layer_section(compiled: GeneratedProgram) -> Markup | None:
-    """The class with most layers; nothing for a model without layers. The program has to have its request."""
+    """Draw the class with most layers; None for a model without layers or a program without its request."""
     scopes = [scope for scope in scopes_of(compiled.best.graph) if scope.layer]
     if not scopes or compiled.request is None:
         return None
-    scope = max(scopes, key=lambda each: each.count)
+    scope = max(scopes, key=lambda candidate: candidate.count)
     names = name_dims(compiled.best.graph, compiled.best.operators)
     costs = costs_of_scope(compiled, scope)
     assert scope.layer is not None
     diagram = _Diagram(compiled, scope, names)
     module = modules_of(compiled.program, scope)[0]
     entering = [
-        element("div", element("b", "enters"), diagram.result_chips(variable), class_="card")
+        element("div", element("b", "input"), diagram.result_chips(variable), class_="card")
         for variable in module.inputs
         if variable.type.requires_grad
     ]
     steps = element("ol", list(diagram.steps(costs)), class_="flow")
     total = sum(cost.forward + cost.backward for cost in costs)
     words = (
-        f"{scope.name}, one of {scope.count}: what a rank computes, holds and sends for one micro-batch, "
-        f"{seconds_text(total)} in all, forward and backward, without recomputation."
+        f"{scope.name}, one of {scope.count}: compute, placements and communication of a rank for one micro-batch. "
+        f"In all {seconds_text(total)}, forward and backward, without recomputation."
     )
     return section("One layer", element("div", entering, class_="entering"), steps, intro=words)
 
 
 def costs_of_scope(compiled: GeneratedProgram, scope: Scope) -> tuple[StatementCost, ...]:
-    """Every statement of a layer's class with its seconds, on the mesh of the first pipeline rank."""
+    """Return the seconds of every statement of a layer class, on the mesh of the first pipeline rank."""
     assert compiled.request is not None
     best = compiled.best
     pricer, assignment = priced_decisions(compiled.request, best, best.plan.stage_meshes[0])
@@ -76,7 +77,7 @@ class _Diagram:
     names: DimNames
 
     def steps(self, costs: Sequence[StatementCost]) -> Iterator[Markup]:
-        """Operations and what is sent, in the order of the program."""
+        """Yield operations and transfers in the order of the program."""
         open_operation: Operation | None = None
         for cost in costs:
             statement = cost.statement
@@ -102,16 +103,16 @@ class _Diagram:
             yield self.card(open_operation)
 
     def _continues(self, operation: Operation, module: str, call: Call, result: Var | None) -> bool:
-        """Whether a call belongs with those before it, its result lying as theirs does: one of the same module, or a
-        view of what a module in it has made."""
+        """Return whether a call continues an operation: it has the same module, or it is a view of a submodule's
+        result, and its result has the same placement."""
         is_view = base_name(call.target) in VIEWS and operation.module.startswith(f"{module}.")
         is_same = module in ("", operation.module) or is_view
         before = operation.result
         return is_same and (result is None or before is None or self._words(result) == self._words(before))
 
     def _words(self, result: Var) -> list[str]:
-        """How a result lies, an entry per axis."""
-        return [words for words, _, _ in self._held(result)]
+        """Return a result's placement in words, an entry per axis."""
+        return [words for words, _, _ in self._placements(result)]
 
     def _add(self, operation: Operation, call: Call, module: str, result: Var | None, cost: StatementCost) -> None:
         operation.module = operation.module or module
@@ -128,9 +129,9 @@ class _Diagram:
                 operation.weights.append(f"{name}: {words}")
 
     def card(self, operation: Operation) -> Markup:
-        """One operation: its module and calls, parameters, result and seconds."""
-        counted = {word: operation.calls.count(word) for word in dict.fromkeys(operation.calls)}
-        calls = ", ".join(f"{word} x {count}" if count > 1 else word for word, count in counted.items())
+        """Draw one operation: its module and calls, parameters, result and seconds."""
+        counts = {word: operation.calls.count(word) for word in dict.fromkeys(operation.calls)}
+        calls = ", ".join(f"{word} x {count}" if count > 1 else word for word, count in counts.items())
         seconds = f"{seconds_text(operation.forward)} forward, {seconds_text(operation.backward)} backward"
         result = operation.result
         return element(
@@ -145,67 +146,67 @@ class _Diagram:
     def result_chips(self, result: Var) -> Markup:
         chips = [
             element("span", _picture(placement, size), words, class_="chip")
-            for words, placement, size in self._held(result)
+            for words, placement, size in self._placements(result)
         ]
         name = element("span", f"{result.name} {_shape(result.type)}", class_="variable")
-        return element("p", name, element("span", chips or "whole", class_="chips"))
+        return element("p", name, element("span", chips or "on one rank", class_="chips"))
 
-    def _held(self, result: Var) -> list[tuple[str, Placement, int]]:
-        """For every axis how a variable lies: in words, as a placement, and over how many ranks."""
-        found, mesh = [], self.compiled.plan.mesh
+    def _placements(self, result: Var) -> list[tuple[str, Placement, int]]:
+        """Return for every axis a variable's placement in words, the placement itself, and the number of ranks."""
+        placements, mesh = [], self.compiled.plan.mesh
         for axis, size in zip(mesh.axes, mesh.sizes, strict=True):
             placement = Placement.parse(result.type.placement(axis))
-            words = f"same on all of {axis}"
+            words = f"replicated over {axis}"
             if placement.is_shard:
                 words = f"{dim_word(self.scope, result.type, axis, self.names)} over {axis}"
             elif placement.kind == "P":
                 words = f"partial sums over {axis}"
-            found.append((words, placement, size))
-        return found
+            placements.append((words, placement, size))
+        return placements
 
     def sent(self, statement: Reshard, cost: StatementCost) -> Markup:
-        """A reshard: in words, with its bytes and seconds each way."""
+        """Draw a reshard: in words, with its bytes and seconds in each direction."""
         size = bytes_text(statement.num_bytes)
-        ways = [
-            _way("forward", statement.forward, size, cost.forward, 0.0),
-            _way("backward", statement.backward, size, cost.backward, cost.hidden),
+        directions = [
+            _direction("forward", statement.forward, size, cost.forward, 0.0),
+            _direction("backward", statement.backward, size, cost.backward, cost.hidden),
         ]
         is_sent = bool(statement.forward or statement.backward)
         words = reshard_words(self.scope, statement, self.names)
-        return element("li", element("b", words), ways, class_="sent" if is_sent else "sent local")
+        return element("li", element("b", words), directions, class_="sent" if is_sent else "sent local")
 
 
-def _way(name: str, collective: str, size: str, exposed: float, hidden: float) -> Markup:
+def _direction(name: str, collective: str, size: str, exposed: float, hidden: float) -> Markup:
     if not collective:
         more = f", {seconds_text(exposed)}" if exposed else ""
-        return element("span", f"{name}: nothing sent{more}", class_="way")
+        return element("span", f"{name}: no communication{more}", class_="way")
     parts = [f"{seconds_text(exposed)} exposed"] if exposed or not hidden else []
     parts += [f"{seconds_text(hidden)} hidden"] if hidden else []
     return element("span", f"{name}: {collective} {size}, {', '.join(parts)}", class_="way")
 
 
 def _is_free_view(cost: StatementCost) -> bool:
-    """Whether a statement only looks at a tensor otherwise."""
+    """Return whether a statement is a view that takes no time."""
     call = cost.statement
     is_view = isinstance(call, Call) and base_name(call.target) in VIEWS
     return is_view and not (cost.forward or cost.backward)
 
 
 def _operator_word(call: Call) -> str:
-    """`aten.linear.default` -> `linear`, `kernels.swiglu` -> `swiglu`."""
+    """Return `aten.linear.default` as `linear`, `kernels.swiglu` as `swiglu`."""
     parts = call.target.split(".")
     return base_name(call.target) if parts[0] == "aten" else parts[-1] if len(parts) < 3 else parts[1]
 
 
-def _shape(held: TensorType) -> str:
-    return f"[{', '.join(map(str, held.shape))}]"
+def _shape(tensor_type: TensorType) -> str:
+    return f"[{', '.join(map(str, tensor_type.shape))}]"
 
 
 def _picture(placement: Placement, size: int) -> Markup:
-    """What the first rank of an axis has: one part, all of it, or a share of every number."""
+    """Draw the first rank's share along an axis: one shard, the whole tensor, or a partial sum."""
     parts = min(size, MOST_AXIS_RANKS)
     width = 24 / parts
-    mine = {"P": "partial"}.get(placement.kind, "held")
+    first_rank = {"P": "partial"}.get(placement.kind, "held")
     shapes = [
         element(
             "rect",
@@ -213,7 +214,7 @@ def _picture(placement: Placement, size: int) -> Markup:
             y=0.0,
             width=width,
             height=10.0,
-            class_=mine if index == 0 or not placement.is_shard else "other",
+            class_=first_rank if index == 0 or not placement.is_shard else "other",
         )
         for index in range(parts)
     ]

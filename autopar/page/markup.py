@@ -1,8 +1,8 @@
-"""HTML as values: text is escaped wherever it is put, unless it is `Markup` already."""
+"""HTML as values, with the page's colors: text is escaped unless it is `Markup`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
 from typing import TypeAlias
 
@@ -11,16 +11,41 @@ class Markup(str):
     """Text that is HTML already."""
 
 
+# Colors by meaning: names of classes in page.css.
+TIME_COLORS: Mapping[str, str] = {
+    "forward compute": "c0",
+    "backward compute": "c4",
+    "recomputation": "c3",
+    "gradient accumulation": "c6",
+    "local resharding": "c9",
+    "optimizer": "c2",
+    "pipeline bubble": "idle",
+    "waiting for the host": "idle",
+    "gradient and parameter synchronisation": "c1",
+}
+MEMORY_COLORS: Mapping[str, str] = {
+    "parameters": "c0",
+    "gradients": "c1",
+    "optimizer state": "c2",
+    "activations": "c4",
+    "transient": "c6",
+    "workspace": "idle",
+}
+OTHER_COLORS = ("c5", "c7", "c8", "c3", "c9", "c6")
+AXIS_COLORS = ("c0", "c1", "c2", "c4", "c3", "c6", "c7", "c5")
+"""Colors of neighboring groups of an axis. Further groups repeat them."""
+
 Child: TypeAlias = "str | int | None | Iterable[Child]"
 
 VOID = frozenset({"br", "col", "hr", "input", "meta", "rect", "path", "polyline", "line", "circle"})
-"""Elements without content, and shapes, which have none here."""
+"""Elements without content, and shapes, which have no content here."""
 
 
 def element(name: str, /, *children: Child, **attributes: str | float | bool | None) -> Markup:
-    """`element("p", "a < b", class_="note")` -> `<p class="note">a &lt; b</p>`.
+    """Build an element: `element("p", "a < b", class_="note")` -> `<p class="note">a &lt; b</p>`.
 
-    Attributes lose a trailing `_`, and other `_` become `-`; None and False leave one out, True has no value.
+    Attribute names lose a trailing `_`, and other `_` become `-`. None and False omit an attribute, True omits its
+    value.
     """
     opening = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in VOID and not children:
@@ -29,7 +54,7 @@ def element(name: str, /, *children: Child, **attributes: str | float | bool | N
 
 
 def joined(children: Child) -> Markup:
-    """Children one after the other, escaped where they are plain text."""
+    """Join children, with plain text escaped."""
     if children is None:
         return Markup("")
     if isinstance(children, Markup):
@@ -50,14 +75,14 @@ def _attribute(key: str, value: str | float | bool | None) -> str:
 
 
 def section(title: str, *children: Child, intro: str = "", name: str = "") -> Markup:
-    """A section of the page under its heading."""
+    """Return a section of the page under its heading."""
     heading = element("h2", title, id=name or None)
     words = element("p", intro, class_="intro") if intro else None
     return element("section", heading, words, *children)
 
 
 def table(headers: Iterable[Child], rows: Iterable[Iterable[Child]], caption: str, numbers: int = 0) -> Markup:
-    """A table; the last `numbers` columns are flush right. It scrolls sideways where it is too wide."""
+    """Return a table. The last `numbers` columns are flush right. A wide table scrolls sideways."""
     heads = list(headers)
     first_number = len(heads) - numbers
 
@@ -71,16 +96,24 @@ def table(headers: Iterable[Child], rows: Iterable[Iterable[Child]], caption: st
 
 
 def legend(items: Iterable[tuple[str, str]]) -> Markup:
-    """(class of a colour, what it stands for) of each."""
-    names = [element("span", swatch(colour), name, class_="name") for colour, name in items]
+    """Return a legend of (color class, meaning) pairs."""
+    names = [element("span", swatch(color), name, class_="name") for color, name in items]
     return element("p", names, class_="legend")
 
 
-def swatch(colour: str) -> Markup:
-    """A small square of a colour class, for legends."""
-    return element("span", class_=f"swatch {colour}", aria_hidden="true")
+def swatch(color: str) -> Markup:
+    """Return a small square of a color class, for legends."""
+    return element("span", class_=f"swatch {color}", aria_hidden="true")
 
 
 def details(summary: str, *children: Child) -> Markup:
-    """Something folded away under its summary."""
+    """Return children that are folded under their summary."""
     return element("details", element("summary", summary), *children)
+
+
+def colors_of(kinds: Iterable[str], assigned: Mapping[str, str]) -> dict[str, str]:
+    """Map every kind to a color; kinds without an assigned color take the colors of OTHER_COLORS in turn."""
+    others = [kind for kind in kinds if kind not in assigned]
+    return {kind: assigned[kind] for kind in kinds if kind in assigned} | {
+        kind: OTHER_COLORS[index % len(OTHER_COLORS)] for index, kind in enumerate(others)
+    }

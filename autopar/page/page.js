@@ -10,8 +10,8 @@ theme.addEventListener("click", () => {
   theme.textContent = "theme: " + next;
 });
 
-// The axis that gives the mesh its colours.
-const colours = ["c0", "c1", "c2", "c4", "c3", "c6", "c7", "c5"];
+// The axis that gives the mesh its colors.
+const colors = ["c0", "c1", "c2", "c4", "c3", "c6", "c7", "c5"];
 const choice = document.querySelector(".choice");
 if (choice) {
   choice.hidden = false;
@@ -23,8 +23,8 @@ if (choice) {
     }
     for (const cell of document.querySelectorAll("#mesh .cell")) {
       const index = Number(cell.dataset[axis] || 0);
-      cell.classList.remove(...colours);
-      cell.classList.add(colours[index % colours.length]);
+      cell.classList.remove(...colors);
+      cell.classList.add(colors[index % colors.length]);
       cell.querySelector(".place").textContent = axis + " " + index;
     }
   });

@@ -1,4 +1,4 @@
-"""All plans that were looked at: time against memory, and why the others lost."""
+"""All plans that were priced: time against memory, and why the others lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.page.markup import Child, Markup, details, element, legend, section
 from autopar.page.what_if import LeanPlan
 from autopar.report.costs import tie_words
 from autopar.report.facts import Facts
-from autopar.units import bytes_text, seconds_text
+from autopar.units import bytes_text, counted, seconds_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,33 +23,34 @@ class Point:
     kind: str
 
 
-COLOURS = {"chosen": "c0", "other": "c1", "lean": "c2"}
+COLORS = {"chosen": "c0", "other": "c1", "lean": "c2"}
 NAMES = {
     "chosen": "chosen",
-    "other": "looked at, slower",
-    "lean": "fastest plans within less memory",
+    "other": "slower",
+    "lean": "fastest plans with less memory",
 }
 
 
 def plans_section(facts: Facts, lean: Sequence[LeanPlan], limits: str, is_cut: bool) -> Markup:
-    """The drawing, the plans on the front, and the rest folded. limits: among which plans leaner ones were sought;
-    is_cut: whether there was no time for all of them."""
+    """Return the drawing, the Pareto front, and the other plans, folded.
+
+    limits: the restriction of the search for leaner plans, in words. is_cut: whether its time limit ended it."""
     points = points_of(facts, lean)
     front = pareto_front(points)
     kinds = dict.fromkeys(point.kind for point in points)
     rows: list[list[Child]] = [
-        [[swatch(f"dot {COLOURS[p.kind]}"), p.words], seconds_text(p.seconds), bytes_text(p.num_bytes)]
+        [[swatch(f"dot {COLORS[p.kind]}"), p.words], seconds_text(p.seconds), bytes_text(p.num_bytes)]
         for p in sorted(points, key=lambda p: (p.seconds, p.num_bytes))
         if p in front
     ]
-    words = "No plan that was found is both faster and leaner than one on the front, which the line joins. "
+    words = "No other plan is both faster and leaner than a plan on the front, which the line connects. "
     words += f"Leaner plans are {limits}. " if limits and lean else ""
-    words += "There was no time to look for leaner ones. " if is_cut else ""
+    words += "The time limit ended the search for leaner plans. " if is_cut else ""
     tied = tie_words(facts.plan, facts.figures.step_seconds, facts.others)
     words += f"{tied}." if tied else ""
     return section(
         "Plans",
-        legend((f"dot {COLOURS[kind]}", NAMES[kind]) for kind in kinds),
+        legend((f"dot {COLORS[kind]}", NAMES[kind]) for kind in kinds),
         _drawing(points, front) if len(points) > 1 else element("p", _nothing(facts), class_="note"),
         table(("on the front", "one step", "per rank"), rows, "The Pareto front", 2),
         _why_not(facts),
@@ -58,34 +59,34 @@ def plans_section(facts: Facts, lean: Sequence[LeanPlan], limits: str, is_cut: b
 
 
 def _nothing(facts: Facts) -> str:
-    given = "the plan was given" if facts.is_given else "the constraints leave one parallel config"
-    return f"No other plan was priced: {given}."
+    reason = "the plan was given" if facts.is_given else "the constraints leave one parallel configuration"
+    return f"No other plan was priced: {reason}."
 
 
 def points_of(facts: Facts, lean: Sequence[LeanPlan]) -> list[Point]:
-    """Every plan of which both time and memory are known, the chosen one first."""
-    own = facts.figures
-    points = [Point(facts.plan, own.step_seconds, own.peak_bytes, "chosen")]
+    """Return every plan with known time and memory, the chosen one first."""
+    figures = facts.figures
+    points = [Point(facts.plan, figures.step_seconds, figures.peak_bytes, "chosen")]
     points += [
         Point(row.plan, row.seconds, row.peak_bytes, "other")
         for row in facts.others
         if row.seconds is not None and row.peak_bytes is not None
     ]
-    return points + [Point(each.words, each.seconds, each.peak_bytes, "lean") for each in lean]
+    return points + [Point(plan.words, plan.seconds, plan.peak_bytes, "lean") for plan in lean]
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
-    """Those that no other is as fast and as lean as, and better in one of both."""
+    """Return the points that no other point beats in time or memory without losing in the other."""
     return [p for p in points if not any(_beats(other, p) for other in points)]
 
 
-def _beats(one: Point, other: Point) -> bool:
-    mine, its = (one.seconds, one.num_bytes), (other.seconds, other.num_bytes)
-    return mine[0] <= its[0] and mine[1] <= its[1] and mine != its
+def _beats(point: Point, other: Point) -> bool:
+    first, second = (point.seconds, point.num_bytes), (other.seconds, other.num_bytes)
+    return first[0] <= second[0] and first[1] <= second[1] and first != second
 
 
 def _drawing(points: Sequence[Point], front: Sequence[Point]) -> Markup:
-    """Memory to the right, seconds up; both axes begin where the least is."""
+    """Draw memory to the right and seconds up. Both axes start near their smallest value."""
     across = _axis([point.num_bytes for point in points])
     up = _axis([point.seconds for point in points])
 
@@ -100,7 +101,7 @@ def _drawing(points: Sequence[Point], front: Sequence[Point]) -> Markup:
     dots = [
         element(
             "span",
-            class_=f"point {COLOURS[p.kind]} {p.kind}",
+            class_=f"point {COLORS[p.kind]} {p.kind}",
             style=f"left:{left(p):.2f}%;bottom:{bottom(p):.2f}%",
             title=f"{p.words}: {seconds_text(p.seconds)}, {bytes_text(p.num_bytes)}",
         )
@@ -130,14 +131,14 @@ def _drawing(points: Sequence[Point], front: Sequence[Point]) -> Markup:
 
 
 def _axis(values: Sequence[float]) -> tuple[float, float]:
-    """Its ends, with some room at both sides."""
+    """Return an axis's ends, with some room at both sides."""
     least, most = min(values), max(values)
     room = 0.08 * (most - least) or 0.1 * most or 1.0
     return max(least - room, 0.0), most + room
 
 
 def _why_not(facts: Facts) -> Markup | None:
-    """All plans that lost, with the reason, folded."""
+    """Return all plans that lost, with the reason, folded."""
     if not facts.others:
         return None
     ordered = sorted(facts.others, key=lambda row: math.inf if row.seconds is None else row.seconds)
@@ -145,5 +146,6 @@ def _why_not(facts: Facts) -> Markup | None:
         [row.plan, row.why, row.seconds_text, "" if row.peak_bytes is None else bytes_text(row.peak_bytes)]
         for row in ordered
     ]
-    headers = ("plan", "why not", "one step", "per rank")
-    return details(f"Why not the other {len(rows)}?", table(headers, rows, "Other plans, and why they lost", 2))
+    headers = ("plan", "reason", "one step", "per rank")
+    summary = f"Why not the other {counted(len(rows), 'plan')}?"
+    return details(summary, table(headers, rows, "Other plans, and why they lost", 2))

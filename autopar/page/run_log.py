@@ -1,4 +1,4 @@
-"""A run's log beside the prediction: one JSON object a step, as training writes it."""
+"""A run's log beside the prediction: one JSON object per step, as training writes it."""
 
 from __future__ import annotations
 
@@ -26,60 +26,60 @@ FIELDS = (
     "learning_rate",
 )
 LARGEST = 1e100
-"""Larger numbers are left out: sums and differences of them are not finite."""
+"""Larger numbers are ignored, as their sums and differences would not be finite."""
 MOST_POINTS = 600
-"""Points of a curve; of more steps, the mean of several."""
+"""Points of a curve; a longer run shows means."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """One step of a run: its number, and those figures that the log has of it."""
+    """One step of a run: its number, and the figures that the log has."""
 
     step: int
     figures: dict[str, float]
 
 
 def read_log(path: str | Path) -> tuple[LoggedStep, ...]:
-    """Return the steps of a log.
+    """Read the steps of a log.
 
-    Keys that are missing, null, or no numbers up to LARGEST are left out. A step that was repeated after a restart
-    counts once, as it ran last. Raises OutputError for what is no such log.
+    Missing keys, null, and values other than numbers up to LARGEST are ignored. A step that was repeated after a
+    restart counts once, with its last values. Raises OutputError for a file that is no such log.
     """
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:  # no UTF-8, or a null character in the name
+    except (OSError, ValueError) as error:  # not UTF-8, or a null character in the name
         raise _no_log(str(path), getattr(error, "strerror", None) or str(error)) from None
-    found: dict[int, LoggedStep] = {}
+    steps: dict[int, LoggedStep] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             entry = parse_json(line)
         except ValueError as error:
-            if number == len(lines):  # a run that still writes, or was cut off
+            if number == len(lines):  # the run still writes, or was cut off
                 continue
             raise _no_log(f"{path}, line {number}", str(error)) from None
         if not isinstance(entry, dict) or not _is_number(entry.get("step")):
-            raise _no_log(f"{path}, line {number}", "no object with a number `step`")
+            raise _no_log(f"{path}, line {number}", "not an object with a number `step`")
         step = int(entry["step"])
-        found[step] = LoggedStep(step, {key: float(entry[key]) for key in FIELDS if _is_number(entry.get(key))})
-    if not found:
-        raise _no_log(str(path), "it has no steps")
-    return tuple(found[step] for step in sorted(found))
+        steps[step] = LoggedStep(step, {key: float(entry[key]) for key in FIELDS if _is_number(entry.get(key))})
+    if not steps:
+        raise _no_log(str(path), "the file has no steps")
+    return tuple(steps[step] for step in sorted(steps))
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
-def _no_log(where: str, what: str) -> OutputError:
-    form = 'lines such as {"step": 1, "loss": 4.2, "step_seconds": 0.5}, as training writes them'
-    return OutputError("the run's log cannot be read", values=f"{where}: {what}", alternatives=form)
+def _no_log(place: str, problem: str) -> OutputError:
+    form = 'a file of lines such as {"step": 1, "loss": 4.2, "step_seconds": 0.5}, as training writes it'
+    return OutputError("the run's log cannot be read", values=f"{place}: {problem}", alternatives=form)
 
 
 def run_section(facts: Facts, steps: Sequence[LoggedStep]) -> Markup:
-    """Measured beside predicted, and the curves of loss and step time."""
+    """Return measured beside predicted figures, and the curves of loss, step time and memory."""
     rows: list[list[Child]] = []
     for words, key, predicted, text in _compared(facts):
         values = [step.figures[key] for step in steps if key in step.figures]
@@ -94,42 +94,40 @@ def run_section(facts: Facts, steps: Sequence[LoggedStep]) -> Markup:
     ]
     first, last = steps[0].step, steps[-1].step
     headers = ("", "predicted", "measured", "ratio")
-    words = (
-        f"Steps {first} to {last} of a run. Measured figures are medians, the first step left out; memory is the most."
-    )
+    words = f"Steps {first} to {last} of a run. Times are medians without the first step; memory is the maximum."
     compared = table(headers, rows, "Predicted beside measured", 3) if rows else None
     return section("Predicted beside measured", compared, element("div", curves, class_="curves"), intro=words)
 
 
 def _settled(values: list[float]) -> list[float]:
-    """Without the first step, which compiles and warms up."""
+    """Return the values without the first step, which compiles and warms up."""
     return values[1:] or values
 
 
 def _compared(facts: Facts) -> list[tuple[str, str, float, Callable[[float], str]]]:
-    """(words, key of the log, predicted figure, how it is written)"""
-    own = facts.figures
+    """Return (words, key of the log, predicted figure, formatting function) of each row."""
+    figures = facts.figures
     return [
-        ("seconds of a step", "step_seconds", own.step_seconds, seconds_text),
-        ("tokens/s", "tokens_per_second", own.tokens_per_second, count_text),
-        ("MFU", "mfu", own.mfu, lambda value: percent(value, 1.0)),
-        ("peak memory of a rank", "peak_bytes", own.peak_bytes, bytes_text),
+        ("seconds of a step", "step_seconds", figures.step_seconds, seconds_text),
+        ("tokens/s", "tokens_per_second", figures.tokens_per_second, count_text),
+        ("MFU", "mfu", figures.mfu, lambda value: percent(value, 1.0)),
+        ("peak memory of a rank", "peak_bytes", figures.peak_bytes, bytes_text),
     ]
 
 
 def _curve(
     steps: Sequence[LoggedStep], key: str, title: str, text: Callable[[float], str], predicted: float | None
 ) -> Markup | None:
-    """A line over steps, with a dashed one for what was predicted; nothing where the log has less than two values."""
-    known = [(step.step, step.figures[key]) for step in steps if key in step.figures]
-    if len(known) < 2:
+    """Draw a line over steps, with a dashed line for the prediction; None for a log with fewer than two values."""
+    logged = [(step.step, step.figures[key]) for step in steps if key in step.figures]
+    if len(logged) < 2:
         return None
-    points = _thinned(known)
+    points = _thinned(logged)
     values = [value for _, value in points] + ([predicted] if predicted else [])
     least, most = min(values), max(values)
     room = 0.06 * (most - least) or 0.05 * abs(most) or 1.0
     bottom, top = least - room, most + room
-    first, last = known[0][0], known[-1][0]
+    first, last = logged[0][0], logged[-1][0]
 
     def height(value: float) -> float:
         return 100 - 100 * (value - bottom) / (top - bottom)
@@ -139,7 +137,7 @@ def _curve(
     if predicted:
         level = f"{height(predicted):.2f}"
         shapes.append(element("line", x1="0", x2="100", y1=level, y2=level, class_="predicted"))
-    words = f"{title}: {text(known[0][1])} at step {first}, {text(known[-1][1])} at step {last}"
+    words = f"{title}: {text(logged[0][1])} at step {first}, {text(logged[-1][1])} at step {last}"
     words += f"; predicted {text(predicted)}" if predicted else ""
     plot = element(
         "svg", shapes, viewBox="0 0 100 100", preserveAspectRatio="none", role="img", aria_label=words, class_="curve"
@@ -157,7 +155,7 @@ def _curve(
 
 
 def _thinned(points: list[tuple[int, float]]) -> list[tuple[float, float]]:
-    """At most MOST_POINTS points: means of as many in a row."""
+    """Return at most MOST_POINTS points, each the mean of consecutive steps."""
     width = math.ceil(len(points) / MOST_POINTS)
     runs = [points[first : first + width] for first in range(0, len(points), width)]
     return [(statistics.fmean(s for s, _ in run), statistics.fmean(v for _, v in run)) for run in runs]

@@ -1,4 +1,4 @@
-"""The same plan priced under changed conditions, and the fastest plans within less memory: what takes seconds."""
+"""The same plan priced under changed conditions, and the fastest plans with less memory."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from autopar.report.plan_words import full_words
 from cost_models.machine import Cluster
 
 SECONDS = 10.0
-"""After which no leaner plan is looked for."""
+"""Time limit of the search for leaner plans."""
 
 FACTORS = (0.5, 2.0)
 
 BUDGETS = (0.85, 0.7, 0.55, 0.4, 0.25)
-"""Shares of the chosen plan's memory within which the fastest plan is looked for."""
+"""Memory budgets of the leaner plans, as shares of the chosen plan's memory."""
 
 
 MOST_DEVICES = 64
-"""On more of them, leaner plans are looked for among those with the chosen one's pp and tp: others take minutes."""
+"""On more devices, leaner plans keep the chosen plan's pp and tp: a search of all takes minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The step under a condition. rows: of its batch. problem: why there is none; then the numbers are 0."""
+    """The step under a condition. rows: of its batch. problem: why there is no prediction; then the numbers are 0."""
 
     words: str
     seconds: float = 0.0
@@ -48,7 +48,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class LeanPlan:
-    """The fastest plan within so many bytes of a rank."""
+    """The fastest plan within a memory budget per rank."""
 
     budget_bytes: float
     words: str
@@ -57,7 +57,7 @@ class LeanPlan:
 
 
 def outcomes(compiled: GeneratedProgram) -> list[Outcome]:
-    """The plan as it is, priced anew under one change at a time; nothing else is decided otherwise."""
+    """Price the plan again under one change at a time. Its decisions stay."""
     request = compiled.request
     if request is None:
         return []
@@ -70,9 +70,9 @@ def _changes(request: Request, best: Candidate) -> Iterator[tuple[str, _Change]]
     if request.splits(2 * count):
         yield "batch x2, micro-batches x2", _Batch(request, best, 2 * rows, 2 * count)
         if rows % (2 * count * shares) == 0:
-            yield "micro-batches x2, as many rows", _Batch(request, best, rows, 2 * count)
+            yield "micro-batches x2, same batch", _Batch(request, best, rows, 2 * count)
     if count % 2 == 0:
-        yield "micro-batches x0.5, as many rows", _Batch(request, best, rows, count // 2)
+        yield "micro-batches x0.5, same batch", _Batch(request, best, rows, count // 2)
     if request.mixed is not None:
         return
     cluster = request.cluster
@@ -91,7 +91,7 @@ def _changes(request: Request, best: Candidate) -> Iterator[tuple[str, _Change]]
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """The plan on another cluster of as many devices."""
+    """The plan on another cluster with as many devices."""
 
     request: Request
     best: Candidate
@@ -131,14 +131,14 @@ def _outcome(words: str, change: _Change) -> Outcome:
         return Outcome(words, problem=error.constraint)
     plan, prediction = candidate.plan, candidate.plan.prediction
     flops = plan.num_micro_batches * model_flops(candidate.graph, candidate.operators)
-    lacking = prediction.peak_bytes > request.capacity_bytes(plan.fullest_group)
+    exceeds = prediction.peak_bytes > request.capacity_bytes(plan.fullest_group)
     return Outcome(
         words=words,
         seconds=prediction.step_seconds,
         rows=plan.global_batch_size,
         mfu=model_flops_utilisation(flops, prediction.step_seconds, request.whole, plan.precision),
         peak_bytes=prediction.peak_bytes,
-        problem="does not fit the memory" if lacking else "",
+        problem="does not fit the memory" if exceeds else "",
     )
 
 
@@ -149,14 +149,16 @@ def _kept_degrees(plan: Plan) -> dict[str, int]:
 
 
 def limits_words(plan: Plan) -> str:
-    """Among which plans `lean_plans` looks, where not among all."""
+    """Return the restriction of the search of `lean_plans` in words, or ""."""
     kept = _kept_degrees(plan)
     return f"those of {' and '.join(f'{axis} = {size}' for axis, size in kept.items())}" if kept else ""
 
 
 def lean_plans(compiled: GeneratedProgram) -> tuple[list[LeanPlan], bool]:
-    """The fastest plan within less and less memory, while there is one and time for it; none for a plan that was
-    given, or on unlike nodes. And whether the time was over first."""
+    """Find the fastest plans for shrinking memory budgets, until none fits or the time limit.
+
+    Returns them with whether the time limit ended the search. A given plan, and a cluster of unlike nodes, have
+    none."""
     request = compiled.request
     if request is None or compiled.result.is_given or request.mixed is not None:
         return [], False
@@ -164,17 +166,17 @@ def lean_plans(compiled: GeneratedProgram) -> tuple[list[LeanPlan], bool]:
     limits, plan = request.constraints, compiled.plan
     limits = replace(limits, degrees=_kept_degrees(plan) | dict(limits.degrees))
     solved_layers: SolvedLayers | None = None
-    found: list[LeanPlan] = []
+    leaner: list[LeanPlan] = []
     for share in BUDGETS:
         if time.monotonic() > limit:
-            return found, True
+            return leaner, True
         budget = share * peak
-        if found and found[-1].peak_bytes <= budget:
+        if leaner and leaner[-1].peak_bytes <= budget:
             continue
         lean = replace(request, constraints=replace(limits, memory_bytes=int(budget)))
         try:
             search = EqualSearch(lean, solved_layers)
-        except ConstraintError:  # only unlike stage meshes make the cluster's number of devices
+        except ConstraintError:  # only unequal stage meshes match the cluster's number of devices
             break
         solved_layers = search.solved_layers
         best = search.run().best
@@ -182,5 +184,5 @@ def lean_plans(compiled: GeneratedProgram) -> tuple[list[LeanPlan], bool]:
             break
         plan = candidate_of(best, lean).plan
         prediction = plan.prediction
-        found.append(LeanPlan(budget, full_words(plan), prediction.step_seconds, prediction.peak_bytes))
-    return found, False
+        leaner.append(LeanPlan(budget, full_words(plan), prediction.step_seconds, prediction.peak_bytes))
+    return leaner, False

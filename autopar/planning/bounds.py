@@ -24,10 +24,10 @@ first wait and R_s - (w_s - 1) b_s in the last one. Both waits are one where m =
     step >= S + (m - w_s) t_s + R_s                    where m > w_s
     step >= S + (m - 1) max(f_s, b_s)                  where m = w_s
 
-An average over the stages weighs all units equally, whatever the cut: `one_forward_one_backward`. With m > p that is S
-+ (m - 1) S / p, the time of an even cut. An uneven cut may undercut S + (m - 1) T. GPipe's last stage runs all forwards
-first, so its step takes S + (m - 1) (max f + max b). Zero bubble may end with weight gradients anywhere, so only its
-first wait counts: `zero_bubble`.
+An average over the stages weighs all units equally, whatever the cut: `one_forward_one_backward_seconds`. With m > p
+that is S + (m - 1) S / p, the time of an even cut. An uneven cut may undercut S + (m - 1) T. GPipe's last stage runs
+all forwards first, so its step takes S + (m - 1) (max f + max b). Zero bubble may end with weight gradients anywhere,
+so only its first wait counts: `zero_bubble`.
 
 On a CPU a stage is faster while others wait, down to `core_share` of its time, and every action takes its host longer.
 """
@@ -35,20 +35,20 @@ On a CPU a stage is faster while others wait, down to `core_share` of its time, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from functools import lru_cache
 from operator import mul
 
 import numpy as np
 
-from autopar.costs.layer_costs import Mode
+from autopar.costs.layer_costs import Mode, defers_weights
 from autopar.costs.stage_boundaries import hop_seconds
 from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.config_costs import ClassSeconds, ConfigCosts
 from autopar.planning.memory_fit import least_kept, least_recompute
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.solved_layers import SolvedLayer
-from autopar.planning.stage_points import HOLDING, hidden_weights
+from autopar.planning.stage_points import CLOSED_FORMS, hidden_weights, holding_of
+from cost_models.schedule import PLAIN
 
 EXACT_DEVICES = 8
 """Devices up to which no pipeline is missed whose plan predicts less than its closed form."""
@@ -130,14 +130,14 @@ def recompute_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
         groups = costs.request.whole.groups
         memory = sum(costs.usable_bytes[g] * (groups[g].num_devices // n) for g, n in devices.items())
     units, fixed = _kept_of_units(costs, config)
-    holding = HOLDING[config.schedule](config.num_micro_batches)
+    holding = holding_of(config.schedule, config.num_micro_batches)
     return least_recompute(units, holding, _ranks(config), memory, fixed)
 
 
 def bytes_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
     """Return a lower bound on the bytes of the fullest rank of any cut, with every unit as in `recompute_bound`."""
     units, fixed = _kept_of_units(costs, config)
-    holding = HOLDING[config.schedule](config.num_micro_batches)
+    holding = holding_of(config.schedule, config.num_micro_batches)
     return (fixed + least_kept(units, holding, _ranks(config))) / config.pp
 
 
@@ -174,16 +174,16 @@ def _bound(
     crossing: seconds of a micro-batch's messages in both directions."""
     counts, p, count, host = list(costs.counts.values()), config.pp, config.num_micro_batches, costs.host
     micro = _least([own.micro for own in totals])
-    acting = _acting(costs, config)
+    acting, least_seconds = _acting(costs, config), CLOSED_FORMS[config.schedule or PLAIN].least_seconds
     work = _total(counts, micro) + recompute_seconds + min(config.pipeline_ranks) * acting
     busy = _bottleneck(costs, config, [own.micro for own in totals]) + acting
     busy = max(busy, work / p, *(n * t for n, t in zip((math.ceil(n / p) for n in counts), micro, strict=True)))
     if len(totals) > 1 and costs.request.whole.num_devices > EXACT_DEVICES:
         least = _closed_form(counts, totals, config, work, busy) + crossing
-    elif config.schedule == "zero-bubble":
+    elif least_seconds is None:
         least = zero_bubble(counts, totals, config, recompute_seconds, crossing) + count * acting
     else:
-        least = min(LEAST[config.schedule](work, busy, p, count) for p in config.pipeline_ranks) + crossing
+        least = min(least_seconds(work, busy, p, count) for p in config.pipeline_ranks) + crossing
     # The busiest stage's time includes no message.
     least = max(host.core_share * least if p > 1 and host.carries else least, count * busy)
     return least + _bottleneck(costs, config, [own.step for own in totals])
@@ -194,7 +194,7 @@ def _acting(costs: ConfigCosts, config: ParallelConfig) -> float:
     if config.pp == 1 or not costs.host.action_seconds:
         return 0.0
     num_forwards = 2 if costs.has_first_pass(config) else 1
-    return costs.host.action_seconds * (num_forwards + (2 if config.schedule == "zero-bubble" else 1))
+    return costs.host.action_seconds * (num_forwards + (2 if defers_weights(config.schedule) else 1))
 
 
 def _closed_form(
@@ -203,33 +203,12 @@ def _closed_form(
     """Return the seconds of all micro-batches by the closed form of `search.inter_op`. On many devices pipelines of
     unlike stage meshes are searched by it (see `GAP` of pipelines.py). Their bounds are not reported."""
     count, sums = config.num_micro_batches, [(_total(counts, own.weight), _total(counts, own.micro)) for own in totals]
-    if config.schedule == "zero-bubble":
+    if defers_weights(config.schedule):
         hidden = hidden_weights(count)
         drained = [[t - hidden * w for t, w in zip(own.micro, own.weight, strict=True)] for own in totals]
         work += _total(counts, _least(drained)) - _total(counts, _least([own.micro for own in totals]))
         busy *= 1.0 + 2.0 * min(weight / each for weight, each in sums) / (count - 1) if count > 1 else 1.0
     return work + (count - 1) * busy
-
-
-def one_forward_one_backward(work: float, busy: float, p: int, count: int) -> float:
-    """Return the seconds of 1F1B's micro-batches. work: of all stages per micro-batch; busy: of the busiest one."""
-    if count > p:
-        return max(work + (count - 1) * work / p, 2 * work + (count - p - 1) * busy)
-    # max(f, b) is at least half of a stage, and only that counts in p - m + 1 stages.
-    return work + (work * (count - 1) / (count - 1 + 2 * (p - count + 1)) if count > 1 else 0.0)
-
-
-def _all_forward_all_backward(work: float, busy: float, p: int, count: int) -> float:
-    """Return the seconds of GPipe's micro-batches."""
-    return work + (count - 1) * busy
-
-
-LEAST: Mapping[str, Callable[[float, float, int, int], float]] = {
-    "": one_forward_one_backward,
-    "1f1b": one_forward_one_backward,
-    "gpipe": _all_forward_all_backward,
-}
-"""By schedule, seconds of all micro-batches."""
 
 
 def zero_bubble(

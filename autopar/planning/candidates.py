@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autopar.ir.stage_mesh import StageMesh, envelope
 from autopar.options.assignment import Candidate, compress
-from autopar.options.carried import suits
+from autopar.options.batch_rescaling import suits
 from autopar.plan import Plan
 from autopar.planning.known_costs import KnownCosts
 from autopar.planning.predict import predicted

@@ -18,13 +18,14 @@ from autopar.errors import ConstraintError
 from autopar.planning.bounds import stored_bound
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import EqualSearch
-from autopar.planning.stage_points import modes_of, point
+from autopar.planning.stage_points import CLOSED_FORMS, modes_of, point
 from autopar.planning.stage_problem import Found, StageProblem
-from cost_models.schedule import placement
+from autopar.units import either_text
+from cost_models.schedule import PLAIN, SCHEDULES, num_chunks, placement
 from search.inter_op import solve_pipeline
 from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution, Submesh
 
-CHUNKED = ("interleaved", "zero-bubble-v")
+CHUNKED = tuple(name for name in SCHEDULES if name not in CLOSED_FORMS)
 GROUP = "devices"
 FREE_MEMORY = 1e18
 """More bytes than any stage needs."""
@@ -65,7 +66,7 @@ def _check_depth(search: EqualSearch) -> None:
         raise ConstraintError(
             f"the schedule {limits.schedule!r} needs more stages than the model has blocks",
             values=f"{min(needed)} stages ({numbers[0]} pipeline ranks), {num_units} blocks",
-            alternatives=["1f1b, gpipe or zero-bubble", "fewer pipeline ranks (pp)"],
+            alternatives=[either_text(CLOSED_FORMS), "fewer pipeline ranks (pp)"],
         )
 
 
@@ -74,7 +75,8 @@ def chunks_of(search: EqualSearch) -> Iterator[tuple[str, int]]:
     limits = search.request.constraints
     for schedule in CHUNKED:
         if limits.schedule in (None, schedule):
-            yield schedule, limits.chunks if schedule == "interleaved" and limits.chunks else 2
+            chunks = limits.chunks if SCHEDULES[schedule].chooses_chunks else None
+            yield schedule, num_chunks(schedule, chunks)
 
 
 def _best_mode(search: EqualSearch, config: ParallelConfig) -> Found | None:
@@ -178,7 +180,7 @@ def _evenly(problem: StageProblem, mode: str) -> PipelineSolution | None:
     name, num_stages, points = str(stage_mesh), config.pp * config.chunks, {}
     for unit, cost in here.costs.items():
         label = mode if mode in modes_of(cost) else "none"
-        points[unit, name] = (point(cost, label, _mode(cost, mode), "1f1b"),)
+        points[unit, name] = (point(cost, label, _mode(cost, mode), PLAIN),)
     even = PipelineProblem(
         units=problem.costs.units,
         submeshes=(Submesh(name, GROUP, 1, FREE_MEMORY),),

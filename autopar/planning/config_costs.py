@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.costs.cost_table import combined
 from autopar.costs.host import host_of
-from autopar.costs.layer_costs import SYNCHRONISATION, LayerCost, Mode, chosen_seconds, exposed
+from autopar.costs.layer_costs import SYNCHRONISATION, LayerCost, Mode, chosen_seconds, defers_weights, exposed
 from autopar.costs.pipeline_costs import ChainCosts
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
@@ -108,7 +108,7 @@ class ConfigCosts:
         late = (each.late(exposed, issued) for each, exposed, issued in stored)
         step = [once - min(own, waits) for once, own, waits in zip(per_step, sent, late, strict=True)]
         found = ClassSeconds(micro, [each.weight for each in busy], step)
-        if config.schedule == "zero-bubble":
+        if defers_weights(config.schedule):
             found.forward.extend(each.ahead(num_forwards, issued) for each, _, issued in stored)
         return found
 

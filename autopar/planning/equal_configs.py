@@ -14,6 +14,7 @@ from autopar.options.strategies import has_context, num_experts, sequence_length
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, divisors
 from autopar.planning.solved_layers import MULTIPLIERS, named_mesh
+from codegen.axes import AXES
 from cost_models.machine import Cluster
 
 GROUP_NODES = (1, 2, 4)
@@ -50,7 +51,7 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         named = self._asdict().items()
-        return " x ".join(f"{name}={size}" for name, size in named if size > 1 or name in ("dp", "tp"))
+        return " x ".join(f"{name}={size}" for name, size in named if size > 1 or AXES[name].is_basic)
 
 
 def equal_configs(request: Request, num_units: int) -> Iterator[ParallelConfig]:
@@ -254,7 +255,9 @@ def _agrees(degrees: Mapping[str, int], shape: Shape) -> bool:
     """Return whether the shape has the pinned degrees."""
     ddp, dp = degrees.get("ddp", 1), degrees.get("dp")
     is_data = shape.dp % ddp == 0 if dp is None else shape.dp == ddp * dp
-    return is_data and all(degrees.get(axis, size) == size for axis, size in shape._asdict().items() if axis != "dp")
+    return is_data and all(
+        degrees.get(axis, size) == size for axis, size in shape._asdict().items() if not AXES[axis].cuts_batch
+    )
 
 
 def micro_batch_counts(rows: int, pinned: int | None) -> list[int]:

@@ -9,9 +9,9 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.ir.chain import buffer_across_units, chain
 from autopar.ir.graph import Graph, layer_names
-from autopar.ir.mesh import ZERO_AXES
+from autopar.ir.mesh import PIPELINE_AXIS, ZERO_AXES
 from autopar.options.assignment import Candidate, expand
-from autopar.options.offers import Offers
+from autopar.options.legal_placements import LegalPlacements
 from autopar.options.strategies import options_of
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult, price_plan
@@ -59,7 +59,7 @@ def reprice(request: Request, plan: Plan, before: Graph | None = None) -> Search
     graph, operators = operators_at(request, plan.global_batch_size // plan.num_micro_batches)
     if before is not None:
         options = {key: options_of(operator, plan.mesh) for key, operator in operators.items()}
-        plan = refit(plan, before, graph, Offers(graph, options, plan.mesh))
+        plan = refit(plan, before, graph, LegalPlacements(graph, options, plan.mesh))
     check_pipeline(plan, graph)
     assignment = expand(graph, operators, plan)
     candidate: Candidate = price_plan(graph, operators, request, plan, assignment)
@@ -131,7 +131,7 @@ def _check_stage_count(plan: Plan) -> None:
     """Raise PlanError if the schedule gives the pipeline ranks another number of stages than the plan has."""
     pipeline = plan.pipeline
     found, pipeline_ranks = len(pipeline.stages), pipeline.num_pipeline_ranks
-    given = pipeline.num_chunks if pipeline.schedule == "interleaved" else None
+    given = pipeline.num_chunks if SCHEDULES[pipeline.schedule].chooses_chunks else None
     wanted = len(placement(pipeline.schedule, pipeline_ranks, given))
     if wanted != found:
         raise PlanError(
@@ -156,16 +156,14 @@ def check_agreement(plan: Plan, limits: Constraints, global_batch_size: int | No
         ("micro_batches", limits.micro_batches, plan.num_micro_batches),
         ("offload", limits.offload, pipeline.offload),
         ("recompute", limits.recompute, modes.pop() if len(modes) == 1 else modes),
-        ("pp", limits.degrees.get("pp"), pipeline.num_pipeline_ranks),
+        (PIPELINE_AXIS, limits.degrees.get(PIPELINE_AXIS), pipeline.num_pipeline_ranks),
     ]
     if pipeline.num_pipeline_ranks > 1:
         pinned += [("schedule", limits.schedule, pipeline.schedule), ("chunks", limits.chunks, pipeline.num_chunks)]
     if any(plan.mesh.size(axis) > 1 for axis in ZERO_AXES):
         pinned.append(("zero", limits.zero, stages.pop() if len(stages) == 1 else stages))
     if not pipeline.stage_meshes:
-        sizes = {axis: plan.mesh.size(axis) for axis in ("ddp", "cp", "ep", "ttp", "tp")}
-        sizes["dp"] = plan.mesh.num_data_ranks // sizes["ddp"]
-        pinned += [(axis, limits.degrees.get(axis), size) for axis, size in sizes.items()]
+        pinned += [(axis, limits.degrees.get(axis), size) for axis, size in plan.mesh.degrees.items()]
     for name, asked, given in pinned:
         if asked is not None and asked != given:
             raise PlanError(

@@ -129,7 +129,7 @@ def lightened(fitting: Fitting, solution: PipelineSolution) -> PipelineSolution:
         return all(num_bytes <= fitting.memory_bytes[name] for name, num_bytes in held.items())
 
     for number, stage in enumerate(solution.stages):
-        flying, deferred = problem.held(len(stages), number)
+        flying, deferred = problem.live_micro_batches(len(stages), number)
         modes = {
             kind: {
                 each.label: (

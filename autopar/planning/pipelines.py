@@ -27,8 +27,10 @@ from autopar.planning.predict import chosen
 from autopar.planning.request import Request
 from autopar.planning.shared_assignments import SharedAssignments
 from autopar.planning.solved_layers import MULTIPLIERS, SolvedLayer, SolvedLayers
+from autopar.planning.stage_points import CLOSED_FORMS
 from autopar.planning.stage_problem import Found, StageProblem
 from autopar.planning.unequal_configs import schedules, unequal_configs, variants, without_parameters
+from cost_models.schedule import PLAIN
 from search.inter_op import NothingBelowCutoffError
 from search.pipeline_problem import PipelineInfeasibleError
 
@@ -98,9 +100,7 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
             return 1.0
         if self.costs.host.carries:
             return math.inf
-        if config.schedule == "zero-bubble" and count > 1:
-            return 1.0 + min((p + 1) / count, 1.0 + 1.0 / count)
-        return 1.0 + (min(count, p) - 1) / (2 * count) if config.schedule == "1f1b" else 1.0
+        return CLOSED_FORMS[config.schedule].slack(p, count)
 
     def cut(self, config: ParallelConfig, cutoff: float = math.inf) -> Found | None:
         """Return the config's best cut by the closed form; None if none takes less than `cutoff` by it.
@@ -170,13 +170,13 @@ class EqualSearch(PipelineSearch):
         """Return the config under each of its possible schedules."""
         own = schedules(self.request)
         if config.pp == 1:
-            own = () if self.request.constraints.schedule else ("1f1b",)
+            own = () if self.request.constraints.schedule else (PLAIN,)
         return (config.under(schedule) for schedule in own)
 
     def promising(self) -> Iterator[tuple[float, ParallelConfig]]:
         """Yield (seconds, config) of several pipeline ranks by their least seconds under 1F1B, with the
         recomputation that their memory requires. Configs that do not fit even so come last, with inf."""
-        several = (each.under("1f1b") for each in self.unscheduled if each.pp > 1)
+        several = (each.under(PLAIN) for each in self.unscheduled if each.pp > 1)
         costed = (each for each in several if self.solved_layers.of(each, each.stage_meshes[0]))
         queue = [(bound(self.costs, each), each.key, False, each) for each in costed]
         heapq.heapify(queue)

@@ -12,11 +12,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from autopar.costs.layer_costs import defers_weights
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError, InfeasibleError
-from autopar.frontend.uncollected import uncollected
+from autopar.frontend.garbage_collection import collection_paused
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import PIPELINE_AXIS, SHARDING_AXES, Mesh
 from autopar.ir.plan_data import whole_mesh_text
 from autopar.options.assignment import Assignment, Candidate
 from autopar.options.strategies import Operator
@@ -35,9 +36,10 @@ from autopar.planning.request import Request, divisors
 from autopar.planning.shared_assignments import SharedAssignments
 from autopar.planning.smallest import nothing_fits
 from autopar.planning.solved_layers import SolvedLayers
-from autopar.planning.stage_points import HOLDING
+from autopar.planning.stage_points import CLOSED_FORMS, SEARCHED_SCHEDULES
 from autopar.planning.stage_problem import Found
 from autopar.units import bytes_text
+from codegen.axes import AXES
 
 ONE_STAGE_DEVICES = 8
 """Devices up to which one stage is searched exactly; on larger clusters that search only polishes the best mesh of
@@ -46,7 +48,7 @@ POLISH_ONLY = 0
 """The same number if one stage need not be searched exactly on every mesh, which takes ten times as long."""
 UNEQUAL_DEVICES = 16
 """On more devices, and on a power of two of them, all ranks of a pipeline over equal nodes have equal stage meshes."""
-NEVER_UNLIKE = ("ddp", "cp", "ep", "ttp")
+NEVER_UNLIKE = tuple(axis for axis in SHARDING_AXES if not AXES[axis].is_basic)
 """Axes that pipelines with unlike stage meshes do not have."""
 MOST_CANDIDATES = 4
 """Parallel configs, best first, that are reported as runners-up."""
@@ -95,7 +97,7 @@ def is_only_polished(request: Request) -> bool:
     return request.mixed is not None or is_equal
 
 
-@uncollected()
+@collection_paused()
 def search_plans(
     request: Request, shared: Solved | LayerPool | None = None, exact_devices: int = ONE_STAGE_DEVICES
 ) -> SearchResult:
@@ -119,13 +121,13 @@ def search_plans(
         return SearchResult((candidate_of(uneven, request),), (), (), solved=unlike.solved)
     _refuse_undivided(search)
     pipelines = search.run()
-    own = _deferring(search, pipelines.best)
+    deferring = list(_deferring(search, pipelines.best))
     chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
     known = search.costs.known
     found = [candidate_of(each, request, known) for each in pipelines.found[:MOST_CANDIDATES]]
     if isinstance(shared, LayerPool) and found:
         shared.fitted(pipelines.found[0].config)
-    found += [own] if own is not None else []
+    found += deferring
     found += itertools.islice(_fitting(chunked, request, known), MOST_CHUNKED)
     fastest = min((chosen(c.plan) for c in found), default=math.inf)
     exact = _one_stage(request, found, exact_devices)
@@ -197,21 +199,22 @@ def _lean(search: EqualSearch) -> Iterator[ParallelConfig]:
         yield from itertools.islice(search.scheduled(config), 1)
 
 
-def _deferring(search: EqualSearch, best: Found | None) -> Candidate | None:
-    """Return the best config under zero bubble, with layers solved for it. Layers that schedules share assume that
-    sums over tensor-parallel ranks overlap weight gradients, which zero bubble computes later."""
+def _deferring(search: EqualSearch, best: Found | None) -> Iterator[Candidate]:
+    """Return the best config under the schedules that defer weight gradients, with layers solved for them. Layers
+    that schedules share assume that sums over tensor-parallel ranks overlap weight gradients."""
     request = search.request
     config = best.config if best is not None else None
     if config is None or config.pp == 1 or request.constraints.schedule is not None:
-        return None
+        return
     layer = search.costs.solved_layer(config, config.stage_meshes[0])
     if not any(cost.overlapped_seconds for cost in layer.costs.values()):
-        return None
-    limits = replace(request.constraints, schedule="zero-bubble")
-    deferring = replace(request, constraints=limits)
-    own = EqualSearch(deferring, search.solved_layers.deferring(deferring))
-    found = own.solve(config.under("zero-bubble"), math.inf)
-    return candidate_of(found[1], deferring, own.costs.known) if found is not None else None
+        return
+    for schedule in filter(defers_weights, SEARCHED_SCHEDULES):
+        deferring = replace(request, constraints=replace(request.constraints, schedule=schedule))
+        deferring_search = EqualSearch(deferring, search.solved_layers.deferring(deferring))
+        solved = deferring_search.solve(config.under(schedule), math.inf)
+        if solved is not None:
+            yield candidate_of(solved[1], deferring, deferring_search.costs.known)
 
 
 def _fitting(solved: Iterable[Found], request: Request, known: KnownCosts) -> Iterator[Candidate]:
@@ -257,7 +260,7 @@ def _unequal(request: Request) -> UnequalSearch | None:
     """Return the search over unlike stage meshes, if there may be such; on few GPUs only."""
     limits = request.constraints
     is_plain = all(limits.degrees.get(axis, 1) == 1 for axis in NEVER_UNLIKE)
-    is_open = is_plain and limits.schedule in (None, *HOLDING)
+    is_open = is_plain and limits.schedule in (None, *CLOSED_FORMS)
     devices = request.cluster.num_devices
     is_small = not is_cpu(request.cluster) and devices <= UNEQUAL_DEVICES and not math.log2(devices).is_integer()
     if not is_open or not is_small or limits.degrees.get("pp") == 1:
@@ -273,12 +276,11 @@ def _one_stage(request: Request, found: list[Candidate], exact_devices: int) -> 
     if not is_open or limits.schedule is not None:
         return None
     if request.cluster.num_devices > exact_devices:
-        plain = [c.plan for c in found if c.plan.pipeline.is_plain and "ddp" not in c.plan.mesh.axes]
+        plain = [c.plan for c in found if c.plan.pipeline.is_plain and c.plan.mesh.size("ddp") == 1]
         if not plain:
             return None
         best = min(plain, key=chosen)
-        mesh = best.mesh
-        pinned = {"pp": 1, "dp": mesh.num_data_ranks} | {axis: mesh.size(axis) for axis in ("cp", "ep", "ttp", "tp")}
+        pinned = {PIPELINE_AXIS: 1, **best.mesh.degrees}
         limits = replace(limits, degrees=pinned, micro_batches=best.num_micro_batches)
     return OneStageSearch(replace(request, constraints=limits))
 

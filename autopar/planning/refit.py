@@ -17,12 +17,12 @@ from autopar.ir.graph import Graph, Input, Ref, TensorMeta
 from autopar.ir.mesh import DATA_AXES
 from autopar.ir.placement import Placements, R, Rp, Stored
 from autopar.ir.plan_data import ScopePlan, StagePlan
-from autopar.options.offers import Offers
+from autopar.options.legal_placements import LegalPlacements
 from autopar.options.scopes import Scope, scopes_of
 from autopar.plan import Plan
 
 
-def refit(plan: Plan, before: Graph, graph: Graph, offers: Offers) -> Plan:
+def refit(plan: Plan, before: Graph, graph: Graph, offers: LegalPlacements) -> Plan:
     """Return the decisions of a plan for `before` that `graph`, with its `offers`, needs, and no others."""
     old = {scope.name: scope for scope in scopes_of(before)}
     stored = {
@@ -51,7 +51,7 @@ def _parameters(scope: Scope, graph: Graph) -> Iterator[tuple[str, str]]:
         yield from ((f"{path}.{p.name}", p.name) for path in scope.instances for p in scope.layer.parameters)
 
 
-def _stored(scope: Scope, own: str, meta: TensorMeta, before: Stored | None, offers: Offers) -> Stored:
+def _stored(scope: Scope, own: str, meta: TensorMeta, before: Stored | None, offers: LegalPlacements) -> Stored:
     """Return a parameter's placement: as before, if it has a gradient only where it had one; else replicated on
     every rank."""
     legal = offers.parameter(scope, Ref(own), meta)
@@ -65,7 +65,7 @@ def _stored(scope: Scope, own: str, meta: TensorMeta, before: Stored | None, off
     return Stored(usual if usual in whole or not whole else whole[0])
 
 
-def _cut(given: Input, offers: Offers) -> Placements:
+def _cut(given: Input, offers: LegalPlacements) -> Placements:
     """Return the placement of a newly read input of the batch: cut into rows, as far as ranks take different ones."""
     legal = offers.batch_input(given.name, given.meta, given.batch_dim)
     axes = offers.mesh.axes
@@ -77,7 +77,12 @@ def _cut(given: Input, offers: Offers) -> Placements:
 
 
 def _refitted(
-    scope: Scope, graph: Graph, plan: Plan, old: Mapping[str, Scope], stored: Mapping[str, Stored], offers: Offers
+    scope: Scope,
+    graph: Graph,
+    plan: Plan,
+    old: Mapping[str, Scope],
+    stored: Mapping[str, Stored],
+    offers: LegalPlacements,
 ) -> ScopePlan:
     metas = {p.name: p.meta for p in (scope.layer.parameters if scope.layer else graph.parameters)}
     parameters = {

@@ -29,7 +29,7 @@ from autopar.costs.saved import saved_tensors
 from autopar.ir.graph import UPDATE_BUFFER, Graph, LayerRun, Ref, TensorMeta
 from autopar.ir.mesh import ZERO_AXES, Mesh
 from autopar.ir.placement import Placements, R, Stored
-from autopar.options.offers import Offers
+from autopar.options.legal_placements import LegalPlacements
 from autopar.options.reshard import steps
 from autopar.options.routes import keeps_rows
 from autopar.options.scopes import Scope
@@ -139,7 +139,7 @@ class _Builder:
     def __post_init__(self) -> None:
         mesh = self.pricer.mesh
         self.options = {k: self.constraints.offered(op, options_of(op, mesh), mesh) for k, op in self.operators.items()}
-        self.offers = Offers(self.graph, self.options, mesh)
+        self.offers = LegalPlacements(self.graph, self.options, mesh)
         self.scopes, self.runs, self.uses = self.offers.scopes, self.offers.runs, self.offers.uses
         self.overlaps = Overlaps(self.graph, self.operators, self.pricer)
         self.stored_names = frozenset(p.name for p in self.graph.parameters)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from autopar.ir.mesh import Mesh
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.assignment import Assignment, on_axes
-from autopar.options.carried import carried
+from autopar.options.batch_rescaling import rescaled
 from autopar.planning.call_costs import CallCosts
 from autopar.planning.known_costs import KnownCosts
 from autopar.planning.parallel_config import ParallelConfig
@@ -66,7 +66,7 @@ class SharedAssignments:
         if key not in self._call_costs:
             graph, calls = self.request.trace.estimate(whole), solved_layers.operators(whole)
             pricer = pricer_for(self.request.of_group(stage_mesh.group), costed, num_micro_batches=1)
-            here = on_axes(carried(assignment, operators, solved_rows, whole), axes, costed.axes)
+            here = on_axes(rescaled(assignment, operators, solved_rows, whole), axes, costed.axes)
             self._call_costs[key] = CallCosts(graph, calls, pricer, here)
         storage: Hashable = (self._main(tp), solved_layers.storage_of(assignment, axes))
         return SolvedLayer(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import PIPELINE_AXIS, Mesh
 from autopar.planning.bounds import bytes_bound, stored_bound
 from autopar.planning.candidates import candidate_of
 from autopar.planning.chunked import CHUNKED, chunks_of, cuts_by_mode
@@ -60,7 +60,7 @@ def smallest_pipeline(search: PipelineSearch, limit: float = math.inf) -> Failur
     num_bytes, found = least
     plan = candidate_of(found, request).plan
     axes, sizes, pp = plan.mesh.axes, plan.mesh.sizes, plan.pipeline.num_pipeline_ranks
-    mesh = Mesh(("pp", *axes), (pp, *sizes)) if pp > 1 and not plan.pipeline.stage_meshes else plan.mesh
+    mesh = Mesh((PIPELINE_AXIS, *axes), (pp, *sizes)) if pp > 1 and not plan.pipeline.stage_meshes else plan.mesh
     needed = num_bytes + _reserved(search.costs)
     if not plan.pipeline.stage_meshes:
         # A search within the budget limits the plan to it on the graph of the plan's micro-batch.

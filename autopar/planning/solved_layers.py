@@ -27,7 +27,7 @@ from autopar.ir.mesh import ZERO_AXES, Mesh, zero_axes
 from autopar.ir.placement import Stored
 from autopar.ir.stage_mesh import StageMesh
 from autopar.options.assignment import Assignment, axis_sources, on_axes
-from autopar.options.carried import carried, covers
+from autopar.options.batch_rescaling import covers, rescaled
 from autopar.options.strategies import Operator, num_experts, operators_of
 from autopar.planning.call_costs import CallCosts
 from autopar.planning.known_costs import KnownCosts
@@ -36,6 +36,7 @@ from autopar.planning.request import Request, decode, divisors, pricer_for
 from autopar.planning.search_space import SearchSpace, build_search_space
 from autopar.planning.waiting import Stretch, with_host
 from autopar.settings.constraints import Constraints
+from codegen.axes import AXES
 from search.intra_op import solve
 from search.problem import InfeasibleError, Problem, Solution
 
@@ -77,7 +78,7 @@ class SolvedLayer:
     def assignment(self, zero: int, rows: int) -> Assignment:
         """Return the assignment on the mesh for a graph of `rows` rows over all ranks, with a ZeRO stage wherever
         one is possible."""
-        here = carried(self.solved, self.operators, self.solved_rows, rows)
+        here = rescaled(self.solved, self.operators, self.solved_rows, rows)
         placed = on_axes(here, self.solved_axes, self.mesh.axes)
         return Assignment(placed.operators, placed.tensors, self.parameters(zero))
 
@@ -182,7 +183,7 @@ class SolvedLayers:
         # If tp and ttp join neighbors, their costs do not depend on the number of their groups.
         costed = (
             mesh
-            if mesh.axes[:1] in (("tp",), ("ttp",)) and tp * ttp < mesh.num_ranks
+            if mesh.axes and AXES[mesh.axes[0]].cuts_features and tp * ttp < mesh.num_ranks
             else Key(tp=tp, ttp=ttp, cp=cp, ep=ep, num_data=1 + has_data, rows=rows).mesh
         )
         num_data, can_estimate = 1 + solved_with_data, self.request.trace.can_estimate
@@ -236,7 +237,7 @@ class SolvedLayers:
         decisions = None if is_cpu(self.request.cluster) else (key[2], len(self.operators(whole)))
         if key not in self._call_costs:
             solved_rows = solved_key.whole_rows
-            here = carried(assignment, self.operators(solved_rows), solved_rows, whole)
+            here = rescaled(assignment, self.operators(solved_rows), solved_rows, whole)
             self._call_costs[key] = CallCosts(
                 graph=self.request.trace.estimate(whole),
                 operators=self.operators(whole),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from autopar.costs.layer_costs import LayerCost, Mode, chosen_seconds, defers_weights
 from autopar.ir.plan_data import RECOMPUTE_MODES, Pipeline, StagePlan
-from search.pipeline_problem import (
-    InFlight,
-    PipelineSolution,
-    Point,
-    all_forward_all_backward,
-    one_forward_one_backward,
-)
+from cost_models.schedule import SCHEDULES
+from search.pipeline_problem import InFlight, PipelineSolution, Point
+
+CLOSED_FORMS = {name: schedule.closed_form for name, schedule in SCHEDULES.items() if schedule.closed_form is not None}
+"""Closed forms by schedule; cuts minimize these. Schedules without one refine the best cut (chunked.py)."""
+
+SEARCHED_SCHEDULES = tuple(name for name in CLOSED_FORMS if SCHEDULES[name].is_tried)
+"""The schedules whose closed form is minimized if none is pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,28 +31,12 @@ class Holding:
         return min(flying * mode.kept_bytes + waiting * mode.live.deferred for flying, waiting in held)
 
 
-def _zero_bubble(count: int) -> Holding:
-    """Return the micro-batches of pipeline rank i of p: min(m, p) in flight, i of them deferred while the next runs
-    backward."""
-
-    def num_deferred(p: int, i: int) -> float:
-        return min(i, min(count, p) - 1)
-
-    return Holding(lambda p, i: min(count, p) - num_deferred(p, i), num_deferred)
-
-
-HOLDING: Mapping[str, Callable[[int], Holding]] = {
-    "gpipe": lambda count: Holding(all_forward_all_backward(count)),
-    "1f1b": lambda count: Holding(one_forward_one_backward(count)),
-    "zero-bubble": _zero_bubble,
-}
-"""Micro-batches of a schedule's pipeline ranks at their peak, by the number of micro-batches; never more than
-`costs/peak.py` counts."""
-
-
-SEARCHED_SCHEDULES = ("1f1b", "zero-bubble")
-"""Schedules whose closed form is minimized; those with several stages per pipeline rank refine the best
-(chunked.py)."""
+def holding_of(schedule: str, count: int) -> Holding:
+    """Return the micro-batches in flight under a schedule with a closed form, of `count` micro-batches; never more
+    than `costs/peak.py` counts."""
+    form = CLOSED_FORMS[schedule]
+    num_deferred = partial(form.num_deferred, count) if form.num_deferred is not None else None
+    return Holding(partial(form.in_flight, count), num_deferred)
 
 
 def stretch_of(costs: Mapping[str, LayerCost], counts: Mapping[str, int], schedule: str, count: int) -> float:
@@ -61,7 +47,7 @@ def stretch_of(costs: Mapping[str, LayerCost], counts: Mapping[str, int], schedu
     of the stages' f + i - w, plus (m - 1) (f + i + w), plus 2 w: the last term is charged to the second, with the
     model's share of w. With one micro-batch there is no second term, and the first is f + i.
     """
-    if schedule != "zero-bubble" or count == 1:
+    if not defers_weights(schedule) or count == 1:
         return 1.0
     own = [(costs[name], number) for name, number in counts.items()]
     busy = sum((c.chosen_seconds + c.overlapped_seconds) * number for c, number in own)
@@ -91,8 +77,9 @@ def point(
     """Return one mode of a unit under a schedule; zero bubble fills its drain with weight gradients (f + i - w).
     hidden: see `hidden_weights`."""
     busy = cost.chosen_seconds + mode.seconds
-    busy += cost.overlapped_seconds if defers_weights(schedule) else 0.0
-    fill = busy - hidden * cost.weight_seconds if schedule == "zero-bubble" else busy
+    defers = defers_weights(schedule)
+    busy += cost.overlapped_seconds if defers else 0.0
+    fill = busy - hidden * cost.weight_seconds if defers else busy
     return Point(
         label=label,
         fill_seconds=fill,
@@ -101,7 +88,7 @@ def point(
         fixed_bytes=cost.fixed_bytes,
         micro_bytes=mode.kept_bytes,
         transient_bytes=mode.transient_bytes,
-        deferred_bytes=mode.live.deferred if schedule == "zero-bubble" else 0.0,
+        deferred_bytes=mode.live.deferred if defers else 0.0,
     )
 
 

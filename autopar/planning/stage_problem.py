@@ -22,7 +22,7 @@ from autopar.planning.config_costs import ConfigCosts
 from autopar.planning.memory_fit import Fitting, solve_in_rounds
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.solved_layers import SolvedLayer
-from autopar.planning.stage_points import HOLDING, hidden_weights, pipeline_of, point, stretch_of
+from autopar.planning.stage_points import CLOSED_FORMS, hidden_weights, holding_of, pipeline_of, point, stretch_of
 from cost_models.schedule import placement
 from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, Tied, objective
 
@@ -62,7 +62,7 @@ class StageProblem:
         solved_layer = self.costs.solved_layer(self.config, self.config.stage_meshes[0])
         pipeline, seconds = self.pipeline(solution), solution.objective
         beside = self._late(pipeline)
-        if any(map(sum, beside)) and self.config.chunks == 1:  # with more devices the simulation predicts the time
+        if any(map(sum, beside)) and self.config.schedule in CLOSED_FORMS:  # others: see the simulation
             seconds = objective(self.problem(self.fitting().memory_bytes), solution.stages, beside)
         return Found(seconds, self.config, pipeline, solved_layer)
 
@@ -70,7 +70,7 @@ class StageProblem:
         """Return for every stage the seconds per micro-batch and per step of host calls that belong to no unit, as
         plan choice counts them."""
         units, stages = self.costs.units, pipeline.stages or (StagePlan(0, len(self.costs.units)),)
-        home, found = placement(pipeline.schedule or "1f1b", pipeline.num_pipeline_ranks, pipeline.num_chunks), []
+        home, found = placement(pipeline.schedule, pipeline.num_pipeline_ranks, pipeline.num_chunks), []
         for rank, stage in zip(home, stages, strict=True):
             chain = self.chains[pipeline.stage_meshes[rank]]
             own = [chain.costs[name] for name in units[stage.first : stage.last]]
@@ -106,7 +106,7 @@ class StageProblem:
     def problem(self, memory_bytes: Mapping[str, float]) -> PipelineProblem:
         """Return the problem with so many bytes on a rank of every stage mesh, by its name."""
         costs, config = self.costs, self.config
-        count, points, holding = config.num_micro_batches, {}, HOLDING[config.schedule](config.num_micro_batches)
+        count, points, holding = config.num_micro_batches, {}, holding_of(config.schedule, config.num_micro_batches)
         for mesh, here in self.chains.items():
             stretch = stretch_of(here.costs, costs.counts, config.schedule, count)
             for unit, cost in here.costs.items():

@@ -19,7 +19,7 @@ from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, divisors
 from autopar.planning.shared_assignments import SharedAssignments
 from autopar.planning.solved_layers import MULTIPLIERS, named_mesh
-from autopar.planning.stage_points import HOLDING, SEARCHED_SCHEDULES
+from autopar.planning.stage_points import CLOSED_FORMS, SEARCHED_SCHEDULES
 from cost_models.machine import Cluster
 
 MANY_DEVICES = 8
@@ -124,5 +124,5 @@ def schedules(request: Request) -> tuple[str, ...]:
     gradients overlap the backwards of earlier stages."""
     pinned = request.constraints.schedule
     if pinned is not None:
-        return (pinned,) if pinned in HOLDING else ()
+        return (pinned,) if pinned in CLOSED_FORMS else ()
     return SEARCHED_SCHEDULES

@@ -1,7 +1,7 @@
-"""A transformer block, forward and backward: what kernels take in a program, beside others.
+"""A transformer block, forward and backward: the time of kernels inside a program.
 
-Tiny, it is nothing but the host's overhead. At usual sizes it tells what its kernels take beside one another, which is
-0.9 to 1.15 times what they take one by one: `fit_device.py` divides a CPU's rates by as much.
+A tiny block shows only the host's overhead. At usual sizes a block shows how long its kernels take together, which is
+0.9 to 1.15 times the sum of their times one by one. `fit_device.py` divides a CPU's rates by this factor.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from autopar.profiling.load import Call
 from cost_models.compute import Work
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 10, 14
-"""What it launches as the cost model counts it: two norms, four linears (two matmuls each in backward), attention, two
+"""Kernel launches as the cost model counts them: two norms, four linears (two matmuls each in backward), attention, two
 additions, a GELU."""
 VIEWS = 5
-"""The block's views, each with one in backward."""
+"""Views of the block, each with one in backward."""
 TINY: Mapping[str, int] = {"batch": 1, "length": 4, "width": 16, "heads": 2}
 FP32 = 4
 
 
 def call(sizes: Mapping[str, int], has_backward: bool, device: torch.device) -> Call:
-    """sizes: batch, length, width, heads. Gradients of weights add up, as over micro-batches."""
+    """Return a call of the block. sizes: batch, length, width, heads. Weight gradients accumulate, as over
+    micro-batches."""
     tokens, width = sizes["batch"] * sizes["length"], sizes["width"]
     x = torch.randn(tokens, width, device=device, requires_grad=True)
     norms = [torch.ones(width, device=device, requires_grad=True) for _ in range(2)]
@@ -37,7 +38,7 @@ def call(sizes: Mapping[str, int], has_backward: bool, device: torch.device) -> 
 
 
 def works(sizes: Mapping[str, int]) -> list[Work]:
-    """Its kernels, forward and backward; the sums of gradients as one more."""
+    """Return the block's kernels, forward and backward, and one more for the sums of gradients."""
     batch, length, width, heads = (sizes[name] for name in ("batch", "length", "width", "heads"))
     tokens = batch * length
     return [
@@ -55,7 +56,7 @@ def _shapes(width: int) -> tuple[tuple[int, int], ...]:
 
 
 def _linear(m: int, n: int, k: int) -> Iterator[Work]:
-    """The product and both gradients."""
+    """Yield the product and the products of both gradients."""
     for shape in ((m, n, k), (m, k, n), (n, k, m)):
         yield Work(
             kind="matmul",
@@ -67,12 +68,14 @@ def _linear(m: int, n: int, k: int) -> Iterator[Work]:
 
 
 def _attention(heads: int, length: int, width: int) -> Iterator[Work]:
-    moved, flops = 4.0 * FP32 * heads * length * width, 2.0 * heads * length**2 * width
-    yield Work(kind="attention", flops=flops, num_bytes=moved, dtype="fp32", shape=(heads, length, length), causal=True)
+    num_bytes, flops = 4.0 * FP32 * heads * length * width, 2.0 * heads * length**2 * width
+    yield Work(
+        kind="attention", flops=flops, num_bytes=num_bytes, dtype="fp32", shape=(heads, length, length), causal=True
+    )
     yield Work(
         kind="attention",
         flops=2.5 * flops,
-        num_bytes=2 * moved,
+        num_bytes=2 * num_bytes,
         dtype="fp32",
         shape=(heads, length, length),
         backward=True,
@@ -87,7 +90,7 @@ def _elementwise(elements: int, tensors: int, specials: int) -> Work:
 def _forward(
     x: torch.Tensor, norms: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], sizes: Mapping[str, Any]
 ) -> torch.Tensor:
-    """The block's output [tokens, width] for x [tokens, width]."""
+    """Return the block's output [tokens, width] for x [tokens, width]."""
     batch, length, width, heads = (sizes[name] for name in ("batch", "length", "width", "heads"))
     h = F.linear(F.layer_norm(x, (width,), norms[0]), weights[0])
     query, key, value = h.view(batch, length, 3, heads, width // heads).permute(2, 0, 3, 1, 4).unbind()

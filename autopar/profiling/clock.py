@@ -1,8 +1,8 @@
-"""The timing primitives: everything that differs between a CPU that processes share and a GPU of one's own.
+"""The timing primitives, which differ between a CPU that processes share and a GPU per process.
 
-Both clocks time a `kernel` (one process' device, while every other process is as busy) and a `stretch` of many calls
-that all processes make together (collectives, copies), for about as many seconds as they are given. Every rank calls
-the same methods in the same order; every rank gets the same seconds of a stretch.
+Both clocks time a `kernel` (on one process's device, while all other processes are as busy) and a `stretch` of many
+calls that all processes make together (collectives, copies), for about the given seconds. Every rank calls the same
+methods in the same order, and every rank gets the same seconds of a stretch.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import torch.distributed as dist
 from autopar.profiling.load import Call, Load
 
 CPU_WINDOW_SECONDS = 0.04
-"""How long one kernel is repeated in one round: some ten time slices of the scheduler."""
+"""Repetition time of one kernel in one round: about ten time slices of the scheduler."""
 CPU_HELD_BYTES = 2**25
-"""Results of a kernel that are alive together, as a step's activations are: what is written is in no cache."""
+"""Kernel results that stay alive together, as the activations of a step do, so that writes miss the caches."""
 CPU_LEAST_SECONDS = 1e-5
-"""Seconds below what any collective takes."""
+"""A lower limit on the time of any collective."""
 CPU_WORK_SECONDS = 8e-3
-"""What ranks compute between two collectives: about a half of a small transformer's layer."""
+"""Compute between two collectives: about half a layer of a small transformer."""
 FLUSH_BYTES = 2**28
 """Bytes written between kernels: more than any L2 cache of today."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """seconds of one call, mean over the ranks. num_calls: that were timed. share: of its part of the cores that this
-    process really had, other programs taking the rest; 1 on a GPU."""
+    """seconds: of one call, mean over the ranks. num_calls: timed calls. share: the part of its cores that this process
+    really got, as other programs took the rest; 1 on a GPU."""
 
     seconds: float
     num_calls: int
@@ -43,25 +43,24 @@ class Timing:
 
 
 class CpuClock:
-    """The clock of processes that share a machine's cores, possibly with programs that are none of ours.
+    """The clock of processes that share a machine's cores, possibly with programs of other users.
 
-    Kernels are timed by the CPU time that they use, which leaves out what other programs take, and charged for the part
-    of a core that each process has: cores / processes, at most 1. Stretches, in which processes wait for one another,
-    are timed by the clock, less what other programs took meanwhile: with C cores, CPU seconds `busy` of the whole
-    machine and `own` of all processes on it,
+    A kernel costs its CPU time, which leaves out other programs, divided by the part of a core that each process has:
+    cores / processes, at most 1. A stretch, in which processes wait for one another, costs its wall time less the share
+    of other programs. With C cores, CPU seconds `busy` of the whole machine and `own` of all processes on it,
 
         seconds = wall - (busy - own) / C
 
-    which is the wall time where other programs take nothing. Cores are shared by time slices of milliseconds and
-    counted in hundredths of a second, so that a stretch should last a tenth of a second or more.
+    which is the wall time if other programs take nothing. The system shares cores by time slices of milliseconds and
+    counts in hundredths of a second, so a stretch should last a tenth of a second or more.
 
-    Collectives are timed between stretches of work, whose CPU seconds `work` are taken off at the charge above:
+    Collectives are timed between stretches of compute, whose CPU seconds `work` are subtracted at the charge above:
 
         seconds = wall - work / part
 
-    so that they hold what a step loses to them: ranks that come late, as equal work never takes processes the same
-    time, threads that have to be woken, and data that is in another core's cache. Back to back, an all_reduce of
-    512 KiB took 2.3 to 3.0 ms of two processes and 7.2 ms of four on two cores; after 16 ms of work, 4.3 and 11.9.
+    So a collective includes all losses that it causes in a step: late ranks (equal work never takes equal time),
+    threads that must wake up, and data in another core's cache. Back to back, an all_reduce of 512 KiB took 2.3 to
+    3.0 ms of two processes and 7.2 ms of four on two cores; after 16 ms of compute it took 4.3 and 11.9 ms.
     """
 
     def __init__(self, num_local: int, num_cores: float) -> None:
@@ -69,18 +68,18 @@ class CpuClock:
         self.part = min(1.0, num_cores / num_local)
 
     def kernel(self, call: Call) -> Timing:
-        """CPU time of this process, repeated for CPU_WINDOW_SECONDS."""
-        held = [call()]
-        most = max(1, CPU_HELD_BYTES // max(_num_bytes(held[0]), 1))
+        """Return the CPU time of this process for one call, repeated for CPU_WINDOW_SECONDS."""
+        results = [call()]
+        most = max(1, CPU_HELD_BYTES // max(_num_bytes(results[0]), 1))
         _barrier()
         count, start, cpu_start = 0, time.perf_counter(), time.process_time()
         while (now := time.perf_counter()) - start < CPU_WINDOW_SECONDS:
-            if len(held) >= most:
-                held.clear()
-            held.append(call())
+            if len(results) >= most:
+                results.clear()
+            results.append(call())
             count += 1
-        used = time.process_time() - cpu_start
-        return Timing(used / count / self.part, count, min(1.0, used / (now - start) / self.part))
+        cpu_seconds = time.process_time() - cpu_start
+        return Timing(cpu_seconds / count / self.part, count, min(1.0, cpu_seconds / (now - start) / self.part))
 
     def stretch(self, call: Call, seconds: float) -> Timing:
         count = repetitions(call, seconds, self.wait)
@@ -88,12 +87,12 @@ class CpuClock:
         before = Usage.now()
         for _ in range(count):
             call()
-        used = before.until(Usage.now())
-        undisturbed = quiet_seconds(gathered((hostname(), used)), self.num_cores)
-        return Timing(undisturbed / count, count, min(1.0, undisturbed / used.wall_seconds))
+        usage = before.until(Usage.now())
+        undisturbed = quiet_seconds(gathered((hostname(), usage)), self.num_cores)
+        return Timing(undisturbed / count, count, min(1.0, undisturbed / usage.wall_seconds))
 
     def collective(self, call: Call, seconds: float, is_started: bool = False) -> Timing:
-        """Times a collective as a step has it. is_started: the call only starts it, and work goes on."""
+        """Time a collective as a step runs it. is_started: the call only starts it, and compute goes on."""
         work = _work()
         num_works = repetitions(work, CPU_WORK_SECONDS, self.wait)
 
@@ -117,22 +116,22 @@ class CpuClock:
         _barrier()
         before = Usage.now()
         computed = sum(step() for _ in range(count))
-        used = before.until(Usage.now())
-        undisturbed = quiet_seconds(gathered((hostname(), used)), self.num_cores)
+        usage = before.until(Usage.now())
+        undisturbed = quiet_seconds(gathered((hostname(), usage)), self.num_cores)
         charged = statistics.fmean(gathered(computed)) / self.part
-        # What processes leave of their part of the cores while they wait, others take: hardly anything may be lost.
+        # Other programs take the cores while processes wait, so the difference can be almost nothing.
         lost = max((undisturbed - charged) / count, CPU_LEAST_SECONDS)
-        return Timing(lost, count, min(1.0, undisturbed / used.wall_seconds))
+        return Timing(lost, count, min(1.0, undisturbed / usage.wall_seconds))
 
     def wait(self) -> None:
-        """Returns at once, as nothing on a CPU is asynchronous."""
+        """Return at once, as nothing on a CPU is asynchronous."""
 
 
 class CudaClock:
-    """The clock of processes with a GPU each: a pair of events around each kernel (L2 flushed before) or stretch.
+    """The clock of processes with a GPU each: CUDA events around each kernel (after an L2 flush) or stretch.
 
-    load: kernels among which others are timed, and sustained_seconds for how long before: a busy GPU is slower than
-    one that has just woken, and that is how training finds it.
+    load: other kernels that run before and between timed kernels; sustained_seconds: their duration before the first. A
+    busy GPU is slower than an idle one, and training keeps it busy.
     """
 
     def __init__(self, device: torch.device, sustained_seconds: float, load: Load | None = None) -> None:
@@ -141,8 +140,8 @@ class CudaClock:
         self.load = load or Load(device, self._mark)
 
     def kernel(self, call: Call) -> Timing:
-        """Median over repetitions in a stretch of other kernels, that goes on while the host enqueues the call, so that
-        the launch is not in the figure."""
+        """Return the median over repetitions amid other kernels. These run while the host enqueues the call, so the
+        time excludes the launch."""
         for _ in range(3):
             call()
         _barrier()
@@ -171,18 +170,18 @@ class CudaClock:
         return Timing(mean / count, count)
 
     def collective(self, call: Call, seconds: float, is_started: bool = False) -> Timing:
-        """GPUs of one kind take the same time, and NCCL's kernels need not be woken."""
+        """Time a stretch: GPUs of one kind take equal time, and NCCL's kernels need no waking."""
         return self.stretch(call, seconds)
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
 
     def _mark(self) -> Call:
-        made: Any = torch.cuda.Event
-        event = made()
+        event_class: Any = torch.cuda.Event
+        event = event_class()
         event.record()
-        waited: Call = event.synchronize
-        return waited
+        wait: Call = event.synchronize
+        return wait
 
     def _events(self) -> tuple[Any, Any]:
         event: Any = torch.cuda.Event
@@ -191,7 +190,7 @@ class CudaClock:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """wall_seconds; cpu_seconds of this process; busy_seconds of all of the machine's cores together."""
+    """wall_seconds: of the clock; cpu_seconds: of this process; busy_seconds: of all cores of the machine together."""
 
     wall_seconds: float
     cpu_seconds: float
@@ -199,11 +198,11 @@ class Usage:
 
     @staticmethod
     def now() -> Usage:
-        """The clocks' states, of which only differences mean something. Without /proc/stat, nobody else is busy."""
+        """Read the clocks, of which only differences matter. Without /proc/stat no other program counts as busy."""
         return Usage(time.perf_counter(), time.process_time(), _busy_seconds())
 
     def until(self, later: Usage) -> Usage:
-        """What passed between two states."""
+        """Return the usage between two readings."""
         return Usage(
             later.wall_seconds - self.wall_seconds,
             later.cpu_seconds - self.cpu_seconds,
@@ -212,17 +211,19 @@ class Usage:
 
 
 def quiet_seconds(usages: Sequence[tuple[str, Usage]], num_cores: float) -> float:
-    """How long a stretch takes on machines with nothing else to do; the slowest host counts. usages: of each rank, with
-    its host. At least what the ranks' own CPU time takes on all cores, at most the wall time."""
+    """Return the time of a stretch on machines without other programs; the slowest host counts.
+
+    usages: of each rank, with its host. The result is at least the ranks' CPU time on all cores, at most the wall time.
+    """
     slowest = 0.0
     for host in {host for host, _ in usages}:
-        own = [usage for other, usage in usages if other == host]
-        wall = statistics.fmean(usage.wall_seconds for usage in own)
-        used = sum(usage.cpu_seconds for usage in own)
-        busy = statistics.fmean(usage.busy_seconds for usage in own)
-        others = max(busy - used, 0.0) if busy else 0.0
-        least = max(used / num_cores, max(usage.cpu_seconds for usage in own))
-        slowest = max(slowest, min(wall, max(wall - others / num_cores, least)))
+        host_usages = [usage for other, usage in usages if other == host]
+        wall = statistics.fmean(usage.wall_seconds for usage in host_usages)
+        cpu_seconds = sum(usage.cpu_seconds for usage in host_usages)
+        busy = statistics.fmean(usage.busy_seconds for usage in host_usages)
+        other_programs = max(busy - cpu_seconds, 0.0) if busy else 0.0
+        least = max(cpu_seconds / num_cores, max(usage.cpu_seconds for usage in host_usages))
+        slowest = max(slowest, min(wall, max(wall - other_programs / num_cores, least)))
     return slowest
 
 
@@ -236,7 +237,7 @@ def _busy_seconds() -> float:
 
 
 def repetitions(call: Call, seconds: float, wait: Callable[[], None]) -> int:
-    """How many calls take about so many seconds, equal on all ranks. Warms up on the way."""
+    """Return how many calls take about `seconds`, equal on all ranks. The calls also warm up."""
     call()
     wait()
     _barrier()
@@ -249,27 +250,27 @@ def repetitions(call: Call, seconds: float, wait: Callable[[], None]) -> int:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Every rank's value; the own one without a process group."""
+    """Return every rank's value, or this process's value without a process group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def hostname() -> str:
-    """The name of this machine; empty where the system has none."""
+    """Return the name of this machine; empty if the system has none."""
     return os.uname().nodename if hasattr(os, "uname") else ""
 
 
 def _work() -> Call:
-    """A product and what becomes of it, some 2 ms of one core."""
+    """Return a call of a product and elementwise operations, about 2 ms of one core."""
     x, weight = torch.randn(256, 512), torch.randn(512, 512)
     return lambda: (x @ weight).mul_(0.5).add_(x)
 
 
 def _num_bytes(result: object) -> int:
-    """Bytes of the tensors that a call returned."""
+    """Return the bytes of the tensors that a call returned."""
     tensors = result if isinstance(result, (tuple, list)) else (result,)
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 

@@ -1,4 +1,4 @@
-"""The cluster that this process finds itself on: GPUs known by name, or else the CPU, measured on the spot."""
+"""The cluster of this process: GPUs known by name, or else the CPU, measured now."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ from autopar.profiling.samples import Samples
 from cost_models.machine import Cluster
 
 BUSY_CACHE_SECONDS = 600.0
-"""Seconds for which a measurement of a busy machine is used."""
+"""Time for which a measurement of a busy machine is valid."""
 CACHE_FORMAT = 3
-"""Part of the cache's key; to be raised when the same machine would be described differently."""
+"""Part of the cache's key. Raise it when the same machine would be described differently."""
 
 
 def detect(num_devices: int | None = None, *, refresh: bool = False) -> Cluster:
-    """This machine as a cluster.
+    """Describe this machine as a cluster.
 
-    With CUDA: the visible GPUs (under torchrun, WORLD_SIZE devices on nodes of LOCAL_WORLD_SIZE), the built-in device
-    of that name, with the memory that the GPU really has. num_devices takes fewer of one machine's GPUs.
+    With CUDA: the visible GPUs (under torchrun, WORLD_SIZE devices on nodes of LOCAL_WORLD_SIZE), as the built-in
+    device of their name with the memory of the GPUs here. num_devices takes fewer of one machine's GPUs.
 
     Otherwise the CPU: num_devices processes (default: WORLD_SIZE under torchrun, else 4) of one torch thread each, as
-    `launch` starts them, sharing the cores and the memory of this machine. Their kernels and gloo collectives are
-    measured in real processes that run at the same time, which takes up to a minute; the result is kept under
-    ~/.cache/autopar (or $XDG_CACHE_HOME/autopar), by CPU, cores, torch version and num_devices. `refresh` measures
-    anew.
+    `launch` starts them. They share the cores and the memory of this machine. Real processes that run at the same time
+    measure their kernels and gloo collectives, which takes up to a minute. The result is cached under ~/.cache/autopar
+    (or $XDG_CACHE_HOME/autopar), by CPU, cores, torch version and num_devices. `refresh` measures again.
 
-    What other programs take is subtracted, but on a machine that is busy with them the rest is less certain: that is
-    warned of, and kept for ten minutes only. `autopar profile` measures more, and into a file.
+    The time of other programs is subtracted, but on a busy machine the rest is less certain. Then a warning says so,
+    and the cache keeps the result for ten minutes only. `autopar profile` measures more, and writes a file.
 
     Raises ClusterError for an unknown or mixed set of GPUs, counts that do not fit, and failed measuring processes.
     """
@@ -52,7 +51,7 @@ def detect(num_devices: int | None = None, *, refresh: bool = False) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a measurement of a CPU depends on: its model, the cores that this process may use, and torch."""
+    """The inputs of a CPU measurement: the CPU's model, the cores that this process may use, and torch's version."""
 
     cpu: str
     num_cores: float
@@ -60,45 +59,49 @@ class Machine:
 
     @staticmethod
     def here() -> Machine:
-        """The machine that this process runs on."""
+        """Return the machine that this process runs on."""
         return Machine(cpu_model(), available_cores(), torch.__version__)
 
     def cache_path(self, num_devices: int) -> Path:
-        """Where the measured cluster of num_devices processes is kept."""
+        """Return the cache file of a measured cluster of num_devices processes."""
         key = f"{CACHE_FORMAT}|{self.cpu}|{self.num_cores}|{self.torch_version}|{num_devices}"
         return cache_folder() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:16]}.toml"
 
 
 def _detect_cpu(num_devices: int, refresh: bool) -> Cluster:
     path = Machine.here().cache_path(num_devices)
-    if not refresh and (kept := _kept(path)):
-        # The memory may have changed since (a container's limit), and costs nothing to look up.
-        return kept.with_memory(host_memory_bytes() // num_devices)
-    found = measure(num_devices)
-    if found.measured.share < QUIET_SHARE:
+    if not refresh and (cached := _kept(path)):
+        # The memory (a container's limit) may have changed since, and is cheap to look up.
+        return cached.with_memory(host_memory_bytes() // num_devices)
+    profile = measure(num_devices)
+    if profile.measured.share < QUIET_SHARE:
         warnings.warn(
-            f"the CPU was measured {BUSY} {1 - found.measured.share:.0%} of the cores, which makes predictions less "
-            "certain. autopar.ClusterSpec.detect(refresh=True) measures anew",
+            f"the CPU was measured {BUSY} {1 - profile.measured.share:.0%} of the cores, so predictions are less "
+            "certain. autopar.ClusterSpec.detect(refresh=True) measures again",
             stacklevel=4,
         )
     with contextlib.suppress(OSError):
-        replace_file(path, found.to_toml())
-    return found.cluster
+        replace_file(path, profile.to_toml())
+    return profile.cluster
 
 
 def measure(num_processes: int) -> Profile:
-    """This machine's CPU, shared by so many processes, in less than a minute. Raises ClusterError."""
+    """Measure this machine's CPU, shared by num_processes processes, in less than a minute. Raises ClusterError."""
     with temporary_folder() as folder:
         raw = folder / "samples.jsonl"
         run_processes(num_processes, raw, "brief", timeout_seconds=180.0)
         samples = Samples.read(raw)
     if samples is None:
-        raise ClusterError("the measuring processes left nothing to read", values=str(raw))
+        raise ClusterError(
+            "the measuring processes left no samples",
+            values=str(raw),
+            alternatives="run it again, or describe the cluster in a TOML file",
+        )
     return fitted(samples)
 
 
 def _kept(path: Path) -> Cluster | None:
-    """The cluster kept there, unless it cannot be read or is an old measurement of a busy machine."""
+    """Return the cached cluster, or None if it cannot be read or is an old measurement of a busy machine."""
     with contextlib.suppress(OSError, ValueError):
         cluster = Cluster.from_toml(path)
         if BUSY not in cluster.device.source or time.time() - path.stat().st_mtime < BUSY_CACHE_SECONDS:

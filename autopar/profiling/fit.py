@@ -1,8 +1,8 @@
-"""What every fit shares: its loss and its search.
+"""The loss and the search of every fit.
 
-A fit minimises the mean of h(log(predicted / measured)), through the functions that will predict: relative, because
-times span four decades, and h is quadratic only up to OUTLIER (P. Huber, 1964), because one disturbed time must not
-bend the rest.
+A fit minimizes the mean of h(log(predicted / measured)) with the functions that will predict. The error is relative, as
+times span four decades. h is quadratic only up to OUTLIER (P. Huber, 1964), so that one disturbed time does not bend
+the rest.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ Parameters = Mapping[str, float]
 
 
 def distance(predicted: float, seconds: float) -> float:
-    """The smooth form of Huber's loss, of log(predicted / seconds)."""
+    """Return the smooth form of Huber's loss of log(predicted / seconds)."""
     return math.hypot(1.0, math.log(predicted / seconds) / OUTLIER) - 1.0
 
 
 def descend(error: Callable[[Parameters], float], start: Parameters) -> dict[str, float]:
-    """Coordinate descent over the logarithms of positive parameters, halving the step where no move helps.
+    """Minimize by coordinate descent over the logarithms of positive parameters, halving the step if no move helps.
 
     R. Hooke, T. Jeeves, "Direct search solution of numerical and statistical problems", JACM 8 (1961).
     """
@@ -34,5 +34,5 @@ def descend(error: Callable[[Parameters], float], start: Parameters) -> dict[str
                     best, lowest, improved = candidate, value, True
         if not improved:
             factor = math.sqrt(factor)
-    # More digits than were measured would only make the saved file hard to read.
+    # More digits than the measurement has would only make the saved file hard to read.
     return {name: float(f"{value:.3g}") for name, value in best.items()}

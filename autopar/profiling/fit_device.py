@@ -1,4 +1,4 @@
-"""Fits a Device to measured kernels: through the functions that will price them."""
+"""Fits a Device to measured kernels, with the functions that will price them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ RATES: Mapping[str, str] = {
 
 
 def fit_device(measured: Measurements, memory_bytes: int, source: str, base: Device | None = None) -> Device:
-    """The device of one measured process, with `memory_bytes` of memory in all.
+    """Return the device of one measured process, with `memory_bytes` of memory in all.
 
-    base: of a GPU, whose nominal figures and tile are kept; efficiencies, ramps, launch and the rates of copies are
-    fitted, and the peaks of dtypes beside the first to what they reached. Without one (a CPU) peaks and bandwidth are
-    the fastest that was seen. Only times above twice the launch are used: below it, they tell how much cheaper than the
-    mean that kernel's launch is.
+    base: of a GPU, whose nominal figures and tile stay. Efficiencies, ramps, launch and copy rates are fitted, and the
+    peaks of further dtypes are the measured ones. Without base (a CPU), peaks and bandwidth are the fastest measured.
+    Only times above twice the launch are used: shorter ones show only how much that kernel's launch differs from the
+    mean.
     """
     launch = launch_seconds(measured, base)
     by_kind = {kind: _large(measured.kernels, kind, launch) for kind in ("matmul", "memory", "attention")}
@@ -41,19 +41,19 @@ def fit_device(measured: Measurements, memory_bytes: int, source: str, base: Dev
     device = replace(device, memory_bytes=memory_bytes, kernel_launch_seconds=launch, source=source, **_rates(measured))
     device = _fit_memory(device, by_kind["memory"])
     tiles = TILES if base is None else (device.matmul_tile,)
-    # Where processors are modelled, what a matmul loses besides tiles and waves is the writing of its output.
+    # Where the model has processors, a matmul loses only its output's writing besides tiles and waves.
     loss = "output_exposed" if device.num_processors else "matmul_ramp_seconds"
     tiled = [_fit_roof(replace(device, matmul_tile=tile), plain, "matmul_efficiency", loss) for tile in tiles]
     device = min(tiled, key=lambda device: _kernel_error(plain, device))
     for dtype in sorted({k.work.dtype for k in by_kind["matmul"]} - {first}):
-        own = [k for k in by_kind["matmul"] if k.work.dtype == dtype]
+        of_dtype = [k for k in by_kind["matmul"] if k.work.dtype == dtype]
         peaks = {dtype: device.peak(first), **device.peak_flops_per_second}
         device = replace(device, peak_flops_per_second=peaks)
-        reached = statistics.median(_peak(k, device) for k in own)
+        reached = statistics.median(_peak(k, device) for k in of_dtype)
         device = replace(device, peak_flops_per_second={**peaks, dtype: reached})
     usual = device.attention_efficiency
     device = _fit_roof(device, by_kind["attention"], "attention_efficiency")
-    # Named kernels are taken to be off by the same factor as the one that torch chose.
+    # Named kernels are off by the same factor as the kernel that torch chose.
     factor = device.attention_efficiency / usual
     variants = {name: min(rate * factor, 1.0) for name, rate in device.attention_variants.items()}
     device = replace(device, attention_variants=variants)
@@ -61,11 +61,11 @@ def fit_device(measured: Measurements, memory_bytes: int, source: str, base: Dev
 
 
 def launch_seconds(measured: Measurements, base: Device | None = None) -> float:
-    """The fixed cost of a kernel in seconds.
+    """Return the fixed cost of a kernel in seconds.
 
-    Of a CPU as the cost model counts kernels: as many forward as backward ones for elementwise kernels and attention,
-    twice as many backward for matmuls, so about 10 to 14. Of a GPU, where the host runs ahead, the nominal one, but no
-    more than the shortest kernel took: times of kernels cannot tell it from the ramps, which are fitted.
+    On a CPU the cost model counts as many forward as backward kernels for elementwise operators and attention, and
+    twice as many backward for matmuls, so about 10 to 14. On a GPU, where the host runs ahead, it is the nominal
+    figure, but at most the time of the shortest kernel: kernel times cannot tell it from the ramps, which are fitted.
     """
     if base is not None:
         return min(base.kernel_launch_seconds, *(kernel.seconds for kernel in measured.kernels))
@@ -75,7 +75,7 @@ def launch_seconds(measured: Measurements, base: Device | None = None) -> float:
 
 
 def _loss_in_blocks(measured: Measurements, device: Device) -> float:
-    """How many times longer the kernels of whole blocks take than one by one, launches aside: the median."""
+    """Return the median ratio of the kernels' time in whole blocks to their time one by one, without launches."""
     factors = []
     for block in measured.blocks:
         launches = device.kernel_launch_seconds * len(block.works)
@@ -86,24 +86,25 @@ def _loss_in_blocks(measured: Measurements, device: Device) -> float:
 
 
 def kernel_errors(measured: Measurements, device: Device) -> dict[str, list[float]]:
-    """predicted / measured - 1 of every kernel by kind, those of hardly more than a launch left out."""
-    found: dict[str, list[float]] = {}
+    """Return predicted / measured - 1 of every kernel by kind, without those hardly longer than a launch."""
+    errors: dict[str, list[float]] = {}
     for kernel in measured.kernels:
         if kernel.seconds > 2 * device.kernel_launch_seconds:
             error = compute.seconds(kernel.work, device) / kernel.seconds - 1
-            found.setdefault(kernel.work.kind, []).append(error)
-    return found
+            errors.setdefault(kernel.work.kind, []).append(error)
+    return errors
 
 
 def _of_cpu(
     measured: Measurements, plain: Sequence[KernelTime], memory: Sequence[KernelTime], memory_bytes: int
 ) -> Device:
-    """The CPU with the fastest that was seen as its peaks (bandwidth: outside the caches, and of the last level)."""
+    """Return the CPU with the fastest measured rates as its peaks (bandwidth: outside the caches, and of the last
+    level)."""
     streamed = max(k.work.num_bytes for k in measured.kernels if k.work.kind == "memory") / 4
     rates = {k.work.num_bytes: k.work.num_bytes / k.seconds for k in memory if not k.work.specials}
     rate = max(rate for size, rate in rates.items() if size >= streamed)
-    in_cache = {size: found for size, found in rates.items() if size < streamed and found > rate}
-    # Somewhere between what was fast and what was not.
+    in_cache = {size: cached_rate for size, cached_rate in rates.items() if size < streamed and cached_rate > rate}
+    # The border lies between the largest fast and the smallest slow size.
     border = math.sqrt(max(in_cache) * min(size for size in rates if size >= streamed)) if in_cache else 0.0
     return Device(
         name=NAME,
@@ -123,22 +124,22 @@ def _of_cpu(
 
 
 def _large(kernels: Sequence[KernelTime], kind: str, launch: float) -> list[KernelTime]:
-    """The kernels of a kind that take well over `launch` seconds; the longest one if none does."""
-    own = [kernel for kernel in kernels if kernel.work.kind == kind]
-    return [k for k in own if k.seconds > 2 * launch] or [max(own, key=lambda kernel: kernel.seconds)]
+    """Return the kernels of a kind that take well over `launch` seconds, or the longest if none does."""
+    of_kind = [kernel for kernel in kernels if kernel.work.kind == kind]
+    return [k for k in of_kind if k.seconds > 2 * launch] or [max(of_kind, key=lambda kernel: kernel.seconds)]
 
 
 def _rates(measured: Measurements) -> dict[str, Any]:
-    """Copies in the slower of both directions, and file traffic likewise."""
+    """Return copy rates of the slower direction, and file rates likewise."""
     rates = dict(measured.rates)
-    for one, other in (("copy to device", "copy to host"), ("disk read", "disk write")):
-        if one in rates and other in rates:
-            rates[one] = min(rates[one], rates[other])
+    for transfer, reverse in (("copy to device", "copy to host"), ("disk read", "disk write")):
+        if transfer in rates and reverse in rates:
+            rates[transfer] = min(rates[transfer], rates[reverse])
     return {field: float(f"{rates[name]:.3g}") for name, field in RATES.items() if name in rates}
 
 
 def _fit_roof(device: Device, kernels: Sequence[KernelTime], efficiency: str, ramp: str = "") -> Device:
-    """The device with one efficiency, of at most 1, and its ramp (if any) fitted to the kernels."""
+    """Return the device with one efficiency, at most 1, and its ramp (if any) fitted to the kernels."""
 
     def fitted(parameters: Parameters) -> Device:
         return replace(device, **parameters)  # type: ignore[arg-type]
@@ -146,15 +147,14 @@ def _fit_roof(device: Device, kernels: Sequence[KernelTime], efficiency: str, ra
     def error(parameters: Parameters) -> float:
         return _kernel_error(kernels, fitted(parameters)) if parameters[efficiency] <= 1.0 else math.inf
 
-    # From nominal figures where there are some: efficiency and ramp trade off along a valley.
+    # Start at nominal figures, if any: efficiency and ramp trade off along a valley.
     start = {name: getattr(device, name) for name in (efficiency, ramp) if name}
     usual = {efficiency: 0.7, ramp: 1e-6}
     return fitted(descend(error, {name: value if 0 < value < 1 else usual[name] for name, value in start.items()}))
 
 
 def _fit_memory(device: Device, kernels: Sequence[KernelTime]) -> Device:
-    """The roof of memory-bound kernels; on a CPU of those that only add, and what a special function takes of the
-    others."""
+    """Fit the roof of memory-bound kernels; on a CPU of additions alone, plus the time of a special function."""
     if not device.is_cpu:
         return _fit_roof(device, kernels, "memory_efficiency", "memory_ramp_seconds")
     plain = [kernel for kernel in kernels if not kernel.work.specials]
@@ -165,7 +165,7 @@ def _fit_memory(device: Device, kernels: Sequence[KernelTime]) -> Device:
 
 
 def _peak(kernel: KernelTime, device: Device) -> float:
-    """The peak rate that makes the kernel take as long as it did, by its time without the launch."""
+    """Return the peak rate that predicts the kernel's measured time, both without the launch."""
     at_peak = compute.seconds(kernel.work, device) - device.kernel_launch_seconds
     measured = max(kernel.seconds - device.kernel_launch_seconds, 0.1 * kernel.seconds)
     return device.peak(kernel.work.dtype) * at_peak / measured

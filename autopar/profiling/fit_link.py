@@ -1,4 +1,4 @@
-"""Fits links to measured collectives: through the functions that will price them."""
+"""Fits links to measured collectives, with the functions that will price them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cost_models.machine import Cluster, Link
 
 SWEEPS = 4
 MOST_HIDDEN = 0.9
-"""The largest hidden share that a measurement of some milliseconds can show."""
+"""The largest hidden share that measurements of some milliseconds can show."""
 Place = Literal["intra_node", "inter_node"]
 
 
 def fit_links(cluster: Cluster, times: Sequence[CollectiveTime], source: str) -> Cluster:
-    """The cluster with its links fitted: inside a node to the groups that lie in one, then between nodes to the others.
+    """Return the cluster with fitted links: inside a node by the groups within one, between nodes by the other groups.
 
-    Links without measured groups stay as they are. A cluster of one node has its only link in both places.
+    Links without measured groups stay. A cluster of one node has its only link in both places.
     """
     inside = [time for time in times if time.group_size * time.stride <= cluster.devices_per_node]
     across = [time for time in times if time.group_size * time.stride > cluster.devices_per_node]
@@ -35,11 +35,11 @@ def fit_links(cluster: Cluster, times: Sequence[CollectiveTime], source: str) ->
 
 
 def fit_link(cluster: Cluster, place: Place, times: Sequence[CollectiveTime], source: str) -> Cluster:
-    """The cluster with one link fitted.
+    """Return the cluster with one fitted link.
 
-    Rate, latency and startup are of all kinds together. Where NCCL is not the library, each kind also has factors of
-    its own: gloo's algorithms are not the ones that the formulas describe. NCCL's are, and the link keeps its name, by
-    which they are known, and its nominal rate, of which the efficiency is fitted where that is not above 1.
+    All kinds share rate, latency and startup. If the library is not NCCL, each kind also has factors of its own, as the
+    formulas do not describe gloo's algorithms. They do describe NCCL's: there the link keeps its name, which identifies
+    it, and its nominal rate, with a fitted efficiency unless that would exceed 1.
 
     Raises ValueError if there are no times (a single process).
     """
@@ -60,7 +60,7 @@ def fit_link(cluster: Cluster, place: Place, times: Sequence[CollectiveTime], so
 
 
 def hidden_share(overlaps: Sequence[CollectiveTime], times: Sequence[CollectiveTime]) -> float:
-    """What ranks do not lose of collectives beside which they compute: the median; 0 if nothing tells."""
+    """Return the median share of a collective that overlaps with compute; 0 without data."""
     alone = {(t.kind, t.num_bytes, t.group_size, t.stride): t.seconds for t in times}
     keys = [(t.kind, t.num_bytes, t.group_size, t.stride) for t in overlaps]
     shares = [1 - t.seconds / alone[key] for t, key in zip(overlaps, keys, strict=True) if key in alone]
@@ -68,16 +68,16 @@ def hidden_share(overlaps: Sequence[CollectiveTime], times: Sequence[CollectiveT
 
 
 def placed(cluster: Cluster, place: Place, link: Link) -> Cluster:
-    """The cluster with a link there. A node of its own has it in both places: none leads out of it."""
+    """Return the cluster with a link in one place. A single node has it in both places, as no other link leaves it."""
     if place == "intra_node" and cluster.num_nodes == 1:
         return replace(cluster, intra_node=link, inter_node=link)
     return replace(cluster, intra_node=link) if place == "intra_node" else replace(cluster, inter_node=link)
 
 
 def _fit_all_kinds(cluster: Cluster, place: Place, link: Link, times: Sequence[CollectiveTime]) -> Link:
-    """The link with rate, latency and startup fitted to all times, the factors being as they are.
+    """Return the link with rate, latency and startup fitted to all times; the factors stay.
 
-    The search moves the sum of latency and startup and its division: groups of few sizes hardly tell them apart.
+    The search moves the sum of latency and startup and their ratio, as few group sizes hardly tell them apart.
     """
 
     def fitted(parameters: Parameters) -> Link:
@@ -102,7 +102,7 @@ def _fit_all_kinds(cluster: Cluster, place: Place, link: Link, times: Sequence[C
 
 
 def _fit_kind(cluster: Cluster, place: Place, link: Link, kind: Kind, times: Sequence[CollectiveTime]) -> Link:
-    """The link with the factors of one kind fitted to its times."""
+    """Return the link with the factors of one kind fitted to its times."""
 
     def fitted(factors: Parameters) -> Link:
         return replace(
@@ -123,14 +123,14 @@ def _error(times: Sequence[CollectiveTime], cluster: Cluster) -> float:
 
 
 def predicted_seconds(time: CollectiveTime, cluster: Cluster) -> float:
-    """What the cost model says that this collective takes on the cluster."""
+    """Return the cost model's prediction for this collective on the cluster."""
     group = collective.Group(time.group_size, time.stride)
     return collective.seconds(time.kind, time.num_bytes, group, cluster)
 
 
 def collective_errors(times: Sequence[CollectiveTime], cluster: Cluster) -> dict[str, list[float]]:
-    """predicted / measured - 1 of every collective, by kind."""
-    found: dict[str, list[float]] = {}
+    """Return predicted / measured - 1 of every collective, by kind."""
+    errors: dict[str, list[float]] = {}
     for time in times:
-        found.setdefault(time.kind, []).append(predicted_seconds(time, cluster) / time.seconds - 1)
-    return found
+        errors.setdefault(time.kind, []).append(predicted_seconds(time, cluster) / time.seconds - 1)
+    return errors

@@ -1,4 +1,4 @@
-"""The GPUs that this process sees, known by the name that their driver gives them."""
+"""The GPUs that this process sees, known by the names that their driver gives them."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ GPU_NAMES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (r"(NVIDIA )?A10G", ("a10g",), ""),
     (r"(NVIDIA )?L40S", ("l40s",), ""),
 )
-"""What the driver calls a GPU (the whole name), the built-in devices of that name by memory, and the link inside a node
-if it is not the device's usual one. Slices (MIG), PCIe and NVL variants of other chips are other devices: no match.
-Names as NVML gives them: "NVIDIA GB200", "NVIDIA GB300" (ray-project/ray, pull request 65009), "NVIDIA B300 SXM6 AC"
-(NVIDIA/cosmos-framework, pull request 114)."""
+"""A pattern for the driver's whole name of a GPU, the built-in devices of that name by memory, and the link inside a
+node if it differs from the device's usual link. Slices (MIG), PCIe and NVL variants of other chips are other devices
+and do not match. Names as NVML gives them: "NVIDIA GB200", "NVIDIA GB300" (ray-project/ray, pull request 65009),
+"NVIDIA B300 SXM6 AC" (NVIDIA/cosmos-framework, pull request 114)."""
 
 RACKS = {"gb200": 72, "gb300": 72}
-"""Devices that NVLink joins beyond what a launcher calls a node, which is a tray of a rack."""
+"""Devices that NVLink joins beyond a launcher's node, which is one tray of a rack."""
 
 
 def detect_gpus(num_devices: int | None) -> Cluster:
-    """The visible GPUs, or num_devices of them, as a cluster of a built-in device. Raises ClusterError."""
+    """Return the visible GPUs, or num_devices of them, as a cluster of a built-in device. Raises ClusterError."""
     require_one(num_devices)
     visible = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     names = sorted({gpu.name for gpu in visible})
@@ -52,7 +52,7 @@ def detect_gpus(num_devices: int | None) -> Cluster:
             alternatives="CUDA_VISIBLE_DEVICES with GPUs of one kind",
         )
     num_nodes, per_node = _gpu_counts(len(visible), num_devices)
-    # Plans must fit the smallest of them.
+    # Plans must fit the GPU with least memory.
     memory_bytes = min(gpu.total_memory for gpu in visible)
     for pattern, family, link in GPU_NAMES:
         if re.fullmatch(pattern, names[0]):
@@ -61,29 +61,31 @@ def detect_gpus(num_devices: int | None) -> Cluster:
             words = [f"{num_nodes}x{per_node}", nearest, *([link] if link else [])]
             return Cluster.parse(" ".join(words)).with_memory(memory_bytes)
     raise ClusterError(
-        "this GPU is not among the built-in devices",
+        "autopar has no built-in entry for this GPU",
         values=names[0],
         alternatives=[
-            "a TOML file with the figures of the device and its links, given as cluster",
-            f"one of the built-in devices, if it is close enough: {', '.join(catalog.devices())}",
+            "a TOML file with the figures of the device and its links, as cluster",
+            f"a built-in device that is close enough: {', '.join(catalog.devices())}",
         ],
     )
 
 
 def _of_racks(num_nodes: int, per_node: int, most: int) -> tuple[int, int]:
-    """Whole trays as nodes of at most `most` devices, as few and as even as they come: nothing that torch knows tells
-    which trays share a rack, and schedulers fill one before the next."""
+    """Return whole trays as nodes of at most `most` devices, as few and as even as possible.
+
+    torch does not know which trays share a rack; schedulers fill a rack before the next one."""
     trays = max(n for n in range(1, num_nodes + 1) if num_nodes % n == 0 and (n == 1 or n * per_node <= most))
     return num_nodes // trays, trays * per_node
 
 
 def _gpu_counts(num_visible: int, num_devices: int | None) -> tuple[int, int]:
-    """(nodes, devices per node). Launchers may show each process its own GPU only, hence no check if one is visible."""
+    """Return (nodes, devices per node). A launcher may show each process only its own GPU, so one GPU is not
+    checked."""
     world, local = from_launcher("WORLD_SIZE"), from_launcher("LOCAL_WORLD_SIZE")
     if world is None:
         if (num_devices or num_visible) > num_visible:
             raise ClusterError(
-                "there are fewer visible GPUs than devices asked for",
+                "num_devices exceeds the visible GPUs",
                 values={"num_devices": num_devices, "visible GPUs": num_visible},
                 alternatives=f"at most {num_visible}, or a cluster by name such as '2x8 h100-sxm'",
             )
@@ -104,12 +106,14 @@ def _gpu_counts(num_visible: int, num_devices: int | None) -> tuple[int, int]:
 
 
 def from_launcher(name: str) -> int | None:
-    """A positive number that a launcher such as torchrun left in the environment under this name."""
+    """Return a positive number that a launcher such as torchrun left in the environment, or None."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def require_one(num_devices: int | None) -> None:
-    """Raises ClusterError for a number of devices below one."""
+    """Raise ClusterError for a number of devices below one."""
     if num_devices is not None and num_devices < 1:
-        raise ClusterError("a cluster needs at least one device", values={"num_devices": num_devices})
+        raise ClusterError(
+            "a cluster needs at least one device", values={"num_devices": num_devices}, alternatives="1 or more"
+        )

@@ -1,4 +1,5 @@
-"""Runs kernels: a case's parameters and a device -> a call that launches it, as autograd-recorded eager code does."""
+"""Calls of kernels: from a case's parameters and a device to a call that launches it, as eager code under autograd
+does."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def kernel(case: Case, device: torch.device) -> Call:
-    """The call of a kernel's case; its tensors live as long as the call does."""
+    """Return the call of a kernel's case. Its tensors live as long as the call."""
     return _MAKERS[case.family](case.name, case.parameters, device)
 
 
@@ -28,7 +29,7 @@ def _linear(_: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
 
 
 def _memory(_: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
-    """A memory-bound operation, forward or backward, on fp32 tensors [rows, width]."""
+    """Return a memory-bound operation, forward or backward, on fp32 tensors [rows, width]."""
     x = torch.randn(sizes["rows"], sizes["width"], device=device, requires_grad=True)
     y = torch.randn(sizes["rows"], sizes["width"], device=device)
     name, _, direction = str(sizes["operation"]).partition(" ")
@@ -61,7 +62,7 @@ def _optimizer(_: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
 
 
 def adamw(elements: int, device: torch.device) -> Call:
-    """One update of eight parameters of so many elements together."""
+    """Return one update of eight parameters with `elements` elements together."""
     parameters = [torch.nn.Parameter(torch.randn(elements // 8, device=device)) for _ in range(8)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
@@ -69,7 +70,7 @@ def adamw(elements: int, device: torch.device) -> Call:
 
 
 def _block(name: str, sizes: Mapping[str, Any], device: torch.device) -> Call:
-    """A transformer block with its backward, unless it is called otherwise; of tiny tensors, nothing but overhead."""
+    """Return a transformer block, with backward unless its name says otherwise; a tiny block shows only overhead."""
     return blocks.call(sizes, name != "block forward", device)
 
 

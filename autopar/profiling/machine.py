@@ -1,4 +1,4 @@
-"""What the system says about this machine."""
+"""The system's data about this machine."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import torch
 
 
 def available_cores() -> float:
-    """Cores that this process may use: by its affinity, and by the container's quota, which may be a fraction."""
+    """Return the cores that this process may use, by its affinity and by the container's quota, possibly a fraction."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     with contextlib.suppress(OSError, ValueError):
-        # "max 100000" if there is no quota, which no float is made of.
+        # Without a quota the file says "max 100000", which is no float.
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, float(quota) / float(period))
     return cores
 
 
 def cache_folder() -> Path:
-    """Where autopar keeps what it measured of this user's machines; need not exist."""
+    """Return the folder of autopar's measurements for this user, which need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
 
 
 def own_version() -> str:
-    """autopar's version, as it is installed."""
+    """Return autopar's installed version."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version("autopar")
     return "from source"
 
 
 def cpu_model() -> str:
-    """The CPU's model as the system calls it."""
+    """Return the system's name of the CPU's model."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):
@@ -43,7 +43,7 @@ def cpu_model() -> str:
 
 
 def host_memory_bytes() -> int:
-    """Bytes of memory of this machine, or of the container if that has a lower limit."""
+    """Return the bytes of memory of this machine, or of the container if its limit is lower."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):
@@ -52,19 +52,19 @@ def host_memory_bytes() -> int:
 
 
 def memory_bytes(device: torch.device, num_local: int) -> int:
-    """What one process can use: its GPU's memory, or its share of the host's."""
+    """Return the bytes that one process can use: its GPU's memory, or its share of the host's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_memory_bytes() // num_local
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's."""
+    """Return the GPU's name, or the CPU's."""
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else cpu_model()
 
 
 def driver_version() -> str:
-    """The version of the NVIDIA kernel driver; empty if the system does not tell."""
+    """Return the version of the NVIDIA kernel driver; empty if the system does not say."""
     with contextlib.suppress(OSError, IndexError):
         words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), "")

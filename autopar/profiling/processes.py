@@ -1,4 +1,5 @@
-"""Starts measuring processes on this machine and waits for them: anew, so that nothing forks a process with threads."""
+"""Starts measuring processes on this machine and waits for them. They are new processes, as forks would share
+threads."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.p
 from autopar.profiling.worker import main
 main(sys.argv[1], process_bytes)
 """
-"""Memory is asked for before autopar is imported: generated programs do without it."""
+"""The child reads its memory before it imports autopar, as generated programs do not import it."""
 
 LIMIT_SECONDS = 1800.0
-"""Seconds that measuring may take, unless a caller has less time."""
+"""Time limit of the measurement, unless the caller sets a lower one."""
 
 
 class OutOfTime(ClusterError):
-    """Raised where measuring took longer than it might."""
+    """Raised if measuring exceeds its time limit."""
 
 
 def run_processes(
@@ -40,15 +41,17 @@ def run_processes(
     timeout_seconds: float = LIMIT_SECONDS,
     watch: Callable[[], None] | None = None,
 ) -> None:
-    """Measures with `num_processes` processes at once; rank 0 adds to the file `out`. watch: called now and then.
+    """Measure with `num_processes` processes at once; rank 0 appends to the file `out`. watch: called repeatedly.
 
-    Raises ClusterError if a process dies (with the end of what it printed), OutOfTime if timeout_seconds pass.
+    Raises ClusterError if a process dies (with the end of its output), OutOfTime after timeout_seconds.
     """
     if num_processes < 1:
-        raise ClusterError("measuring needs at least one process", values={"num_processes": num_processes})
+        raise ClusterError(
+            "measuring needs at least one process", values={"num_processes": num_processes}, alternatives="1 or more"
+        )
     with temporary_folder() as folder:
-        where = {"folder": str(folder), "out": str(out.absolute()), "parent": os.getpid()}
-        task = {"size": num_processes, **where, "level": level, "on_gpu": on_gpu}
+        places = {"folder": str(folder), "out": str(out.absolute()), "parent": os.getpid()}
+        task = {"size": num_processes, **places, "level": level, "on_gpu": on_gpu}
         commands = [_command({**task, "rank": rank}) for rank in range(num_processes)]
         _run_all(commands, folder, timeout_seconds, watch)
 
@@ -58,21 +61,22 @@ def _command(task: Mapping[str, object]) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with one thread per process, no trace of a launcher, and the package importable."""
+    """Return this process's environment with one thread per process, without a launcher's variables, with autopar on
+    the import path."""
     launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith("TORCHELASTIC_")}
+    variables = {k: v for k, v in os.environ.items() if k not in launcher and not k.startswith("TORCHELASTIC_")}
     root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH", "")]))
     names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
     if loopback := names & {"lo", "lo0"}:
-        kept["GLOO_SOCKET_IFNAME"] = loopback.pop()
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        variables["GLOO_SOCKET_IFNAME"] = loopback.pop()
+    return {**variables, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def _run_all(
     commands: Sequence[Sequence[str]], folder: Path, timeout_seconds: float, watch: Callable[[], None] | None
 ) -> None:
-    """Runs them side by side; the first that fails, or the time limit, ends all of them with a ClusterError."""
+    """Run the commands side by side. The first failure, or the time limit, ends all of them with a ClusterError."""
     deadline = time.monotonic() + timeout_seconds
     logs = [folder / f"log{rank}.txt" for rank in range(len(commands))]
     processes: list[subprocess.Popen[bytes]] = []
@@ -102,7 +106,7 @@ def _run_all(
 def _require_alive(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path]) -> None:
     failed = [rank for rank, process in enumerate(processes) if process.poll() not in (None, 0)]
     if failed:
-        # The rank that died first is not known, but those that it took along have less to say.
+        # The first rank to die is not known, but the ranks that it took along print less.
         texts = {rank: logs[rank].read_text(errors="replace").strip() for rank in failed}
         rank = max(failed, key=lambda rank: len(texts[rank]))
         raise ClusterError(

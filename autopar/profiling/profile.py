@@ -1,13 +1,12 @@
-"""`autopar profile`: measures this machine and writes it down as a cluster that plans are made for.
+"""`autopar profile`: measure this machine, and write it as a cluster file.
 
 profile.toml      the cluster, as --cluster reads it, with its provenance
-profile.jsonl     every sample; an interrupted run goes on from there
+profile.jsonl     every sample; an interrupted run resumes from it
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from autopar.errors import ClusterError, OutputError
 from autopar.files.outputs import is_ours, require_writable, write_output
@@ -33,26 +31,26 @@ from cost_models.machine import Cluster
 
 DEFAULT_CPU_PROCESSES = 4
 QUIET_SHARE = 0.8
-"""Below this share of the cores, other programs may have disturbed what was measured."""
+"""Below this share of the cores, other programs may have disturbed the measurement."""
 BUSY = "while other programs took"
-"""The words with which a device's or link's `source` says that other programs ran meanwhile."""
+"""Words in the `source` of a device or link that was measured while other programs ran."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A fitted cluster with what it was fitted to."""
+    """A fitted cluster and its measurements."""
 
     cluster: Cluster
     measured: Measurements
     provenance: Provenance
 
     def to_toml(self) -> str:
-        """The cluster's TOML under comments that say where it comes from."""
+        """Return the cluster's TOML under comments with its provenance."""
         head = [*self.provenance.lines(), *noise_lines(self.measured)]
         return "".join(f"# {line}\n" for line in head) + self.cluster.to_toml()
 
     def errors(self) -> dict[str, list[float]]:
-        """predicted / measured - 1 of what was measured, by kind of kernel and collective."""
+        """Return predicted / measured - 1 of the measurements, by kind of kernel and collective."""
         kernels = kernel_errors(self.measured, self.cluster.device)
         return kernels | collective_errors(self.measured.collectives, self.cluster)
 
@@ -68,16 +66,16 @@ def profile(
     limit_seconds: float = LIMIT_SECONDS,
     force: bool = False,
 ) -> Profile | None:
-    """Measures and writes `out` and its raw samples beside it; under torchrun on all ranks together.
+    """Measure this machine, and write `out` with its raw samples beside it; under torchrun on all ranks together.
 
-    processes: that share this machine, each with a GPU of its own or one torch thread (default: as many as there are
-    GPUs, or 4). level: "quick" for fewer shapes and rounds. fresh: forget what an earlier run measured. like: nominal
-    figures of the GPU and its links, for those that are not known by name. limit_seconds: after which what was measured
-    has to do, if that is every case once (not under torchrun). force: write over files that are not autopar's. Returns
-    None on ranks other than the first.
+    processes: that share this machine, each with a GPU or one torch thread (default: one per GPU, or 4). level: "quick"
+    for fewer shapes and rounds. fresh: discard the samples of an earlier run. like: nominal figures of the GPU and its
+    links, for GPUs without a built-in entry. limit_seconds: time limit, after which the samples so far are used if they
+    contain every case (not under torchrun). force: replace files that are not autopar's. Returns None on ranks other
+    than the first.
 
-    Raises ClusterError for unknown GPUs, counts that do not fit, and processes that fail, OutputError for files that
-    are not autopar's to write over.
+    Raises ClusterError for unknown GPUs, counts that do not fit and failed processes, OutputError for files that
+    autopar may not replace.
     """
     out = Path(out)
     raw = raw_path(out)
@@ -97,31 +95,30 @@ def profile(
     else:
         count = processes or (base.num_devices if base is not None else DEFAULT_CPU_PROCESSES)
         samples = measure_locally(count, raw, level, on_gpu, console, limit_seconds)
-    found = fitted(samples, base)
-    tried = (
-        read_trials(out) if out.exists() and is_ours(out) else ()
-    )  # steps took as long before they were predicted anew
-    write_output(out, found.to_toml() + trials_text(tried), force)
-    return found
+    measured = fitted(samples, base)
+    # The measured steps of trials stay valid under new prices.
+    trials = read_trials(out) if out.exists() and is_ours(out) else ()
+    write_output(out, measured.to_toml() + trials_text(trials), force)
+    return measured
 
 
 def _require_outputs(out: Path, raw: Path, force: bool) -> None:
-    """Raises OutputError unless all that a profile writes is new or autopar's own."""
+    """Raise OutputError unless all files of a profile are new or autopar's."""
     require_writable(out, force)
     is_ours = force or not raw.exists() or raw.stat().st_size == 0 or Samples.is_ours(raw)
     failures = failures_path(raw)
     if not is_ours or (failures.exists() and not (force or raw.exists())):
         raise OutputError(
-            "the samples of a profile go beside it, where another's file is",
+            "the samples of a profile need a place beside it, where another file exists",
             values=str(failures if is_ours else raw),
-            alternatives=["another file", "--force (in Python force=True), to overwrite it"],
+            alternatives=["another --out", "--force (in Python force=True), to replace the file"],
         )
 
 
 def measure_locally(
     count: int, raw: Path, level: Level, on_gpu: bool, console: Console, limit_seconds: float = LIMIT_SECONDS
 ) -> Samples:
-    """Starts the processes, shows how far they are, and says what could not be measured."""
+    """Start the processes, show their progress, and report what could not be measured."""
     total = ROUNDS[level] * len(cases(Topology(1, count, on_gpu), level))
     failures = failures_path(raw)
     failures.unlink(missing_ok=True)
@@ -137,22 +134,28 @@ def measure_locally(
         try:
             run_processes(count, raw, level, on_gpu, timeout_seconds=limit_seconds, watch=watch)
         except OutOfTime as error:
-            # Rounds follow one another: of what comes later there are all cases already.
+            # Rounds follow one another, so from the second round on every case has a sample.
             partial = Samples.read(raw)
             if partial is None or not any(sample.round for sample in partial.samples):
                 raise
-            console.print(f"{error.constraint}: {len(partial.samples)} samples of {total} have to do", soft_wrap=True)
+            console.print(
+                f"{error.constraint}: the fit uses the {len(partial.samples)} samples of {total} so far", soft_wrap=True
+            )
         watch()
     if failures.exists():
         console.print(f"could not be measured:\n{failures.read_text(encoding='utf-8')}", markup=False, soft_wrap=True)
     samples = Samples.read(raw)
     if samples is None:
-        raise ClusterError("the measuring processes left nothing to read", values=str(raw))
+        raise ClusterError(
+            "the measuring processes left no samples",
+            values=str(raw),
+            alternatives="run it again, or describe the cluster in a TOML file",
+        )
     return samples
 
 
 def fitted(samples: Samples, base: Cluster | None = None) -> Profile:
-    """The cluster that the samples describe. base: nominal figures, for GPUs."""
+    """Return the cluster that the samples describe. base: nominal figures, for GPUs."""
     try:
         measured = samples.measurements()
     except ValueError as error:
@@ -163,7 +166,7 @@ def fitted(samples: Samples, base: Cluster | None = None) -> Profile:
     if base is not None:
         links = base.intra_node, base.inter_node
     else:
-        # A name of its own, since NCCL is not what drives the network here.
+        # The link gets another name, as NCCL does not drive the network here.
         network = replace(catalog.link("ethernet-10g"), name="gloo-network")
         links = catalog.link("loopback"), network if origin.num_nodes > 1 else catalog.link("loopback")
     cluster = Cluster(
@@ -181,12 +184,12 @@ def fitted(samples: Samples, base: Cluster | None = None) -> Profile:
 
 
 def raw_path(out: Path) -> Path:
-    """Where the samples of a profile are."""
+    """Return the file of a profile's samples."""
     return out.with_suffix(".jsonl")
 
 
 def noise_lines(measured: Measurements) -> list[str]:
-    """How much was measured and how steady it was."""
+    """Return sentences on the number of samples and on their noise."""
     forward, backward = measured.forward_seconds * 1e6, measured.backward_seconds * 1e6
     lines = [
         f"{measured.num_samples} samples, median spread over rounds {measured.spread:.0%}, "
@@ -197,18 +200,9 @@ def noise_lines(measured: Measurements) -> list[str]:
     return lines
 
 
-def summary_table(found: Profile) -> Table:
-    """How well the fit meets what was measured."""
-    table = Table("measured", "cases", "median error", "largest")
-    for name, errors in found.errors().items():
-        sizes = [abs(error) for error in errors]
-        table.add_row(name, str(len(sizes)), f"{statistics.median(sizes):.1%}", f"{max(sizes):.0%}")
-    return table
-
-
 @contextmanager
 def _bar(console: Console, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar; its update takes (done, all, what comes next)."""
+    """Show a progress bar. Yields its update function, with arguments (done, total, next case)."""
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console, disable=quiet) as bar:
         task = bar.add_task("", total=None)

@@ -1,4 +1,4 @@
-"""Raw measurements: a file that grows line by line, so that an interrupted run goes on, and a fit can be done again."""
+"""Raw measurements in a file that grows line by line: an interrupted run resumes, and a fit can be repeated."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from autopar.files.text_files import parse_json
 from autopar.profiling import blocks
 from autopar.profiling.cases import Case, Family, Topology
 from autopar.profiling.clock import Timing
+from autopar.units import counted
 from cost_models.collective import Kind
 from cost_models.compute import Work
 
@@ -20,10 +21,10 @@ FORMAT = 2
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Where and with what was measured. date: UTC, of the first measurement. process_bytes: resident memory of a
-    process that has imported torch and done nothing yet. num_cores: of one node. memory_bytes: that a device has.
+    """The place and software of measurements. date: UTC, of the first measurement. process_bytes: resident memory of a
+    process right after importing torch. num_cores: of one node. memory_bytes: of a device.
 
-    `same_machine` decides whether an interrupted run may go on.
+    `same_machine` decides whether an interrupted run may resume.
     """
 
     date: str
@@ -44,17 +45,17 @@ class Provenance:
         return Topology(self.num_nodes, self.devices_per_node, bool(self.cuda))
 
     def same_machine(self, other: Provenance) -> bool:
-        """Whether measurements of both may be mixed: all but the date and memory must agree."""
+        """Return whether measurements of both may be mixed: all fields but the date and memory must agree."""
         blank = {"date": "", "memory_bytes": 0, "process_bytes": 0}
         return replace(self, **blank) == replace(other, **blank)  # type: ignore[arg-type]
 
     def lines(self) -> list[str]:
-        """What was measured where and with which software, as lines for people."""
+        """Return the machine and its software as lines for people."""
         software = f"torch {self.torch}" + (f", CUDA {self.cuda}, driver {self.driver}" if self.cuda else "")
         return [
             f"measured {self.date} on {self.host}: {self.device}",
-            f"{self.num_nodes} node(s) of {self.devices_per_node} processes, {self.num_cores:g} cores each, "
-            f"{self.backend}, {software}",
+            f"{counted(self.num_nodes, 'node')} of {counted(self.devices_per_node, 'process')}, "
+            f"{self.num_cores:g} cores each, {self.backend}, {software}",
         ]
 
 
@@ -68,7 +69,7 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class BlockTime:
-    """Seconds of one block, forward and backward, and the kernels that the cost model takes it to be."""
+    """Seconds of one block, forward and backward, and its kernels as the cost model counts them."""
 
     works: tuple[Work, ...]
     seconds: float
@@ -89,11 +90,11 @@ class CollectiveTime:
 class Measurements:
     """Medians over rounds, for fitting.
 
-    forward_seconds, backward_seconds: host's and device's cost of one kernel on tiny tensors, in eager forward and in
-    autograd's backward. overlaps: seconds that ranks lose to collectives beside which they compute. rates: bytes per
-    second of one process by transfer ("copy to host", ...). share: how much of its part of the cores a process had,
-    other programs taking the rest. spread: median over cases of (largest - smallest) / median over rounds. num_samples:
-    timed rounds of cases.
+    forward_seconds, backward_seconds: cost on host and device of one kernel on tiny tensors, in eager forward and in
+    autograd's backward. overlaps: seconds that ranks lose to collectives that overlap with compute. rates: bytes per
+    second of one process by transfer ("copy to host", ...). share: the part of its cores that a process got, as other
+    programs took the rest. spread: median over cases of (largest - smallest) / median over rounds. num_samples: timed
+    rounds of cases.
     """
 
     topology: Topology
@@ -129,32 +130,32 @@ class Samples:
 
     @staticmethod
     def open(path: Path, provenance: Provenance) -> Samples:
-        """The samples in the file if they are of the same machine; otherwise none, and the file starts anew."""
-        kept = Samples.read(path)
-        if kept is None or not kept.provenance.same_machine(provenance):
-            kept = Samples(provenance, path)
-        # Written anew, since it may end in half a line.
+        """Return the file's samples if they are of the same machine; else start the file again."""
+        samples = Samples.read(path)
+        if samples is None or not samples.provenance.same_machine(provenance):
+            samples = Samples(provenance, path)
+        # Write the file again, as it may end in half a line.
         path.parent.mkdir(parents=True, exist_ok=True)
-        head = json.dumps({"format": FORMAT, **asdict(kept.provenance)})
-        path.write_text("\n".join([head, *map(_line, kept.samples)]) + "\n", encoding="utf-8")
-        return kept
+        head = json.dumps({"format": FORMAT, **asdict(samples.provenance)})
+        path.write_text("\n".join([head, *map(_line, samples.samples)]) + "\n", encoding="utf-8")
+        return samples
 
     @staticmethod
     def is_ours(path: Path) -> bool:
-        """Whether a file begins as those that `open` writes, of whatever version, even if it was cut off."""
+        """Return whether a file begins as those that `open` writes, of any version, even if it was cut off."""
         start = b'{"format":'
         with path.open("rb") as file:
             return start.startswith(file.read(len(start)))
 
     @staticmethod
     def read(path: Path) -> Samples | None:
-        """What the file holds up to its last whole line; None if there is no file of this format."""
+        """Return the file's samples up to its last whole line, or None without a file of this format."""
         try:
             head, *lines = path.read_text(encoding="utf-8").splitlines()
             fields = parse_json(head)
             if fields.pop("format") != FORMAT:
                 return None
-            found = Samples(Provenance(**fields), path)
+            samples = Samples(Provenance(**fields), path)
         except (OSError, ValueError, KeyError, TypeError):
             return None
         for line in lines:
@@ -163,32 +164,32 @@ class Samples:
                 sample = Sample(Case.from_json(value["case"]), value["round"], Timing(**value["timing"]))
             except (ValueError, KeyError, TypeError, AttributeError):
                 break  # cut off while it was written, or damaged
-            found.samples.append(sample)
-        return found
+            samples.samples.append(sample)
+        return samples
 
     @property
     def done(self) -> set[tuple[str, int]]:
-        """(case's name, round) of every sample."""
+        """(name of the case, round) of every sample."""
         return {(sample.case.name, sample.round) for sample in self.samples}
 
     def add(self, sample: Sample) -> None:
-        """Adds a sample, to the file as well where there is one."""
+        """Add a sample, also to the file if there is one."""
         self.samples.append(sample)
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(_line(sample) + "\n")
 
     def only_rounds(self, rounds: slice) -> Samples:
-        """Some of the rounds, for comparing them with others."""
+        """Return the samples of some rounds, to compare with others."""
         numbers = sorted({sample.round for sample in self.samples})[rounds]
         return Samples(self.provenance, None, [s for s in self.samples if s.round in numbers])
 
     def measurements(self) -> Measurements:
-        """Summed up. Raises ValueError where a family that a fit needs is missing."""
+        """Summarize the samples. Raises ValueError if a family that a fit needs is missing."""
         seconds = {case: statistics.median(times) for case, times in self._times()}
         overhead = {case.name: value for case, value in seconds.items() if case.family == "overhead"}
         if len(overhead) < 2 or not any(case.family == "matmul" for case in seconds):
-            raise ValueError("there are too few samples to fit: the measurement was interrupted early")
+            raise ValueError("too few samples to fit: the measurement was interrupted early; run it again to resume")
         forward, both = overhead["block forward"], overhead["block forward and backward"]
         kernels = [KernelTime(c.work, s) for c, s in seconds.items() if c.work and c.family != "optimizer"]
         updates = [KernelTime(c.work, s) for c, s in seconds.items() if c.work and c.family == "optimizer"]
@@ -215,19 +216,19 @@ class Samples:
         )
 
     def _times(self) -> Iterator[tuple[Case, list[float]]]:
-        found: dict[str, tuple[Case, list[float]]] = {}
+        times_by_case: dict[str, tuple[Case, list[float]]] = {}
         for sample in self.samples:
-            found.setdefault(sample.case.name, (sample.case, []))[1].append(sample.timing.seconds)
-        yield from found.values()
+            times_by_case.setdefault(sample.case.name, (sample.case, []))[1].append(sample.timing.seconds)
+        yield from times_by_case.values()
 
 
 def _collectives(seconds: Mapping[Case, float], family: Family) -> tuple[CollectiveTime, ...]:
-    found = ((case.parameters, s) for case, s in seconds.items() if case.family == family)
+    timed = ((case.parameters, s) for case, s in seconds.items() if case.family == family)
     return tuple(
         CollectiveTime(
             kind=p["kind"], num_bytes=p["num_bytes"], group_size=p["group_size"], seconds=s, stride=p["stride"]
         )
-        for p, s in found
+        for p, s in timed
     )
 
 

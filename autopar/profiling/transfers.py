@@ -1,4 +1,4 @@
-"""Runs copies between device and host, updates in host memory, and file traffic."""
+"""Calls of transfers: copies between device and host, updates in host memory, and file traffic."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.profiling.load import Call
 
 
 def transfer(sizes: Mapping[str, Any], device: torch.device, folder: Path, rank: int) -> Call:
-    """The call of a transfer's case; files go to `folder` and are removed with `remove_file`."""
+    """Return the call of a transfer's case. Files go to `folder`; `remove_file` removes them."""
     operation, num_bytes = sizes["operation"], sizes["num_bytes"]
     if operation == "host update":
         return adamw(num_bytes // ADAM_BYTES, torch.device("cpu"))
@@ -32,12 +32,12 @@ def transfer(sizes: Mapping[str, Any], device: torch.device, folder: Path, rank:
 
 
 def file_of(folder: Path, rank: int) -> Path:
-    """Where a rank's file traffic goes."""
+    """Return the file of a rank's disk traffic."""
     return folder / f".autopar-profile-{os.getpid()}-{rank}"
 
 
 def remove_file(folder: Path, rank: int) -> None:
-    """Removes the rank's file, after the last transfer."""
+    """Remove the rank's file, after the last transfer."""
     file_of(folder, rank).unlink(missing_ok=True)
 
 
@@ -49,7 +49,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _read(path: Path) -> None:
-    """Reads the file from the disk, without what the system still holds of it in memory, where it lets go of that."""
+    """Read the file from the disk, without the system's page cache where the system can drop it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if hasattr(os, "posix_fadvise"):

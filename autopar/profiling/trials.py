@@ -1,7 +1,7 @@
-"""What plans were measured to take on this machine: `[[trials]]` in a profile's TOML file, written by `autopar trial`.
+"""Measured step times of plans on this machine: `[[trials]]` in a profile's TOML file, written by `autopar trial`.
 
-A record holds for its machine, its versions, and its job: a model with the shapes of a batch, a precision and a
-cluster. It is a measurement and no correction: prices stay what the profile says, and `autopar plan` tells of it.
+A record is valid for its machine, its versions and its job: a model with the shapes of a batch, a precision and a
+cluster. It does not change prices, which follow from the profile; `autopar plan` only reports it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ _HEAD = f"\n[[{TRIALS}]]\n"
 class TrialRecord:
     """One plan's step, predicted and measured.
 
-    job, plan: digests of what was planned for and of what was decided. words: the plan's decisions in words. pins: the
-    constraints with which the planner finds it again, as `--set` takes them. measured_seconds: the median of num_steps
-    steps; spread: the distance of their quartiles, as a share of it. is_chosen: fastest of its trial. machine: CPU with
-    its cores, or GPU.
+    job, plan: digests of the job and of the decisions. words: the decisions in words. pins: constraints, as `--set`
+    takes them, for which the planner finds the plan again. measured_seconds: median of num_steps steps; spread:
+    distance of their quartiles, as a share of it. is_chosen: fastest of its trial. machine: CPU with its cores, or GPU.
     """
 
     date: str
@@ -53,14 +52,14 @@ _TYPES: dict[str, type] = {"str": str, "float": float, "int": int, "bool": bool}
 
 
 def profile_of(cluster: str) -> Path | None:
-    """The file that a cluster's text names, if it names one."""
+    """Return the file that a cluster's text names, or None."""
     return Path(cluster) if cluster.endswith(".toml") else None
 
 
 def trials_path(profile: str | Path | None) -> Path:
-    """Where this machine's trials are kept: in the profile, where it is a file of autopar's, else in the user's cache.
+    """Return the file of this machine's trials: the profile if it is autopar's, else one in the user's cache.
 
-    profile: the cluster's TOML file, or None for a cluster that has none.
+    profile: the cluster's TOML file, or None.
     """
     if profile is not None and (not Path(profile).exists() or is_ours(Path(profile))):
         return Path(profile)
@@ -68,19 +67,24 @@ def trials_path(profile: str | Path | None) -> Path:
 
 
 def read_trials(path: Path) -> tuple[TrialRecord, ...]:
-    """All records of a file, oldest first; none where there is no file. Raises ClusterError for one that is no TOML."""
+    """Return all records of a file, oldest first; none without a file. Raises ClusterError for a file that is no
+    TOML."""
     if not path.exists():
         return ()
     try:
         table = tomllib.loads(read_text(path, ClusterError))
     except tomllib.TOMLDecodeError as error:
-        raise ClusterError(f"{path} cannot be read", values=str(error)) from None
+        raise ClusterError(
+            "the cluster file is not valid TOML",
+            values=f"{path}: {error}",
+            alternatives="repair the file, or measure again with autopar profile",
+        ) from None
     entries = table.get(TRIALS, [])
-    return tuple(_record(each) for each in entries if _is_record(each))
+    return tuple(_record(entry) for entry in entries if _is_record(entry))
 
 
 def _is_record(entry: Any) -> bool:
-    """Whether a table has all that a record has: one of another version's form tells nothing."""
+    """Return whether a table has all fields of a record; records of other versions are ignored."""
     return isinstance(entry, dict) and all(
         isinstance(entry.get(f.name), _TYPES[str(f.type)]) for f in fields(TrialRecord)
     )
@@ -91,22 +95,27 @@ def _record(entry: dict[str, Any]) -> TrialRecord:
 
 
 def add_trials(path: Path, fresh: Sequence[TrialRecord]) -> None:
-    """Write the records of a trial behind those of others; earlier ones of the same job, machine and versions go.
+    """Append the records of a trial; they replace earlier ones of the same job, machine and versions.
 
-    Raises OutputError where the file is not autopar's own, or cannot be written.
+    Raises OutputError if the file is not autopar's, or cannot be written.
     """
-    kept = [each for each in read_trials(path) if not any(_is_same_job(each, other) for other in fresh)]
+    others = [record for record in read_trials(path) if not any(_is_same_job(record, other) for other in fresh)]
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     cluster = text.partition(_HEAD)[0] if _HEAD in text else text.rpartition("# written by autopar")[0]
-    write_output(path, cluster.rstrip("\n") + "\n" + trials_text([*kept, *fresh]))
+    write_output(path, cluster.rstrip("\n") + "\n" + trials_text([*others, *fresh]))
 
 
-def _is_same_job(one: TrialRecord, other: TrialRecord) -> bool:
-    return (one.job, one.machine, one.torch, one.autopar) == (other.job, other.machine, other.torch, other.autopar)
+def _is_same_job(first: TrialRecord, second: TrialRecord) -> bool:
+    return (first.job, first.machine, first.torch, first.autopar) == (
+        second.job,
+        second.machine,
+        second.torch,
+        second.autopar,
+    )
 
 
 def trials_text(records: Sequence[TrialRecord]) -> str:
-    """The records as TOML, to stand at a file's end."""
+    """Return the records as TOML for a file's end."""
     return "".join(
         _HEAD + "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in asdict(record).items())
         for record in records

@@ -1,6 +1,6 @@
-"""One measuring process: runs every case while the others do the same, rank 0 writing down what all of them took.
+"""One measuring process. It runs every case while the other processes do the same; rank 0 writes all results.
 
-Started by `processes.py`, or by torchrun over a real topology.
+`processes.py` starts it, or torchrun over a real topology.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from codegen.runtime.heap import keep_freed_memory
 from codegen.runtime.processes import end_with_parent
 
 STRETCH_SECONDS = {"brief": 0.1, "quick": 0.2, "full": 0.3}
-"""How long collectives and copies are repeated in one round."""
+"""Repetition time of collectives and copies in one round."""
 SUSTAINED_SECONDS = {"brief": 0.25, "quick": 0.5, "full": 1.0}
-"""How long a GPU is kept busy before each of its kernels is timed, in every round: a profile of one takes some 20
-seconds more (brief), one minute (quick) or six (full)."""
+"""Time for which a GPU is kept busy before each of its kernels is timed, in every round. A profile of one GPU takes
+about 20 seconds longer (brief), one minute (quick) or six (full)."""
 Progress = Callable[[int, int, str], None]
-"""Called on rank 0 with (samples taken, samples in all, what comes next)."""
+"""Called on rank 0 with (samples so far, samples in all, next case)."""
 
 
 def main(argument: str, process_bytes: int) -> None:
-    """Does the task (JSON) that `processes.py` wrote: rank, size, parent, folder, out, level, on_gpu."""
+    """Run the task (JSON) of `processes.py`: rank, size, parent, folder, out, level, on_gpu."""
     task = json.loads(argument)
     end_with_parent(task["parent"])
     torch.set_num_threads(1)
@@ -47,7 +47,7 @@ def main(argument: str, process_bytes: int) -> None:
     if task["on_gpu"]:
         torch.cuda.set_device(device)
     store = (Path(task["folder"]) / "store").as_uri()
-    # One process has nothing to say to a GPU's network, which NCCL would look for.
+    # A single process needs no network between GPUs, which NCCL would look for.
     backend = "nccl" if task["on_gpu"] and task["size"] > 1 else "gloo"
     dist.init_process_group(backend, init_method=store, rank=task["rank"], world_size=task["size"])
     topology = Topology(1, task["size"], task["on_gpu"])
@@ -66,7 +66,7 @@ def run(
     process_bytes: int,
     progress: Progress | None = None,
 ) -> Samples | None:
-    """Measures, on every rank of the process group, what `out` does not hold yet. Rank 0 returns all samples."""
+    """Measure, on every rank of the process group, the cases that `out` lacks. Rank 0 returns all samples."""
     torch.manual_seed(0)
     rank = dist.get_rank()
     everything = cases(topology, level)
@@ -85,7 +85,7 @@ def run(
             try:
                 timing = runner.time(case)
             except RuntimeError as error:
-                # Of several, the others wait for this one.
+                # With several devices the other ranks wait for this one.
                 if topology.num_devices > 1:
                     raise
                 note_failure(out, case, error)
@@ -101,12 +101,12 @@ def run(
 
 
 def failures_path(out: Path) -> Path:
-    """Where it is said what could not be measured into `out`, a line each."""
+    """Return the file that lists the failed cases of `out`, a line each."""
     return out.with_suffix(".failures.txt")
 
 
 def note_failure(out: Path, case: Case, error: RuntimeError) -> None:
-    """Writes the failure of a case to `failures_path`, and frees the case's memory for the next one."""
+    """Append a case's failure to `failures_path`, and free the case's memory for the next one."""
     with failures_path(out).open("a", encoding="utf-8") as file:
         file.write(f"{case.name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}\n")
     error.__traceback__ = None
@@ -129,7 +129,7 @@ class Runner:
         self.groups: Groups = make_groups(topology.groups(level))
 
     def time(self, case: Case) -> Timing:
-        """Seconds of one call, mean over the ranks; all ranks call it with the same case."""
+        """Return the seconds of one call, mean over the ranks, which all pass the same case."""
         if case.family == "collective":
             return self.clock.collective(collective(case.parameters, self.groups, self.device), self.seconds)
         if case.family == "overlap":
@@ -139,18 +139,17 @@ class Runner:
             call = transfer(case.parameters, self.device, self.folder, dist.get_rank())
             return self._disk_time(call) if "disk" in case.name else self.clock.stretch(call, self.seconds)
         call = kernel(case, self.device)
-        own = self.clock.stretch(call, self.seconds) if self._is_host_bound(case) else self.clock.kernel(call)
-        found = gathered(own)
-        mean = statistics.fmean(timing.seconds for timing in found)
-        return replace(own, seconds=mean, share=statistics.fmean(timing.share for timing in found))
+        timing_here = self.clock.stretch(call, self.seconds) if self._is_host_bound(case) else self.clock.kernel(call)
+        timings = gathered(timing_here)
+        mean = statistics.fmean(timing.seconds for timing in timings)
+        return replace(timing_here, seconds=mean, share=statistics.fmean(timing.share for timing in timings))
 
     def _is_host_bound(self, case: Case) -> bool:
-        """Whether the host sets a case's time: overhead on a GPU is that of a stretch of tiny kernels, not the
-        device's."""
+        """Return whether the host limits a case: on a GPU, overhead is the time of a stretch of tiny kernels."""
         return self.device.type == "cuda" and case.family == "overhead"
 
     def _disk_time(self, call: Callable[[], object]) -> Timing:
-        """Times a transfer by the wall clock, as no device and hardly any CPU is at work."""
+        """Time a transfer by the wall clock, as it uses no device and hardly any CPU."""
         call()
         dist.barrier()
         start = time.perf_counter()
@@ -159,7 +158,7 @@ class Runner:
 
 
 def provenance(topology: Topology, device: torch.device, process_bytes: int) -> Provenance:
-    """The machine and software of this process, as samples name their origin."""
+    """Return the machine and software of this process, as samples record them."""
     on_gpu = device.type == "cuda"
     return Provenance(
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ"),
@@ -178,7 +177,7 @@ def provenance(topology: Topology, device: torch.device, process_bytes: int) -> 
 
 
 def under_torchrun(out: Path, level: Level, progress: Progress | None) -> Samples | None:
-    """Measures as one of torchrun's processes, LOCAL_WORLD_SIZE on a node. Returns the samples on rank 0, else None."""
+    """Measure as one of torchrun's processes, LOCAL_WORLD_SIZE on a node. Returns the samples on rank 0, else None."""
     on_gpu, local = torch.cuda.is_available(), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -189,15 +188,15 @@ def under_torchrun(out: Path, level: Level, progress: Progress | None) -> Sample
     try:
         world = dist.get_world_size()
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
-        found = run(out, level, Topology(world // per_node, per_node, on_gpu), device, resident_bytes(), progress)
+        samples = run(out, level, Topology(world // per_node, per_node, on_gpu), device, resident_bytes(), progress)
         dist.barrier()
-        return found
+        return samples
     finally:
         dist.destroy_process_group()
 
 
 def resident_bytes() -> int:
-    """Peak resident memory of this process so far; 0 where the system does not tell."""
+    """Return the peak resident memory of this process so far; 0 if the system does not say."""
     try:
         import resource  # optional: not on every system
     except ImportError:

@@ -1,8 +1,8 @@
-"""What the dims of tensors are, in a reader's words: batch, heads, sequence, vocabulary, width.
+"""Names for the dims of tensors: batch, heads, sequence, vocabulary, width.
 
-A few operators say what their dims mean: attention has heads and a sequence, cross-entropy has classes, a lookup has
-rows. From there the meaning travels through the sharding rules as a shard would: `S(2)` of a linear's output is
-"heads" because, views and transposes later, it is the shard of attention's head dim. Names of modules play no part.
+A few operators define what their dims mean: attention has heads and a sequence, cross-entropy has classes, a lookup has
+rows. The sharding rules carry this meaning to other tensors, as they carry a shard: `S(2)` of a linear's output is
+"heads" because views and transposes turn it into the shard of attention's head dim. Module names play no part.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autopar.ir.graph import Graph, Ref, ancestors, base_name, layer_borders
 from autopar.ir.placement import Placement, S
 from autopar.operators.traits import ATTENTION, CONVOLUTIONS, LINEAR_PRODUCTS
-from autopar.options.followed import factor_of
+from autopar.options.followed_dims import factor_of
 from autopar.options.strategies import Operator
 from autopar.rules.rule import find_factor
 
@@ -22,23 +22,23 @@ Key = tuple[str, Ref, Placement]
 
 @dataclass(frozen=True)
 class DimNames:
-    """Words for a shard of a tensor. `names` holds those that are known; every tensor gets some words."""
+    """Words for the shards of tensors. names: shards of known meaning; fallbacks: words for the dims of weights."""
 
     names: Mapping[Key, str]
     fallbacks: Mapping[Key, str]
 
     def of(self, scope: str, ref: Ref, shard: Placement, num_dims: int) -> str:
-        """The name of a sharded dim, such as "heads"; "features" for the last dim of a tensor that nothing is known of,
-        else "dim 1"."""
+        """Return the name of a sharded dim, such as "heads". A dim without a known meaning is "features" if it is the
+        tensor's last, else "dim 1"."""
         key = (scope, ref, shard)
         unknown = "features" if shard.dim == num_dims - 1 else f"dim {shard.dim}"
         return self.names.get(key) or self.fallbacks.get(key) or unknown
 
 
 def name_dims(graph: Graph, operators: Mapping[tuple[str, str], Operator]) -> DimNames:
-    """Names of all shards that the operators' rules connect with a dim of known meaning."""
+    """Name all shards that the operators' rules connect with a dim of known meaning."""
     names: dict[Key, str] = {}
-    # One meaning after the other, so that the first and surest takes a dim that two could claim.
+    # Process one meaning at a time: the first and surest takes a dim that two could claim.
     for kind in ("batch", "heads", "sequence", "vocabulary", "width"):
         seeds = {key: name for key, name in _seeds(kind, graph, operators) if key not in names}
         names |= {**_spread(graph, operators, seeds, names), **names}
@@ -65,8 +65,8 @@ def _seeds(kind: str, graph: Graph, operators: Mapping[tuple[str, str], Operator
             yield (scope, refs[0], S(classes)), word
         if name == "embedding":
             if kind == "vocabulary":
-                is_given = not scope and bool(ancestors(graph, refs[1]) & batch)
-                yield (scope, refs[0], S(0)), "vocabulary" if is_given else "positions"
+                is_batch = not scope and bool(ancestors(graph, refs[1]) & batch)
+                yield (scope, refs[0], S(0)), "vocabulary" if is_batch else "positions"
             if kind == "sequence" and len(operator.inputs[1].shape) == 2:
                 yield (scope, refs[1], S(1)), "sequence"
             if kind == "width":
@@ -79,7 +79,7 @@ def _spread(
     seeds: Mapping[Key, str],
     taken: Mapping[Key, str],
 ) -> dict[Key, str]:
-    """The seeds' names, carried through rules and layer borders until nothing new is reached."""
+    """Carry the seeds' names through rules and layer borders until no new shard is reached."""
     touching: dict[tuple[str, Ref], list[Operator]] = {}
     for (scope, name), operator in operators.items():
         for ref in (*operator.node.inputs, *(Ref(name, i) for i in range(len(operator.node.outputs)))):
@@ -88,7 +88,7 @@ def _spread(
     for inner, outer in layer_borders(graph):
         borders.setdefault(inner, []).append(outer)
         borders.setdefault(outer, []).append(inner)
-    found = dict(seeds)
+    named = dict(seeds)
     open_keys = list(seeds)
     while open_keys:
         scope, ref, shard = key = open_keys.pop()
@@ -96,19 +96,19 @@ def _spread(
         for operator in touching.get((scope, ref), ()):
             reached += _through(operator, ref, shard)
         for other in reached:
-            if other not in found and other not in taken:
-                found[other] = found[key]
+            if other not in named and other not in taken:
+                named[other] = named[key]
                 open_keys.append(other)
-    return found
+    return named
 
 
 def _through(operator: Operator, ref: Ref, shard: Placement) -> Iterator[Key]:
-    """The shards of a call's other tensors by the factor that `shard` shards."""
+    """Yield the shards of a call's other tensors by the factor that `shard` shards."""
     node, rule = operator.node, operator.rule
     tensors = [*zip(node.inputs, rule.inputs, strict=True)]
     tensors += [(Ref(node.name, i), dims) for i, dims in enumerate(rule.outputs)]
-    for own, dims in tensors:
-        factor = factor_of(rule, dims, shard) if own == ref else None
+    for tensor_ref, dims in tensors:
+        factor = factor_of(rule, dims, shard) if tensor_ref == ref else None
         if factor is not None:
             for other, other_dims in tensors:
                 placement = find_factor(rule, other_dims, *factor)
@@ -117,7 +117,7 @@ def _through(operator: Operator, ref: Ref, shard: Placement) -> Iterator[Key]:
 
 
 def _features(operators: Mapping[tuple[str, str], Operator]) -> Iterator[tuple[Key, str]]:
-    """A weight's dims as its linear sees them: summed over, or kept."""
+    """Yield the names of a weight's dims: input features are summed over, output features are not."""
     for (scope, _), operator in operators.items():
         if base_name(operator.node.op) in LINEAR_PRODUCTS | CONVOLUTIONS:
             for ref, dims, meta in zip(operator.node.inputs, operator.rule.inputs, operator.inputs, strict=True):

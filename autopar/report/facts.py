@@ -1,6 +1,6 @@
-"""Everything that a report says of a program, as data: the terminal's tables, the page and `--json` are made of it.
+"""The contents of a report as data, for the terminal's tables, the page and `--json`.
 
-Numbers are in seconds and bytes; words are those of `sharding.py` and `traffic.py`.
+Numbers are in seconds and bytes; words come from `sharding.py` and `traffic.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from autopar.program import GeneratedProgram
 from autopar.report.costs import RunnerUp, TimeRow, runner_ups, time_rows
 from autopar.report.dims import DimNames, name_dims
 from autopar.report.figures import Figures, figures_of
-from autopar.report.header_words import axes_words, batch_words, precision_words
 from autopar.report.notes import notes_of
-from autopar.report.plan_words import full_words, plan_words
+from autopar.report.plan_words import axes_words, batch_words, full_words, plan_words, precision_words
 from autopar.report.sharding import Row, activation_rows, parameter_rows
 from autopar.report.stages import StageRow, stage_rows
 from autopar.report.timeline import simulation_of
@@ -38,8 +37,8 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class ScopeFacts:
-    """One layer class, or what is outside of layers (name ""). parameters, results: how they lie. transfers: what is
-    sent."""
+    """One layer class, or the operators outside layers (name ""). parameters, results: their placements. transfers:
+    their communication."""
 
     name: str
     title: str
@@ -62,9 +61,9 @@ class ScheduleFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a program. plan: it in a line. seconds: of a step, by kind. memory: of the fullest rank, largest
-    kind first. pipeline_ranks: the same of each pipeline rank, where there are several. stages, schedule: of a pipeline
-    or a plan that recomputes or offloads. others: plans that lost."""
+    """The contents of a program's report. plan: the whole plan in a line. seconds: of a step, by kind. memory: of the
+    fullest rank, largest kind first. pipeline_ranks: the memory of each pipeline rank, if there are several. stages,
+    schedule: of a pipeline or of a plan that recomputes or offloads. others: plans that lost."""
 
     model: str
     mesh: str
@@ -89,12 +88,12 @@ class Facts:
 
     @property
     def device_word(self) -> str:
-        """What a rank is: `GPU`, or `process` on a CPU."""
+        """The word for the device of a rank: `GPU`, or `process` on a CPU."""
         return "process" if self.is_on_cpu else "GPU"
 
     @property
     def device_words(self) -> str:
-        """The same of several."""
+        """The plural of `device_word`."""
         return "processes" if self.is_on_cpu else "GPUs"
 
     @property
@@ -104,7 +103,7 @@ class Facts:
 
 
 def facts_of(compiled: GeneratedProgram) -> Facts:
-    """The facts of a program; those of its pipeline need the request that it was planned for."""
+    """Return the facts of a program. Facts of a pipeline need the request that the program was planned for."""
     plan, graph = compiled.plan, compiled.best.graph
     names = name_dims(graph, compiled.best.operators)
     has_stages = not plan.pipeline.is_plain and compiled.request is not None
@@ -135,17 +134,17 @@ def facts_of(compiled: GeneratedProgram) -> Facts:
 
 
 def chosen_words(compiled: GeneratedProgram) -> str:
-    """The chosen plan as rows of others name theirs."""
+    """Return the chosen plan as the rows of other plans name theirs."""
     return plan_words(compiled.plan)
 
 
 def memory_order(kind: str) -> tuple[int, str]:
-    """What stays first, in the order of `FIXED_KINDS`; then the rest by name."""
+    """Return a sort key: persistent kinds of memory in the order of `FIXED_KINDS`, then the rest by name."""
     return (FIXED_KINDS.index(kind) if kind in FIXED_KINDS else len(FIXED_KINDS), kind)
 
 
 def modules_of(program: Program | PipelineProgram, scope: Scope) -> list[ModuleClass]:
-    """The generated classes of a scope: one per layer class, and for the top level one per stage."""
+    """Return the generated classes of a scope: one per layer class, and one per stage for the top level."""
     if scope.layer:
         return [m for p in program.programs for m in p.layers if m.name == scope.name][:1]
     return [p.root for p in program.programs]
@@ -182,8 +181,8 @@ def _scope_title(scope: Scope) -> str:
     if not scope.layer:
         return "Outside the layers"
     first, last = scope.instances[0], scope.instances[-1]
-    where = first if first == last else f"{first} ... {last}"
-    return f"{scope.name} x {scope.count} ({where})"
+    paths = first if first == last else f"{first} ... {last}"
+    return f"{scope.name} x {scope.count} ({paths})"
 
 
 def _transfers(compiled: GeneratedProgram, scope: Scope, names: DimNames) -> list[Transfer]:
@@ -198,5 +197,7 @@ def _transfers(compiled: GeneratedProgram, scope: Scope, names: DimNames) -> lis
         compression=plan.compression,
     )
     is_shared = not (compiled.needs.is_coupled or plan.pipeline.offload)
-    whole = compiled.needs.whole if is_shared else frozenset[str]()
-    return rows + parameter_traffic(scope, best.assignment, plan.mesh, training, plan.num_micro_batches, whole)
+    unsharded_updates = compiled.needs.whole if is_shared else frozenset[str]()
+    return rows + parameter_traffic(
+        scope, best.assignment, plan.mesh, training, plan.num_micro_batches, unsharded_updates
+    )

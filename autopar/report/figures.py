@@ -1,4 +1,4 @@
-"""The figures by which a plan is judged: seconds, tokens per second, model FLOPs utilisation, memory."""
+"""The figures by which a plan is judged: step time, tokens per second, model FLOPs utilization, memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from cost_models.certainty import OWN, Certainty, spread
 class Figures:
     """Predicted figures of one step.
 
-    rows: of the batch, over all ranks. tokens: of the batch, 0 for a model that takes none. flops: "model FLOPs" over
-    all ranks (costs/flops.py). mfu: the share of all devices' peak that these are. peak_bytes, capacity_bytes: of the
-    fullest rank. certainty: how sure the peak is, and so whether it fits.
+    rows: of the global batch. tokens: of the global batch, 0 for a model without tokens. flops: "model FLOPs" over all
+    ranks (costs/flops.py). mfu: flops as a share of the peak of all devices. peak_bytes, capacity_bytes: of the fullest
+    rank. certainty: the 90 % interval of the peak, and whether it fits.
     """
 
     num_devices: int
@@ -49,7 +49,7 @@ class Figures:
 
 
 def figures_of(compiled: GeneratedProgram) -> Figures:
-    """The figures of a program's plan, as its prediction has them."""
+    """Return the figures of a program's plan from its prediction."""
     plan, best, capacity = compiled.plan, compiled.best, float(capacity_bytes(compiled))
     is_on_cpu = is_cpu(compiled.cluster.groups[plan.fullest_group])
     flops = plan.num_micro_batches * model_flops(best.graph, best.operators)
@@ -68,13 +68,13 @@ def figures_of(compiled: GeneratedProgram) -> Figures:
 
 
 def capacity_bytes(compiled: GeneratedProgram) -> int:
-    """What a rank may use: the user's budget, or the device's memory."""
+    """Return the bytes that a rank may use: the user's budget, or the device's memory."""
     budget = compiled.request.constraints.memory_bytes if compiled.request else None
     return budget or compiled.cluster.groups[compiled.plan.fullest_group].device.memory_bytes
 
 
 def tokens_of(graph: Graph) -> int:
-    """Of a micro-batch: elements of its largest input of integers with two dims, as training counts them."""
-    metas = [given.meta for given in graph.inputs if given.batch_dim is not None]
+    """Return the tokens of a micro-batch: the elements of its largest two-dimensional integer input."""
+    metas = [input_.meta for input_ in graph.inputs if input_.batch_dim is not None]
     ids = [m.numel for m in metas if len(m.shape) == 2 and not (m.dtype.is_floating_point or m.dtype.is_complex)]
     return max(ids, default=0)

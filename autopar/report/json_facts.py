@@ -1,5 +1,5 @@
-"""What `--json` prints: the facts of a report, of a plan file, of an explanation or a comparison. docs/cli.md has the
-keys, which stay; new ones may come, and `schema` rises where one changes its meaning or goes."""
+"""The JSON that `--json` prints, for a report, a plan file, an explanation or a comparison. docs/cli.md lists the keys.
+Keys are stable: new ones may be added, and `schema` rises when a key is removed or changes its meaning."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ RATES = ("rows_per_second", "tokens_per_second", "tokens_per_second_per_device")
 
 
 def facts_json(facts: Facts) -> dict[str, Any]:
-    """A report. Seconds are of one step, bytes of one rank, placements in words."""
-    found: dict[str, Any] = {"schema": SCHEMA, "kind": "report", **as_data(facts)}
-    found["figures"] |= {name: getattr(facts.figures, name) for name in RATES}
-    return found
+    """Return a report. Seconds are of one step, bytes of one rank, placements in words."""
+    record: dict[str, Any] = {"schema": SCHEMA, "kind": "report", **as_data(facts)}
+    record["figures"] |= {name: getattr(facts.figures, name) for name in RATES}
+    return record
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """A plan as its file says it, without its placements, which are in that file."""
+    """Return the summary of a plan file. Placements are left out."""
     return {
         "schema": SCHEMA,
         "kind": "plan",
@@ -44,18 +44,18 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def record_json(kind: str, record: Any) -> dict[str, Any]:
-    """Another dataclass of facts, such as an explanation."""
+    """Return another dataclass of facts, such as an explanation."""
     return {"schema": SCHEMA, "kind": kind, **as_data(record)}
 
 
 def as_data(value: Any) -> Any:
-    """Dataclasses as dicts, tuples as lists, plans as `plan_json` has them; numbers, texts and None as they are."""
+    """Convert dataclasses to dicts, tuples to lists and plans by `plan_json`; numbers, texts and None stay."""
     if isinstance(value, Plan):
         return plan_json(value)
     if is_dataclass(value):
-        return {each.name: as_data(getattr(value, each.name)) for each in fields(value)}
+        return {item.name: as_data(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): as_data(each) for key, each in value.items()}
+        return {str(key): as_data(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [as_data(each) for each in value]
+        return [as_data(item) for item in value]
     return value

@@ -1,4 +1,4 @@
-"""The report's part on a pipeline: its schedule, stages and memory by pipeline rank."""
+"""The report on a pipeline: its schedule, its stages, and the memory of each pipeline rank."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rich.text import Text
 
 from autopar.report.facts import Facts, ScheduleFacts
 from autopar.report.tables import table_of
-from autopar.units import bytes_text, seconds_text
+from autopar.units import bytes_text, counted, seconds_text
 
 Item = TypeVar("Item")
 
 
 def pipeline_panels(facts: Facts, lines: Sequence[str], most: int) -> Iterator[RenderableType]:
-    """The panels on stages and schedule; none for a plan of one pipeline rank that keeps everything on the device.
+    """Yield the panels on stages and schedule. A plan of one pipeline rank without recomputation or offload has none.
 
-    lines: of the picture of the schedule. most: stages that are listed; of more, the first and the last ones.
+    lines: the drawing of the schedule. most: the number of stages to list; a longer list shows the first and the last.
     """
     if not facts.stages:
         return
     if facts.offload:
-        yield Text("The optimizer's state lives in host memory, and the host updates the parameters\n")
+        yield Text("Host memory holds the optimizer state, and the host updates the parameters\n")
     if facts.schedule is not None:
         yield Text(schedule_words(facts.schedule))
         yield from _picture(lines)
@@ -32,13 +32,13 @@ def pipeline_panels(facts: Facts, lines: Sequence[str], most: int) -> Iterator[R
 
 
 def schedule_words(schedule: ScheduleFacts) -> str:
-    """`Schedule: 1f1b; 8 micro-batches in 61 ms, of which pipeline ranks are idle for 20% (bubble)`."""
-    idle = [max(share, 0.0) for share in schedule.bubbles]  # round-off can make it less than nothing
-    each = f", {schedule.num_chunks} stages per pipeline rank" if schedule.num_chunks > 1 else ""
+    """Return `Schedule: 1f1b; 8 micro-batches in 61 ms; bubble: pipeline ranks are idle 20% of that time`."""
+    idle = [max(share, 0.0) for share in schedule.bubbles]  # rounding can make it negative
+    chunks = f", {schedule.num_chunks} stages per pipeline rank" if schedule.num_chunks > 1 else ""
     span = f"{min(idle):.0%}" if f"{min(idle):.0%}" == f"{max(idle):.0%}" else f"{min(idle):.0%} to {max(idle):.0%}"
     return (
-        f"Schedule: {schedule.name}{each}; {schedule.num_micro_batches} micro-batches in "
-        f"{seconds_text(schedule.makespan)}, of which pipeline ranks are idle for {span} (bubble)"
+        f"Schedule: {schedule.name}{chunks}; {counted(schedule.num_micro_batches, 'micro-batch')} in "
+        f"{seconds_text(schedule.makespan)}; bubble: pipeline ranks are idle {span} of that time"
     )
 
 
@@ -63,19 +63,19 @@ def _stages(facts: Facts, most: int) -> RenderableType:
         ("in flight", 9, "right"),
         ("memory", 7, "right"),
     )
-    peaks = [sum(row.num_bytes for row in own) for own in facts.pipeline_ranks or (facts.memory,)]
+    peaks = [sum(row.num_bytes for row in kinds) for kinds in facts.pipeline_ranks or (facts.memory,)]
     for row in _ends(facts.stages, most):
         if row is None:
             table.add_row("...", "", f"{len(facts.stages) - most + 1} more", *("" for _ in range(5)))
             continue
         seconds = seconds_text(row.forward), seconds_text(row.backward)
-        where, peak = str(row.pipeline_rank), bytes_text(peaks[row.pipeline_rank])
-        table.add_row(str(row.stage), where, row.units, row.recompute, *seconds, str(row.in_flight), peak)
+        rank, peak = str(row.pipeline_rank), bytes_text(peaks[row.pipeline_rank])
+        table.add_row(str(row.stage), rank, row.units, row.recompute, *seconds, str(row.in_flight), peak)
     return table
 
 
 def _ends(rows: Sequence[Item], most: int) -> list[Item | None]:
-    """All rows; of too many the first and the last ones, with None between them."""
+    """Return all rows, or the first and the last of too many with None between them."""
     if len(rows) <= most:
         return list(rows)
     half = most // 2

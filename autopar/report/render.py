@@ -1,6 +1,7 @@
-"""The report as tables. `report_panels` is what a terminal prints in colour, `render_report` the same as plain text.
+"""The report as tables: `report_panels` for a terminal with colors, `render_report` as plain text.
 
-It is a page of a terminal: long lists are cut, and say how much more there is (`--html` and `--json` have it all).
+The report fits one terminal page: long lists are cut and give the number of omitted rows. `--html` and `--json` have
+all.
 """
 
 from __future__ import annotations
@@ -12,35 +13,37 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.plan import Plan
 from autopar.program import GeneratedProgram
-from autopar.report.costs import tie_words
+from autopar.report.costs import tie_words, time_rows
 from autopar.report.facts import Facts, ScopeFacts, chosen_words, facts_of
 from autopar.report.figures import Figures
 from autopar.report.pipeline import pipeline_panels
+from autopar.report.plan_words import full_words, recompute_words
 from autopar.report.sharding import Row
 from autopar.report.stages import picture
-from autopar.report.tables import WIDTH, bar, percent, plain_text, table_of
+from autopar.report.tables import WIDTH, bar, bullet, percent, plain_text, short_table, table_of
 from autopar.report.timeline import simulation_of
 from autopar.units import bytes_text, count_text, fit_text, seconds_text
 
 MOST_LINES = 89
 MOST_SCOPES = 3
-"""Layer classes that are told of in full, those with most layers first."""
+"""Layer classes shown in full, those with most layers first."""
 ROWS = ((7, 7), (7, 5), (6, 4), (5, 4), (5, 3), (4, 3), (4, 2), (3, 2), (2, 2))
-"""Rows of one part of a table (of layers, of all others), beyond which they are counted: the report has the first pair
-with which it has no more lines."""
+"""Row limits of a table part, for layer classes and for everything else. The report takes the first pair with which it
+has at most MOST_LINES lines."""
 MOST_NOTES = 4
 
 Item = TypeVar("Item")
 
 
 def render_report(compiled: GeneratedProgram, width: int = WIDTH) -> str:
-    """The whole report as plain text of at most `width` columns."""
+    """Return the whole report as plain text of at most `width` columns."""
     return plain_text(report_panels(compiled, width), width)
 
 
 def report_panels(compiled: GeneratedProgram, width: int = WIDTH) -> list[RenderableType]:
-    """The report's parts in order, for `rich.console.Console.print` on a console of `width` columns."""
+    """Return the report's parts in order, for `rich.console.Console.print` on a console of `width` columns."""
     facts = facts_of(compiled)
     lines = picture(simulation_of(compiled)) if facts.schedule is not None else []
     panels: list[RenderableType] = []
@@ -69,18 +72,43 @@ def _panels(facts: Facts, lines: list[str], chosen: str, of_layers: int, rows: i
     yield from _notes(facts)
 
 
+def plan_summary(plan: Plan) -> Iterator[RenderableType]:
+    """Yield the contents of a plan file without its model: mesh, batch, predicted time and memory."""
+    table = short_table(f"{plan.model} on {plan.mesh_text}", "", "")
+    table.add_row("cluster", plan.cluster)
+    table.add_row("plan", f"{full_words(plan)}, {plan.global_batch_size} rows a step, {plan.precision}")
+    for index, stage in enumerate(plan.pipeline.stages):
+        recomputed = recompute_words(stage)
+        words = f"blocks {stage.first}-{stage.last - 1}" + (f", recomputed: {recomputed}" if stage.recompute else "")
+        table.add_row(f"stage {index}", words)
+    yield table
+    yield Text("")
+    times = short_table("Predicted time of one step", "", "exposed", "hidden")
+    for row in time_rows(plan.prediction.seconds):
+        times.add_row(row.kind, seconds_text(row.exposed), seconds_text(row.hidden) if row.hidden else "")
+    times.add_row("one step", seconds_text(plan.prediction.step_seconds), "", style="bold")
+    yield times
+    yield Text("")
+    memory = short_table("Predicted memory of the fullest rank", "", "bytes")
+    for kind, size in sorted(plan.prediction.num_bytes.items(), key=lambda pair: -pair[1]):
+        memory.add_row(kind, bytes_text(size))
+    memory.add_row("peak", bytes_text(plan.prediction.peak_bytes), style="bold")
+    yield memory
+
+
 def figures_words(figures: Figures, device: str) -> str:
-    """`30.6 ms a step: 33.5k tokens/s, 8.37k tokens/s/GPU, MFU 35%`. device: what a rank is."""
+    """Return `30.6 ms a step: 33.5k tokens/s, 8.37k tokens/s/GPU, 64 rows/s; MFU 35%`. device: the word for a
+    device."""
     parts = [f"{count_text(figures.rows_per_second)} rows/s"]
     if figures.tokens:
-        each = f"{count_text(figures.tokens_per_second_per_device)} tokens/s/{device}"
-        parts = [f"{count_text(figures.tokens_per_second)} tokens/s", each, *parts]
-    utilisation = f"MFU {percent(figures.mfu, 1.0)}"
-    return f"{seconds_text(figures.step_seconds)} a step: {', '.join(parts)}; {utilisation}"
+        per_device = f"{count_text(figures.tokens_per_second_per_device)} tokens/s/{device}"
+        parts = [f"{count_text(figures.tokens_per_second)} tokens/s", per_device, *parts]
+    utilization = f"MFU {percent(figures.mfu, 1.0)}"
+    return f"{seconds_text(figures.step_seconds)} a step: {', '.join(parts)}; {utilization}"
 
 
 def memory_words(figures: Figures) -> str:
-    """`23 MiB of 8 GiB per rank (0.3%)`."""
+    """Return `23 MiB of 8 GiB per rank (0.3%)`."""
     peak, capacity = figures.peak_bytes, figures.capacity_bytes
     return f"{bytes_text(peak)} of {bytes_text(capacity)} per rank ({percent(peak, capacity)})"
 
@@ -106,59 +134,58 @@ def _header(facts: Facts) -> RenderableType:
 
 
 def _shown_scopes(facts: Facts) -> list[ScopeFacts]:
-    """What is outside of layers, and the classes with most layers, in the model's order."""
+    """Return the operators outside layers and the classes with most layers, in the model's order."""
     by_count = sorted((scope for scope in facts.scopes if scope.name), key=lambda scope: -scope.count)
-    kept = by_count[:MOST_SCOPES]
-    return [scope for scope in facts.scopes if not scope.name or scope in kept]
+    largest = by_count[:MOST_SCOPES]
+    return [scope for scope in facts.scopes if not scope.name or scope in largest]
 
 
 def _scope(scope: ScopeFacts, rows: int) -> Iterator[RenderableType]:
     table = table_of(scope.title, ("", 10), ("", -5), ("", -6))
-    # Parameters of several modules that lie alike are one row here.
-    for name, own in (("parameters", _alike(scope.parameters)), ("results", list(scope.results))):
-        shared, rest = _apart(own)
-        given = [Row("all of these", shared), *rest] if shared else rest
-        for index, row in enumerate(_cut(given, rows)):
+    # Parameters of several modules with equal placements share a row.
+    for name, all_rows in (("parameters", _alike(scope.parameters)), ("results", list(scope.results))):
+        shared, rest = _apart(all_rows)
+        listed = [Row("all of these", shared), *rest] if shared else rest
+        for index, row in enumerate(_cut(listed, rows)):
             table.add_row(name if index == 0 else "", row.what, row.how)
-        if len(given) > rows:
-            table.add_row("", f"... and {len(given) - rows + 1} more", "")
+        if len(listed) > rows:
+            table.add_row("", f"... and {len(listed) - rows + 1} more", "")
     yield table
     if not scope.transfers:
-        yield Text("nothing is sent\n")
+        yield Text("no communication\n")
         return
-    sent = table_of("", ("what is sent", 0), ("each time", 30), ("a step", 6, "right"))
-    # What sends most is told of first.
-    ordered = sorted(scope.transfers, key=lambda each: -each.num_bytes * each.count)
+    transfers = table_of("", ("communication", 0), ("size", 30), ("a step", 6, "right"))
+    # The largest traffic comes first.
+    ordered = sorted(scope.transfers, key=lambda transfer: -transfer.num_bytes * transfer.count)
     for transfer in _cut(ordered, rows):
-        sent.add_row(transfer.words, transfer.traffic, f"x {transfer.count}")
+        transfers.add_row(transfer.words, transfer.traffic, f"x {transfer.count}")
     if len(ordered) > rows:
-        sent.add_row(f"... and {len(ordered) - rows + 1} more", "", "")
-    yield sent
+        transfers.add_row(f"... and {len(ordered) - rows + 1} more", "", "")
+    yield transfers
     yield Text("")
 
 
 def _alike(rows: Sequence[Row]) -> list[Row]:
-    """Rows with equal words as one."""
+    """Join rows with equal words."""
     names: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for row in rows:
         names.setdefault((row.how, row.parts), []).append(row.what)
-    return [Row(", ".join(what), how, parts) for (how, parts), what in names.items()]
+    return [Row(", ".join(members), how, parts) for (how, parts), members in names.items()]
 
 
 def _apart(rows: Sequence[Row]) -> tuple[str, list[Row]]:
-    """What is said of all rows, if there are several, and every row without that, equal ones after one another as
-    one."""
+    """Split rows into the words that all rows share and the rows without these words; one row shares none."""
     common = [part for part in rows[0].parts if all(part in row.parts for row in rows)] if len(rows) > 1 else []
     if not common:
         return "", list(rows)
-    left = [(row, tuple(part for part in row.parts if part not in common)) for row in rows]
-    if not any(parts for _, parts in left):
+    differing = [(row, tuple(part for part in row.parts if part not in common)) for row in rows]
+    if not any(parts for _, parts in differing):
         return "", [Row("all", ", ".join(common))]
-    return ", ".join(common), [Row(row.what, ", ".join(parts)) for row, parts in left]
+    return ", ".join(common), [Row(row.what, ", ".join(parts)) for row, parts in differing]
 
 
 def _cut(rows: Sequence[Item], most: int) -> Sequence[Item]:
-    """All rows, or the first of too many, with room for a row that counts the others."""
+    """Return all rows, or the first of too many; the caller adds a row that counts the others."""
     return rows if len(rows) <= most else rows[: most - 1]
 
 
@@ -179,15 +206,15 @@ def _memory(facts: Facts) -> RenderableType:
     for row in facts.memory:
         size = row.num_bytes
         table.add_row(row.kind, bytes_text(size), percent(size, capacity), bar(size, capacity))
-    whole = f"peak, of {bytes_text(capacity)}"
-    table.add_row(whole, bytes_text(peak), percent(peak, capacity), bar(peak, capacity), style="bold")
+    total = f"peak, of {bytes_text(capacity)}"
+    table.add_row(total, bytes_text(peak), percent(peak, capacity), bar(peak, capacity), style="bold")
     return table
 
 
 def _others(facts: Facts, chosen: str, most: int) -> Iterator[RenderableType]:
     if not facts.others:
-        given = "the plan was given" if facts.is_given else "the constraints leave one parallel config"
-        yield Text(f"Other plans: none was tried, {given}\n")
+        reason = "the plan was given" if facts.is_given else "the constraints leave one parallel configuration"
+        yield Text(f"Other plans: none; {reason}\n")
         return
     bounds = [row for row in facts.others if row.is_bound]
     rows = [row for row in facts.others if not row.is_bound]
@@ -201,7 +228,7 @@ def _others(facts: Facts, chosen: str, most: int) -> Iterator[RenderableType]:
     if bounds:
         named = ", ".join(f"{row.plan} ({row.seconds_text})" for row in bounds[:most])
         more = f", and {len(bounds) - most} more" if len(bounds) > most else ""
-        yield Text(f"Slower even with memory to spare, so not solved: {named}{more}")
+        yield Text(f"Ruled out by a lower bound: {named}{more}")
     tied = tie_words(chosen, facts.figures.step_seconds, facts.others)
     if tied:
         yield Text(tied)
@@ -213,6 +240,6 @@ def _notes(facts: Facts) -> Iterator[RenderableType]:
         return
     yield Text("Notes", style="bold")
     for note in facts.notes[:MOST_NOTES]:
-        yield Text(f"  - {note}")
+        yield bullet(note)
     if len(facts.notes) > MOST_NOTES:
-        yield Text(f"  - and {len(facts.notes) - MOST_NOTES} more")
+        yield bullet(f"and {len(facts.notes) - MOST_NOTES} more")

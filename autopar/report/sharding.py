@@ -1,4 +1,4 @@
-"""How parameters are stored and on which part of the tensors each module works, in words."""
+"""The placements of parameters and of the tensors that modules compute, in words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN_MODULES = 4
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line: which parameters or modules, and how they lie, as one text and axis by axis."""
+    """One line: which parameters or modules, and their placement, as one text and axis by axis."""
 
     what: str
     how: str
@@ -26,7 +26,7 @@ class Row:
 
 
 def parameter_rows(scope: Scope, assignment: Assignment, mesh: Mesh, names: DimNames) -> list[Row]:
-    """The scope's trained parameters, those stored alike in one part of the model together, in the model's order."""
+    """Return the scope's trained parameters in the model's order. Equal placements in one module share a row."""
     words: dict[str, tuple[str, ...]] = {}
     for (owner, name), stored in assignment.parameters.items():
         if owner == scope.name and scope.metas[Ref(name)].requires_grad:
@@ -39,13 +39,14 @@ def parameter_rows(scope: Scope, assignment: Assignment, mesh: Mesh, names: DimN
 
 
 def _joined(members: list[str], words: Mapping[str, object]) -> str:
-    """`self_attn.q_proj, k_proj`; a parameter's own name only where its module's parameters are stored differently."""
+    """Return `self_attn.q_proj, k_proj`; with parameter names only where a module's parameters have several
+    placements."""
     items: list[str] = []
     for name in members:
         module, _, leaf = name.rpartition(".")
         siblings = [n for n in words if n.rpartition(".")[0] == module]
-        whole = bool(module) and all(n in members for n in siblings)
-        item = module if whole else name
+        is_whole = bool(module) and all(n in members for n in siblings)
+        item = module if is_whole else name
         if item not in items:
             items.append(item)
     parent = items[0].rpartition(".")[0]
@@ -54,12 +55,12 @@ def _joined(members: list[str], words: Mapping[str, object]) -> str:
 
 
 def stored_words(scope: Scope, name: str, stored: Stored, mesh: Mesh, names: DimNames) -> str:
-    """How one parameter is stored on every axis of the mesh."""
+    """Return the storage of one parameter on every axis of the mesh."""
     return _stored_text(_stored_parts(scope, name, stored, mesh, names))
 
 
 def _stored_text(parts: tuple[str, ...]) -> str:
-    return "; ".join(parts) or "whole"
+    return "; ".join(parts) or "on one rank"
 
 
 def _stored_parts(scope: Scope, name: str, stored: Stored, mesh: Mesh, names: DimNames) -> tuple[str, ...]:
@@ -71,38 +72,38 @@ def _stored_parts(scope: Scope, name: str, stored: Stored, mesh: Mesh, names: Di
         if placement.is_shard:
             word = names.of(scope.name, Ref(name), placement, len(meta.shape))
             fused = f", {placement.sections} fused parts alike" if placement.sections > 1 else ""
-            parts.append(f"split by {word} over {axis}{fused}")
+            parts.append(f"sharded by {word} over {axis}{fused}")
         elif stored.zero and axis in ZERO_AXES and placement.kind == "Rp":
             parts.append(zero_words(stored.zero, axis, bool(scope.layer)))
         else:
-            parts.append(f"copied over {axis}" + (", gradients summed" if placement.kind == "Rp" else ""))
+            parts.append(f"replicated over {axis}" + (", gradients summed" if placement.kind == "Rp" else ""))
     return tuple(parts)
 
 
 def zero_words(stage: int, axis: str, is_layer: bool) -> str:
-    """What a ZeRO stage means for storage."""
+    """Return the storage of a parameter under a ZeRO stage."""
     if stage == 3:
-        return f"in shares over {axis}, gathered {'per layer' if is_layer else 'when used'} (ZeRO-3)"
-    kept = "gradients and optimizer state" if stage == 2 else "optimizer state"
-    return f"copied over {axis}, {kept} in shares (ZeRO-{stage})"
+        return f"sharded over {axis}, gathered {'per layer' if is_layer else 'when used'} (ZeRO-3)"
+    sharded = "gradients and optimizer state" if stage == 2 else "optimizer state"
+    return f"replicated over {axis}, {sharded} sharded (ZeRO-{stage})"
 
 
 def activation_rows(scope: Scope, assignment: Assignment, mesh: Mesh, names: DimNames) -> list[Row]:
-    """What enters, then the modules in the order of execution, each with what its results are on one rank."""
+    """Return the scope's inputs, then its modules in the order of execution, each with the placement of its results."""
     rows = []
     for name, _ in scope.layer.inputs if scope.layer else ():
         if scope.metas[Ref(name)].requires_grad:
             parts = _activation_parts(scope, Ref(name), assignment.tensors[scope.name, Ref(name)], mesh, names)
-            rows.append(Row("(enters)", _activation_text(parts), parts))
-    phases = [(_words(scope, node, assignment, mesh, names), node) for node in _matter(scope)]
+            rows.append(Row("(input)", _activation_text(parts), parts))
+    phases = [(_words(scope, node, assignment, mesh, names), node) for node in _activations(scope)]
     for parts, group in groupby(phases, key=lambda pair: pair[0]):
         modules = list(dict.fromkeys(relative(scope, node.module) for _, node in group))
         rows.append(Row(_modules_text(modules), _activation_text(parts), parts))
     return rows
 
 
-def _matter(scope: Scope) -> Iterator[Node]:
-    """Calls whose result is trained through and is more than a number."""
+def _activations(scope: Scope) -> Iterator[Node]:
+    """Yield the calls with a result that needs a gradient and has at least one dim."""
     return (n for n in scope.nodes if n.outputs and n.outputs[0].requires_grad and n.outputs[0].shape)
 
 
@@ -112,23 +113,23 @@ def _words(scope: Scope, node: Node, assignment: Assignment, mesh: Mesh, names: 
 
 
 def _activation_text(parts: tuple[str, ...]) -> str:
-    return ", ".join(parts) or "whole"
+    return ", ".join(parts) or "on one rank"
 
 
 def _activation_parts(scope: Scope, ref: Ref, placements: Placements, mesh: Mesh, names: DimNames) -> tuple[str, ...]:
-    """How an activation lies, axis by axis: `batch over dp`, `sequence over tp`."""
+    """Return an activation's placement, axis by axis: `batch over dp`, `sequence over tp`."""
     num_dims = len(scope.metas[ref].shape)
     parts = []
     for axis, placement in zip(mesh.axes, placements, strict=True):
         if placement.is_shard:
             parts.append(f"{names.of(scope.name, ref, placement, num_dims)} over {axis}")
         else:
-            parts.append(f"partial sums over {axis}" if placement.kind == "P" else f"same on all of {axis}")
+            parts.append(f"partial sums over {axis}" if placement.kind == "P" else f"replicated over {axis}")
     return tuple(parts)
 
 
 def relative(scope: Scope, path: str) -> str:
-    """A module's path, inside the layer for layers; "(itself)" for the layer or the model."""
+    """Return a module's path relative to its layer; "(itself)" for the layer or the model."""
     for instance in scope.instances:
         if scope.layer and (path == instance or path.startswith(f"{instance}.")):
             return path[len(instance) :].lstrip(".") or "(itself)"
@@ -136,7 +137,7 @@ def relative(scope: Scope, path: str) -> str:
 
 
 def _modules_text(modules: list[str]) -> str:
-    """Names without the parents of others beside them; long lists by their ends."""
+    """Return the modules' names without parents of others; a long list as its first and last name."""
     leaves = [m for m in modules if not any(other.startswith(f"{m}.") for other in modules)]
     leaves = [m for m in leaves if m != "(itself)"] or leaves
     if len(leaves) > SHOWN_MODULES:

@@ -1,4 +1,4 @@
-"""A pipeline's stages: which part of the model each pipeline rank runs, for how long, and in how many bytes."""
+"""The stages of a pipeline: the units, the seconds and the bytes of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PICTURE_WIDTH = 66
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """forward, backward: seconds per micro-batch (recomputation in the backward). in_flight: micro-batches."""
+    """A stage. forward, backward: seconds per micro-batch (recomputation in the backward). in_flight: micro-batches."""
 
     stage: int
     pipeline_rank: int
@@ -31,9 +31,9 @@ class StageRow:
 
 
 def stage_rows(plan: Plan, graph: Graph, simulated: Simulated) -> Iterator[StageRow]:
-    """Every stage in model order; a plan without a pipeline is one stage."""
+    """Yield every stage in model order; a plan without a pipeline is one stage."""
     stages = plan.pipeline.stages or (StagePlan(0, len(chain(graph))),)
-    held = simulated.timeline.in_flight
+    in_flight = simulated.timeline.in_flight
     for index, (stage, cost) in enumerate(zip(stages, simulated.stages, strict=True)):
         words, modes = units_words(graph, stage), recompute_words(stage)
         yield StageRow(
@@ -43,12 +43,12 @@ def stage_rows(plan: Plan, graph: Graph, simulated: Simulated) -> Iterator[Stage
             recompute=modes,
             forward=cost.forward,
             backward=cost.backward,
-            in_flight=held[index],
+            in_flight=in_flight[index],
         )
 
 
 def units_words(graph: Graph, stage: StagePlan) -> str:
-    """`embed_tokens, layers 0-7`: modules outside layers by name, layers by number among those of their class."""
+    """Return `embed_tokens, layers 0-7`: modules outside layers by name, layers by number within their class."""
     units = chain(graph)
     classes = layer_names(graph)
     parts: list[str] = []
@@ -65,11 +65,11 @@ def units_words(graph: Graph, stage: StagePlan) -> str:
         noun = "layer" if len(classes) == 1 else name
         plural = "s" if last > before and noun == "layer" else ""
         parts.append(f"{noun}{plural} {before}" + (f"-{last}" if last > before else ""))
-    return ", ".join(part for part in parts if part) or "nothing that learns"
+    return ", ".join(part for part in parts if part) or "no parameters"
 
 
 def _modules(graph: Graph, unit: str) -> str:
-    """The modules of a unit outside layers that use parameters, and the loss."""
+    """Return the modules of a unit outside layers that use parameters, and the loss."""
     parameters = {p.name for p in graph.parameters}
     names = []
     for node in nodes_of(graph, unit):
@@ -81,9 +81,11 @@ def _modules(graph: Graph, unit: str) -> str:
 
 
 def picture(simulated: Simulated, width: int = PICTURE_WIDTH) -> list[str]:
-    """A line per pipeline rank, a character per slice of time: a digit for a forward, a letter for the backward of the
-    same micro-batch (its input half, where it is split), `+` for weight gradients, a point for waiting. Empty where
-    there are too many pipeline ranks or micro-batches to tell apart."""
+    """Draw the schedule, a line per pipeline rank and a character per slice of time.
+
+    A digit is a forward, a letter the backward of the same micro-batch (its input half, if the schedule splits it), `+`
+    weight gradients, a point idle time. Returns [] if there are too many pipeline ranks or micro-batches to tell apart.
+    """
     timeline = simulated.timeline
     count = 1 + max((event.action.micro for event in timeline.events()), default=0)
     if (

@@ -1,4 +1,4 @@
-"""The simulated step of a plan, for the report's tables and as a trace that Chrome and Perfetto show."""
+"""The simulated step of a plan, for the report's tables and as a trace for Chrome and Perfetto."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from autopar.simulate.trace_file import write_trace
 
 
 def simulation_of(compiled: GeneratedProgram) -> Simulated:
-    """The plan's schedule, event by event. Raises PlanError on a program without its request."""
+    """Return the plan's schedule, event by event. Raises PlanError for a program without its request."""
     if compiled.request is None:
-        raise PlanError("the program came from another process, without what it was planned for")
+        raise PlanError(
+            "a program of another process has no timeline",
+            alternatives="call it in the process that called autopar.compile",
+        )
     return simulate_plan(compiled.request, compiled.best)
 
 
 def write_timeline(compiled: GeneratedProgram, path: str | Path, force: bool = False) -> Path:
-    """Write the trace as JSON; returns the path. Raises OutputError where it cannot be written.
+    """Write the trace as JSON; returns the path. Raises OutputError if the file cannot be written.
 
-    force: also over a file that autopar did not write.
+    force: replace a file that autopar did not write.
     """
     return write_trace(simulation_of(compiled), path, force)

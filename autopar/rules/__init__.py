@@ -1,7 +1,7 @@
-"""Sharding rules: what factors an operator has, what follows for its tensors, and proof of it.
+"""Sharding rules: the factors of an operator, the sharding they allow for its tensors, and proof of it.
 
-`rule_for(node, inputs)` gives a `Rule`; `rule.axis_options` expands it to the options of one mesh axis; `local_call`
-is what a rank then runs. `register_rule` adds rules, `prove_rule` checks one on real tensors.
+`rule_for(node, inputs)` returns a `Rule`. `rule.axis_options` expands it to the options of one mesh axis, and
+`local_call` is the call that a rank then runs. `register_rule` adds rules, `prove_rule` checks one on real tensors.
 """
 
 from autopar.rules.call import Call, Operand

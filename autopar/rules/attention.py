@@ -1,5 +1,6 @@
-"""Scaled dot-product attention, with sinks or without: batch, heads, query positions and value features may be
-sharded, and query and key positions together.
+"""Rules of scaled dot-product attention, with or without sinks.
+
+Batch, heads, query positions and value features may be sharded, and query and key positions together.
 
 q [..., H, S, E], k [..., G, T, E], v [..., G, T, F], sinks [H] -> [..., H, S, F]. With grouped heads H = G * r and
 q's head dim is the composite (G, r), as torch repeats each key/value head r times in place.
@@ -22,7 +23,7 @@ from codegen.runtime.windows import Window, window_attention
 ATTENTION = "aten.scaled_dot_product_attention"
 
 HEADS = ("h", "r")
-"""Factors that are heads: those of keys and values, and those of queries that share one."""
+"""Head factors: of keys and values, and of the queries that share one of these."""
 
 EXCHANGES = ("all_gather", "ring")
 """How ranks that share a sequence's positions exchange keys and values (codegen/runtime/context_attention.py)."""
@@ -40,12 +41,12 @@ for _op, _function in ((WINDOW_ATTENTION, window_attention), (SINK_ATTENTION, si
 
 
 def attention(call: Call) -> Rule:
-    """T is blocked (the softmax needs whole rows), E is blocked (contracted inside the softmax).
+    """Return the rule: T is blocked (the softmax needs whole rows), E is blocked (contracted inside the softmax).
 
-    is_causal and a window block S: the mask depends on the absolute position. Dropout on the probabilities needs the
-    lowering "attention" whatever is sharded, since its mask is indexed by global position.
+    is_causal and a window block S, because the mask depends on the absolute position. Dropout on the probabilities
+    always needs the lowering "attention", because its mask is indexed by global position.
 
-    Context parallelism gives S and T to one axis together: one option per exchange, see `_context`.
+    Context parallelism shards S and T on one axis together, with one option per exchange; see `_context`.
     """
     q, k, v = call.tensor("query"), call.tensor("key"), call.tensor("value")
     num_batch = len(q.shape) - 3 if len(q.shape) > 3 else 0
@@ -93,11 +94,11 @@ def attention(call: Call) -> Rule:
 
 
 def _context(call: Call) -> dict[str, Joint]:
-    """Queries, keys and values cut along the sequence on one axis, by the label of the option.
+    """Return options that shard queries, keys and values along the sequence on one axis, by label.
 
-    Causal attention is cut in stripes, in which every rank sees as many keys as the others; other attention either way.
-    A mask is cut along its rows and has all columns. Not with dropout, with a mask that is learned, where causal
-    queries and keys differ in number, or where q, k and v are broadcast against each other.
+    Causal attention is sharded in stripes, in which every rank sees equally many keys; other attention in either way. A
+    mask is sharded along its rows and keeps all columns. There are no such options with dropout, with a learned mask,
+    where causal queries and keys differ in number, or where q, k and v are broadcast against each other.
     """
     q, k, v, mask = call.tensor("query"), call.tensor("key"), call.tensor("value"), call.get("attn_mask")
     is_aligned = len({x.shape[:-3] for x in (q, k, v)}) == 1 and len(q.shape) == 4 and k.shape[-3] == v.shape[-3]
@@ -109,14 +110,14 @@ def _context(call: Call) -> dict[str, Joint]:
     if not is_aligned or not is_grouped or is_learned or is_uneven or is_trivial or call.get("dropout_p", 0.0) > 0:
         return {}
     factors = tuple("t" if i in (k.index, v.index) else "s" for i in range(len(call.inputs)))
-    found = {f"s+t/{exchange}/stripes": Joint(factors, "s", exchange, is_striped=True) for exchange in EXCHANGES}
+    joints = {f"s+t/{exchange}/stripes": Joint(factors, "s", exchange, is_striped=True) for exchange in EXCHANGES}
     if not is_causal:
-        found |= {f"s+t/{exchange}": Joint(factors, "s", exchange) for exchange in EXCHANGES}
-    return found
+        joints |= {f"s+t/{exchange}": Joint(factors, "s", exchange) for exchange in EXCHANGES}
+    return joints
 
 
 def window_of(node: Node) -> Window | None:
-    """Which keys the queries of a call of attention see, if that is a window."""
+    """Return the window of keys that an attention call's queries see, or None if it has no window."""
     if node.op not in _SCHEMAS:
         return None
     arguments = arguments_of(node)

@@ -1,4 +1,4 @@
-"""The write of a buffer at the end of a step, which a trace has as a call of the buffer and its next value."""
+"""The rule of a buffer's write at the end of a step, traced as a call of the buffer and its next value."""
 
 from __future__ import annotations
 

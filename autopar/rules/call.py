@@ -1,4 +1,4 @@
-"""One operator call as the rules see it: arguments by their schema names, tensors with their metas."""
+"""One operator call in the form rules read: arguments by their schema names, tensors with their metas."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A node with its arguments under the names of the overload's schema, defaults filled in.
+    """A node with its arguments under the names of the overload's schema, with defaults.
 
-    Tensors are `Operand`s, also inside tuples. Arguments of an op that torch does not know are called arg0, arg1 ...
+    Tensors are `Operand`s, also inside tuples. Arguments of an op unknown to torch are called arg0, arg1 ...
     """
 
     node: Node
@@ -38,7 +38,7 @@ class Call:
 
     @classmethod
     def of(cls, node: Node, inputs: tuple[TensorMeta, ...]) -> Call:
-        """Raises ValueError unless there is one meta per entry of `node.inputs`."""
+        """Build the call of a node. Raises ValueError unless there is one meta per entry of `node.inputs`."""
         if len(inputs) != len(node.inputs):
             raise ValueError(f"{node.op} has {len(node.inputs)} tensor arguments, {len(inputs)} metas were given")
         numbers = itertools.count()
@@ -61,7 +61,7 @@ class Call:
         return self.arguments.get(name, default)
 
     def tensor(self, name: str) -> Operand:
-        """The tensor argument `name`; TypeError if it is something else."""
+        """Return the tensor argument `name`. Raises TypeError if it is something else."""
         value = self.arguments[name]
         if not isinstance(value, Operand):
             raise TypeError(f"{self.node.op}: {name} is {value!r}, not a tensor")
@@ -73,20 +73,20 @@ class Call:
 
     @property
     def packet(self) -> str:
-        """The op's name without namespace, overload and in-place underscore: "aten.add_.Tensor" -> "add"."""
+        """Return the op's name without namespace, overload and in-place underscore: "aten.add_.Tensor" -> "add"."""
         return packet_name(self.node.op).split(".")[-1].rstrip("_")
 
 
 def packet_name(op: str) -> str:
-    """ "aten.add_.Tensor" -> "aten.add_"."""
+    """Shorten "aten.add_.Tensor" to "aten.add_"."""
     return ".".join(op.split(".")[:2])
 
 
 def linear_sets(call: Call, specs: Iterable[str]) -> tuple[frozenset[int], ...]:
-    """Sets of inputs in which the call is jointly linear, from argument names: ("self other",) for add.
+    """Return sets of inputs in which the call is jointly linear, from argument names: ("self other",) for add.
 
     A set counts only if every named argument is a floating tensor (or a list of them), absent, or the number 0
-    (`add(x, 3)` is affine, not linear), and if the outputs are floating. Integer partial sums are legal but
+    (`add(x, 3)` is affine, not linear), and if the outputs are floating. Partial sums of integers are legal but
     useless, so they are not offered.
     """
     if not all(meta.dtype.is_floating_point for meta in call.outputs):
@@ -109,7 +109,7 @@ def linear_sets(call: Call, specs: Iterable[str]) -> tuple[frozenset[int], ...]:
 
 
 Groups = Sequence[Sequence[str]]
-"""The factors of each dim of one tensor, those of size 1 included."""
+"""The factors of each dim of one tensor, including those of size 1."""
 
 
 def make_rule(
@@ -124,7 +124,7 @@ def make_rule(
     lowerings: Mapping[str, Lowering] | None = None,
     joints: Mapping[str, Joint] | None = None,
 ) -> Rule:
-    """A rule, with factors of size 1 dropped and every dim's product checked against the call's shapes."""
+    """Build a rule without factors of size 1, and check the product of every dim against the call's shapes."""
 
     def dims(groups: Groups, meta: TensorMeta) -> Dims:
         products = tuple(math.prod(sizes[f] for f in group) for group in groups)
@@ -145,18 +145,18 @@ def make_rule(
 
 
 def normal_dim(dim: int, rank: int) -> int:
-    """A dim counted from the front."""
+    """Return a dim counted from the front."""
     return dim + rank if dim < 0 else dim
 
 
 def normal_dims(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
-    """Dims counted from the front; None or empty means all of them."""
+    """Return dims counted from the front; None or empty means all dims."""
     if isinstance(dims, int):
         dims = (dims,)
     return tuple(normal_dim(d, rank) for d in dims) if dims else tuple(range(rank))
 
 
 def broadcast_groups(shape: tuple[int, ...], factors: Sequence[str], sizes: Mapping[str, int]) -> list[list[str]]:
-    """Factors of a tensor aligned to the right of a result whose dims are `factors`; broadcast dims have none."""
+    """Align a tensor's dims to the right of the factors of a result; broadcast dims have no factor."""
     aligned = factors[len(factors) - len(shape) :]
     return [[f] if size == sizes[f] else [] for f, size in zip(aligned, shape, strict=True)]

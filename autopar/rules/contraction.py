@@ -1,4 +1,4 @@
-"""Matrix products and einsum: the contracted factor gives partial sums.
+"""Rules of matrix products and einsum: a sharded contracted factor gives partial sums.
 
 Table rows: equation, then the sets of arguments in which the op is jointly linear (separated by commas).
 """
@@ -22,12 +22,12 @@ EQUATIONS: dict[str, tuple[str, str]] = {
 
 
 def equation_rule(call: Call, text: str, linear: str) -> Rule:
-    """The rule of a one-line equation."""
+    """Return the rule of a one-line equation."""
     return Equation.parse(text).bind(call.inputs, call.outputs, linear_sets(call, linear.split(",")))
 
 
 def addmm(call: Call) -> Rule:
-    """self + mat1 @ mat2, for matrices and batches of them; self is broadcast and must enter the sum once."""
+    """Return the rule of self + mat1 @ mat2, for matrices and batches; self is broadcast and enters the sum once."""
     batched = call.packet == "baddbmm"
     first, second = ("batch1", "batch2") if batched else ("mat1", "mat2")
     left, right = call.tensor(first), call.tensor(second)
@@ -52,7 +52,7 @@ def addmm(call: Call) -> Rule:
 
 
 def matmul(call: Call) -> Rule:
-    """numpy's matmul: broadcast leading dims, vectors on either side."""
+    """Return the rule of numpy's matmul: broadcast leading dims, vectors on either side."""
     left, right = call.tensor("self"), call.tensor("other")
     out = call.outputs[0].shape
     rows, columns = len(left.shape) > 1, len(right.shape) > 1
@@ -74,9 +74,9 @@ def matmul(call: Call) -> Rule:
 
 
 def einsum(call: Call) -> Rule | None:
-    """The equation is the rule. A letter that stands twice in one operand takes its diagonal, which is not sharded.
+    """Return the rule that the equation states; None for an equation that torch cannot read.
 
-    None for an equation that torch does not read so.
+    A letter that occurs twice in one operand takes its diagonal, which is not sharded.
     """
     shapes = [tensor.shape for tensor in call["tensors"]]
     operands, result = _loops(call["equation"], [len(shape) for shape in shapes])
@@ -85,7 +85,7 @@ def einsum(call: Call) -> Rule | None:
     sizes: dict[str, int] = {}
     for names, shape in zip(operands, shapes, strict=True):
         for name, size in zip(names, shape, strict=True):
-            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]  # 1 is broadcast, as is what has no dim
+            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]  # dims of size 1 are broadcast
     groups = [
         [[name] if size == sizes[name] else [] for name, size in zip(names, shape, strict=True)]
         for names, shape in zip(operands, shapes, strict=True)
@@ -97,15 +97,17 @@ def einsum(call: Call) -> Rule | None:
 
 
 def _loops(equation: str, ranks: list[int]) -> tuple[list[list[str]], list[str]]:
-    """The loops that the dims of each operand and of the result run over.
+    """Return the loops of the dims of each operand and of the result.
 
-    "..." stands for as many dims as an operand has beside its letters, aligned to the right. A result that is not
-    written has those, then the letters that stand once, in the order of the alphabet.
+    "..." stands for the dims of an operand that have no letter, aligned to the right. An omitted result has those dims,
+    then the letters that occur once, in alphabetical order.
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     texts = left.split(",")
     letters = [text.replace("...", "") for text in texts]
-    covered = [rank - len(own) if "..." in text else 0 for text, own, rank in zip(texts, letters, ranks, strict=True)]
+    covered = [
+        rank - len(names) if "..." in text else 0 for text, names, rank in zip(texts, letters, ranks, strict=True)
+    ]
     dots = [f"b.{index}" for index in range(max(covered, default=0))]
     if not arrow:
         every = "".join(letters)

@@ -1,5 +1,6 @@
-"""Convolutions and pooling: batch and channels are free, and space where windows do not overlap. Where those of a
-convolution do, one dim of space may be cut with rows of the neighbours (codegen/runtime/halo.py)."""
+"""Rules of convolutions and pooling: batch and channels may be sharded, and space where windows do not overlap. Where
+windows of a convolution overlap, one dim of space may be sharded with rows of the neighbors
+(codegen/runtime/halo.py)."""
 
 from __future__ import annotations
 
@@ -10,16 +11,17 @@ from autopar.rules.rule import Joint, Rule
 from codegen.runtime.halo import halo
 
 HALO = "halo"
-"""The lowering of convolutions whose ranks have rows of space each, and read some of their neighbours'."""
+"""The lowering of convolutions whose ranks have rows of space and read some of their neighbors' rows."""
 
 
 def window_factors(
     call: Call, space: Sequence[int], out: Sequence[int], window: Sequence[int]
 ) -> tuple[list[tuple[str, ...]], dict[str, int], list[str]]:
-    """Spatial dims as (factors of each input dim, sizes, blocked factors); output dim i is the factor `r{i}`.
+    """Return spatial dims as (factors of each input dim, sizes, blocked factors); output dim i is the factor `r{i}`.
 
     Windows that do not overlap (a patch embedding, a 1 x 1 kernel, pooling by its own stride) tile the input: dim i is
-    the composite (r{i}, stride), so that r may be sharded. Otherwise neighbours' elements are needed: blocked.
+    the composite (r{i}, stride), so that r may be sharded. Otherwise neighbors' elements are needed and the factors are
+    blocked.
     """
     dims: list[tuple[str, ...]] = []
     sizes: dict[str, int] = {}
@@ -46,7 +48,7 @@ def window_factors(
 
 
 def _of_dim(value: int | tuple[int, ...] | str | None, dim: int, default: int) -> int | None:
-    """A stride, padding or dilation of one dim; None for padding given as a word."""
+    """Return the stride, padding or dilation of one dim; None for padding given as a word."""
     if value is None or value == ():
         return default
     if isinstance(value, str):
@@ -55,7 +57,8 @@ def _of_dim(value: int | tuple[int, ...] | str | None, dim: int, default: int) -
 
 
 def convolution(call: Call) -> Rule:
-    """conv1d/2d/3d (not transposed): batch, groups, in and out channels, and space where windows do not overlap.
+    """Return the rule of conv1d/2d/3d (not transposed): batch, groups, channels, and space where windows do not
+    overlap.
 
     With g groups both channel dims are composites with g as the major factor.
     """
@@ -92,8 +95,10 @@ def convolution(call: Call) -> Rule:
 
 
 def halo_dim(call: Call) -> tuple[int, int] | None:
-    """(the dim of space that ranks may cut with rows of their neighbours, the most that a rank reads of one of them);
-    None where there is none. Rows of input and result must go together, `stride` to one."""
+    """Return (dim of space that can be sharded with neighbors' rows, most rows read of one neighbor), or None.
+
+    Rows of input and result must correspond, `stride` to one.
+    """
     (x, weight), out = (call.tensor(name) for name in ("input", "weight")), call.outputs[0].shape
     for dim, kernel in enumerate(weight.shape[2:]):
         stride, dilation = (_of_dim(call.get(name), dim, 1) for name in ("stride", "dilation"))
@@ -107,19 +112,19 @@ def halo_dim(call: Call) -> tuple[int, int] | None:
 
 
 def _halos(call: Call, blocked: Sequence[str]) -> dict[str, Joint]:
-    """The option that cuts a dim of space with the neighbours' rows, of convolutions of batches."""
-    found, x = halo_dim(call), call.tensor("input")
-    if found is None or len(x.shape) != len(call.tensor("weight").shape) or f"s{found[0]}" not in blocked:
+    """Return the option that shards a dim of space with the neighbors' rows, for convolutions of batches."""
+    halo, x = halo_dim(call), call.tensor("input")
+    if halo is None or len(x.shape) != len(call.tensor("weight").shape) or f"s{halo[0]}" not in blocked:
         return {}
-    rows, results = f"s{found[0]}", f"r{found[0]}"
+    rows, results = f"s{halo[0]}", f"r{halo[0]}"
     inputs = tuple(rows if index == x.index else None for index in range(len(call.inputs)))
-    return {f"{rows}+{results}": Joint(inputs, results, HALO, least=found[1])}
+    return {f"{rows}+{results}": Joint(inputs, results, HALO, least=halo[1])}
 
 
 def pool(call: Call) -> Rule:
-    """Pooling over space: leading dims (batch, channels) are free. Averages are linear.
+    """Return the rule of pooling over space: leading dims (batch, channels) may be sharded. Averages are linear.
 
-    Maximum pooling with indices blocks all space, as the indices count positions in the whole plane.
+    Maximum pooling with indices blocks all space, because the indices count positions in the whole plane.
     """
     num_space = int(call.packet[call.packet.index("pool") + len("pool")])
     x = call.inputs[0].shape

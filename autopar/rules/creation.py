@@ -1,4 +1,5 @@
-"""Constructors: every dim may be created sharded. Zeros may also be a partial sum. Draws of random numbers are some."""
+"""Rules of constructors: every dim may be created sharded. Zeros may also be a partial sum. Random draws are
+included."""
 
 from __future__ import annotations
 
@@ -13,23 +14,23 @@ from autopar.rules.rule import Lowering, Rule
 
 
 def creation(call: Call) -> Rule:
-    """A constructor from sizes. A tensor argument lends only its dtype: its dims are blocked unless it has the
-    result's shape, in which case it is sharded alike."""
+    """Return the rule of a constructor from sizes. A tensor argument provides only its dtype: its dims are blocked
+    unless it has the result's shape; then it is sharded alike."""
     shape = call.outputs[0].shape
     names = [f"d{i}" for i in range(len(shape))]
     sizes = dict(zip(names, shape, strict=True))
-    own = [[f] for f in names]
+    result_dims = [[f] for f in names]
     inputs: list[list[list[str]]] = []
     blocked: list[str] = []
     for number, meta in enumerate(call.inputs):
         if meta.shape == shape:
-            inputs.append(own)
+            inputs.append(result_dims)
             continue
-        others = [f"o{number}.{i}" for i in range(len(meta.shape))]
-        sizes |= dict(zip(others, meta.shape, strict=True))
-        blocked += others
-        inputs.append([[f] for f in others])
-    return make_rule(call, inputs, [own], sizes, blocked=blocked)
+        blocked_dims = [f"o{number}.{i}" for i in range(len(meta.shape))]
+        sizes |= dict(zip(blocked_dims, meta.shape, strict=True))
+        blocked += blocked_dims
+        inputs.append([[f] for f in blocked_dims])
+    return make_rule(call, inputs, [result_dims], sizes, blocked=blocked)
 
 
 _LIBRARY: Any = cast(Any, torch.library).Library("autopar", "FRAGMENT")
@@ -40,7 +41,7 @@ _LIBRARY.define(
 
 
 def _drawn(distribution: str, size: list[int], *, dtype: torch.dtype, **others: Any) -> torch.Tensor:
-    """Its shape and dtype; the numbers are drawn by the lowering."""
+    """Return an empty tensor of the draw's shape and dtype; the lowering draws the numbers."""
     return torch.empty(size, dtype=dtype, device="meta")
 
 
@@ -48,20 +49,20 @@ _LIBRARY.impl("draw", _drawn, "CompositeExplicitAutograd")
 
 
 def draw(call: Call) -> Rule:
-    """The rule of `draw`, where each rank draws its own part of the whole: lowering "draw"."""
+    """Return the rule of `draw`: each rank draws its own shard of the whole; lowering "draw"."""
     shape = call.outputs[0].shape
     sizes = {f"d{i}": size for i, size in enumerate(shape)}
     return make_rule(call, [], [[[f] for f in sizes]], sizes, lowerings={"*": Lowering("draw")})
 
 
 def arange(call: Call) -> Rule:
-    """The rule of `arange`, where each rank starts elsewhere: lowering "arange"."""
+    """Return the rule of `arange`: each rank has its own start; lowering "arange"."""
     sizes = {"n": call.outputs[0].shape[0]}
     return make_rule(call, [], [[["n"]]], sizes, lowerings={"n": Lowering("arange")})
 
 
 def whole(call: Call) -> Rule:
-    """Entries that depend on their positions: every rank has all of them."""
+    """Return the rule of entries that depend on their positions: every rank has all of them."""
     shape = call.outputs[0].shape
     sizes = {f"d{i}": size for i, size in enumerate(shape)}
     return make_rule(call, [], [[[f] for f in sizes]], sizes, blocked=sizes)

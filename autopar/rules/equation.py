@@ -1,8 +1,8 @@
 """One-line equations for rules: `"b* k, n k, [n] -> b* n"`.
 
-Operands are separated by commas; each is a list of factor names, one per dim. `b*` stands for as many leading dims
-as the tensor has; `!d` is a factor that cannot be sharded (`!h*` for several); `[...]` is an operand that is added to
-the contraction's result. Such operands may be absent at the end.
+Operands are separated by commas; each is a list of factor names, one per dim. `b*` stands for all leading dims of the
+tensor. `!d` is a factor that cannot be sharded (`!h*` for several). `[...]` is an operand that is added to the
+contraction's result; such operands may be absent at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.rules.rule import Dims, Lowering, Rule
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """A parsed equation; `bind` gives the Rule for concrete shapes."""
+    """A parsed equation; `bind` returns the Rule for concrete shapes."""
 
     inputs: tuple[tuple[str, ...], ...]
     outputs: tuple[tuple[str, ...], ...]
@@ -24,7 +24,7 @@ class Equation:
 
     @classmethod
     def parse(cls, text: str) -> Equation:
-        """Raises ValueError when there is no arrow or an operand repeats a factor or has two starred ones."""
+        """Parse an equation. Raises ValueError without an arrow, and for repeated or several starred factors."""
         left, arrow, right = text.partition("->")
         if not arrow:
             raise ValueError(f"an equation needs '->': {text!r}")
@@ -51,7 +51,7 @@ class Equation:
         linear: tuple[frozenset[int], ...] = (),
         lowerings: dict[str, Lowering] | None = None,
     ) -> Rule:
-        """The rule for tensors of these shapes. Raises ValueError if the shapes contradict the equation."""
+        """Return the rule for tensors of these shapes. Raises ValueError if the shapes contradict the equation."""
         sizes: dict[str, int] = {}
         needed = max((i + 1 for i in range(len(self.inputs)) if i not in self.additive), default=0)
         if not needed <= len(inputs) <= len(self.inputs):
@@ -72,7 +72,7 @@ class Equation:
 
 
 def _bind(names: tuple[str, ...], meta: TensorMeta, sizes: dict[str, int]) -> Dims:
-    """Factors of each dim. A starred name takes the leading dims: `b*` over two dims is b.0, b.1."""
+    """Return the factors of each dim. A starred name takes the leading dims: `b*` over two dims is b.0, b.1."""
     expanded: list[str] = []
     fixed = sum(not name.endswith("*") for name in names)
     for name in names:

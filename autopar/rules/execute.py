@@ -1,6 +1,6 @@
-"""Run a call on real tensors: the whole one, or one rank's with its lowering.
+"""Run a call on real tensors: the whole call, or one rank's call with its lowering.
 
-Lowerings run the runtime's own functions, so a proof covers them too.
+Lowerings run the runtime's own functions, so proofs cover these too.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def call_op(
     device: str = "cpu",
     copies: bool = True,
 ) -> Tensors:
-    """The operator's outputs; `inputs` replace the Refs in order, and `device`, where they lie, every named device.
+    """Return the operator's outputs. `inputs` replace the Refs in order, and `device` replaces every named device.
 
-    copies: whether in-place forms write to copies of the inputs. Raises ValueError for an op torch does not have.
+    copies: whether in-place forms write to copies of the inputs. Raises ValueError for an op unknown to torch.
     """
     overload = find_op(op)
     if overload is None:
         raise ValueError(f"torch has no operator {op!r}")
-    # A copy keeps in-place forms from writing to leaves.
+    # Copies keep in-place forms from writing to leaves.
     feed = (tensor.clone() if copies else tensor for tensor in inputs)
     bound_args = [_as_list(map_refs(value, lambda _: next(feed)), device) for value in args]
     bound_kwargs = {name: _as_list(map_refs(value, lambda _: next(feed)), device) for name, value in kwargs}
@@ -65,16 +65,16 @@ def call_op(
 
 
 def _as_list(value: Any, device: str) -> Any:
-    """Tuples as lists, which operators want; a trace's device is not where the call runs."""
+    """Convert tuples to lists, which operators require, and a trace's device to the device of the call."""
     if isinstance(value, torch.device):
         return torch.device(device)
     return [_as_list(item, device) for item in value] if isinstance(value, tuple) else value
 
 
 def run_alone(node: Node, metas: tuple[TensorMeta, ...], inputs: Sequence[Tensor]) -> Tensors:
-    """The call as a program writes it where nothing is cut: the run time's own function where it has one.
+    """Run the call as an unsharded program does: with the runtime's own function if it has one.
 
-    Inputs are written to by in-place forms. Masks of dropout are not drawn.
+    In-place forms write to the inputs. Dropout masks are not drawn.
     """
     if node.op == IN_TRAINING:
         return (inputs[0],)
@@ -94,19 +94,19 @@ def run_alone(node: Node, metas: tuple[TensorMeta, ...], inputs: Sequence[Tensor
     if name == "scaled_dot_product_attention" and call["dropout_p"] > 0.0:
         q, k, v = (inputs[call.tensor(argument).index] for argument in ("query", "key", "value"))
         mask = call.get("attn_mask")
-        given = inputs[mask.index] if isinstance(mask, Operand) else None
+        mask_values = inputs[mask.index] if isinstance(mask, Operand) else None
         drop = partial(_masked, p=call["dropout_p"])
-        return (attention_with(drop, q, k, v, given, call["is_causal"], call["scale"], call["enable_gqa"]),)
+        return (attention_with(drop, q, k, v, mask_values, call["is_causal"], call["scale"], call["enable_gqa"]),)
     return call_op(node.op, node.args, node.kwargs, inputs, device, copies=False)
 
 
 def _masked(x: Tensor, p: float) -> Tensor:
-    """Dropout by a mask that nobody drew."""
+    """Apply dropout with an uninitialized mask."""
     return masked(x, torch.empty_like(x, dtype=torch.bool), p) if p < 1.0 else x * 0.0
 
 
 def run_whole(node: Node, call: Call, lowering: LoweringCall | None, inputs: Sequence[Tensor]) -> Tensors:
-    """The call on one device. Where the lowering draws random numbers, its own draw for one rank is the reference."""
+    """Run the call on one device. If the lowering draws random numbers, its draw for one rank is the reference."""
     if lowering is not None and lowering.name in ("dropout", "draw", "attention"):
         (mesh,) = meshes(()).values()
         whole = LoweringCall(lowering.name, layout_shape=lowering.layout_shape)
@@ -117,14 +117,14 @@ def run_whole(node: Node, call: Call, lowering: LoweringCall | None, inputs: Seq
 def run_local(
     local: LocalCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh, num_targets: Tensor | None
 ) -> Tensors:
-    """One rank's outputs. num_targets: count of valid targets over all ranks, for cross-entropy."""
+    """Return one rank's outputs. num_targets: count of valid targets over all ranks, for cross-entropy."""
     if local.lowering is None:
         return call_op(local.op, local.args, local.kwargs, inputs)
     return _lowered(local, call, inputs, mesh, num_targets)
 
 
 def count_targets(call: Call, inputs: Sequence[Tensor]) -> Tensor | None:
-    """How many targets a cross-entropy averages over; None for other calls; 1 for a sum."""
+    """Count the targets that a cross-entropy averages over; 1 for a sum; None for other calls."""
     if call.packet != "cross_entropy_loss":
         return None
     target = inputs[call.tensor("target").index]
@@ -167,7 +167,7 @@ def _lowered(
     if lowering.name in EXCHANGES:
         return (_context_attention(lowering, call, inputs, mesh),)
     if lowering.name == "batch_norm":
-        copies = tuple(each if each.requires_grad else each.clone() for each in inputs)  # of running statistics
+        copies = tuple(tensor if tensor.requires_grad else tensor.clone() for tensor in inputs)  # of running statistics
         return (_batch_norm(call, copies, *(mesh.axes[number] for number in lowering.axes)),)
     if lowering.name == "group_norm":
         return (_group_norm(local, lowering, call, inputs, mesh),)
@@ -199,18 +199,18 @@ def _cross_entropy(
 def _halo(
     local: LocalCall, lowering: LoweringCall, call: Call, inputs: Sequence[Tensor], mesh: SimulatedMesh
 ) -> Tensor:
-    found, given = halo_dim(call), arguments_of(replace(call.node, args=local.args, kwargs=local.kwargs))
-    assert found is not None
+    reach, arguments = halo_dim(call), arguments_of(replace(call.node, args=local.args, kwargs=local.kwargs))
+    assert reach is not None
     x, weight = (inputs[call.tensor(name).index] for name in ("input", "weight"))
     bias = inputs[2] if len(inputs) > 2 else None
-    sizes = {name: given[name] for name in ("stride", "padding", "dilation", "groups")}
-    return halo_convolution(x, weight, bias, mesh.axes[lowering.axes[0]], dim=found[0], **sizes)
+    sizes = {name: arguments[name] for name in ("stride", "padding", "dilation", "groups")}
+    return halo_convolution(x, weight, bias, mesh.axes[lowering.axes[0]], dim=reach[0], **sizes)
 
 
 def _batch_norm(call: Call, inputs: Sequence[Tensor], *axes: AxisLike) -> Tensor:
     names = ("input", "weight", "bias", "running_mean", "running_var")
-    given = [inputs[found.index] if isinstance(found := call.get(name), Operand) else None for name in names]
-    x, weight, bias, mean, var = given
+    operands = [inputs[operand.index] if isinstance(operand := call.get(name), Operand) else None for name in names]
+    x, weight, bias, mean, var = operands
     assert x is not None
     return batch_norm(x, weight, bias, mean, var, call["training"], call["momentum"], call["eps"], *axes)
 
@@ -220,8 +220,8 @@ def _group_norm(
 ) -> Tensor:
     num_groups = arguments_of(replace(call.node, args=local.args, kwargs=local.kwargs))["num_groups"]
     weight, bias = (inputs[v.index] if isinstance(v := call.get(n), Operand) else None for n in ("weight", "bias"))
-    own_axes = (mesh.axes[number] for number in lowering.axes)
-    return group_norm(inputs[0], num_groups, weight, bias, call["eps"], *own_axes)
+    axes = (mesh.axes[number] for number in lowering.axes)
+    return group_norm(inputs[0], num_groups, weight, bias, call["eps"], *axes)
 
 
 def _draw(lowering: LoweringCall, call: Call, mesh: SimulatedMesh) -> Tensor:

@@ -1,8 +1,8 @@
-"""Layers of a mixture of experts, whose rows choose a matrix each (codegen/runtime/experts.py).
+"""Rules of layers of a mixture of experts, in which each row chooses a matrix (codegen/runtime/experts.py).
 
-A row's result depends on that row and its expert alone, so rows may be cut as a batch is; features are those of any
-linear layer. Experts are cut together with rows only, which then travel to the rank that has their expert and back:
-which rows those are is data. Several axes that cut both are one to the rows: that of all their ranks.
+A row's result depends only on that row and its expert, so rows may be sharded like a batch; features like those of any
+linear layer. Experts are sharded only together with rows. The rows then travel to the rank that has their expert and
+back, depending on data. Several axes that shard both act on the rows as one axis of all their ranks.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from codegen.runtime.experts import Routes, RoutingAxis, combine, dispatch
 from codegen.runtime.experts import expert_linear as multiplied
 
 EXPERT_LINEAR = "autopar.expert_linear.default"
-"""`expert_linear(input [N, A], weight [E, A, B], experts [N], bias [E, B]) -> [N, B]`: what traces of sorted rows are
-written as. The bias may be absent."""
+"""`expert_linear(input [N, A], weight [E, A, B], experts [N], bias [E, B]) -> [N, B]`: the form in which traces of
+sorted rows are written. The bias may be absent."""
 
 ROUTED = "routed"
-"""The lowering of calls whose ranks have experts each."""
+"""The lowering of calls whose ranks have different experts."""
 
 ROWS_AND_EXPERTS = "n+e"
-"""The label of the option that cuts rows and experts."""
+"""The label of the option that shards rows and experts."""
 
 
 def routed_linear(
     input: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None = None, axis: RoutingAxis | None = None
 ) -> Tensor:
-    """`input[n] @ weight[experts[n]] + bias[experts[n]]` for every row n; axis: of ranks that have an equal run of the
-    experts each."""
+    """Return `input[n] @ weight[experts[n]] + bias[experts[n]]` for every row n. axis: its ranks have an equal run of
+    the experts each."""
     routes = Routes(experts, len(weight) * (1 if axis is None else axis.size), axis)
     return combine(multiplied(dispatch(input, routes), weight, routes, bias), routes)
 
@@ -54,7 +54,7 @@ def _setup(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Programs differentiate the function itself; this is for those who call the operator, which proofs do."""
+    """Differentiate the operator, for proofs; programs differentiate the function itself."""
     input, weight, experts, bias = ctx.saved_tensors
     factors = [factor for factor in (input, weight, bias) if factor is not None]
     with torch.enable_grad():
@@ -68,7 +68,7 @@ _operator.register_autograd(_backward, setup_context=_setup)
 
 
 def expert_linear(call: Call) -> Rule:
-    """input [n, a], weight [e, a, b], experts [n], perhaps bias [e, b] -> [n, b]."""
+    """Return the rule of input [n, a], weight [e, a, b], experts [n], optional bias [e, b] -> [n, b]."""
     weight, bias = call.tensor("weight"), call.get("bias")
     sizes = dict(zip("eab", weight.shape, strict=True)) | {"n": call.tensor("input").shape[0]}
     last = [] if bias is None else [[["e"], ["b"]]]
@@ -93,8 +93,10 @@ def expert_linear(call: Call) -> Rule:
 
 
 def row_factor(node: Node, rule: Rule, rows: Collection[Ref]) -> str:
-    """The factor of the first dim of everything that a call makes, where it does with each row the same and by itself;
-    "" where it may not. rows: of its inputs, those that have the factor."""
+    """Return the factor of the first dim of all outputs, if the call treats every row alike and independently; else "".
+
+    rows: the inputs that have the factor.
+    """
     first = {dims[0] if dims else () for dims in rule.outputs}
     factor = next(iter(first))[0] if len(first) == 1 and all(len(dim) == 1 for dim in first) else ""
     if not factor or factor in rule.blocked or factor in rule.lowerings or "*" in rule.lowerings:

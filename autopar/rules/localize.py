@@ -1,7 +1,7 @@
-"""What one rank calls: the node with global sizes replaced by local ones, and the lowering if it needs one.
+"""One rank's call: the node with global sizes replaced by local ones, and its lowering if it needs one.
 
-Works for any number of mesh axes at once. Used by the emitter and by the proof harness, so that what is emitted is
-what was proven.
+This works for any number of mesh axes at once. The emitter and the proof harness both use it, so that the emitted call
+is the proven one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class LoweringCall:
     """A lowering with its parameters.
-
     name            meaning                                                      parameters used
     mean            the call's result divided by `divisor`                       divisor
     vocab_embedding masked look-up of rows sharded over axes[0]                   axes
@@ -39,8 +38,8 @@ class LoweringCall:
     ring            exchange (codegen/runtime/context_attention.py)
     batch_norm,     statistics summed over the ranks that share its rows, or       axes
     group_norm      its space (codegen/runtime/batch_norm.py)
-    halo            a convolution of rows of space cut over axes[0], with some     axes
-                    of the neighbours' (codegen/runtime/halo.py)
+    halo            a convolution of rows of space sharded over axes[0], with      axes
+                    rows of the neighbors (codegen/runtime/halo.py)
     routed          rows that travel to the rank of all axes with their expert    axes
                     (codegen/runtime/experts.py)
 
@@ -67,7 +66,7 @@ class LocalCall:
 
 
 def tensor_placements(options: tuple[AxisOption, ...]) -> tuple[tuple[Placements, ...], tuple[Placements, ...]]:
-    """(per input, per output): one placement per axis, from one option per axis."""
+    """Return (per input, per output) one placement per axis, from one option per axis."""
     if not options:
         raise ValueError("no mesh axis: call the node as it is")
     inputs = tuple(zip(*(option.inputs for option in options), strict=True))
@@ -78,9 +77,10 @@ def tensor_placements(options: tuple[AxisOption, ...]) -> tuple[tuple[Placements
 def combines(rule: Rule, options: tuple[AxisOption, ...], axis_sizes: tuple[int, ...]) -> bool:
     """Whether these options, one per mesh axis, may be used together.
 
-    Two axes on one factor must divide the factor, not just the tensor dim that it is a part of (groups of a
-    convolution: 6 groups of 2 channels do not split over 2 x 2 ranks, though 12 channels do). A lowering that works
-    over one axis may be needed by one axis only, and factors that are sharded together by no other axis unless free.
+    Two axes on one factor must divide the factor, not just the tensor dim that contains it (groups of a convolution: 6
+    groups of 2 channels do not split over 2 x 2 ranks, although 12 channels do). A lowering that works over one axis
+    may be needed by one axis only. Factors that are sharded together may be sharded by no other axis unless they are
+    free.
     """
     by_factor: dict[str, list[tuple[int, int]]] = {}
     alone: set[str] = set()
@@ -107,9 +107,9 @@ def local_call(
     inputs: tuple[TensorMeta, ...],
     axis_sizes: tuple[int, ...],
 ) -> LocalCall:
-    """The call of one rank, given one option per mesh axis (mesh order).
+    """Return the call of one rank, for one option per mesh axis (mesh order).
 
-    rule None (an unknown op) allows replicated options only. Raises ValueError for options that `combines` refuses.
+    rule None (an unknown op) allows only replicated options. Raises ValueError for options that `combines` rejects.
     """
     if not options:
         return LocalCall(node.op, node.args, node.kwargs)
@@ -136,7 +136,7 @@ def _lowering(
     out_places: tuple[Placements, ...],
     axis_sizes: tuple[int, ...],
 ) -> LoweringCall | None:
-    """The lowering that the options name, or the one that the op needs whatever is sharded ("*")."""
+    """Return the lowering that the options name, or the one that the op always needs ("*")."""
     always = rule.lowerings.get("*")
     names = {option.lowering for option in options if option.lowering} | ({always.name} if always else set())
     if not names:
@@ -162,22 +162,22 @@ def _lowering(
 
 
 def _probabilities(call: Call, rule: Rule) -> tuple[tuple[tuple[str, ...], ...], Shape]:
-    """Factors and global shape of an attention's probabilities [..., H, S, T]."""
+    """Return the factors and global shape of an attention's probabilities [..., H, S, T]."""
     k = call.tensor("key")
     return (*rule.outputs[0][:-1], rule.inputs[k.index][-2]), (*call.outputs[0].shape[:-1], k.shape[-2])
 
 
 def _factor_shard(rule: Rule, dims: tuple[tuple[str, ...], ...], option: AxisOption, axis_size: int) -> Placement:
-    """How a tensor inside the op lies under an option that shards a factor; R if it lacks the factor."""
+    """Return the placement of a tensor inside the op under an option that shards a factor; R if it lacks the factor."""
     for factor, sections in rule.sharded_by(option.label, axis_size):
-        found = find_factor(rule, dims, factor, sections)
-        if found:
-            return found
+        shard = find_factor(rule, dims, factor, sections)
+        if shard:
+            return shard
     return R
 
 
 def replace_arguments(node: Node, replaced: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-    """The node's args and kwargs with arguments replaced by schema name; those not given before become kwargs."""
+    """Return the node's args and kwargs with arguments replaced by schema name; new ones become kwargs."""
     op = find_op(node.op)
     names = [a.name for a in op._schema.arguments] if op is not None else []
     args = tuple(replaced.get(names[i], value) if i < len(names) else value for i, value in enumerate(node.args))
@@ -187,15 +187,15 @@ def replace_arguments(node: Node, replaced: Mapping[str, Any]) -> tuple[tuple[An
 
 
 Rewrite = Callable[[Call, tuple[Shape, ...], tuple[Shape, ...]], tuple[str, dict[str, Any]]]
-"""(call, local input shapes, local output shapes) -> the op to call, and the arguments that change, by name."""
+"""(call, local input shapes, local output shapes) -> the op to call, and the changed arguments by name."""
 
 
 def _sizes(argument: str) -> Rewrite:
-    """Ops whose argument is the output's shape. A -1 stays: torch infers it."""
+    """Rewrite ops whose argument is the output's shape. A -1 stays: torch infers it."""
 
     def rewrite(call: Call, _: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
-        given = call[argument]
-        local = tuple(-1 if old == -1 else new for old, new in zip(given, out[0], strict=True))
+        sizes = call[argument]
+        local = tuple(-1 if old == -1 else new for old, new in zip(sizes, out[0], strict=True))
         return call.node.op, {argument: local}
 
     return rewrite
@@ -203,9 +203,9 @@ def _sizes(argument: str) -> Rewrite:
 
 def _unflatten(call: Call, _: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
     dim = normal_dim(call["dim"], len(call.inputs[0].shape))
-    given = call["sizes"]
-    local = out[0][dim : dim + len(given)]
-    return call.node.op, {"sizes": tuple(-1 if old == -1 else new for old, new in zip(given, local, strict=True))}
+    sizes = call["sizes"]
+    local = out[0][dim : dim + len(sizes)]
+    return call.node.op, {"sizes": tuple(-1 if old == -1 else new for old, new in zip(sizes, local, strict=True))}
 
 
 def _split(call: Call, _: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
@@ -221,7 +221,7 @@ def _slice(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tup
     length, local = call.outputs[0].shape[dim], out[0][dim]
     if local == length:
         return call.node.op, {}
-    begin = start // length * local  # whole sections only are sharded, see shape.slice_
+    begin = start // length * local  # only whole sections are sharded, see shape.slice_
     if "length" in call.arguments:
         return call.node.op, {"start": begin, "length": local}
     return call.node.op, {"start": begin, "end": begin + local}
@@ -234,8 +234,8 @@ def _repeat(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tu
 
 def _repeat_interleave(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
     dim = normal_dim(call["dim"], len(out[0]))
-    known = {} if call.get("output_size") is None else {"output_size": out[0][dim]}
-    return call.node.op, {"repeats": out[0][dim] // inputs[0][dim], **known}
+    output_size = {} if call.get("output_size") is None else {"output_size": out[0][dim]}
+    return call.node.op, {"repeats": out[0][dim] // inputs[0][dim], **output_size}
 
 
 def _convolution(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
@@ -256,12 +256,12 @@ def _group_norm(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -
 
 
 def _resampled(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
-    given = call.get("output_size")
-    return call.node.op, {} if given is None else {"output_size": out[0][len(out[0]) - len(given) :]}
+    output_size = call.get("output_size")
+    return call.node.op, {} if output_size is None else {"output_size": out[0][len(out[0]) - len(output_size) :]}
 
 
 def _squeeze(call: Call, inputs: tuple[Shape, ...], out: tuple[Shape, ...]) -> tuple[str, dict[str, Any]]:
-    """A dim of local size 1 must stay if its global size is not 1: name the dims."""
+    """Name the dims to squeeze, because a dim of local size 1 must stay if its global size is not 1."""
     return "aten.squeeze.dims", {"dim": squeezed_dims(call)}
 
 

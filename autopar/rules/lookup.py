@@ -1,4 +1,4 @@
-"""Table look-ups and indexing."""
+"""Rules of table look-ups and indexing."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from codegen.runtime.embedding import embedding_bag as bags_of_one_size
 
 
 def embedding(call: Call) -> Rule:
-    """weight [v, h], ids [...] -> [..., h]. With v sharded each rank finds its own rows only: a partial result."""
+    """weight [v, h], ids [...] -> [..., h]. With v sharded, each rank looks up only its own rows: a partial result."""
     weight, ids = call.tensor("weight"), call.tensor("indices")
     names = [f"i{i}" for i in range(len(ids.shape))]
     sizes = dict(zip(names, ids.shape, strict=True)) | {"v": weight.shape[0], "h": weight.shape[1]}
-    own = [[f] for f in names]
-    tensors: dict[int, Groups] = {weight.index: [["v"], ["h"]], ids.index: own}
+    dims = [[f] for f in names]
+    tensors: dict[int, Groups] = {weight.index: [["v"], ["h"]], ids.index: dims}
     return make_rule(
         call,
         [tensors[0], tensors[1]],
-        [[*own, ["h"]]],
+        [[*dims, ["h"]]],
         sizes,
         linear=("weight",),
         lowerings={"v": Lowering("vocab_embedding", contiguous=True)},
@@ -29,8 +29,8 @@ def embedding(call: Call) -> Rule:
 
 
 BAGS = "autopar.embedding_bag.default"
-"""`embedding_bag(indices [N, k], weight [V, h], mode, per_sample_weights [N, k], padding_idx) -> [N, h]`, torch's for
-bags of one size (frontend/bags.py)."""
+"""`embedding_bag(indices [N, k], weight [V, h], mode, per_sample_weights [N, k], padding_idx) -> [N, h]`: torch's
+operator for bags of one size (frontend/bags.py)."""
 
 _LIBRARY: Any = cast(Any, torch.library).Library("autopar", "FRAGMENT")
 _LIBRARY.define(
@@ -42,7 +42,7 @@ _LIBRARY.impl("embedding_bag", bags_of_one_size, "CompositeImplicitAutograd")
 
 
 def embedding_bag(call: Call) -> Rule:
-    """ids [n, k], weight [v, h], perhaps weights [n, k] -> [n, h]. Parts of bags give partial sums of a sum."""
+    """ids [n, k], weight [v, h], optional weights [n, k] -> [n, h]. Parts of bags give partial sums of a sum."""
     ids, weight, weighed = call.tensor("indices"), call.tensor("weight"), call.get("per_sample_weights")
     sizes = dict(zip("nkvh", (*ids.shape, *weight.shape), strict=True))
     tensors: dict[int, Groups] = {ids.index: [["n"], ["k"]], weight.index: [["v"], ["h"]]}
@@ -60,7 +60,7 @@ def embedding_bag(call: Call) -> Rule:
 def gather(call: Call) -> Rule | None:
     """out[..., j, ...] = self[..., index[..., j, ...], ...]: the searched dim of self is blocked, j is free.
 
-    Dims that index covers only in part are blocked. None for take_along_dim of flattened or broadcast tensors.
+    Dims that index covers only partly are blocked. None for take_along_dim of flattened or broadcast tensors.
     """
     x, index = call.tensor("self"), call.tensor("indices" if call.packet == "take_along_dim" else "index")
     if call.get("dim") is None or index.shape != call.outputs[0].shape or len(x.shape) != len(index.shape):
@@ -81,13 +81,13 @@ def gather(call: Call) -> Rule | None:
             source.append([f"x{i}"])
         else:
             source.append([f])
-    own = [[f] for f in names]
-    tensors: dict[int, Groups] = {x.index: source, index.index: own}
-    return make_rule(call, [tensors[0], tensors[1]], [own], sizes, blocked=blocked, linear=("self",))
+    dims = [[f] for f in names]
+    tensors: dict[int, Groups] = {x.index: source, index.index: dims}
+    return make_rule(call, [tensors[0], tensors[1]], [dims], sizes, blocked=blocked, linear=("self",))
 
 
 def index_select(call: Call) -> Rule:
-    """The rule of `index_select`: the chosen positions are free, the searched dim is blocked."""
+    """index_select: the chosen positions are free, the searched dim is blocked."""
     x, index = call.tensor("self"), call.tensor("index")
     dim = normal_dim(call["dim"], len(x.shape))
     names = [f"d{i}" for i in range(len(x.shape))]
@@ -100,7 +100,7 @@ def index_select(call: Call) -> Rule:
 def index_tensor(call: Call) -> Rule | None:
     """Advanced indexing with integer tensors (numpy's rules): indexed dims are blocked, the indices' dims are free.
 
-    None for boolean masks, whose result size depends on the data.
+    None for boolean masks, whose result size depends on data.
     """
     x = call.tensor("self")
     indices: tuple[Operand | None, ...] = tuple(call["indices"])
@@ -113,7 +113,7 @@ def index_tensor(call: Call) -> Rule | None:
     rest = [f for i, f in enumerate(names) if i not in used]
     first, last = min(used), max(used)
     adjacent = last - first + 1 == len(used)
-    # Separated index tensors put their dims first; adjacent ones put them where they stand.
+    # Separated index tensors put their dims first; adjacent ones put them in their own position.
     position = first if adjacent else 0
     picked = [f"j{i}" for i in range(rank)]
     sizes = dict(zip(names, x.shape, strict=True)) | dict(zip(picked, out[position : position + rank], strict=True))
@@ -133,18 +133,18 @@ def index_tensor(call: Call) -> Rule | None:
 
 
 def one_hot(call: Call) -> Rule:
-    """The rule of `one_hot`: a new last dim of classes, blocked."""
+    """one_hot: a new last dim of classes, blocked."""
     x = call.tensor("self")
     names = [f"d{i}" for i in range(len(x.shape))]
     sizes = dict(zip(names, x.shape, strict=True)) | {"c": call.outputs[0].shape[-1]}
-    own = [[f] for f in names]
-    return make_rule(call, [own], [[*own, ["c"]]], sizes, blocked={"c"})
+    dims = [[f] for f in names]
+    return make_rule(call, [dims], [[*dims, ["c"]]], sizes, blocked={"c"})
 
 
 def scatter(call: Call) -> Rule | None:
-    """self [..., x, ...] with index [..., j, ...] entries of it replaced by src or a number: dims x and j are blocked.
+    """self [..., x, ...] with entries at index [..., j, ...] replaced by src or a number: dims x and j are blocked.
 
-    None where index covers other dims only in part, or src is larger than it.
+    None where index covers other dims only partly, or src is larger than index.
     """
     x, index, src = call.tensor("self"), call.tensor("index"), call.get("src")
     rank = len(x.shape)
@@ -155,13 +155,13 @@ def scatter(call: Call) -> Rule | None:
         return None
     names = [f"d{i}" for i in range(rank)]
     sizes = dict(zip(names, x.shape, strict=True)) | {"j": index.shape[dim]}
-    own = [[f] for f in names]
+    dims = [[f] for f in names]
     parts = [["j"] if i == dim else [f] for i, f in enumerate(names)]
-    groups: dict[int, Groups] = {x.index: own, index.index: parts}
+    groups: dict[int, Groups] = {x.index: dims, index.index: parts}
     groups |= {src.index: parts} if src is not None else {}
     tensors = [groups[i] for i in range(len(groups))]
     linear = "self value" if src is None else "self src"
-    return make_rule(call, tensors, [own], sizes, blocked={names[dim], "j"}, linear=(linear,))
+    return make_rule(call, tensors, [dims], sizes, blocked={names[dim], "j"}, linear=(linear,))
 
 
 def slice_scatter(call: Call) -> Rule:
@@ -170,16 +170,17 @@ def slice_scatter(call: Call) -> Rule:
     dim = normal_dim(call["dim"], len(x.shape))
     names = [f"d{i}" for i in range(len(x.shape))]
     sizes = dict(zip(names, x.shape, strict=True)) | {"j": src.shape[dim]}
-    own = [[f] for f in names]
-    tensors: dict[int, Groups] = {x.index: own, src.index: [["j"] if i == dim else [f] for i, f in enumerate(names)]}
+    dims = [[f] for f in names]
+    tensors: dict[int, Groups] = {x.index: dims, src.index: [["j"] if i == dim else [f] for i, f in enumerate(names)]}
     blocked = {names[dim], "j"}
-    return make_rule(call, [tensors[0], tensors[1]], [own], sizes, blocked=blocked, linear=("self src",))
+    return make_rule(call, [tensors[0], tensors[1]], [dims], sizes, blocked=blocked, linear=("self src",))
 
 
 def scatter_sum(call: Call) -> Rule | None:
-    """self [..., x, ...] + sum over j of src [..., j, ...] at index: parts of j give partial sums; self is one.
+    """self [..., x, ...] + sum over j of src [..., j, ...] at index: shards of j give partial sums, to which self
+    counts.
 
-    The dim x that is written to is blocked. None where index, or src, covers the other dims only in part.
+    The dim x that is written to is blocked. None where index, or src, covers the other dims only partly.
     """
     along = call.packet == "index_add"
     x, index, src = call.tensor("self"), call.tensor("index"), call.tensor("source" if along else "src")
@@ -191,13 +192,13 @@ def scatter_sum(call: Call) -> Rule | None:
     if (not along and index.shape != src.shape) or any(x.shape[i] != src.shape[i] for i in range(rank) if i != dim):
         return None
     sizes = dict(zip(names, x.shape, strict=True)) | {"j": src.shape[dim]}
-    own = [[f] for f in names]
+    dims = [[f] for f in names]
     parts = [["j"] if i == dim else [f] for i, f in enumerate(names)]
-    groups: dict[int, Groups] = {x.index: own, src.index: parts, index.index: [["j"]] if along else parts}
+    groups: dict[int, Groups] = {x.index: dims, src.index: parts, index.index: [["j"]] if along else parts}
     return make_rule(
         call,
         [groups[i] for i in range(len(groups))],
-        [own],
+        [dims],
         sizes,
         blocked={names[dim]},
         additive={x.index},
@@ -206,7 +207,7 @@ def scatter_sum(call: Call) -> Rule | None:
 
 
 def scatter_reduce(call: Call) -> Rule | None:
-    """As scatter, where entries that meet are multiplied, averaged or compared."""
+    """As scatter, for entries that are multiplied, averaged or compared where they meet."""
     x, index, src = call.tensor("self"), call.tensor("index"), call.tensor("src")
     rank = len(x.shape)
     dim = normal_dim(call["dim"], max(rank, 1))
@@ -221,15 +222,15 @@ def scatter_reduce(call: Call) -> Rule | None:
 
 
 def buckets(call: Call) -> Rule | None:
-    """The number of the interval that each value lies in; all limits are on every rank. None for limits by row."""
+    """The index of each value's interval; every rank has all limits. None for limits per row."""
     x, limits = call["self"], call.tensor("boundaries" if call.packet == "bucketize" else "sorted_sequence")
     if not isinstance(x, Operand) or len(limits.shape) != 1 or len(call.inputs) != 2:
         return None
     names = [f"d{i}" for i in range(len(x.shape))]
     sizes = dict(zip(names, x.shape, strict=True)) | {"limits": limits.shape[0]}
-    own = [[f] for f in names]
-    groups = {x.index: own, limits.index: [["limits"]]}
-    return make_rule(call, [groups[0], groups[1]], [own], sizes, blocked={"limits"})
+    dims = [[f] for f in names]
+    groups = {x.index: dims, limits.index: [["limits"]]}
+    return make_rule(call, [groups[0], groups[1]], [dims], sizes, blocked={"limits"})
 
 
 TABLE = {

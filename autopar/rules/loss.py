@@ -1,4 +1,4 @@
-"""Cross-entropy, negative log-likelihood and margins over classes."""
+"""Rules of cross-entropy, negative log-likelihood and margins over classes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NONE, MEAN, SUM = 0, 1, 2
 def cross_entropy(call: Call) -> Rule:
     """self [N, C, ...] or [C], target [N, ...] class numbers or self-shaped probabilities.
 
-    mean: tokens contracted, each rank's sum over the count of valid tokens of all ranks (the lowering needs that
-    count, since ignored targets are not spread evenly). Sharded classes: the lowering reduces inside, result R.
-    Class weights, probability targets and reduction "none" leave the classes blocked; weights block the tokens of a
-    mean, whose denominator is then a sum of weights.
+    mean: tokens are contracted; each rank divides its sum by the number of valid tokens of all ranks (the lowering
+    needs that number, because ignored targets are unevenly distributed). Sharded classes: the lowering reduces inside,
+    result R. Class weights, probability targets and reduction "none" block the classes. Weights also block the tokens
+    of a mean, whose denominator is then a sum of weights.
     """
     x, target = call.tensor("self"), call.tensor("target")
     reduction: int = call["reduction"]
@@ -41,7 +41,7 @@ def cross_entropy(call: Call) -> Rule:
     lowerings: dict[str, Lowering] = {}
     if reduction == MEAN:
         if by_probability:
-            # torch divides by the number of rows, weighted or not.
+            # torch divides by the number of rows, with or without weights.
             lowerings = {f: Lowering("mean") for f in names}
         elif plain:
             lowerings = {f: Lowering("cross_entropy") for f in names}
@@ -80,9 +80,9 @@ def nll(call: Call) -> Rule:
 
 
 def margin(call: Call) -> Rule:
-    """multi_margin_loss and multilabel_margin_loss of [N, C] or [C]: rows apart, a row's classes together.
+    """multi_margin_loss and multilabel_margin_loss of [N, C] or [C]: rows are free, a row's classes are blocked.
 
-    A mean is one of rows, whatever the classes' weights.
+    A mean is over rows, whatever the classes' weights.
     """
     x, target = call.tensor("self"), call.tensor("target")
     names = ["n", "c"][-len(x.shape) :]
@@ -99,9 +99,9 @@ def margin(call: Call) -> Rule:
 
 
 def is_plain_cross_entropy(node: Node, inputs: Sequence[TensorMeta], any_dims: bool = False) -> bool:
-    """Class-number targets, no class weights, [N, C] logits, averaged or summed: what the run time's own does.
+    """Whether the runtime's own cross-entropy applies: class-number targets, no class weights, [N, C], mean or sum.
 
-    any_dims: [N, C, ...] and [C] too, which it does once their classes are the last of two dims.
+    any_dims: also [N, C, ...] and [C], which it supports once the classes are the last of two dims.
     """
     if base_name(node.op) != "cross_entropy_loss":
         return False

@@ -1,4 +1,4 @@
-"""Normalisations: the normalised dims are blocked, the others are free."""
+"""Normalizations: the normalized dims are blocked, the others are free."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from autopar.rules.call import Call, Groups, Operand, make_rule, normal_dim
 from autopar.rules.rule import Lowering, Rule
 
 SYNCHRONISED = ("batch_norm", "group_norm")
-"""The lowerings of norms whose statistics are of several ranks' elements (codegen/runtime/batch_norm.py)."""
+"""Lowerings of norms whose statistics cover elements of several ranks (codegen/runtime/batch_norm.py)."""
 
 
 def trailing_norm(call: Call) -> Rule:
-    """layer_norm and rms_norm over the trailing `normalized_shape` dims; native_layer_norm gives its statistics too."""
+    """layer_norm and rms_norm over the trailing `normalized_shape` dims; native_layer_norm also returns statistics."""
     x = call.tensor("input")
     num_lead = len(x.shape) - len(call["normalized_shape"])
     names = [f"b{i}" for i in range(num_lead)] + [f"h{i}" for i in range(len(x.shape) - num_lead)]
@@ -28,7 +28,7 @@ def trailing_norm(call: Call) -> Rule:
 def batch_norm(call: Call) -> Rule:
     """Channels are free with their weights and statistics, and so are batch and space.
 
-    While training, statistics of a batch or a space that is cut are summed over its ranks: each rank's own would equal
+    In training, the statistics of a sharded batch or space are summed over its ranks. Statistics per rank would equal
     torch's DistributedDataParallel, not the model on one device.
     """
     x = call.tensor("input")
@@ -45,7 +45,7 @@ def batch_norm(call: Call) -> Rule:
 
 
 def group_norm(call: Call) -> Rule:
-    """Batch and groups are free, and space, whose ranks share statistics; channels within a group are blocked."""
+    """Batch, groups and space are free, with statistics summed over space; channels within a group are blocked."""
     x = call.tensor("input")
     sizes = {"b": x.shape[0], "g": call["num_groups"], "c": x.shape[1] // call["num_groups"]}
     space = [f"s{i}" for i in range(len(x.shape) - 2)]
@@ -61,7 +61,7 @@ def group_norm(call: Call) -> Rule:
 
 
 def instance_norm(call: Call) -> Rule | None:
-    """Rows and channels are free, space is blocked. None where it updates running statistics, which are of all rows."""
+    """Rows and channels are free, space is blocked. None if it updates running statistics, which cover all rows."""
     x = call.tensor("input")
     if call["momentum"] and any(isinstance(call.get(name), Operand) for name in ("running_mean", "running_var")):
         return None
@@ -73,7 +73,7 @@ def instance_norm(call: Call) -> Rule | None:
 
 
 def along_dim(call: Call) -> Rule:
-    """softmax, log_softmax, cumsum, sort ...: the dim they run along is blocked; outputs are shaped like the input.
+    """softmax, log_softmax, cumsum, sort ...: the dim along which they run is blocked; outputs have the input's shape.
 
     cumsum is linear.
     """
@@ -81,18 +81,18 @@ def along_dim(call: Call) -> Rule:
     names = [f"d{i}" for i in range(len(x.shape))]
     sizes = dict(zip(names, x.shape, strict=True))
     blocked = {names[normal_dim(call["dim"], len(names))]} if names else set()
-    own = [[f] for f in names]
+    dims = [[f] for f in names]
     linear = ("self",) if call.packet == "cumsum" else ()
-    return make_rule(call, [own], [own for _ in call.outputs], sizes, blocked=blocked, linear=linear)
+    return make_rule(call, [dims], [dims for _ in call.outputs], sizes, blocked=blocked, linear=linear)
 
 
 def softmax_backward(call: Call) -> Rule:
-    """The gradient of softmax from that of its result: linear in it, along the same dim."""
+    """The gradient of softmax: linear in the result's gradient, along the same dim."""
     names = [f"d{i}" for i in range(len(call.outputs[0].shape))]
     sizes = dict(zip(names, call.outputs[0].shape, strict=True))
     blocked = {names[normal_dim(call["dim"], len(names))]} if names else set()
-    own = [[f] for f in names]
-    return make_rule(call, [own, own], [own], sizes, blocked=blocked, linear=("grad_output",))
+    dims = [[f] for f in names]
+    return make_rule(call, [dims, dims], [dims], sizes, blocked=blocked, linear=("grad_output",))
 
 
 TABLE = {

@@ -1,4 +1,4 @@
-"""One option of a call on real tensors: what its ranks compute, forward and backward, against the whole call."""
+"""Run one option of a call on real tensors: the results of its ranks, forward and backward, against the whole call."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from autopar.rules.simulate import (
 )
 
 Ranks = Callable[[Tensors, SimulatedMesh], Tensors]
-"""What one rank computes of its parts of the inputs."""
+"""Computes one rank's outputs from its shards of the inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One option of a call as something to run. together: the ranks communicate."""
+    """A runnable option of a call. together: the ranks communicate."""
 
     run: Ranks
     together: bool
 
 
 Prepare = Callable[[Node, Rule, tuple[AxisOption, ...], tuple[TensorMeta, ...], Sizes], Prepared]
-"""How a call under one option per axis is made runnable: as the proof does, or through a program that is emitted."""
+"""Makes a call under one option per axis runnable: directly, or through an emitted program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,15 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """The relative error allowed to gradients, whose sums are rounded to the outputs' dtype part by part."""
+        """The allowed relative error of gradients, whose sums are rounded to the outputs' dtype shard by shard."""
         widest = [torch.finfo(out.dtype).eps for out in self.outputs if out.dtype.is_floating_point]
         return max(1e-9, *(32 * eps for eps in widest), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one run under one option per axis gave: the largest error of results and gradients, as a share of the whole
-    tensor's largest element, and what is wrong, if anything."""
+    """The result of one run: the largest error of results and gradients, relative to the whole tensor's largest
+    element, and the fault, if any."""
 
     error: float
     fault: str | None = None
@@ -84,12 +84,12 @@ def check_option(
     prepare: Prepare,
     seed: int = 0,
 ) -> Outcome:
-    """One run of the call under one option per axis of so many ranks, forward and backward, against the whole call."""
+    """Run the call once, forward and backward, under one option per axis of these sizes, against the whole call."""
     return _outcome(replace(make_case(node, inputs, rule, seed), prepare=prepare), options, sizes)
 
 
 def make_case(node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, seed: int) -> Case:
-    """The call with random values, its results and gradients."""
+    """Return the call with random values, its results and gradients."""
     generator = torch.Generator().manual_seed(seed)
     call = Call.of(node, inputs)
     values = sample_inputs(node, inputs, generator)
@@ -100,7 +100,7 @@ def make_case(node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, seed: int)
         for out in outputs
     )
     in_grads = gradients(outputs, grads, leaves)
-    # The metas as they are in float64 runs: what flows decides, not what the trace recorded.
+    # Metas of the float64 run: the actual gradient flow decides, not the one recorded in the trace.
     metas = tuple(replace(m, requires_grad=out.requires_grad) for m, out in zip(node.outputs, outputs, strict=True))
     return Case(
         node=replace(node, outputs=metas),
@@ -117,7 +117,7 @@ def make_case(node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, seed: int)
 
 
 def _whole_lowering(node: Node, rule: Rule, inputs: tuple[TensorMeta, ...]) -> LoweringCall | None:
-    """The lowering that the op needs even if nothing is sharded."""
+    """Return the lowering that the op needs even if nothing is sharded."""
     option = axis_options(rule, 1, inputs, node.outputs)[0]
     return local_call(node, rule, (option,), inputs, (1,)).lowering
 
@@ -132,21 +132,21 @@ def leaves_of(values: tuple[Tensor, ...], metas: tuple[TensorMeta, ...]) -> tupl
 def gradients(
     outputs: tuple[Tensor, ...], grads: tuple[Tensor | None, ...], leaves: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, ...]:
-    """d outputs / d leaves along `grads`; zeros for unused leaves, None for those without gradient."""
+    """Return d outputs / d leaves along `grads`; zeros for unused leaves, None for leaves without gradient."""
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None and out.requires_grad]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    if not pairs or not wanted:
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    if not pairs or not trained:
         return tuple(torch.zeros_like(leaf) if leaf.requires_grad else None for leaf in leaves)
-    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    computed = iter(torch.autograd.grad([o for o, _ in pairs], trained, [g for _, g in pairs], allow_unused=True))
     result: list[Tensor | None] = []
     for leaf in leaves:
-        grad = next(found) if leaf.requires_grad else None
+        grad = next(computed) if leaf.requires_grad else None
         result.append(torch.zeros_like(leaf) if grad is None and leaf.requires_grad else grad)
     return tuple(result)
 
 
 def fault_of(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> str | None:
-    """What is wrong with these options, one per axis; None if they are right."""
+    """Return the fault of these options, one per axis; None if they are correct."""
     return _outcome(case, options, sizes).fault
 
 
@@ -168,8 +168,8 @@ def _outcome(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> Outco
 
         def work(rank: Coordinate) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
             outputs = prepared.run(leaves[rank], mesh_of[rank])
-            own_grads = tuple(None if grad is None else grad[rank] for grad in grads)
-            return outputs, gradients(outputs, own_grads, leaves[rank])
+            rank_grads = tuple(None if grad is None else grad[rank] for grad in grads)
+            return outputs, gradients(outputs, rank_grads, leaves[rank])
 
         results = run_ranks(list(mesh_of), work, prepared.together)
         return _compare(case, results, places_in, places_out, sizes)
@@ -186,7 +186,7 @@ def _local(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> Prepare
 def _gradient_parts(
     case: Case, places_out: tuple[Placements, ...], sizes: Sizes
 ) -> list[dict[Coordinate, Tensor] | None]:
-    """The outputs' gradients, handed out in the conjugate placements."""
+    """Return the outputs' gradients, distributed in the conjugate placements."""
     return [
         None if grad is None else distribute(grad, tuple(conjugate(p) for p in places), sizes, case.generator)
         for grad, places in zip(case.out_grads, places_out, strict=True)
@@ -233,7 +233,7 @@ def is_equal(
 
 
 def _error(parts: dict[Coordinate, Tensor], places: Placements, sizes: Sizes, whole: Tensor) -> float:
-    """The largest difference as a share of the whole's largest element, among finite ones."""
+    """Return the largest difference relative to the whole's largest element, among finite elements."""
     wide = torch.complex128 if whole.is_complex() else torch.float64
     exact, largest = whole.to(wide), 0.0
     usual = torch.isfinite(exact)
@@ -245,9 +245,9 @@ def _error(parts: dict[Coordinate, Tensor], places: Placements, sizes: Sizes, wh
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Inputs are float64; a call that casts to less is compared as far as the result's dtype goes.
+    """Return the tolerance for a result's dtype. Inputs are float64; a call that casts to less is compared accordingly.
 
-    For values this is as strict as float32 everywhere, so that summing rounded parts is not taken for right.
+    Values are compared at least as strictly as float32 everywhere, so that summing rounded parts does not pass.
     """
     return 1e-9 if dtype == torch.float64 or not dtype.is_floating_point else 1e-5
 

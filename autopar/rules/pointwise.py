@@ -1,4 +1,4 @@
-"""Pointwise operators: every result dim is a factor, operands are aligned to the right, broadcast dims have none.
+"""Rules of pointwise operators: every result dim is a factor, operands align right, broadcast dims have no factor.
 
 One row per operator: the sets of arguments in which it is jointly linear (separated by commas).
 """
@@ -190,7 +190,7 @@ CASTS = ("to", "_to_copy", "type_as")
 
 
 def pointwise(call: Call) -> Rule:
-    """The rule for every operator of this file."""
+    """Return the rule of an operator in LINEAR or NONLINEAR."""
     shape = call.outputs[0].shape
     factors = [f"d{i}" for i in range(len(shape))]
     sizes = dict(zip(factors, shape, strict=True))
@@ -206,22 +206,22 @@ def pointwise(call: Call) -> Rule:
 
 
 def cast(call: Call) -> Rule:
-    """dtype and device changes: linear unless precision is lost, for partial sums must not be rounded one by one."""
+    """dtype and device changes: linear unless precision is lost, because partial sums must not be rounded."""
     source, target = call.inputs[0].dtype, call.outputs[0].dtype
     shape = call.outputs[0].shape
     factors = [f"d{i}" for i in range(len(shape))]
     sizes = dict(zip(factors, shape, strict=True))
-    own = [[f] for f in factors]
-    is_float = source.is_floating_point and source.itemsize > 1  # torch promotes no float8, of which there are no sums
+    dims = [[f] for f in factors]
+    is_float = source.is_floating_point and source.itemsize > 1  # torch does not promote float8, which has no sums
     widening = is_float and torch.promote_types(source, target) == target
-    # A second tensor only lends its dtype. It has no factor in common with the result, so its own are blocked.
-    others: list[list[list[str]]] = []
+    # A second tensor only provides its dtype. It shares no factor with the result, so its own factors are blocked.
+    lending: list[list[list[str]]] = []
     for number, meta in enumerate(call.inputs[1:]):
         names = [f"o{number}.{i}" for i in range(len(meta.shape))]
         sizes.update(zip(names, meta.shape, strict=True))
-        others.append([[name] for name in names])
+        lending.append([[name] for name in names])
     blocked = [name for name in sizes if name.startswith("o")]
-    return make_rule(call, [own, *others], [own], sizes, blocked=blocked, linear=("self",) if widening else ())
+    return make_rule(call, [dims, *lending], [dims], sizes, blocked=blocked, linear=("self",) if widening else ())
 
 
 def glu(call: Call) -> Rule:
@@ -239,7 +239,7 @@ _LIBRARY.define("in_training(Tensor training, Tensor evaluation) -> Tensor")
 
 
 def _in_training(training: torch.Tensor, evaluation: torch.Tensor) -> torch.Tensor:
-    """As proofs run it; a program has a method of its module in its place."""
+    """Run the operator in proofs; a program calls a method of its module instead."""
     return torch.where(torch.ones_like(training, dtype=torch.bool), training, evaluation)
 
 
@@ -247,11 +247,11 @@ _LIBRARY.impl("in_training", _in_training, "CompositeImplicitAutograd")
 
 
 def in_training(call: Call) -> Rule:
-    """The rule of `in_training`: its operands and its result have one shape, and partial sums stay so."""
+    """in_training: operands and result have one shape, and partial sums stay partial sums."""
     factors = [f"d{i}" for i in range(len(call.outputs[0].shape))]
     sizes = dict(zip(factors, call.outputs[0].shape, strict=True))
-    own = [[f] for f in factors]
-    return make_rule(call, [own, own], [own], sizes, linear=("training evaluation",))
+    dims = [[f] for f in factors]
+    return make_rule(call, [dims, dims], [dims], sizes, linear=("training evaluation",))
 
 
 TABLE = {

@@ -1,8 +1,8 @@
-"""Proof of a rule on real tensors: every option, shard by shard, forward and backward, against the whole op.
+"""Prove a rule on real tensors: every option, shard by shard, forward and backward, against the whole op.
 
-For each option the inputs are cut as it says, every simulated rank runs its local call, and the outputs must put the
-whole result together again. Then the output's gradient is handed out in the conjugate placements, and the inputs'
-gradients must put the whole gradients together in theirs. Everything is float64, so that equality is tight.
+For each option the inputs are sharded as it says, every simulated rank runs its local call, and the outputs must
+assemble to the whole result. Then the output's gradient is distributed in the conjugate placements, and the inputs'
+gradients must assemble to the whole gradients in theirs. Everything is float64, so that the comparison is tight.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from autopar.rules.simulate import (
 
 AXIS_SIZES = (2, 3)
 PRIME_SIZES = (5, 7)
-"""Axis sizes tried for a factor that neither 2 nor 3 divides."""
+"""Axis sizes for factors that neither 2 nor 3 divides."""
 MAX_PAIRS = 24
 MAX_SEARCHED = 400
 
 
 @dataclass(frozen=True, slots=True)
 class ProofReport:
-    """What a proof found. Texts name the option, its placements and, if wrong, what differs.
+    """The result of a proof. Texts name the option, its placements and the difference.
 
     options_checked: runs of (option or pair of options, axis sizes). wrong: options that failed. missed: placements
-    of inputs and outputs that are right but that the rule does not offer. skipped: factors that no tried size divides.
+    of inputs and outputs that are correct but not offered by the rule. skipped: factors that no tried size divides.
     """
 
     op: str
@@ -69,8 +69,8 @@ def prove_rule(
 ) -> ProofReport:
     """Check every option of the rule on one mesh axis of 2 and 3 ranks, and pairs of options on a 2 x 2 mesh.
 
-    node must name an operator that torch has. Set requires_grad in the metas of what is differentiated. Small
-    shapes (dims 4, 6, 12) keep this fast; dims that divide by 2 and 3 have every factor checked.
+    node must name an operator that torch has. Set requires_grad in the metas of differentiated tensors. Small shapes
+    (dims 4, 6, 12) keep this fast; factors of dims that 2 and 3 divide are all checked.
     """
     case = make_case(node, inputs, rule, seed)
     checked = 0
@@ -90,7 +90,7 @@ def prove_rule(
 def check_options(
     node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, prepare: Prepare
 ) -> tuple[int, tuple[str, ...]]:
-    """How many options an axis of 2 ranks has, and what is wrong with each that `prepare` does not make torch's."""
+    """Return the number of options on 2 ranks, and the faults of those that differ from torch under `prepare`."""
     case = replace(make_case(node, inputs, rule, seed=0), prepare=prepare)
     options = axis_options(rule, 2, inputs, case.node.outputs)
     faults = ((option, fault_of(case, (option,), (2,))) for option in options)
@@ -98,14 +98,14 @@ def check_options(
 
 
 def torch_alone(node: Node, inputs: tuple[TensorMeta, ...]) -> None:
-    """Raises what torch raises for the call on whole tensors, forward or backward."""
+    """Run the call on whole tensors, forward and backward. Raises whatever torch raises."""
     leaves = leaves_of(sample_inputs(node, inputs, torch.Generator().manual_seed(0)), inputs)
     outputs = call_op(node.op, node.args, node.kwargs, leaves)
     gradients(outputs, tuple(torch.ones_like(out) if out.requires_grad else None for out in outputs), leaves)
 
 
 def _single(case: Case) -> Iterator[tuple[tuple[AxisOption, ...], Sizes]]:
-    """Every option on one axis of 2 and of 3; sectioned ones on 2; primes for what is left."""
+    """Yield every option on one axis of 2 and of 3 ranks; sectioned ones on 2; primes for the remaining factors."""
     seen: set[str] = set()
     for size in AXIS_SIZES:
         sections = {factor: (2,) for factor in case.rule.shardable} if size == 2 else {}
@@ -119,12 +119,12 @@ def _single(case: Case) -> Iterator[tuple[tuple[AxisOption, ...], Sizes]]:
 
 
 def _pairs(case: Case, seed: int) -> Iterator[tuple[tuple[AxisOption, ...], Sizes]]:
-    """A sample of two-axis combinations, 2 x 2 and 2 x 3."""
-    found: list[tuple[tuple[AxisOption, ...], Sizes]] = []
+    """Yield a sample of two-axis combinations, 2 x 2 and 2 x 3."""
+    combinations: list[tuple[tuple[AxisOption, ...], Sizes]] = []
     for sizes in ((2, 2), (2, 3)):
         per_axis = [axis_options(case.rule, size, case.inputs, case.node.outputs) for size in sizes]
-        found += [(options, sizes) for options in itertools.product(*per_axis) if _fits(case, options, sizes)]
-    yield from random.Random(seed).sample(found, min(MAX_PAIRS, len(found)))
+        combinations += [(options, sizes) for options in itertools.product(*per_axis) if _fits(case, options, sizes)]
+    yield from random.Random(seed).sample(combinations, min(MAX_PAIRS, len(combinations)))
 
 
 def _fits(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> bool:
@@ -134,7 +134,7 @@ def _fits(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> bool:
 
 
 def _missed(case: Case, seed: int) -> Iterator[str]:
-    """Placements on one axis of 2 ranks that are right with the plain local call and that the rule does not offer."""
+    """Yield correct placements on one axis of 2 ranks, with the plain local call, that the rule does not offer."""
     size = 2
     listed = {(o.inputs, o.outputs) for o in axis_options(case.rule, size, case.inputs, case.node.outputs)}
     candidates = [_candidates(value, [Rp]) for value in case.values]
@@ -162,7 +162,7 @@ def _candidates(value: Tensor, replicated: list[Placement]) -> list[Placement]:
 def _matching_outputs(
     case: Case, rule: Rule, inputs: tuple[Placement, ...], candidates: list[list[Placement]]
 ) -> Iterator[tuple[Placement, ...]]:
-    """Output placements whose shapes and values the ranks' forward results give."""
+    """Yield output placements that match the shapes and values of the ranks' forward results."""
     groups: list[tuple[Placement, ...]] = (
         [tuple(c) for c in itertools.product(*candidates)] if len(candidates) == 1 else _alike(candidates)
     )
@@ -180,7 +180,7 @@ def _matching_outputs(
 
 
 def _alike(candidates: list[list[Placement]]) -> list[tuple[Placement, ...]]:
-    """The combinations of `candidates` (one list per output) in which all outputs have the same placement."""
+    """Return the combinations of `candidates` (one list per output) that give all outputs the same placement."""
     common = [p for p in candidates[0] if all(p in other for other in candidates)]
     return [(p,) * len(candidates) for p in common]
 
@@ -200,13 +200,13 @@ def _forward(
         return None
 
 
-def _forward_equal(case: Case, found: dict[Coordinate, tuple[Tensor, ...]], outputs: tuple[Placement, ...]) -> bool:
+def _forward_equal(case: Case, results: dict[Coordinate, tuple[Tensor, ...]], outputs: tuple[Placement, ...]) -> bool:
     for number, (whole, place) in enumerate(zip(case.outputs, outputs, strict=True)):
-        for rank in found:
+        for rank in results:
             expected = cut(whole, (place,), (2,), rank).shape
-            if found[rank][number].shape != expected:
+            if results[rank][number].shape != expected:
                 return False
-        parts = {rank: found[rank][number] for rank in found}
+        parts = {rank: results[rank][number] for rank in results}
         if not is_equal(parts, (place,), (2,), whole, tolerance_of(whole.dtype)):
             return False
     return True

@@ -1,4 +1,4 @@
-"""Recurrent layers as one call: rows of the batch are free, time runs step by step and features mix."""
+"""Rules of recurrent layers as one call: rows of the batch are free; time is sequential, and features mix."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from autopar.rules.rule import Rule
 def recurrent(call: Call) -> Rule | None:
     """input [t, b, i] (or [b, t, i]), states [l, b, h] -> results [t, b, o] (or [b, t, o]), states [l, b, h].
 
-    None with dropout between layers, whose mask is of the whole batch, for packed sequences, and where torch (2.11 with
-    batch_first) takes the states to have another shape than they have.
+    None with dropout between layers, whose mask covers the whole batch, for packed sequences, and where torch (2.11
+    with batch_first) records a wrong shape of the states.
     """
     x = call.arguments.get("input")
     if not isinstance(x, Operand) or len(x.shape) != 3 or (call["dropout"] > 0 and call["train"]):

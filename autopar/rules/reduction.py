@@ -1,4 +1,4 @@
-"""Reductions over dims. Sums give partial results; a mean is a sum over a count; the others block the reduced dims."""
+"""Rules of reductions over dims. Sums give partial results; a mean is a sum over a count; others block reduced dims."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BLOCKED = (
 
 
 def reduction(call: Call) -> Rule:
-    """`dim` may be absent, one, several or empty; `keepdim` leaves dims without factors.
+    """`dim` may be absent, one, several or empty; with `keepdim`, reduced dims stay without factors.
 
     The two-tensor forms of max and min are pointwise.
     """
@@ -72,7 +72,7 @@ def topk(call: Call) -> Rule:
 
 
 def histogram(call: Call) -> Rule | None:
-    """Counts of parts add up. None where the bins span the data, which the parts of it do not know."""
+    """Counts of shards add up. None where the bins span the range of the data, which a shard does not know."""
     if call["min"] == call["max"]:
         return None
     (x,) = call.inputs

@@ -1,7 +1,7 @@
-"""Finds the rule of a node in the built-in tables and in what users add.
+"""Find the rule of a node in the built-in tables and among user-defined rules.
 
-The built-in tables are immutable. A `Registry` holds a user's additions; `default_registry()` is the one that
-`register_rule` writes to and that everything reads.
+The built-in tables are immutable. A `Registry` has a user's additions. `register_rule` writes to `default_registry()`,
+which everything reads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Row = tuple[str, str] | RuleFunction
 
 @cache
 def builtin_table() -> Mapping[str, Row]:
-    """Every built-in row by packet ("aten.linear"), for all its overloads and its in-place form."""
+    """Return every built-in row by packet ("aten.linear"), for all its overloads and its in-place form."""
     families = (
         *(attention, buffers, contraction, convolution, creation, experts, lookup),
         *(loss, norm, pointwise, recurrent, reduction, shape, spatial, transform),
@@ -75,7 +75,8 @@ class Registry:
 
         rule: an equation such as "b* k, n k -> b* n", or a function from `Call` to `Rule`.
         linear: argument names in which the op is jointly linear, space-separated, one string per set; lowerings: by
-        factor. Both belong to an equation; a function states them in its Rule. Raises ValueError on a bad equation.
+        factor. Both apply to an equation; a function states them in its Rule. Raises ValueError for an invalid
+        equation.
         """
         if callable(rule):
             if linear or lowerings:
@@ -90,7 +91,7 @@ class Registry:
         self.additions[op_name] = bind
 
     def rule_for(self, node: Node, inputs: tuple[TensorMeta, ...]) -> Rule | None:
-        """The call's rule, or None for an op (or a form of it) without one: it is to be replicated and reported."""
+        """Return the call's rule, or None for an op (or form of it) without one, which is replicated and reported."""
         row = self._find(node.op)
         if row is None:
             return None
@@ -109,22 +110,22 @@ class Registry:
         return table.get(packet) or table.get(plain)
 
     def has_rule(self, op: str) -> bool:
-        """Whether there is a rule for calls of this overload, though maybe not for each."""
+        """Whether calls of this overload can have a rule, though perhaps not all of them."""
         return self._find(op) is not None
 
     def known_ops(self) -> tuple[str, ...]:
-        """Names of all packets and overloads that have a rule, sorted."""
+        """Return the names of all packets and overloads with a rule, sorted."""
         return tuple(sorted({*builtin_table(), *self.additions}))
 
 
 @cache
 def default_registry() -> Registry:
-    """The registry of this process, made on first use."""
+    """Return the registry of this process, created on first use."""
     return Registry()
 
 
 def rule_for(node: Node, inputs: tuple[TensorMeta, ...]) -> Rule | None:
-    """`Registry.rule_for` of the default registry."""
+    """Call `Registry.rule_for` of the default registry."""
     return default_registry().rule_for(node, inputs)
 
 
@@ -135,17 +136,17 @@ def register_rule(
     linear: tuple[str, ...] = (),
     lowerings: Mapping[str, Lowering] | None = None,
 ) -> None:
-    """`Registry.register` on the default registry. Prove the rule first, with `autopar.rules.prove_rule`."""
+    """Call `Registry.register` of the default registry. Prove the rule first, with `autopar.rules.prove_rule`."""
     if find_op(op_name) is None and len(op_name.split(".")) == 3:
         raise ValueError(f"torch has no operator {op_name!r}; import the library that defines it first")
     default_registry().register(op_name, rule, linear=linear, lowerings=lowerings)
 
 
 def has_rule(op: str) -> bool:
-    """`Registry.has_rule` of the default registry."""
+    """Call `Registry.has_rule` of the default registry."""
     return default_registry().has_rule(op)
 
 
 def known_ops() -> tuple[str, ...]:
-    """Every op that has a rule."""
+    """Return every op that has a rule."""
     return default_registry().known_ops()

@@ -1,23 +1,22 @@
 """A sharding rule: the factors (loop indices) of one operator call, and the options that follow from them.
 
-An operator is seen as an einsum-like loop nest. Each dim of each tensor is a tuple of *factors*, major to minor;
-`()` is a dim of size 1. Giving one mesh axis of n ranks to a factor f means that every rank runs 1/n of that loop:
+An operator is an einsum-like loop nest. Each dim of each tensor is a tuple of *factors*, major to minor; `()` is a dim
+of size 1. If a mesh axis of n ranks shards a factor f, every rank runs 1/n of that loop:
 
     tensor                                     placement on that axis
     has f in dim d                             S(d/k), k = product of the sizes of the factors before f in d
-    input without f                            Rp: every rank uses it, each for its own share of the work
-    output without f (f is contracted)         P: each rank holds a partial sum
-    additive input without f, f contracted     P: it must enter the sum once (a bias)
+        input without f                            Rp: every rank uses it for its own share of the work
+        output without f (f is contracted)         P: each rank has a partial sum
+        additive input without f, f contracted     P: it must enter the sum once (a bias)
 
-Besides the factors there are options that hold for every operator or follow from linearity:
+Besides factors, some options exist for every operator or follow from linearity:
 
     R     all ranks do the same work                          inputs R, outputs R
     Rp    the same, for a value whose gradient is partial     inputs Rp, outputs Rp (backward is linear in it)
     P     the op is linear in a set of inputs jointly         those P, the other inputs Rp, outputs P
 
 A factor may be sharded with sections k: it is cut into k equal runs and each is sharded (see placement.py).
-Several factors may be sharded together by one axis, if a lowering brings every rank what the others have of them (see
-Joint).
+One axis may shard several factors together, if a lowering exchanges what the ranks need of each other (see Joint).
 Sources: GSPMD (Xu et al. 2021) and Shardy's factor rules for the loop view; Megatron-LM for the conjugates.
 """
 
@@ -36,7 +35,7 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True)
 class AxisOption:
-    """One way to run an operator on one mesh axis. `lowering` names a different local computation if one is needed."""
+    """One way to run an operator on one mesh axis. `lowering` names a different local computation, if one is needed."""
 
     label: str
     inputs: tuple[Placement, ...]
@@ -46,11 +45,11 @@ class AxisOption:
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """What replaces the plain local call when a factor is sharded.
+    """The computation that replaces the plain local call when a factor is sharded.
 
-    name: the lowering (see localize.LoweringCall). outputs: placement kinds that differ from the factor algebra, e.g.
-    cross-entropy over a sharded vocabulary reduces inside and returns R. contiguous: a rank's share of the factor
-    must be one run, so the factor is never sharded in sections (vocabulary rows are found by one offset).
+    name: of the lowering (see localize.LoweringCall). outputs: placements that differ from the factor algebra; for
+    example cross-entropy over a sharded vocabulary reduces inside and returns R. contiguous: a rank's share of the
+    factor must be one run, so the factor is never sharded in sections (one offset locates vocabulary rows).
     """
 
     name: str
@@ -60,13 +59,12 @@ class Lowering:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Several factors that one axis shards together; `lowering` exchanges what a rank lacks.
+    """Several factors that one axis shards together; `lowering` exchanges the data that a rank lacks.
 
-    inputs: the factor by which each input is sharded; None: it is whole on every rank. The outputs are sharded by
-    `output`. free: factors that other axes may shard too. is_striped: of n ranks each has every n-th index of the
-    factors; else consecutive ones. in_sections: whether the factor of the outputs may be cut in sections, as it can be
-    alone; then its option has their count behind the label ("n+e/8"). least: of the inputs' factors that a rank must
-    have.
+    inputs: the factor that shards each input; None: it is whole on every rank. `output` shards the outputs. free:
+    factors that other axes may shard too. is_striped: each of n ranks has every n-th index of the factors; else
+    consecutive ones. in_sections: whether the factor of the outputs may be cut in sections, as it can be alone; the
+    count then follows the label ("n+e/8"). least: the least size of the inputs' factors on one rank.
     """
 
     inputs: tuple[str | None, ...]
@@ -79,11 +77,11 @@ class Joint:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """All factors that the axis shards together, that of the outputs first."""
+        """Return all factors that the axis shards together, the outputs' factor first."""
         return tuple(dict.fromkeys((self.output, *(f for f in self.inputs if f is not None))))
 
     def sections(self, factor_size: int, axis_size: int) -> int:
-        """Sections in which an axis shards a factor."""
+        """Return the number of sections in which an axis shards a factor."""
         return factor_size // axis_size if self.is_striped else 1
 
 
@@ -92,8 +90,8 @@ class Rule:
     """The factors of one call. `inputs` follows `Node.inputs`, `outputs` follows `Node.outputs`.
 
     blocked: factors that cannot be sharded. additive: inputs that are added to a contraction's result.
-    linear: sets of inputs in which the op is jointly linear. lowerings: by factor; the key "*" means every sharded
-    factor needs it. joints: by the label of their option.
+    linear: sets of inputs in which the op is jointly linear. lowerings: by factor; the key "*" applies whatever is
+    sharded. joints: by the label of their option.
     """
 
     inputs: tuple[Dims, ...]
@@ -106,12 +104,12 @@ class Rule:
     joints: Mapping[str, Joint] = field(default_factory=dict)
 
     def joint(self, label: str) -> Joint | None:
-        """The joint that the option of this label is of, in sections or not."""
-        found = self.joints.get(label.rpartition("/")[0])
-        return found if found is not None and found.in_sections else self.joints.get(label)
+        """Return the joint that belongs to an option's label, with sections or without."""
+        sectioned = self.joints.get(label.rpartition("/")[0])
+        return sectioned if sectioned is not None and sectioned.in_sections else self.joints.get(label)
 
     def sharded_by(self, label: str, axis_size: int) -> tuple[tuple[str, int], ...]:
-        """(factor, sections) of all that the option of this label shards on an axis; () if it shards nothing."""
+        """Return (factor, sections) of everything that this option shards on an axis; () if it shards nothing."""
         joint = self.joint(label)
         if joint is not None:
             counts = {factor: joint.sections(self.sizes[factor], axis_size) for factor in joint.factors}
@@ -123,12 +121,12 @@ class Rule:
 
     @property
     def contracted(self) -> frozenset[str]:
-        """Factors that appear in an input and in no output."""
+        """Return the factors that appear in an input and in no output."""
         return _factors(self.inputs) - _factors(self.outputs)
 
     @property
     def shardable(self) -> tuple[str, ...]:
-        """Factors that may be given to an axis, in order of first appearance."""
+        """Return the factors that an axis may shard, in order of first appearance."""
         seen = dict.fromkeys(f for dims in (*self.outputs, *self.inputs) for dim in dims for f in dim)
         return tuple(f for f in seen if f not in self.blocked and self.sizes[f] > 1)
 
@@ -138,7 +136,7 @@ def _factors(tensors: Iterable[Dims]) -> frozenset[str]:
 
 
 def find_factor(rule: Rule, dims: Dims, factor: str, sections: int = 1) -> Placement | None:
-    """The shard that a tensor with `dims` has when `factor` is sharded, or None if it lacks the factor."""
+    """Return the shard of a tensor with `dims` when `factor` is sharded, or None if it lacks the factor."""
     for index, dim in enumerate(dims):
         if factor in dim:
             before = math.prod(rule.sizes[f] for f in dim[: dim.index(factor)])
@@ -147,7 +145,7 @@ def find_factor(rule: Rule, dims: Dims, factor: str, sections: int = 1) -> Place
 
 
 def shard_option(rule: Rule, factor: str, sections: int = 1) -> AxisOption:
-    """The option that gives one axis to `factor`."""
+    """Return the option in which one axis shards `factor`."""
     is_contracted = factor in rule.contracted
     lowering = rule.lowerings.get(factor) or rule.lowerings.get("*")
     inputs = tuple(
@@ -161,12 +159,12 @@ def shard_option(rule: Rule, factor: str, sections: int = 1) -> AxisOption:
 
 
 def label_of(name: str, sections: int) -> str:
-    """The label of the option that shards a factor, or those of a joint, in so many sections."""
+    """Return the label of the option that shards a factor, or a joint's factors, in this many sections."""
     return name if sections == 1 else f"{name}/{sections}"
 
 
 def joint_option(rule: Rule, label: str, axis_size: int) -> AxisOption:
-    """The option that gives one axis to several factors together. label: of a joint, or of one in sections."""
+    """Return the option in which one axis shards several factors together. label: of a joint, perhaps in sections."""
     joint = rule.joint(label)
     assert joint is not None
     sections = dict(rule.sharded_by(label, axis_size))
@@ -185,7 +183,7 @@ def axis_options(
     outputs: tuple[TensorMeta, ...],
     sections: Mapping[str, tuple[int, ...]] | None = None,
 ) -> tuple[AxisOption, ...]:
-    """Every option of the call on one axis of `axis_size` ranks, those that divide only.
+    """Return every option of the call on one axis of `axis_size` ranks that divides evenly.
 
     sections: extra section counts to offer per factor (1 is always offered).
     """
@@ -213,7 +211,7 @@ def axis_options(
 
 
 def canonical(option: AxisOption, inputs: tuple[TensorMeta, ...], outputs: tuple[TensorMeta, ...]) -> AxisOption:
-    """The option with Rp written as R where no gradient flows, since the two differ in the gradient only."""
+    """Return the option with Rp written as R where no gradient flows, because the two differ only in the gradient."""
 
     def plain(placement: Placement, meta: TensorMeta) -> Placement:
         return R if placement == Rp and not meta.requires_grad else placement

@@ -1,4 +1,4 @@
-"""Random inputs for one call: values that the operator accepts and that tell ranks apart."""
+"""Random inputs for one call: values that the operator accepts and that differ between ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POSITIVE_ARGUMENTS = frozenset({"running_var"})
 
 
 def sample_inputs(node: Node, inputs: tuple[TensorMeta, ...], generator: torch.Generator) -> tuple[Tensor, ...]:
-    """One tensor per input: floating ones as float64, integers within range of the table or classes they index."""
+    """Return one tensor per input: floating ones as float64, integers in the range that they index."""
     call = Call.of(node, inputs)
     names = _argument_names(call)
     return tuple(_sample(call, names.get(i, ""), meta, generator) for i, meta in enumerate(inputs))
@@ -60,17 +60,17 @@ def _integers(call: Call, name: str, meta: TensorMeta, generator: torch.Generato
     value = torch.randint(low, max(high, low + 1), meta.shape, generator=generator, dtype=torch.int64)
     ignored = call.get("ignore_index")
     if name == "target" and isinstance(ignored, int) and len(meta.shape):
-        # Unevenly spread over ranks: most of the first ones.
+        # Unevenly distributed over ranks: mostly in the first rows.
         ignore = torch.rand(meta.shape, generator=generator) < 0.2
         ignore[0] = torch.rand(meta.shape[1:], generator=generator) < 0.7
         value[ignore] = ignored
     if name == "target" and isinstance(ignored, int):
-        value.view(-1)[-1] = 1 if ignored == 0 else 0  # a mean over no target at all is no number
+        value.view(-1)[-1] = 1 if ignored == 0 else 0  # a mean over no target is not a number
     return value.to(meta.dtype)
 
 
 def _index_limit(call: Call) -> int:
-    """Exclusive upper bound of indices into the call's table."""
+    """Return the exclusive upper bound of indices into the call's table."""
     if call.packet in ("embedding", "embedding_bag"):
         return call.tensor("weight").shape[0]
     if call.packet in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"):

@@ -1,4 +1,4 @@
-"""Operators that move, split, merge, repeat or select dims. All are linear."""
+"""Rules of operators that move, split, merge, repeat or select dims. All are linear."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ def view(call: Call) -> Rule | None:
     (out,) = call.outputs
     if out.dtype != x.dtype:
         return None
-    found = view_factors(x.shape, out.shape)
-    return make_rule(call, [found.source], [found.target], found.sizes, blocked=found.blocked, linear=("self",))
+    factors = view_factors(x.shape, out.shape)
+    return make_rule(call, [factors.source], [factors.target], factors.sizes, blocked=factors.blocked, linear=("self",))
 
 
 def _names(call: Call) -> tuple[list[str], dict[str, int]]:
-    """One factor per dim of the first input."""
+    """Return one factor per dim of the first input, and their sizes."""
     shape = call.inputs[0].shape
     names = [f"d{i}" for i in range(len(shape))]
     return names, dict(zip(names, shape, strict=True))
 
 
 def _rearranged(call: Call, order: list[int | None]) -> Rule:
-    """Output dims are input dims (by number) or new ones of size 1 (None); input dims left out must have size 1."""
+    """Build a rule that keeps the input dims in `order` and adds dims of size 1 (None); the others have size 1."""
     names, sizes = _names(call)
     out = [[] if i is None else [names[i]] for i in order]
     return make_rule(call, [[[f] for f in names]], [out], sizes, linear=("self",))
@@ -58,7 +58,7 @@ def unsqueeze(call: Call) -> Rule:
 
 
 def squeezed_dims(call: Call) -> tuple[int, ...]:
-    """The dims that a squeeze removes, by the global shape."""
+    """Return the dims that a squeeze removes, by the global shape."""
     shape = call.inputs[0].shape
     if not shape:
         return ()
@@ -73,15 +73,15 @@ def squeeze(call: Call) -> Rule:
 
 
 def repeat(call: Call) -> Rule:
-    """The rule of `repeat`: copies are the major factor of each dim."""
+    """repeat: copies are the major factor of each dim."""
     (x,) = call.inputs
     out = call.outputs[0].shape
     source = (1,) * (len(out) - len(x.shape)) + x.shape
     sizes = {f"d{i}": n for i, n in enumerate(source)} | {
         f"r{i}": m // n for i, (n, m) in enumerate(zip(source, out, strict=True))
     }
-    own = [[f"d{i}"] for i in range(len(out) - len(x.shape), len(out))]
-    return make_rule(call, [own], [[[f"r{i}", f"d{i}"] for i in range(len(out))]], sizes, linear=("self",))
+    source_dims = [[f"d{i}"] for i in range(len(out) - len(x.shape), len(out))]
+    return make_rule(call, [source_dims], [[[f"r{i}", f"d{i}"] for i in range(len(out))]], sizes, linear=("self",))
 
 
 def repeat_interleave(call: Call) -> Rule | None:
@@ -96,7 +96,7 @@ def repeat_interleave(call: Call) -> Rule | None:
 
 
 def select(call: Call) -> Rule:
-    """The rule of `select` and `unbind`: one index of a dim, or each in turn; the dim is blocked."""
+    """select and unbind: one index of a dim, or each in turn; the dim is blocked."""
     names, sizes = _names(call)
     dim = normal_dim(call["dim"], len(names))
     out = [[f] for i, f in enumerate(names) if i != dim]
@@ -105,7 +105,7 @@ def select(call: Call) -> Rule:
 
 
 def slice_bounds(call: Call) -> tuple[int, int, int]:
-    """(dim, start, step) of a slice, counted from the front and clamped."""
+    """Return (dim, start, step) of a slice, counted from the front and clamped."""
     shape = call.inputs[0].shape
     dim = normal_dim(call["dim"], len(shape))
     size = shape[dim]
@@ -117,7 +117,7 @@ def slice_bounds(call: Call) -> tuple[int, int, int]:
 def slice_(call: Call) -> Rule:
     """A slice that is one of equal sections of its dim keeps the section's loop; otherwise the dim is blocked.
 
-    Size c * m with the piece [j * m, (j + 1) * m): input (c, m), output m, so that sharding m is S(d/c) before.
+    Size c * m with the piece [j * m, (j + 1) * m): input (c, m), output m, so that sharding m means S(d/c) before it.
     """
     names, sizes = _names(call)
     dim, start, step = slice_bounds(call)
@@ -171,14 +171,19 @@ def cat(call: Call) -> Rule | None:
 
 
 def stack(call: Call) -> Rule:
-    """The rule of `stack`, whose new dim is blocked."""
+    """stack: the new dim is blocked."""
     out = call.outputs[0].shape
     dim = normal_dim(call["dim"], len(out))
     names = [f"d{i}" for i in range(len(out))]
-    own = [[f] for i, f in enumerate(names) if i != dim]
+    operand = [[f] for i, f in enumerate(names) if i != dim]
     sizes = dict(zip(names, out, strict=True))
     return make_rule(
-        call, [own for _ in call.inputs], [[[f] for f in names]], sizes, blocked={names[dim]}, linear=("tensors",)
+        call,
+        [operand for _ in call.inputs],
+        [[[f] for f in names]],
+        sizes,
+        blocked={names[dim]},
+        linear=("tensors",),
     )
 
 
@@ -195,7 +200,7 @@ def pad(call: Call) -> Rule:
 
 
 def keeps_shape(call: Call) -> Rule:
-    """tril, triu, roll, flip, channel_shuffle: dims that they look along are blocked."""
+    """tril, triu, roll, flip, channel_shuffle: the dims along which they work are blocked."""
     names, sizes = _names(call)
     rank = len(names)
     if call.packet in ("tril", "triu"):
@@ -204,12 +209,12 @@ def keeps_shape(call: Call) -> Rule:
         along = (1,)
     else:
         along = normal_dims(call["dims"], rank)
-    own = [[f] for f in names]
-    return make_rule(call, [own], [own], sizes, blocked={names[d] for d in along}, linear=("self",))
+    dims = [[f] for f in names]
+    return make_rule(call, [dims], [dims], sizes, blocked={names[d] for d in along}, linear=("self",))
 
 
 def diagonal(call: Call) -> Rule:
-    """Two dims become one at the end, or with diag_embed one at the end becomes two: they are blocked."""
+    """Two dims become one at the end; with diag_embed, one dim at the end becomes two. All of these are blocked."""
     x, out = call.inputs[0].shape, call.outputs[0].shape
     long, short = (out, x) if call.packet == "diag_embed" else (x, out)
     pair = normal_dims((call["dim1"], call["dim2"]), len(long))
@@ -221,7 +226,7 @@ def diagonal(call: Call) -> Rule:
 
 
 def diagonal_scatter(call: Call) -> Rule:
-    """A diagonal of the first tensor replaced by the second: the two dims that it runs through are blocked."""
+    """A diagonal of the first tensor is replaced by the second: the two dims of the diagonal are blocked."""
     x, source = call.tensor("self"), call.tensor("src")
     pair = normal_dims((call["dim1"], call["dim2"]), len(x.shape))
     names = [f"d{i}" for i in range(len(x.shape))]
@@ -232,7 +237,7 @@ def diagonal_scatter(call: Call) -> Rule:
 
 
 def unfold(call: Call) -> Rule:
-    """Windows along one dim, their numbers in a new last one: both are blocked."""
+    """Windows along one dim, with their elements in a new last dim: both are blocked."""
     names, sizes = _names(call)
     dim, out = normal_dim(call["dimension"], max(len(names), 1)), call.outputs[0].shape
     sizes |= {"windows": out[dim] if len(out) > 1 else 1, "window": out[-1]}

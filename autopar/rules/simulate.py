@@ -1,6 +1,6 @@
-"""Ranks without processes: cut tensors by placement, run every rank's call here, put the results together again.
+"""Simulate ranks without processes: shard tensors by placement, run every rank's call here, assemble the results.
 
-Written independently of the runtime's shard and reshard code, so that a proof does not rest on what it proves.
+This is independent of the runtime's shard and reshard code, so that a proof does not rest on the code it proves.
 """
 
 from __future__ import annotations
@@ -15,40 +15,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ir.mesh import AXIS_NAMES
 from autopar.ir.placement import P, Placement, Placements, R, Rp
 
 Coordinate = tuple[int, ...]
 Sizes = tuple[int, ...]
-AXIS_NAMES = ("dp", "tp", "cp", "ep", "ttp", "ddp")
+SIMULATED_AXES = ("dp", "tp", "cp", "ep", "ttp", "ddp")
 
 
 def conjugate(placement: Placement) -> Placement:
-    """The placement of the gradient of a value, see placement.py."""
+    """Return the placement of a value's gradient, see placement.py."""
     return {R: R, Rp: P, P: R}.get(placement, placement)
 
 
 def coordinates(axis_sizes: Sizes) -> list[Coordinate]:
-    """Every rank, last axis fastest."""
+    """List every rank, last axis fastest."""
     return list(itertools.product(*(range(n) for n in axis_sizes)))
 
 
 def cut(tensor: Tensor, placements: Placements, axis_sizes: Sizes, coordinate: Coordinate) -> Tensor:
-    """The rank's slice. On one dim, shards with more sections are cut first; equal ones in mesh order."""
+    """Return the rank's slice. On one dim, shards with more sections are cut first; equal ones in mesh order."""
     order = sorted(range(len(placements)), key=lambda axis: (-placements[axis].sections, axis))
     for axis in order:
         place = placements[axis]
         if place.is_shard:
             shape = tensor.shape
             grid = (*shape[: place.dim], place.sections, axis_sizes[axis], -1, *shape[place.dim + 1 :])
-            mine = tensor.reshape(grid).select(place.dim + 1, coordinate[axis])
-            tensor = mine.reshape(*shape[: place.dim], -1, *shape[place.dim + 1 :])
+            section = tensor.reshape(grid).select(place.dim + 1, coordinate[axis])
+            tensor = section.reshape(*shape[: place.dim], -1, *shape[place.dim + 1 :])
     return tensor.contiguous()
 
 
 def distribute(
     tensor: Tensor, placements: Placements, axis_sizes: Sizes, generator: torch.Generator
 ) -> dict[Coordinate, Tensor]:
-    """Every rank's part: slices for S, copies for R and Rp, random summands for P."""
+    """Return every rank's part: slices for S, copies for R and Rp, random summands for P."""
     partial = [axis for axis, place in enumerate(placements) if place == P]
     ways = coordinates(tuple(axis_sizes[axis] for axis in partial))
     summands = dict(zip(ways, _summands(tensor, len(ways), generator), strict=True))
@@ -73,29 +74,29 @@ def _summands(tensor: Tensor, count: int, generator: torch.Generator) -> list[Te
 def assembled(
     parts: dict[Coordinate, Tensor], placements: Placements, axis_sizes: Sizes, shape: tuple[int, ...]
 ) -> list[Tensor]:
-    """The whole value as seen by each group of ranks that should hold all of it: slices joined, summands added.
+    """Assemble the whole value for each group of ranks that should have all of it: join slices, add summands.
 
-    One tensor for each coordinate on the replicated axes; a right result has all of them equal to the value.
+    Return one tensor for each coordinate on the replicated axes; in a correct result all of them equal the value.
     Raises ValueError if a part has the wrong shape.
     """
     replicated = [axis for axis, place in enumerate(placements) if place.is_replicated]
     numbers = torch.arange(math.prod(shape)).reshape(shape)
-    found: dict[Coordinate, Tensor] = {}
+    totals: dict[Coordinate, Tensor] = {}
     for rank, part in parts.items():
         positions = cut(numbers, placements, axis_sizes, rank)
         if positions.shape != part.shape:
             raise ValueError(f"local shape {tuple(part.shape)}, expected {tuple(positions.shape)}")
         key = tuple(rank[axis] for axis in replicated)
-        # bool has no sum; int64 keeps a wrong partial sum of bools visible
+        # bool has no sum; int64 keeps a wrong partial sum of bools visible.
         dtype = torch.int64 if part.dtype == torch.bool else part.dtype
-        total = found.setdefault(key, torch.zeros(math.prod(shape), dtype=dtype))
+        total = totals.setdefault(key, torch.zeros(math.prod(shape), dtype=dtype))
         total.index_add_(0, positions.flatten(), part.detach().to(dtype).flatten())
-    return [total.reshape(shape) for total in found.values()]
+    return [total.reshape(shape) for total in totals.values()]
 
 
 @dataclass(slots=True)
 class _Board:
-    """Where the ranks of one group exchange a tensor. A rank that fails breaks the barrier for all."""
+    """The ranks of one group exchange a tensor here. A rank that fails breaks the barrier for all."""
 
     size: int
     barrier: threading.Barrier
@@ -104,23 +105,23 @@ class _Board:
     def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
         self.slots[rank] = tensor.detach().clone()
         self.barrier.wait(timeout=60)
-        found = [slot for slot in self.slots if slot is not None]
+        tensors = [slot for slot in self.slots if slot is not None]
         self.barrier.wait(timeout=60)
-        return found
+        return tensors
 
 
 _Boards = dict[tuple[tuple[int, ...], Coordinate], _Board]
-"""By the numbers of the axes over which a group is, and its coordinate on the others."""
+"""Boards by the indices of a group's axes, and its coordinate on the others."""
 
 
 def _board(boards: _Boards, axes: tuple[int, ...], outside: Coordinate, size: int) -> _Board:
-    """The group's board, which the first of its ranks to ask makes (setdefault is atomic)."""
+    """Return the group's board; its first rank creates it (setdefault is atomic)."""
     return boards.setdefault((axes, outside), _Board(size, threading.Barrier(size), [None] * size))
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A tensor that need not be waited for."""
+    """A tensor that is already available."""
 
     tensor: Tensor
 
@@ -139,11 +140,11 @@ class SimulatedAxis:
     group: None = None
 
     def sum_over(self, x: Tensor, wait: bool = True) -> Tensor:
-        """The sum over the axis' ranks; no gradient. It is there on return, whether or not it is waited for."""
+        """Return the sum over the axis' ranks; no gradient. It is complete on return, with or without wait."""
         return torch.stack(self.board.exchange(self.rank, x)).sum(0)
 
     def max_over(self, x: Tensor) -> Tensor:
-        """The elementwise maximum over the axis' ranks; no gradient."""
+        """Return the elementwise maximum over the axis' ranks; no gradient."""
         return torch.stack(self.board.exchange(self.rank, x)).amax(0)
 
     def gather_parts(self, part: Tensor) -> Tensor:
@@ -162,20 +163,20 @@ class SimulatedAxis:
         """[sum(sent), ...] -> [sum(received), ...]: from rank after rank, its rows for this one; no gradient."""
         ends = self.board.exchange(self.rank, torch.tensor(sent).cumsum(0))
         parts = self.board.exchange(self.rank, rows)
-        mine = [
+        arrived = [
             part[end[self.rank] - count : end[self.rank]]
             for part, end, count in zip(parts, ends, received, strict=True)
         ]
-        return torch.cat(mine)
+        return torch.cat(arrived)
 
     def pass_on(self, part: Tensor, hops: int = 1) -> Arrived:
-        """What the rank so many before this one passes on; no gradient."""
+        """Return what the rank `hops` before this one passes on; no gradient."""
         return Arrived(self.board.exchange(self.rank, part)[(self.rank - hops) % self.size])
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMesh:
-    """One rank's mesh: axes by name (`mesh.dp`) and by number."""
+    """One rank's mesh: axes by name (`mesh.dp`) and by index."""
 
     axes: tuple[SimulatedAxis, ...]
     rank: int
@@ -184,7 +185,7 @@ class SimulatedMesh:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def joint(self, names: tuple[str, ...]) -> SimulatedAxis:
-        """The named axes as one, the last the fastest."""
+        """Return the named axes as one axis, the last one fastest."""
         joined = [number for number, axis in enumerate(self.axes) if axis.name in names]
         if len(joined) == 1:
             return self.axes[joined[0]]
@@ -198,27 +199,27 @@ class SimulatedMesh:
         for axis in object.__getattribute__(self, "axes"):
             if axis.name == name:
                 return axis  # type: ignore[no-any-return]
-        if name in ("pp", *AXIS_NAMES):
+        if name in AXIS_NAMES:
             return SimulatedAxis(name, 1, 0, _Board(1, threading.Barrier(1), [None]))
         raise AttributeError(name)
 
 
 def meshes(axis_sizes: Sizes) -> dict[Coordinate, SimulatedMesh]:
-    """One mesh per rank, sharing boards along each axis."""
+    """Return one mesh per rank; ranks share boards along each axis."""
     boards: _Boards = {}
     ranks = coordinates(axis_sizes)
-    found = {}
+    mesh_of = {}
     for number, rank in enumerate(ranks):
         axes = []
         for axis, size in enumerate(axis_sizes):
             board = _board(boards, (axis,), rank[:axis] + rank[axis + 1 :], size)
-            axes.append(SimulatedAxis(AXIS_NAMES[axis], size, rank[axis], board))
-        found[rank] = SimulatedMesh(tuple(axes), number, len(ranks), boards)
-    return found
+            axes.append(SimulatedAxis(SIMULATED_AXES[axis], size, rank[axis], board))
+        mesh_of[rank] = SimulatedMesh(tuple(axes), number, len(ranks), boards)
+    return mesh_of
 
 
 def run_ranks(ranks: Sequence[Coordinate], work: Callable[[Coordinate], Any], together: bool) -> dict[Coordinate, Any]:
-    """`work` of every rank: one after the other, or as threads when they communicate. The first error is raised."""
+    """Run `work` for every rank: one by one, or as threads if they communicate. The first error is raised."""
     if not together:
         return {rank: work(rank) for rank in ranks}
     results: dict[Coordinate, Any] = {}
@@ -227,7 +228,7 @@ def run_ranks(ranks: Sequence[Coordinate], work: Callable[[Coordinate], Any], to
     def run(rank: Coordinate) -> None:
         try:
             results[rank] = work(rank)
-        except Exception as error:  # noqa: BLE001 - handed to the caller below
+        except Exception as error:  # noqa: BLE001 - raised by the caller below
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]

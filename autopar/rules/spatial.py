@@ -1,4 +1,4 @@
-"""Operators that resample space: batch and channels are free, space mostly blocked. All are linear in the image."""
+"""Rules of operators that resample space: batch and channels are free, space mostly blocked. All are linear."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ PADS = tuple(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n i
 
 
 def resample(call: Call) -> Rule:
-    """Interpolation and padding: space, as many trailing dims as the name says, is blocked; leading dims are free.
+    """Interpolation and padding: space (as many trailing dims as the name says) is blocked; leading dims are free.
 
-    The nearest of whole multiples is each element so many times: dim i of the result is the composite (s{i}, times).
-    Where a scale is given it is that number: of 4 elements 3.2 makes 12 too, but not each 3 times.
+    Nearest interpolation by an integer factor repeats each element: dim i of the result is the composite (s{i}, times).
+    A given scale must equal that factor: a scale of 3.2 also makes 12 elements of 4, but does not repeat each 3 times.
     """
     (x,) = call.inputs
     num_space = int(call.packet[call.packet.rindex("d") - 1])
@@ -38,23 +38,23 @@ def resample(call: Call) -> Rule:
     sizes = {group[0]: size for group, size in zip([*lead, *source], x.shape, strict=True)}
     sizes |= {group[0]: size for group, size in zip(target, call.outputs[0].shape[len(lead) :], strict=True)}
     scales = _scales(call, num_space)
-    for i, (own, made) in enumerate(zip(source, list(target), strict=True)):
-        times, rest = divmod(sizes[made[0]], sizes[own[0]])
+    for i, (source_dim, target_dim) in enumerate(zip(source, list(target), strict=True)):
+        times, rest = divmod(sizes[target_dim[0]], sizes[source_dim[0]])
         if "nearest" in call.packet and not rest and times > 0 and scales[i] in (None, times):
-            sizes[made[0]], target[i] = times, [own[0], made[0]]
+            sizes[target_dim[0]], target[i] = times, [source_dim[0], target_dim[0]]
     free = {group[0] for group in target if len(group) > 1}
     blocked = {factor for group in (*source, *target) for factor in group} - free
     return make_rule(call, [[*lead, *source]], [[*lead, *target]], sizes, blocked=blocked, linear=("self", "input"))
 
 
 def _scales(call: Call, num_space: int) -> list[float | None]:
-    """The scales that a call is given for its dims of space; None for one that follows from the sizes."""
-    each = ("scales",) if num_space == 1 else ("scales_d", "scales_h", "scales_w")[-num_space:]
-    return list(call.get("scale_factors") or (call.get(name) for name in each))
+    """Return the scales of a call's dims of space; None for a scale that follows from the sizes."""
+    names = ("scales",) if num_space == 1 else ("scales_d", "scales_h", "scales_w")[-num_space:]
+    return list(call.get("scale_factors") or (call.get(name) for name in names))
 
 
 def pixel_shuffle(call: Call) -> Rule:
-    """[..., c x r x r, h, w] <-> [..., c, h x r, w x r]: what moves between channels and space is blocked."""
+    """[..., c x r x r, h, w] <-> [..., c, h x r, w x r]: the factors r are blocked."""
     unshuffle = call.packet == "pixel_unshuffle"
     (x,) = call.inputs
     shape = call.outputs[0].shape if unshuffle else x.shape

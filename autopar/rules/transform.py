@@ -1,4 +1,4 @@
-"""Fourier transforms, real numbers seen as complex ones, and matrices taken as a whole: those dims are blocked."""
+"""Rules of Fourier transforms, complex views of real numbers, and matrix operations: those dims are blocked."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ FOURIER = tuple(f"fft_{kind}fft{n}" for kind in ("", "i", "r", "ir", "h", "ih") 
 
 
 def fourier(call: Call) -> Rule:
-    """Transforms over `dim` (all dims where it is not given): those are blocked, and their sizes may change."""
+    """Transforms over `dim` (default: all dims): these dims are blocked, and their sizes may change."""
     (x,), (out,) = call.inputs, call.outputs
-    given = call.get("dim")
-    own = set(normal_dims(given, len(x.shape)))
-    before = [f"x{i}" if i in own else f"d{i}" for i in range(len(x.shape))]
-    after = [f"y{i}" if i in own else f"d{i}" for i in range(len(x.shape))]
+    dim = call.get("dim")
+    transformed = set(normal_dims(dim, len(x.shape)))
+    before = [f"x{i}" if i in transformed else f"d{i}" for i in range(len(x.shape))]
+    after = [f"y{i}" if i in transformed else f"d{i}" for i in range(len(x.shape))]
     sizes = dict(zip(before, x.shape, strict=True)) | dict(zip(after, out.shape, strict=True))
     blocked = {f for f in (*before, *after) if not f.startswith("d")}
     return make_rule(call, [[[f] for f in before]], [[[f] for f in after]], sizes, blocked=blocked)
@@ -47,16 +47,16 @@ MATRICES = (
 
 
 def matrices(call: Call) -> Rule | None:
-    """[..., n, m] of each operand: the leading dims are factors. None where operands have others than the first."""
+    """[..., n, m] of each operand: the leading dims are factors. None if operands differ in their leading dims."""
     batch = call.inputs[0].shape[:-2]
     if any(meta.shape[: len(batch)] != batch or len(meta.shape) > len(batch) + 2 for meta in call.inputs):
         return None
     sizes = {f"b{i}": size for i, size in enumerate(batch)}
 
     def groups(meta: TensorMeta) -> list[list[str]]:
-        own = [f"k{len(sizes) + i}" for i in range(len(meta.shape) - len(batch))]
-        sizes.update(zip(own, meta.shape[len(batch) :], strict=True))
-        return [[f"b{i}"] for i in range(len(batch))] + [[f] for f in own]
+        factors = [f"k{len(sizes) + i}" for i in range(len(meta.shape) - len(batch))]
+        sizes.update(zip(factors, meta.shape[len(batch) :], strict=True))
+        return [[f"b{i}"] for i in range(len(batch))] + [[f] for f in factors]
 
     inputs, outputs = [groups(meta) for meta in call.inputs], [groups(meta) for meta in call.outputs]
     return make_rule(call, inputs, outputs, sizes, blocked={f for f in sizes if f.startswith("k")})
@@ -78,8 +78,8 @@ def distances(call: Call) -> Rule:
     batch = [f"b{i}" for i in range(len(out) - 2)]
     sizes = dict(zip([*batch, "p", "r"], out, strict=True)) | {"d": x[-1]}
     inputs = [
-        [*broadcast_groups(meta.shape[:-2], batch, sizes), [own], ["d"]]
-        for own, meta in zip(("p", "r"), call.inputs, strict=True)
+        [*broadcast_groups(meta.shape[:-2], batch, sizes), [rows], ["d"]]
+        for rows, meta in zip(("p", "r"), call.inputs, strict=True)
     ]
     return make_rule(call, inputs, [[[f] for f in (*batch, "p", "r")]], sizes, blocked={"d"})
 

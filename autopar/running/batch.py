@@ -1,4 +1,4 @@
-"""One rank's part of a batch, cut on the host by the placements of the program's inputs; no process group needed."""
+"""Cut one rank's part of a batch on the host, by the placements of the program's inputs. Needs no process group."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from codegen.text import is_plain
 
 
 def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
-    """Rank's part of a global batch by name; of a pipeline, what the stages at the rank's pipeline rank read.
+    """Return a rank's part of a global batch, by input name. In a pipeline these are the inputs that its stages read.
 
     Raises DataError for a batch that the program was not made for.
     """
     any_stage, num_micro_batches = program.any, program.any.num_micro_batches
     wanted = {name: Param(spec.shape, dtype=spec.dtype) for name, spec in program.inputs.items()}
-    guards = {each.text: (each.of, each.value) for each in any_stage.guards}
+    guards = {guard.text: (guard.of, guard.value) for guard in any_stage.guards}
     try:
         check_batch(batch, wanted, num_micro_batches, any_stage.unused_inputs, any_stage.fixed_inputs)
         check_guards(batch, guards)
     except BatchError as error:
         raise DataError(str(error)) from None
-    mesh, place, inputs = inputs_of(program, rank)
-    part = {name: _part(batch[name], spec, num_micro_batches, mesh, place) for name, spec in inputs.items()}
-    return LocalBatch(part, {}, batch) if guards else part
+    mesh, mesh_rank, inputs = inputs_of(program, rank)
+    local = {name: _part(batch[name], spec, num_micro_batches, mesh, mesh_rank) for name, spec in inputs.items()}
+    return LocalBatch(local, {}, batch) if guards else local
 
 
 def inputs_of(program: Program | PipelineProgram, rank: int) -> tuple[Mesh, int, Mapping[str, Spec]]:
-    """The mesh that a rank is in, its number there, and what of the batch its stages read."""
+    """Return the rank's mesh, its number in that mesh, and the inputs that its stages read."""
     if isinstance(program, PipelineProgram):
-        pipeline_rank, place = program.place(rank)
-        return Mesh(*program.meshes[pipeline_rank]), place, program.inputs_of(pipeline_rank)
+        pipeline_rank, mesh_rank = program.place(rank)
+        return Mesh(*program.meshes[pipeline_rank]), mesh_rank, program.inputs_of(pipeline_rank)
     return Mesh(program.axes, program.axis_sizes), rank, program.inputs
 
 
@@ -55,7 +55,7 @@ def _part(whole: torch.Tensor, spec: Spec, num_micro: int, mesh: Mesh, rank: int
 def with_inputs_of(
     program: Program | PipelineProgram, batch: Mapping[str, Any], guards: Iterable[Guard] = ()
 ) -> Program | PipelineProgram:
-    """Return the program with its guards, and with what else the example batch has than the tensors that it reads.
+    """Return the program with its guards, and with the inputs of the example batch that it does not read.
 
     Raises TraceError for an input that is neither a tensor nor plain data: tensors inside of containers would become
     constants of the program, and other objects cannot be compared with those of a later batch.
@@ -67,18 +67,18 @@ def with_inputs_of(
             raise TraceError(
                 "every input of the batch is a tensor, or plain data that never changes",
                 values=f"{name} is a {type(value).__name__}",
-                alternatives="tensors under names of their own; numbers, text, None, and lists and dicts of those",
+                alternatives="pass tensors under names of their own; or numbers, text, None, lists and dicts of those",
             )
-    return program.map(lambda each: replace(each, unused_inputs=unused, fixed_inputs=fixed, guards=values))
+    return program.map(lambda stage: replace(stage, unused_inputs=unused, fixed_inputs=fixed, guards=values))
 
 
 def cut(tensor: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:
-    """Rank's shard of one tensor."""
+    """Return a rank's shard of one tensor."""
     return shard(tensor, dict(spec.placements), mesh_of(mesh, rank))
 
 
 def mesh_of(mesh: Mesh, rank: int) -> RankMesh:
-    """The mesh as a rank sees it, without processes."""
-    where = mesh.coordinate(rank)
-    axes = tuple(Axis(name, size, where[name]) for name, size in zip(mesh.axes, mesh.sizes, strict=True))
+    """Return the mesh as one rank sees it, without processes."""
+    coordinate = mesh.coordinate(rank)
+    axes = tuple(Axis(name, size, coordinate[name]) for name, size in zip(mesh.axes, mesh.sizes, strict=True))
     return RankMesh(axes, Axis("world", mesh.num_ranks, rank), torch.device("cpu"))

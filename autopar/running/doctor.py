@@ -1,4 +1,4 @@
-"""What this machine has for training, and what is wrong with it: `autopar doctor`."""
+"""Check this machine for training and name its problems: `autopar doctor`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from autopar.units import bytes_text
 from codegen.runtime.compiled_layers import why_unavailable
 
 LEAST_SHARED_BYTES = 2**30
-"""Of /dev/shm: NCCL and DataLoader workers exchange through it; containers have 64 MiB by default."""
+"""Room in /dev/shm. NCCL and DataLoader workers exchange data through it; containers have 64 MiB by default."""
 LEAST_FILES = 4096
-"""Open files: every peer of a rank and every file of a checkpoint take some."""
+"""Open files per process. A rank needs some for every peer and for every file of a checkpoint."""
 LEAST_FREE_BYTES = 2**30
 COMMAND_SECONDS = 10.0
 HANDSHAKE_SECONDS = 60.0
@@ -38,7 +38,7 @@ ALL_OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line: its name, "ok", "warning" or "problem", what was found, and what to do about it where not ok."""
+    """One line: a name; "ok", "warning" or "problem"; the finding; and advice where the status is not ok."""
 
     name: str
     status: str
@@ -48,7 +48,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """All lines in order."""
+    """All checks, in order."""
 
     checks: tuple[Check, ...]
 
@@ -58,7 +58,7 @@ class Health:
 
 
 def examine_machine(handshake: Callable[[], None]) -> Health:
-    """Every check of this machine. handshake: two processes that meet, which raises AutoparError where they do not."""
+    """Run every check. handshake: starts two processes that meet, and raises AutoparError where they cannot."""
     return Health(
         (
             *_versions(),
@@ -79,13 +79,13 @@ def _versions() -> Iterator[Check]:
     yield Check("python", ALL_OK, platform.python_version())
     yield torch_version(torch.__version__)
     yield Check("autopar", ALL_OK, _version("autopar") or "not installed, run from its sources")
-    found = _version("transformers")
+    transformers = _version("transformers")
     advice = "pip install transformers, for hf: models"
-    yield Check("transformers", ALL_OK, found or f"not installed ({advice})")
+    yield Check("transformers", ALL_OK, transformers or f"not installed ({advice})")
 
 
 def torch_version(text: str) -> Check:
-    """Whether torch is one that autopar is tested with."""
+    """Check that autopar is tested with this version of torch."""
     numbers = tuple(int(word) for word in text.split("+")[0].split(".")[:2])
     low, high = TESTED_TORCH
     if numbers < low:
@@ -110,7 +110,7 @@ def _devices() -> Iterator[Check]:
                 "gpus",
                 PROBLEM,
                 f"the driver {driver_version()} is there, torch {torch.__version__} sees no GPU".replace("  ", " "),
-                "a torch build for CUDA that the driver supports, and CUDA_VISIBLE_DEVICES with GPUs",
+                "install a torch build for CUDA that the driver supports, and set CUDA_VISIBLE_DEVICES to GPUs",
             )
         else:
             yield Check("gpus", ALL_OK, "none: autopar plans for any cluster, and trains on the CPU")
@@ -122,7 +122,7 @@ def _devices() -> Iterator[Check]:
     try:
         yield Check("cluster", ALL_OK, str(detect_gpus(None)))
     except AutoparError as error:
-        yield Check("cluster", WARNING, error.constraint, "`autopar profile` measures what has no built-in device")
+        yield Check("cluster", WARNING, error.constraint, "`autopar profile` measures devices that are not built in")
     yield from _links()
 
 
@@ -133,31 +133,31 @@ def _links() -> Iterator[Check]:
     apart = [
         (a, b) for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
     ]
-    matrix = " ".join(sorted(_link_words(said))) if (said := _said("nvidia-smi", "topo", "-m")) else "of unknown kind"
+    topology = _output_of("nvidia-smi", "topo", "-m")
+    kinds = " ".join(sorted(_link_words(topology))) if topology else "of unknown kind"
     if apart:
         pairs = ", ".join(f"{a}-{b}" for a, b in apart if a < b)
         yield Check("links", WARNING, f"no peer access: {pairs}", "check the virtual machine's or PCIe's ACS settings")
     else:
-        yield Check("links", ALL_OK, f"peer access between all GPUs, {matrix}")
+        yield Check("links", ALL_OK, f"peer access between all GPUs, {kinds}")
 
 
 def _link_words(matrix: str) -> set[str]:
-    """Kinds of links in what nvidia-smi prints: NV18, PIX, PXB, PHB, NODE, SYS."""
+    """Return the kinds of links in nvidia-smi's output: NV18, PIX, PXB, PHB, NODE, SYS."""
     rows = [line.split() for line in matrix.splitlines() if line.startswith("GPU")]
     return {w for row in rows for w in row if w.startswith("NV") or w in ("PIX", "PXB", "PHB", "NODE", "SYS")}
 
 
 def _communication() -> Iterator[Check]:
     if not dist.is_available():
-        yield Check("distributed", PROBLEM, "torch was built without it", "another build of torch")
+        yield Check("distributed", PROBLEM, "torch was built without it", "install another build of torch")
         return
     gloo, nccl = dist.is_gloo_available(), dist.is_nccl_available()
-    yield Check(
-        "gloo", ALL_OK if gloo else PROBLEM, "there" if gloo else "missing", "" if gloo else "another build of torch"
-    )
+    advice = "" if gloo else "install another build of torch"
+    yield Check("gloo", ALL_OK if gloo else PROBLEM, "available" if gloo else "missing", advice)
     if torch.cuda.is_available():
         words = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "missing"  # type: ignore[no-untyped-call]
-        yield Check("nccl", ALL_OK if nccl else PROBLEM, words, "" if nccl else "a torch build with NCCL")
+        yield Check("nccl", ALL_OK if nccl else PROBLEM, words, "" if nccl else "install a torch build with NCCL")
     else:
         yield Check("nccl", ALL_OK, "not needed without GPUs")
 
@@ -168,27 +168,25 @@ def _handshake(handshake: Callable[[], None]) -> Check:
         handshake()
     except (AutoparError, RuntimeError, OSError) as error:
         words = " ".join(str(error).split())[-200:]
-        advice = "GLOO_SOCKET_IFNAME with an interface of this machine; the host's name must resolve; no firewall on it"
+        advice = "set GLOO_SOCKET_IFNAME to an interface of this machine; check the host's name and firewall"
         return Check("two processes", PROBLEM, words, advice)
     return Check("two processes", ALL_OK, f"met and added over gloo in {time.monotonic() - begun:.1f} s")
 
 
 def shared_memory(folder: Path) -> Check:
-    """Size of the memory that processes share through files."""
+    """Check the size of the memory that processes share through files."""
     if not folder.is_dir():
         status = WARNING if sys.platform == "linux" else ALL_OK
         return Check("shared memory", status, f"no {folder}", "mount a tmpfs there" if status == WARNING else "")
     usage = shutil.disk_usage(folder)
-    found = f"{bytes_text(usage.free)} of {bytes_text(usage.total)} free in {folder}"
+    room = f"{bytes_text(usage.free)} of {bytes_text(usage.total)} free in {folder}"
     if usage.free < LEAST_SHARED_BYTES:
-        return Check(
-            "shared memory", WARNING, found, "docker run --shm-size=8g or --ipc=host; remove what is left there"
-        )
-    return Check("shared memory", ALL_OK, found)
+        return Check("shared memory", WARNING, room, "docker run --shm-size=8g or --ipc=host; remove old files from it")
+    return Check("shared memory", ALL_OK, room)
 
 
 def open_files(soft: int, hard: int) -> Check:
-    """The limit of open files of a process: as it is, and up to what it may be raised."""
+    """Check a process's limit of open files: the current one (soft), and the largest it may set (hard)."""
     if soft != resource.RLIM_INFINITY and soft < LEAST_FILES:
         can = hard == resource.RLIM_INFINITY or hard >= LEAST_FILES
         advice = f"ulimit -n {LEAST_FILES}" if can else "a higher hard limit in /etc/security/limits.conf"
@@ -197,15 +195,15 @@ def open_files(soft: int, hard: int) -> Check:
 
 
 def disk(folder: Path) -> Check:
-    """Room in the folder, or in the nearest one above it that is there, and whether it can be written."""
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    free = shutil.disk_usage(there).free
-    found = f"{bytes_text(free)} free in {folder}"
-    advice = "XDG_CACHE_HOME with a folder of your own that has room"
-    if not os.access(there, os.W_OK):
+    """Check the room in the folder, or in its nearest existing parent, and whether it can be written."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    room = f"{bytes_text(free)} free in {folder}"
+    advice = "set XDG_CACHE_HOME to a folder of your own that has room"
+    if not os.access(existing, os.W_OK):
         return Check("cache folder", WARNING, f"{folder} cannot be written", advice)
     return Check(
-        "cache folder", WARNING if free < LEAST_FREE_BYTES else ALL_OK, found, advice * (free < LEAST_FREE_BYTES)
+        "cache folder", WARNING if free < LEAST_FREE_BYTES else ALL_OK, room, advice * (free < LEAST_FREE_BYTES)
     )
 
 
@@ -213,19 +211,20 @@ def _clock() -> Iterator[Check]:
     drift = clock_drift(0.2)
     zone = time.strftime("%Z %z")
     if abs(drift) > 0.05:
-        advice = "see what sets this machine's time: logs and rendezvous of several nodes compare it"
+        advice = "find what sets this machine's time: several nodes compare it in logs and when they meet"
         yield Check("clock", WARNING, f"wall and monotonic time differ by {drift:+.3f} s in 0.2 s, {zone}", advice)
     else:
         yield Check("clock", ALL_OK, f"wall and monotonic time agree, {zone}")
-    said = _said("timedatectl", "show", "--property=NTPSynchronized", "--value").strip()
-    if said == "no":
-        yield Check("clock's server", WARNING, "the clock is not synchronised", "timedatectl set-ntp true, or chrony")
+    synchronized = _output_of("timedatectl", "show", "--property=NTPSynchronized", "--value").strip()
+    if synchronized == "no":
+        yield Check("clock's server", WARNING, "the clock is not synchronized", "timedatectl set-ntp true, or chrony")
     else:
-        yield Check("clock's server", ALL_OK, "synchronised" if said == "yes" else "cannot be told on this system")
+        words = "synchronized" if synchronized == "yes" else "unknown on this system"
+        yield Check("clock's server", ALL_OK, words)
 
 
 def clock_drift(seconds: float) -> float:
-    """By how many seconds the wall clock ran ahead of the monotonic one while it slept."""
+    """Return by how many seconds the wall clock ran ahead of the monotonic clock during a sleep."""
     wall, steady = time.time(), time.monotonic()
     time.sleep(seconds)
     steady_after = time.monotonic()
@@ -243,28 +242,27 @@ def _compilers() -> Iterator[Check]:
     if torch.cuda.is_available() and not has_triton:
         yield Check("triton", WARNING, "not installed", "pip install triton, for fused kernels; or --kernels off")
     else:
-        yield Check("triton", ALL_OK, _version("triton") or ("there" if has_triton else "not needed without GPUs"))
+        yield Check("triton", ALL_OK, _version("triton") or ("available" if has_triton else "not needed without GPUs"))
 
 
 def threads(environment: os._Environ[str] | dict[str, str]) -> Check:
-    """OMP_NUM_THREADS, which torchrun sets to 1 where nobody did."""
+    """Check OMP_NUM_THREADS. torchrun sets it to 1 where nobody did."""
     text, world = environment.get("OMP_NUM_THREADS", ""), environment.get("LOCAL_WORLD_SIZE", "")
     cores = available_cores()
     if not text:
-        found = "not set: torchrun sets 1 for every rank"
-        return Check("OMP_NUM_THREADS", ALL_OK, found)
+        return Check("OMP_NUM_THREADS", ALL_OK, "not set: torchrun sets 1 for every rank")
     ranks = int(world) if world.isdecimal() and int(world) else 1
     if not text.isdecimal() or not int(text):
-        return Check("OMP_NUM_THREADS", WARNING, text, "a number of threads")
+        return Check("OMP_NUM_THREADS", WARNING, text, "set it to a number of threads")
     if int(text) * ranks > max(cores, 1):
         wanted = max(int(cores / ranks), 1)
-        found = f"{text} for each of {ranks} local ranks, on {cores:g} cores"
-        return Check("OMP_NUM_THREADS", WARNING, found, f"OMP_NUM_THREADS={wanted}")
+        load = f"{text} for each of {ranks} local ranks, on {cores:g} cores"
+        return Check("OMP_NUM_THREADS", WARNING, load, f"OMP_NUM_THREADS={wanted}")
     return Check("OMP_NUM_THREADS", ALL_OK, text)
 
 
-def _said(*words: str) -> str:
-    """What a command of the system prints; nothing where there is none, or it fails or hangs."""
+def _output_of(*words: str) -> str:
+    """Return what a system command prints; "" where it is missing, fails or hangs."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
         return done.stdout if done.returncode == 0 else ""

@@ -1,4 +1,4 @@
-"""Room in a step for parameters that its model's forward began to read, or to train, after the step was made."""
+"""Let a step take parameters that its model's forward began to read, or to train, after the step was built."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import torch
 
 
 def let_grow(step: Any) -> None:
-    """Let the step make room for parameters that a program to come reads."""
+    """Let the step make room for parameters that a later program reads."""
     for part in step.parts:
         part.zero.grow = functools.partial(_grow, step, part)
 
 
 def _grow(step: Any, part: Any, slots: Sequence[Any]) -> None:
-    """Make buckets for parameters, which the optimizer then updates. Raises ValueError where that cannot be.
+    """Make buckets for parameters, and let the optimizer update them. Raises ValueError where that is impossible.
 
-    A program has what forward does not read as buffers.
+    Until now they were buffers of the program, as all parameters that forward does not read.
     """
     parameters = _module(part, "parameters")
     slots = [_copied(parameters.Slot, slot, spec=_copied(parameters.Param, slot.spec)) for slot in slots]
     names = {slot.name for slot in slots}
     old = [bucket for bucket in part.zero.buckets if not names.isdisjoint(e.slot.name for e in bucket.entries)]
-    why = _why_not(step, part, slots, old)
-    if why:
+    reason = _why_not(step, part, slots, old)
+    if reason:
         shown = ", ".join(sorted(names)[:3])
-        raise ValueError(f"forward reads or trains parameters that it did not before: {shown}; {why}")
+        raise ValueError(f"forward reads or trains parameters that it did not before: {shown}; {reason}")
     values: dict[str, torch.Tensor] = {}
     for name, spec, value in part.model.buffer_slots():
         values |= dict.fromkeys((name, *spec.aliases), parameters.unshard(value, spec, part.mesh))
@@ -57,18 +57,18 @@ def _grow(step: Any, part: Any, slots: Sequence[Any]) -> None:
 
 def _why_not(step: Any, part: Any, slots: Sequence[Any], old: Sequence[Any]) -> str:
     if not step.updates_by_parameter or part.zero.host is not None:
-        return "parameters are added only where torch's own optimizer updates on the device what this rank stores"
+        return "parameters are added only where torch's own optimizer updates this rank's shards on the device"
     if any(bucket.key.stage == 3 for bucket in old):
         return "parameters that had no gradient are sharded by ZeRO-3"
     if not step.loaded_states.isdisjoint(slot.name for slot in slots):
-        return "the checkpoint that was loaded has optimizer state of them, for which the step had no room"
+        return "the loaded checkpoint has optimizer state of them, for which the step had no room"
     if len(step.parts) > 1 or step.mesh.everyone.size > part.mesh.world_size:
-        return "a pipeline's stages may share them"
+        return "stages of a pipeline may share them"
     return ""
 
 
 def _drop_buffers(model: Any, names: Collection[str]) -> None:
-    """Let a program's model have no buffers for what is a parameter now."""
+    """Remove buffers of a program's model that are parameters now."""
     for module in model.units():
         prefix = f"{module.path}." if module.path else ""
         module.BUFFERS = {name: spec for name, spec in module.BUFFERS.items() if prefix + name not in names}
@@ -80,13 +80,13 @@ def _bucket(part: Any, key: Any, slots: Sequence[Any], compute_dtype: Any, host:
 
 
 def _copied(kind: Any, value: Any, **others: Any) -> Any:
-    """A dataclass of another program's run time as one of this one's."""
-    made = object.__new__(kind)
+    """Return a dataclass of another program's runtime as the same dataclass of this one's."""
+    copy = object.__new__(kind)
     for field in dataclasses.fields(kind):
-        object.__setattr__(made, field.name, others.get(field.name, getattr(value, field.name)))
-    return made
+        object.__setattr__(copy, field.name, others.get(field.name, getattr(value, field.name)))
+    return copy
 
 
 def _module(part: Any, name: str) -> Any:
-    """A module of the run time that the part is of."""
+    """Import a module of the runtime that the part belongs to."""
     return importlib.import_module(f"{type(part).__module__.rpartition('.')[0]}.{name}")

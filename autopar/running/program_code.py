@@ -1,4 +1,4 @@
-"""The code of a generated program that is loaded, compared with and exchanged for that of another text of it."""
+"""Compare the code of a loaded program with another text of it, and exchange it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 def differ_in_bodies(old: Mapping[str, str], new: Mapping[str, str]) -> bool:
-    """Whether the files of two programs differ in the bodies of functions alone."""
+    """Return whether the files of two programs differ only inside the bodies of functions."""
     if old.keys() != new.keys():
         return False
     changed = [name for name in old if old[name] != new[name]]
@@ -30,7 +30,7 @@ class _Bodiless(ast.NodeTransformer):
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A number in a text: its value, and where it starts and ends."""
+    """A number in a text: its value, its start and its end."""
 
     value: float
     start: int
@@ -38,26 +38,26 @@ class Literal:
 
 
 def literals_of(text: str) -> tuple[str, list[Literal]]:
-    """A text's syntax without the numbers in the bodies of functions, and these numbers in order."""
+    """Return a text's syntax without the numbers in the bodies of functions, and those numbers in order."""
     finder = _Numbers(text)
     outline = ast.dump(finder.visit(ast.parse(text)))
-    return outline, finder.found
+    return outline, finder.literals
 
 
 def with_literals(text: str, values: Mapping[int, float]) -> str:
-    """A text with other numbers in the places of those of these positions."""
-    _, found = literals_of(text)
+    """Return a text with other numbers at these positions."""
+    _, literals = literals_of(text)
     for position in sorted(values, reverse=True):
-        each = found[position]
-        text = text[: each.start] + repr(values[position]) + text[each.end :]
+        literal = literals[position]
+        text = text[: literal.start] + repr(values[position]) + text[literal.end :]
     return text
 
 
 class _Numbers(ast.NodeTransformer):
-    """Collects the numbers in bodies of functions, and puts 0 in their places."""
+    """Collect the numbers in bodies of functions, and put 0 in their places."""
 
     def __init__(self, text: str) -> None:
-        self.found: list[Literal] = []
+        self.literals: list[Literal] = []
         self._starts = [0, *itertools.accumulate(map(len, text.splitlines(keepends=True)))]
         self._is_inside = False
 
@@ -80,7 +80,7 @@ class _Numbers(ast.NodeTransformer):
     def _note(self, node: ast.expr, value: float) -> ast.AST:
         last, end = node.end_lineno or node.lineno, node.end_col_offset or 0
         place = self._starts[node.lineno - 1] + node.col_offset, self._starts[last - 1] + end
-        self.found.append(Literal(value, *place))
+        self.literals.append(Literal(value, *place))
         return ast.Constant(0)
 
 
@@ -91,32 +91,32 @@ def _number(node: ast.expr) -> float | None:
 
 def exchange_code(package: str, old: Mapping[str, str], new: Mapping[str, str]) -> None:
     """Give the functions of a loaded package the code of another text of its files."""
-    for name, text in new.items():
-        if old.get(name) == text:
+    for file, text in new.items():
+        if old.get(file) == text:
             continue
-        module = sys.modules[f"{package}.{name.removesuffix('.py').replace('/', '.')}"]
-        codes = dict(_codes(compile(text, module.__file__ or name, "exec"), ""))
-        found = dict(_functions(module))
-        missing = [each for each in codes if each.count(".") == 1 and "<" not in each and each not in found]
-        assert not missing, f"{name} as it is loaded has no {missing[0]}"
-        for place in codes.keys() & found.keys():
-            found[place].__code__ = codes[place]
+        module = sys.modules[f"{package}.{file.removesuffix('.py').replace('/', '.')}"]
+        codes = dict(_codes(compile(text, module.__file__ or file, "exec"), ""))
+        functions = dict(_functions(module))
+        missing = [name for name in codes if name.count(".") == 1 and "<" not in name and name not in functions]
+        assert not missing, f"{file} as it is loaded has no {missing[0]}"
+        for place in codes.keys() & functions.keys():
+            functions[place].__code__ = codes[place]
 
 
 def _codes(code: types.CodeType, prefix: str) -> Iterator[tuple[str, types.CodeType]]:
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield prefix + each.co_name, each
-            yield from _codes(each, f"{prefix}{each.co_name}.")
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield prefix + constant.co_name, constant
+            yield from _codes(constant, f"{prefix}{constant.co_name}.")
 
 
 def _functions(module: types.ModuleType) -> Iterator[tuple[str, types.FunctionType]]:
-    """The functions that a module defines, by the names of their classes and their own."""
+    """Yield the functions that a module defines, by `function` or `Class.function`."""
     for name, value in vars(module).items():
         if isinstance(value, types.FunctionType) and value.__module__ == module.__name__:
             yield name, value
         elif isinstance(value, type) and value.__module__ == module.__name__:
-            for inner, held in vars(value).items():
-                function = getattr(held, "__func__", held)
+            for inner, member in vars(value).items():
+                function = getattr(member, "__func__", member)
                 if isinstance(function, types.FunctionType):
                     yield f"{name}.{inner}", function

@@ -1,4 +1,4 @@
-"""What becomes of a step's state: checkpoints, a Hugging Face folder, the values of the user's model.
+"""Save and load a step's state: checkpoints, a Hugging Face folder, the values of the user's model.
 
 Each function is collective: every rank of the step calls it.
 """
@@ -21,12 +21,12 @@ from codegen.runtime import checkpoint_files as files
 
 
 class DamagedCheckpoint(CheckpointError, files.DamagedError):
-    """A checkpoint is not as it was written; the folder's functions know it as theirs."""
+    """A checkpoint differs from what was written. Also a DamagedError, which the folder's functions handle."""
 
 
 @contextlib.contextmanager
 def readable(runtime: Any = files) -> Iterator[None]:
-    """Errors of a runtime's checkpoint module (a generated program has its own) as errors of autopar."""
+    """Raise errors of a runtime's checkpoint module (each generated program has its own) as errors of autopar."""
     try:
         yield
     except AutoparError:
@@ -34,10 +34,10 @@ def readable(runtime: Any = files) -> Iterator[None]:
     except runtime.DamagedError as error:
         raise DamagedCheckpoint(str(error)) from None
     except runtime.DiskError as error:
-        alternatives = ["what it lacks there: the run then goes on from its last checkpoint", "another folder"]
+        alternatives = ["free what it lacks there: the run then resumes from its last checkpoint", "another folder"]
         raise CheckpointError(f"the file system refuses: {error}", alternatives=alternatives) from None
     except runtime.UnsavableError as error:
-        raise CheckpointError(str(error), alternatives=["another optimiser", "no checkpoint_directory"]) from None
+        raise CheckpointError(str(error), alternatives=["another optimizer", "no checkpoint_directory"]) from None
     except runtime.CheckpointError as error:
         raise CheckpointError(str(error), alternatives="another checkpoint folder") from None
 
@@ -45,24 +45,24 @@ def readable(runtime: Any = files) -> Iterator[None]:
 def save_checkpoint(
     compiled: GeneratedProgram, step: Any, directory: str | Path, notes: Mapping[str, str] | None = None
 ) -> None:
-    """Write parameters, buffers, optimiser state and position, sharded, to a folder that any plan can go on from.
+    """Write parameters, buffers, optimizer state and position, sharded, to a folder from which any plan can resume.
 
-    notes: texts to find in `load_checkpoint`, such as a schedule's state. Raises CheckpointError where the folder is
+    notes: texts that `load_checkpoint` returns, such as a schedule's state. Raises CheckpointError where the folder is
     taken or cannot be written, FloatingPointError where a parameter is not finite.
     """
     check_path("directory", directory)
     model = compiled.model
     step.state_check(None)
-    said = {"plan": compiled.plan.to_yaml(), **notes_of(model), **(notes or {})}
+    texts = {"plan": compiled.plan.to_yaml(), **notes_of(model), **(notes or {})}
     runtime = _runtime_of(step)
     with readable(runtime):
-        runtime.save(step, directory, others=LazyState(model), notes=said)
+        runtime.save(step, directory, others=LazyState(model), notes=texts)
 
 
 def load_checkpoint(compiled: GeneratedProgram, step: Any, directory: str | Path) -> Mapping[str, str]:
-    """Continue from what `save_checkpoint` or a Trainer wrote, under whatever plan; returns its notes.
+    """Resume from a folder of `save_checkpoint` or of a Trainer, written under any plan; return its notes.
 
-    Raises CheckpointError for another model or optimiser, or a damaged checkpoint, before anything is changed.
+    Raises CheckpointError for another model or optimizer, or a damaged checkpoint, before anything changes.
     """
     check_path("directory", directory)
     runtime = _runtime_of(step)
@@ -75,20 +75,20 @@ def load_checkpoint(compiled: GeneratedProgram, step: Any, directory: str | Path
 
 @readable()
 def read_notes(directory: Path) -> Mapping[str, str]:
-    """The texts that were written with a checkpoint."""
+    """Return the texts that were written with a checkpoint."""
     notes: Mapping[str, str] = files.read_manifest(directory).record.get("notes", {})
     return notes
 
 
 def check_checkpoint(step: Any) -> None:
-    """Raises CheckpointError, after a step, for state that could not be saved."""
+    """Raise CheckpointError, after a step, where its state could not be saved."""
     runtime = _runtime_of(step)
     with readable(runtime):
         runtime.check(step)
 
 
 def write_pretrained(compiled: GeneratedProgram, step: Any, directory: str | Path) -> None:
-    """Write the trained model as a folder that `from_pretrained` of transformers reads, tensor by tensor.
+    """Write the trained model, tensor by tensor, as a folder that `from_pretrained` of transformers reads.
 
     Raises ModelError for a model that is not of transformers, OutputError for a folder that autopar did not write.
     """
@@ -98,20 +98,20 @@ def write_pretrained(compiled: GeneratedProgram, step: Any, directory: str | Pat
         if step.mesh.everyone.rank == 0:
             save_pretrained(values, compiled.model, directory)
     finally:
-        for _ in values:  # the others take part in what is read
+        for _ in values:  # other ranks take part in gathering them
             pass
 
 
 def update_model(compiled: GeneratedProgram, step: Any) -> None:
-    """Put the trained values into the user's own model, on every rank."""
+    """Copy the trained values into the user's model, on every rank."""
     follower = followed(step)
     if follower is not None:
-        follower(False)  # what the script changed meanwhile is kept
+        follower(False)  # keeps what the script changed meanwhile
     set_values(compiled.model, step.whole_tensors(all_written=True), compiled.loss_fn)
     if follower is not None:
         follower.values_written()
 
 
 def _runtime_of(step: Any) -> Any:
-    """The program's own module of checkpoints."""
+    """Return the program's module of checkpoints."""
     return importlib.import_module(f"{type(step).__module__.rpartition('.')[0]}.checkpoint")

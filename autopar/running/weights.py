@@ -1,4 +1,4 @@
-"""Where a program's initial values come from: the user's model, or a function for a model on meta."""
+"""The source of a program's initial values: the user's model, or a function for a model on meta."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Init = Callable[[str, torch.Size, torch.dtype], torch.Tensor]
 
 
 class ValueSource:
-    """`name -> whole tensor` over parameters and buffers, tied names included; asked for one name at a time.
+    """`name -> whole tensor` over parameters and buffers, tied names included, for one name at a time.
 
-    loss_fn: if it is a module (`nn.CrossEntropyLoss(weight=...)`), its tensors are those below `loss_fn`.
+    loss_fn: if it is a module (`nn.CrossEntropyLoss(weight=...)`), its tensors get names below `loss_fn`.
     tables: further tensors, which no module has registered.
 
-    Values on meta are those of the files that they were left in (`stored`), or come from `init(name, shape, dtype)`;
-    buffers that a module computes in its constructor (rotary frequencies) are made again by building that module anew.
-    A call raises ModelError where none of this is possible.
+    Values on meta come from the files that they were left in (`stored`), or from `init(name, shape, dtype)`. Buffers
+    that a module computes in its constructor (rotary frequencies) come from building that module again. A call raises
+    ModelError where none of this is possible.
     """
 
     def __init__(
@@ -39,24 +39,24 @@ class ValueSource:
         tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= dict(model.named_buffers(remove_duplicate=False))
         if isinstance(loss_fn, nn.Module):
-            own = (*loss_fn.named_parameters(), *loss_fn.named_buffers())
-            tensors |= {f"loss_fn.{name}": value for name, value in own}
+            loss_tensors = (*loss_fn.named_parameters(), *loss_fn.named_buffers())
+            tensors |= {f"loss_fn.{name}": value for name, value in loss_tensors}
         tensors |= tables or {}
         self._tensors = tensors
         self._remade: dict[str, dict[str, torch.Tensor]] = {}
 
     def stored(self, name: str) -> StoredTensor | None:
-        """The file that has the tensor, where it was left in one."""
+        """Return the file that has the tensor, where it was left in one."""
         return stored_of(self._tensors[name]) if name in self._tensors else None
 
     def outline(self, name: str) -> torch.Tensor:
-        """The model's own tensor, which may lie on meta."""
+        """Return the model's own tensor, which may be on meta."""
         if name not in self._tensors:
             raise ModelError(f"the model has no value named {name!r}")
         return self._tensors[name]
 
     def __call__(self, name: str) -> torch.Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         tensor = self.outline(name)
         if tensor.device.type != "meta":
             return tensor.detach()
@@ -81,12 +81,12 @@ class ValueSource:
 
 
 def tables_of(graph: Graph) -> dict[str, torch.Tensor]:
-    """Tensors that no module of the model has registered, by the names of the program's buffers."""
-    return {each.name: each.value for each in graph.parameters if each.value is not None}
+    """Return tensors that no module of the model has registered, by the names of the program's buffers."""
+    return {parameter.name: parameter.value for parameter in graph.parameters if parameter.value is not None}
 
 
 class LazyState(Mapping[str, torch.Tensor]):
-    """The parameters and persistent buffers of a model under their first names; what lies in files is read if asked."""
+    """A model's parameters and persistent buffers by their first names. Values in files are read on access."""
 
     def __init__(self, model: nn.Module) -> None:
         persistent = model.state_dict(keep_vars=True).keys()
@@ -95,7 +95,7 @@ class LazyState(Mapping[str, torch.Tensor]):
         self._value = ValueSource(model)
 
     def outlines(self) -> dict[str, torch.Tensor]:
-        """The model's own tensors, which may lie on meta."""
+        """Return the model's own tensors, which may be on meta."""
         return {name: self._value.outline(name) for name in self._names}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -112,12 +112,12 @@ class LazyState(Mapping[str, torch.Tensor]):
 
 @torch.no_grad()
 def set_values(model: nn.Module, values: Iterable[tuple[tuple[str, ...], torch.Tensor]], loss_fn: Any = None) -> None:
-    """Copy trained values, each with all its names, into the model's own tensors and those of a loss that is a module;
-    those on meta are made on the CPU."""
+    """Copy trained values, each with all its names, into the tensors of the model and of a loss that is a module.
+    Tensors on meta are replaced by new ones on the CPU."""
     roots = {"loss_fn": loss_fn} if isinstance(loss_fn, nn.Module) else {}
     for names, value in values:
         done: set[int] = set()
-        made: torch.Tensor | None = None
+        fresh: torch.Tensor | None = None
         for name in names:
             owner_name, _, leaf = name.rpartition(".")
             first, _, rest = owner_name.partition(".")
@@ -126,28 +126,28 @@ def set_values(model: nn.Module, values: Iterable[tuple[tuple[str, ...], torch.T
             except AttributeError:  # a name that only the program has
                 continue
             kind: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
-            held = kind.get(leaf)
-            if held is None or id(held) in done:
+            tensor = kind.get(leaf)
+            if tensor is None or id(tensor) in done:
                 continue
-            if held.device.type == "meta":
-                if made is None:
-                    whole = value.detach().to("cpu", held.dtype, copy=True)
-                    is_parameter = isinstance(held, nn.Parameter)
-                    made = nn.Parameter(whole, held.requires_grad) if is_parameter else whole
-                kind[leaf] = made
+            if tensor.device.type == "meta":
+                if fresh is None:
+                    whole = value.detach().to("cpu", tensor.dtype, copy=True)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    fresh = nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
+                kind[leaf] = fresh
             else:
-                held.copy_(value)
-                done.add(id(held))
+                tensor.copy_(value)
+                done.add(id(tensor))
 
 
 def write_values(values: Iterable[tuple[tuple[str, ...], torch.Tensor]], folder: Path) -> None:
-    """Writes values for `read_values` of another process: one file per tensor, so that one at a time is in memory."""
+    """Write values for another process's `read_values`: one file per tensor, so that one at a time is in memory."""
     for number, (names, value) in enumerate(values):
         torch.save((names, value.detach().cpu().clone()), folder / f"{number:06d}.pt")
 
 
 def read_values(folder: Path) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """What `write_values` wrote; each file is removed when it was read."""
+    """Yield the values of `write_values`; remove each file after reading it."""
     for path in sorted(folder.glob("*.pt")):
         names, value = torch.load(path, weights_only=True)
         path.unlink()
@@ -155,13 +155,13 @@ def read_values(folder: Path) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
 
 
 def _rebuilt_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers of a module constructed anew from its config, which is how Hugging Face's rotary embeddings are made."""
+    """Rebuild a module from its config and return its buffers, as Hugging Face makes rotary embeddings."""
     config = getattr(module, "config", None)
     if config is None:
         return {}
     try:
         with torch.device("cpu"):
             fresh = type(module)(config)
-    except Exception:  # not a module that its config makes; the caller falls back to init
+    except Exception:  # its config does not build this module; the caller falls back to init
         return {}
     return dict(fresh.named_buffers(recurse=False))

@@ -1,1 +1,1 @@
-"""What a user asks for, checked: options, constraints, and the switches that change a program."""
+"""The user's options, checked: compile options, constraints, and the switches that change a program."""

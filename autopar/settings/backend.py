@@ -1,9 +1,9 @@
-"""The switch `backend`: who runs what a layer computes between collectives.
+"""The switch `backend`: the executor of the computation between collectives.
 
-"eager" is torch itself. "inductor" compiles the layers' regions (`codegen/runtime/compiled_layers.py`); layers that
-recompute selectively run eagerly under it. "async-tp", asynchronous tensor parallelism, is eager too, with linear
-layers and the collectives of tp before and after them as one call (`codegen/async_tp.py`). Plans are neither chosen nor
-priced for either.
+"eager" is torch itself. "inductor" compiles the layers' regions (`codegen/runtime/compiled_layers.py`); layers with
+selective recomputation run eagerly under it. "async-tp", asynchronous tensor parallelism, also runs eagerly and fuses
+linear layers with the tp collectives before and after them (`codegen/async_tp.py`). The choice of a plan and its
+price do not depend on the backend.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from cost_models.mixed import AnyCluster
 
 EAGER = ("backend='eager'",)
 NOTHING_ASYNCHRONOUS = (
-    "backend='async-tp' changes nothing: no linear layer stands alone after an all_gather, or before a reduce_scatter, "
-    "of rows on tp (which plans with tp and sequences cut between layers have)"
+    "backend='async-tp' changes nothing: no linear layer directly follows an all_gather of rows on tp, or precedes a "
+    "reduce_scatter (plans with tp that shard sequences between layers have such layers)"
 )
 
 
 def check_layers_compile(backend: str, recompute: str | None) -> None:
-    """Raises ConstraintError where inductor would compile no layer. recompute: the mode that all are pinned to."""
+    """Raise ConstraintError if inductor would compile no layer. recompute: the mode that all layers are pinned to."""
     if backend == "inductor" and recompute == "selective":
         raise ConstraintError(
-            "inductor decides what a compiled layer keeps, so layers that recompute selectively are not compiled",
+            "inductor cannot compile layers with selective recomputation, as it decides itself what a layer keeps",
             values="backend='inductor' with recompute=selective",
             alternatives=["recompute=none, offload or full", *EAGER],
         )
 
 
 def with_backend(program: Program | PipelineProgram, backend: str) -> Program | PipelineProgram:
-    """The program for that backend. Raises ConstraintError where inductor would have no layer to compile."""
+    """Return the program for a backend. Raises ConstraintError if inductor would have no layer to compile."""
     if backend == "inductor" and not any(map(_compiles, program.programs)):
         raise ConstraintError(
-            "backend='inductor' compiles layers, and this program has none that it could",
-            values=f"{program.name}: no repeated layers, or all of them recompute selectively",
+            "backend='inductor' has no layer to compile in this program",
+            values=f"{program.name}: no repeated layers, or all of them use selective recomputation",
             alternatives=["recompute=none, offload or full", *EAGER],
         )
     return program.map(lambda stage: replace(stage, backend=backend))
 
 
 def _compiles(stage: Program) -> bool:
-    """Whether some layer does not recompute selectively."""
+    """Return whether a layer has another mode than selective recomputation."""
     modes = {name: [mode for mode, _ in runs] for name, runs in stage.recompute.items()}
     return any(mode != "selective" for layer in stage.layer_names for mode in modes.get(layer, ["none"]))
 
 
 def require_backend(program: Program | PipelineProgram, cluster: AnyCluster) -> None:
-    """Raises ConstraintError if this machine cannot run the program: its backend, or its products in fp8."""
+    """Raise ConstraintError if this machine cannot run the program's backend or its fp8 products."""
     on_gpu = torch.cuda.is_available() and not is_cpu(cluster.groups[0])
     device = torch.device("cuda" if on_gpu else "cpu")
     require_fp8(program, device)
@@ -66,5 +66,5 @@ def require_backend(program: Program | PipelineProgram, cluster: AnyCluster) -> 
 
 
 def patience_seconds(program: Program | PipelineProgram) -> float:
-    """How long ranks must wait for one another at least: for one that compiles, long."""
+    """Return the least time that ranks wait for one another, which is long for a program that compiles."""
     return COMPILE_SECONDS if program.any.backend == "inductor" else 0.0

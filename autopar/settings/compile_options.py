@@ -1,7 +1,7 @@
-"""What is asked for beside a model and a cluster: one value behind `compile`, `verify`, `Trainer` and command line.
+"""The options beside the model and the cluster: one value behind `compile`, `verify`, `Trainer` and the command line.
 
-Each option is declared, explained and checked here and nowhere else. The public functions take the fields by keyword
-(`with_options`), the rest of autopar hands on the value.
+Each option is declared, explained and checked here only. The public functions take the fields by keyword
+(`with_options`); the rest of autopar passes the value on.
 """
 
 from __future__ import annotations
@@ -33,42 +33,43 @@ from cost_models.mixed import AnyCluster
 KERNEL_CHOICES = ("auto", "on", "off")
 
 P = ParamSpec("P")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 Options = TypeVar("Options", bound="PlanOptions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What bears on a plan and can be written in a file. A wrong type or word raises ConstraintError or PlanError."""
+    """The options that affect a plan and can stand in a file. A wrong type or word raises ConstraintError or
+    PlanError."""
 
     global_batch_size: int | None = None
-    """The rows of one optimiser step over all ranks; None takes those of the example (for a Trainer, of the first
-    batch)."""
+    """Rows of one optimizer step over all ranks. None takes the rows of the example, or for a Trainer of the first
+    batch."""
     precision: str = "fp32"
-    """The numbers that layers compute with are "fp32", or "bf16" or "fp16" (with fp32 masters and reductions). In fp16
-    the loss is scaled, as codegen/runtime/loss_scale.py says."""
+    """The dtype of the layers: "fp32", or "bf16" or "fp16" (with fp32 master weights and reductions). fp16 scales the
+    loss (codegen/runtime/loss_scale.py)."""
     constraints: Mapping[str, Any] | None = None
-    """What is pinned, as `autopar.settings.constraints` says."""
+    """Pinned and forbidden decisions (`autopar.settings.constraints`)."""
     kernels: str = "auto"
-    """The choice "on" puts fused Triton kernels in place of runs of calls (codegen/fusion), "off" never does, "auto"
-    does on GPUs. Plans are chosen and priced accordingly. On a CPU the kernels run their torch reference, which only
-    for the linear layer with its loss is another computation, and is priced so."""
+    """"on" replaces runs of calls by fused Triton kernels (codegen/fusion), "off" does not, "auto" does on GPUs. The
+    choice and the price of plans account for it. On a CPU the kernels run their torch reference. Only that of the
+    linear layer with its loss computes differently, and its price accounts for it."""
     compression: Mapping[str, str] | None = None
-    """ZeRO's collectives of parameters are rounded on the wire to what this says: {"gather": "int8" or "fp8",
-    "reduce": "int8"}, or one of them. This is lossy, with the bounds of codegen/runtime/compressed.py; plans are chosen
-    and priced accordingly. `compile` warns where nothing is left to compress. None takes what a given plan says."""
+    """Compression of ZeRO's collectives (lossy): {"gather": "int8" or "fp8", "reduce": "int8"}, or one of them.
+    codegen/runtime/compressed.py has the error bounds. The choice and the price of plans account for it. `compile`
+    warns if no collective is left to compress. None takes the compression of a given plan."""
     fp8: bool | None = None
-    """Linear layers of repeated layers multiply in e4m3 with a scale per row, but for their weights' gradients
-    (codegen/kernels/fp8.py has the bounds). This is lossy, for GPUs of compute capability 8.9 or more in bf16; on a CPU
-    the same numbers are computed in fp32, to verify, and take longer. Plans are priced accordingly. None takes what a
-    given plan says."""
+    """Compute the linear layers of repeated layers in e4m3 with a scale per row, except their weight gradients (lossy;
+    codegen/kernels/fp8.py has the error bounds). It needs GPUs of compute capability 8.9 or more in bf16. A CPU
+    computes the same numbers in fp32, for verification, and takes longer. Prices account for it. None takes the
+    setting of a given plan."""
     backend: str = "eager"
-    """The layers run by "eager" torch; with "inductor" what they compute between collectives is compiled by
-    torch.compile, once per layer class, in the first step; with "async-tp" products run beside the transfer of what
-    they read and make on tp, where the GPUs of a node share memory. Neither is priced, but that inductor's programs run
-    no sums of gradients beside other gradients."""
+    """"eager" runs layers with torch. "inductor" compiles the computation between collectives with torch.compile, once
+    per layer class, in the first step. "async-tp" overlaps matrix products with the tp transfers of their operands and
+    results, where the GPUs of a node share memory. Prices do not depend on it, except that inductor's programs do not
+    overlap gradient reductions with other gradients."""
     plan: Plan | str | Path | None = None
-    """A plan, or its file, is used instead of searching; it is validated and priced again."""
+    """A plan or its file, to use instead of searching. It is validated and priced again."""
 
     def __post_init__(self) -> None:
         check_numbers({"global_batch_size": self.global_batch_size})
@@ -79,40 +80,42 @@ class PlanOptions:
         Compression.parse(self.compression)
         if not isinstance(self.fp8, bool) and self.fp8 is not None:
             values, legal = shown(self.fp8), "True, False or None"
-            raise ConstraintError("fp8 is neither True nor False", values=values, alternatives=legal)
+            raise ConstraintError("fp8 must be True, False or None", values=values, alternatives=legal)
         if self.plan is not None and not isinstance(self.plan, (Plan, str, Path)):
-            raise PlanError("plan is neither a Plan nor the name of its file", values=shown(self.plan))
+            raise PlanError(
+                "plan must be a Plan or the name of its file", values=shown(self.plan), alternatives='"plan.yaml"'
+            )
 
     @property
     def common(self) -> dict[str, Any]:
-        """The fields of PlanOptions by name, also of a value that has more."""
+        """The fields of PlanOptions by name, without those of subclasses."""
         return {field.name: getattr(self, field.name) for field in fields(PlanOptions)}
 
     @property
     def given_plan(self) -> Plan | None:
-        """The plan that is given, read where it is a file. Raises PlanError."""
+        """The given plan, read if it is a file. Raises PlanError."""
         return self.plan if isinstance(self.plan, Plan) or self.plan is None else Plan.from_file(self.plan)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What parameters are cast to before tracing; None leaves them as they are."""
+        """The dtype of parameters while tracing; None leaves them unchanged."""
         return compute_dtype(self.precision)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions(PlanOptions):
-    """All that `compile` takes beside the model and the cluster. Raises TraceError too, for what is no batch."""
+    """The options of `compile`. An invalid batch raises TraceError."""
 
     example_inputs: tuple[Any, ...] | Mapping[str, Any]
-    """One batch is given as the model takes it (tuple or dict), with the targets that loss_fn takes after the model's
+    """One batch as the model takes it (tuple or dict), followed by the targets that loss_fn takes after the model's
     output. Shapes and dtypes matter, values do not."""
     loss_fn: Callable[..., torch.Tensor] | None = None
-    """The loss is `loss_fn(output, *targets) -> scalar`, for models that do not return their loss."""
+    """The loss, `loss_fn(output, *targets) -> scalar`, for models that do not return their loss."""
     optimizer: OptimizerFactory | None = None
-    """The factory is `params -> torch.optim.Optimizer`, or `named_parameters -> torch.optim.Optimizer` (by the
-    argument's name, or an attribute `takes_names`), called with tensors that have the names, shapes and order of the
-    model's parameters; None is fused AdamW, in `verify` SGD with momentum. What the optimiser leaves out is not
-    trained. It is tried on small tensors: where an update is not elementwise only plans that hold parameters whole are
+    """The factory `params -> torch.optim.Optimizer`, or `named_parameters -> torch.optim.Optimizer` (by the argument's
+    name, or an attribute `takes_names`). Its argument has the names, shapes and order of the model's parameters. None
+    is fused AdamW, in `verify` SGD with momentum. Parameters that the optimizer omits are not trained. autopar tries
+    the optimizer on small tensors. If an update is not elementwise, only plans with unsharded parameters are
     considered."""
 
     def __post_init__(self) -> None:
@@ -121,19 +124,19 @@ class CompileOptions(PlanOptions):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise ConstraintError(f"{name} is a function", values=shown(value), alternatives="a function, or None")
-        PlanOptions.__post_init__(self)  # slots make a new class, which super() without arguments does not know
+        PlanOptions.__post_init__(self)  # slots create a new class, which breaks super() without arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions(CompileOptions):
-    """All that `verify` takes beside the model and the cluster."""
+    """The options of `verify`."""
 
     steps: int = 3
-    """So many optimiser steps are compared, each with the batch's rows rotated by one more."""
+    """Optimizer steps to compare. Each step rotates the batch's rows by one more."""
     max_grad_norm: float | None = None
-    """Gradients are clipped to this norm; None does not clip."""
+    """Clip gradients to this norm; None does not clip."""
     seed: int = 0
-    """The dropout masks follow from this number."""
+    """The seed of the dropout masks."""
 
     def __post_init__(self) -> None:
         CompileOptions.__post_init__(self)
@@ -142,17 +145,17 @@ class VerifyOptions(CompileOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOptions(CompileOptions):
-    """All that `trial` takes beside the model and the cluster."""
+    """The options of `trial`."""
 
     plans: int = 3
-    """So many plans are run at most, the best of each of the best layouts."""
+    """The most plans to run: the best plan of each of the best meshes."""
     steps: int = 8
-    """So many steps are timed in every round, after two that are not."""
+    """Timed steps per round, after two warm-up steps."""
     rounds: int = 3
-    """The plans take turns so often; each starts its processes anew."""
+    """Rounds. Every plan runs once per round, in new processes."""
     profile: str | Path | None = None
-    """The cluster's TOML file gets the measurements, where autopar wrote it; any other leaves them in the user's cache.
-    None is the file that the cluster's text names, if it does."""
+    """The cluster file that gets the measurements, if autopar wrote it; else they go to the user's cache. None is the
+    file that the cluster's text names, if it names one."""
 
     def __post_init__(self) -> None:
         CompileOptions.__post_init__(self)
@@ -161,7 +164,7 @@ class TrialOptions(CompileOptions):
 
 
 def check_verify(steps: Any, max_grad_norm: Any, seed: Any) -> None:
-    """Raises ConstraintError for what `verify` cannot run with."""
+    """Raise ConstraintError for options that `verify` cannot run with."""
     whole("steps", steps, 1)
     check_numbers({"seed": seed, "max_grad_norm": max_grad_norm})
 
@@ -169,27 +172,27 @@ def check_verify(steps: Any, max_grad_norm: Any, seed: Any) -> None:
 def with_options(
     options: Callable[P, Options],
 ) -> Callable[
-    [Callable[[nn.Module, AnyCluster | str, Options], Found]],
-    Callable[Concatenate[nn.Module, AnyCluster | str, P], Found],
+    [Callable[[nn.Module, AnyCluster | str, Options], Result]],
+    Callable[Concatenate[nn.Module, AnyCluster | str, P], Result],
 ]:
-    """Turns `f(model, cluster_spec, options)` into a function that takes the fields of the options by keyword.
+    """Turn `f(model, cluster_spec, options)` into a function that takes the fields of the options by keyword.
 
-    That function raises TypeError, with the options that there are, for a call that does not fit its signature.
+    A call that does not fit its signature raises TypeError with the list of options.
     """
 
-    def decorate(function: Callable[[nn.Module, AnyCluster | str, Options], Found]) -> Any:
-        own, keywords = inspect.signature(function), inspect.signature(options).parameters
-        signature = own.replace(parameters=[*list(own.parameters.values())[:2], *keywords.values()])
+    def decorate(function: Callable[[nn.Module, AnyCluster | str, Options], Result]) -> Any:
+        plain, keywords = inspect.signature(function), inspect.signature(options).parameters
+        signature = plain.replace(parameters=[*list(plain.parameters.values())[:2], *keywords.values()])
 
         @functools.wraps(function)
-        def called(*given: Any, **named: Any) -> Found:
+        def called(*arguments: Any, **options_by_name: Any) -> Result:
             try:
-                model, cluster_spec = signature.bind(*given, **named).args
+                model, cluster_spec = signature.bind(*arguments, **options_by_name).args
             except TypeError as error:
-                legal = f"after the model and the cluster, options are given by keyword: {', '.join(keywords)}"
+                legal = f"pass options by keyword after the model and the cluster: {', '.join(keywords)}"
                 raise TypeError(f"autopar.{function.__name__}: {error}; {legal}") from None
             return function(
-                model, cluster_spec, cast(Any, options)(**{k: v for k, v in named.items() if k in keywords})
+                model, cluster_spec, cast(Any, options)(**{k: v for k, v in options_by_name.items() if k in keywords})
             )
 
         called.__signature__ = signature  # type: ignore[attr-defined]
@@ -201,8 +204,8 @@ def with_options(
 
 
 def _explained(options: type[PlanOptions]) -> dict[str, str]:
-    """The fields in their order -> what is written below each of them; {} where there is no source to read."""
-    found: dict[str, str] = {}
+    """Map each field, in order, to the docstring below it; {} if the source cannot be read."""
+    explanations: dict[str, str] = {}
     for owner in reversed(options.__mro__[:-1]):
         try:
             (body,) = ast.parse(inspect.getsource(owner)).body
@@ -210,5 +213,5 @@ def _explained(options: type[PlanOptions]) -> dict[str, str]:
             return {}
         for declared, below in itertools.pairwise(body.body if isinstance(body, ast.ClassDef) else ()):
             if isinstance(declared, ast.AnnAssign) and isinstance(below, ast.Expr):
-                found[ast.unparse(declared.target)] = inspect.cleandoc(ast.literal_eval(below.value))
-    return {field.name: found[field.name] for field in fields(options)}
+                explanations[ast.unparse(declared.target)] = inspect.cleandoc(ast.literal_eval(below.value))
+    return {field.name: explanations[field.name] for field in fields(options)}

@@ -1,18 +1,18 @@
-"""What a user pins or forbids, checked against the model before anything is planned.
+"""The user's constraints: pinned and forbidden decisions, checked against the model before planning.
 
 A plain dict:
 
     {"pp": 2, "dp": 2, "tp": 2,                           pipeline ranks, degrees of mesh axes
-     "ddp": 2,                                            groups of dp ranks that each hold all ZeRO shards
-     "ep": 2,                                             of the dp ranks, how many share out the experts
+     "ddp": 2,                                            groups of dp ranks, each with all ZeRO shards
+     "ep": 2,                                             ranks of dp that shard the experts
      "etp": 1,                                            ranks that share each expert: 1, or all of ttp x tp
      "ttp": 2,                                            ranks of the outer axis of tensor parallelism
      "zero": 1, "micro_batches": 4, "memory": "20GiB",    ZeRO stage, accumulation, bytes per rank
-     "schedule": "1f1b", "chunks": 2,                     of the pipeline, and its stages per pipeline rank
+     "schedule": "1f1b", "chunks": 2,                     pipeline schedule, stages per pipeline rank
      "recompute": "full",                                 of every layer: none, offload, selective or full
-     "offload": "optimizer",                              or "parameters", "nvme:/a/folder", "none": held by the host
-     "cp": 2,                                             ranks that share the positions of a sequence
-     "context": "ring",                                   how attention does on cp: or "all_gather", "heads"
+     "offload": "optimizer",                              to the host: or "parameters", "nvme:/a/folder", "none"
+     "cp": 2,                                             ranks that shard the positions of a sequence
+     "context": "ring",                                   attention under cp: or "all_gather", "heads"
      "parameters": {"*.q_proj.weight": {"tp": "S(0)"}},   pin placements by name pattern (fnmatch)
      "activations": {"*.mlp": {"tp": "R"}},               outputs of the calls of matching modules or nodes
      "forbid_parameters": {...}, "forbid_activations": {...}}
@@ -32,7 +32,7 @@ from typing import Any
 from autopar.errors import ConstraintError
 from autopar.files.text_files import near, shown
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import AXIS_NAMES, TENSOR_AXES, Mesh
+from autopar.ir.mesh import AXIS_NAMES, SHARDING_AXES, TENSOR_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES, is_offload
 from autopar.options.scopes import Scope, scopes_of
@@ -48,13 +48,13 @@ from autopar.options.strategies import (
 from autopar.rules.attention import EXCHANGES, HEADS
 from autopar.rules.rule import AxisOption
 from autopar.settings.arguments import whole, word
+from autopar.units import either_text
+from codegen.axes import AXES
 from cost_models.schedule import SCHEDULES
 
-_AXES = AXIS_NAMES
-_SHARDING_AXES = AXIS_NAMES[1:]
 _SCALARS = ("etp", "zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload", "context")
 _WORDS: Mapping[str, tuple[str, ...]] = {
-    "schedule": SCHEDULES,
+    "schedule": tuple(SCHEDULES),
     "recompute": RECOMPUTE_MODES,
     "context": (*EXCHANGES, "heads"),
 }
@@ -68,9 +68,9 @@ Pattern = tuple[str, tuple[tuple[str, Placement], ...]]
 class Constraints:
     """The parsed dict. degrees: axis -> ranks. Patterns: (glob, ((axis, placement), ...)).
 
-    etp: of the ranks of ttp x tp, how many share each expert; with fewer than all, the others have other experts.
-    context: how attention calls do whose sequence cp cuts: by an exchange of keys and values, or cut by heads, for
-    which queries, keys and values are exchanged; None: as is fastest.
+    etp: ranks of ttp x tp that share each expert; if fewer than all, the other ranks have other experts.
+    context: the exchange of attention calls whose sequence cp shards: of keys and values, or by heads, which exchanges
+    queries, keys and values. None takes the fastest.
     """
 
     degrees: Mapping[str, int]
@@ -90,41 +90,41 @@ class Constraints:
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that are pinned to share out the experts."""
+        """The ranks that the pins give to the sharding of experts."""
         tensor = self.degrees.get("tp", 1) * self.degrees.get("ttp", 1)
         return self.degrees.get("ep", 1) * (tensor if self.etp == 1 else 1)
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any] | Constraints | None) -> Constraints:
-        """Raises ConstraintError that names the key, its value and what is legal."""
-        if isinstance(given, Constraints):
-            return given
-        if given is not None and not isinstance(given, Mapping):
+    def parse(cls, settings: Mapping[str, Any] | Constraints | None) -> Constraints:
+        """Parse a mapping. Raises ConstraintError with the key, its value and the legal values."""
+        if isinstance(settings, Constraints):
+            return settings
+        if settings is not None and not isinstance(settings, Mapping):
             raise ConstraintError(
-                "constraints are names with values", values=shown(given), alternatives="a dict such as {'tp': 2}"
+                "constraints must map names to values", values=shown(settings), alternatives="a dict such as {'tp': 2}"
             )
-        given = dict(given or {})
-        known = (*_AXES, *_SCALARS, *_PATTERNS)
-        for key in given:
-            if key not in known:
-                raise ConstraintError(f"unknown constraint {key!r}", alternatives=near(key, known))
-        degrees = {axis: whole(axis, given[axis], 1) for axis in _AXES if axis in given}
-        etp = whole("etp", given["etp"], 1) if given.get("etp") is not None else None
-        zero = whole("zero", given["zero"], 0) if "zero" in given else None
+        settings = dict(settings or {})
+        names = (*AXIS_NAMES, *_SCALARS, *_PATTERNS)
+        for key in settings:
+            if key not in names:
+                raise ConstraintError("unknown constraint", values=shown(key), alternatives=near(key, names))
+        degrees = {axis: whole(axis, settings[axis], 1) for axis in AXIS_NAMES if axis in settings}
+        etp = whole("etp", settings["etp"], 1) if settings.get("etp") is not None else None
+        zero = whole("zero", settings["zero"], 0) if "zero" in settings else None
         if zero is not None and zero > 3:
-            raise ConstraintError("zero is a ZeRO stage", values=f"{zero}", alternatives="0, 1, 2 or 3")
-        micro = whole("micro_batches", given["micro_batches"], 1) if "micro_batches" in given else None
-        memory = parse_bytes(given["memory"]) if given.get("memory") is not None else None
-        chunks = whole("chunks", given["chunks"], 1) if "chunks" in given else None
+            raise ConstraintError("zero must be a ZeRO stage", values=f"{zero}", alternatives="0, 1, 2 or 3")
+        micro = whole("micro_batches", settings["micro_batches"], 1) if "micro_batches" in settings else None
+        memory = parse_bytes(settings["memory"]) if settings.get("memory") is not None else None
+        chunks = whole("chunks", settings["chunks"], 1) if "chunks" in settings else None
         chosen: dict[str, Any] = {
-            name: word(name, given[name], legal) for name, legal in _WORDS.items() if given.get(name) is not None
+            name: word(name, settings[name], legal) for name, legal in _WORDS.items() if settings.get(name) is not None
         }
-        offload = given.get("offload")
+        offload = settings.get("offload")
         if offload is not None and not (isinstance(offload, str) and is_offload(offload)):
             legal = (*OFFLOADS, "nvme:/a/folder")
-            raise ConstraintError("offload is unknown", values=shown(offload), alternatives=", ".join(legal))
-        chosen |= {name: _patterns(name, given.get(name)) for name in _PATTERNS}
-        found = cls(
+            raise ConstraintError("unknown offload", values=shown(offload), alternatives=", ".join(legal))
+        chosen |= {name: _patterns(name, settings.get(name)) for name in _PATTERNS}
+        constraints = cls(
             degrees=degrees,
             etp=etp,
             zero=zero,
@@ -134,19 +134,20 @@ class Constraints:
             offload="" if offload == "none" else offload,
             **chosen,
         )
-        found._check_together()
-        return found
+        constraints._check_together()
+        return constraints
 
     def _check_together(self) -> None:
-        """Raises ConstraintError for pins that no plan can have all of."""
+        """Raise ConstraintError for pins that exclude one another."""
         pipeline_ranks, chunks = self.degrees.get("pp"), self.chunks or 1
-        is_chosen = self.schedule in (None, "interleaved") or (self.schedule == "zero-bubble-v" and chunks == 2)
+        is_chosen = self.schedule is None or SCHEDULES[self.schedule].allows(chunks)
+        choosing = [name for name, schedule in SCHEDULES.items() if schedule.chooses_chunks]
         rules = (
             (pipeline_ranks == 1 and self.schedule, "a schedule is of a pipeline", f"schedule={self.schedule}, pp=1"),
             (pipeline_ranks == 1 and chunks > 1, "several chunks are of a pipeline", f"chunks={chunks}, pp=1"),
             (
                 chunks > 1 and not is_chosen,
-                "the schedule interleaved alone has a number of stages per pipeline rank that can be chosen",
+                f"the number of stages per pipeline rank can be chosen for the schedule {either_text(choosing)} alone",
                 f"chunks={chunks}, schedule={self.schedule}",
             ),
             (
@@ -165,8 +166,8 @@ class Constraints:
                 raise ConstraintError(constraint, values=values, alternatives="one of the two left out")
 
     def check(self, graph: Graph) -> None:
-        """Raises ConstraintError for a pattern that matches nothing, with the nearest names, and for a model without
-        attention that `context` is about."""
+        """Raise ConstraintError for a pattern that matches nothing, with the nearest names, and for pins of cp,
+        context, ep or etp that the model cannot have."""
         if self.context and not has_context(graph):
             raise ConstraintError(
                 "no attention call of the model can be cut along its sequence",
@@ -178,7 +179,7 @@ class Constraints:
         if cp > 1 and (not length or length % cp):
             legal = ", ".join(str(n) for n in range(2, length + 1) if length % n == 0)
             raise ConstraintError(
-                "cp shares out the positions of sequences" + (", and does not divide their number" if length else ""),
+                "cp does not divide the positions of sequences" if length else "cp needs a sequence",
                 values=f"cp={cp}, " + (f"{length} positions" if length else "no input of the model is a sequence"),
                 alternatives=f"cp of {legal}" if legal else "cp left out",
             )
@@ -186,8 +187,8 @@ class Constraints:
         if ep > 1 and (not experts or experts % ep):
             legal = ", ".join(str(n) for n in range(2, experts + 1) if experts % n == 0)
             raise ConstraintError(
-                "ep shares out the experts of a mixture" + (", and does not divide their number" if experts else ""),
-                values=f"ep={ep}, {experts or 'no'} experts" + ("" if experts else " that autopar recognises"),
+                "ep does not divide the experts of the mixture" if experts else "ep needs a mixture of experts",
+                values=f"ep={ep}, {experts or 'no'} experts" + ("" if experts else " that autopar recognizes"),
                 alternatives=f"ep of {legal}"
                 if legal
                 else "ep left out, or the weights of all experts in one parameter [E, in, out]",
@@ -195,34 +196,35 @@ class Constraints:
         self._check_folding(graph)
         parameters = [name for p in graph.parameters for name in (p.name, *p.aliases)]
         activations = sorted(activation_names(graph))
-        for patterns, names, what in (
+        for patterns, names, noun in (
             (self.parameters + self.forbid_parameters, parameters, "parameter"),
             (self.activations + self.forbid_activations, activations, "module or call"),
         ):
             for glob, _ in patterns:
                 if not any(fnmatchcase(name, glob) for name in names):
                     plain = glob.replace("*", "")
-                    ends = {name[-len(plain) :]: name for name in reversed(names)}  # patterns mostly name the end
+                    ends = {name[-len(plain) :]: name for name in reversed(names)}  # most patterns give the end
                     close = [ends[end] for end in difflib.get_close_matches(plain, ends, 3, 0.3)] or names[:3]
                     raise ConstraintError(
-                        f"the pattern {glob!r} matches no {what} of the model",
-                        alternatives=["names like " + ", ".join(close)],
+                        f"a pattern matches no {noun} of the model",
+                        values=shown(glob),
+                        alternatives=["a pattern for names like " + ", ".join(close)],
                     )
 
     def _check_folding(self, graph: Graph) -> None:
-        """Raises ConstraintError for an etp that is of no experts, or is none of those that there are programs for."""
+        """Raise ConstraintError for an etp without experts, or with a degree that programs do not support."""
         tensor = self.degrees.get("tp", 1) * self.degrees.get("ttp", 1)
         if self.etp is None:
             return
         if not num_experts(graph):
             raise ConstraintError(
-                "etp is of the experts of a mixture",
-                values=f"etp={self.etp}, no experts that autopar recognises",
+                "etp needs a mixture of experts",
+                values=f"etp={self.etp}, no experts that autopar recognizes",
                 alternatives="etp left out",
             )
         if self.etp not in (1, tensor):
             raise ConstraintError(
-                "an expert is on one rank of ttp x tp, or on all of them",
+                "etp must be 1, or all ranks of ttp x tp",
                 values=f"etp={self.etp}, ttp x tp = {tensor}" + ("" if "tp" in self.degrees else ", tp is not pinned"),
                 alternatives=f"etp=1, or etp={self.etp} with tp={self.etp}"
                 + (f", or etp={tensor}" if tensor > 1 else ""),
@@ -230,39 +232,39 @@ class Constraints:
         ranks, experts, length = self.expert_ranks, num_experts(graph), sequence_length(graph)
         if self.etp == 1 < tensor and (experts % ranks or not length or length % tensor):
             raise ConstraintError(
-                "with etp=1, ranks of ttp x tp share out positions, and all of ep x ttp x tp the experts",
+                "with etp=1, ttp x tp must divide the positions, and ep x ttp x tp the experts",
                 values=f"ttp x tp = {tensor} for {length} positions, ep x ttp x tp = {ranks} for {experts} experts",
                 alternatives=f"etp={tensor}, or degrees that divide them",
             )
 
     def allowed_stored(self, scope: Scope, name: str, options: tuple[Stored, ...], mesh: Mesh) -> tuple[Stored, ...]:
-        """Options of a parameter that agree with the pins."""
+        """Return a parameter's options that agree with the pins."""
         names = scope.full_names(name)
         return self._filter(
             names, options, lambda o: (o.placements,), mesh, self.parameters, self.forbid_parameters, name
         )
 
     def offered(self, operator: Operator, options: tuple[Option, ...], mesh: Mesh) -> tuple[Option, ...]:
-        """The options that agree with `etp` and `context`. Raises ConstraintError where cp divides neither sequence nor
-        heads, and where ttp x tp does not divide the experts or the positions of their rows."""
+        """Return the options that agree with `etp` and `context`. Raises ConstraintError if cp divides neither sequence
+        nor heads, or if ttp x tp does not divide the experts or the positions of their rows."""
         if self.etp is not None and operator.multiplies_by_expert:
             return self._folded(operator, options, mesh)
-        is_free = self.context is None or "cp" not in mesh.axes
-        if is_free or operator.positions is None or not can_cut_context(operator):
+        cutting = [number for number, axis in enumerate(mesh.axes) if AXES[axis].cuts_sequence]
+        if self.context is None or not cutting or operator.positions is None or not can_cut_context(operator):
             return options
-        number = mesh.axes.index("cp")
-        kept = tuple(option for option in options if _exchange(option.axes[number]) == self.context)
-        if not kept:
+        (number,) = cutting
+        agreeing = tuple(option for option in options if _exchange(option.axes[number]) == self.context)
+        if not agreeing:
             queries, keys = (operator.inputs[i].shape[-3:-1] for i in (0, 1))
             raise ConstraintError(
-                f"{operator.node.name} cannot be cut so on {mesh}",
+                f"{operator.node.name} cannot be sharded like this on {mesh}",
                 values=f"context={self.context}, heads and positions of queries {queries}, of keys {keys}",
                 alternatives=sorted({_exchange(option.axes[number]) for option in options} - {""}) or "another cp",
             )
-        return kept
+        return agreeing
 
     def _folded(self, operator: Operator, options: tuple[Option, ...], mesh: Mesh) -> tuple[Option, ...]:
-        """Those in which an expert is on `etp` ranks of ttp x tp."""
+        """Return the options with each expert on `etp` ranks of ttp x tp."""
         tensor = {
             number: size
             for number, (axis, size) in enumerate(zip(mesh.axes, mesh.sizes, strict=True))
@@ -272,20 +274,20 @@ class Constraints:
             math.prod(size for number, size in tensor.items() if number not in expert_axes(operator, option))
             for option in options
         ]
-        kept = tuple(option for option, number in zip(options, shared, strict=True) if number == self.etp)
-        if not kept:
+        agreeing = tuple(option for option, number in zip(options, shared, strict=True) if number == self.etp)
+        if not agreeing:
             raise ConstraintError(
-                f"{operator.node.name} cannot be cut so on {mesh}",
+                f"{operator.node.name} cannot be sharded like this on {mesh}",
                 values=f"etp={self.etp}, {operator.rule.sizes[operator.experts or 'e']} experts, "
                 f"rows {operator.inputs[0].shape}",
                 alternatives=[f"etp={number}" for number in sorted(set(shared))] or "another tp",
             )
-        return kept
+        return agreeing
 
     def allowed_options(
         self, scope: Scope, operator: Operator, options: tuple[Option, ...], mesh: Mesh
     ) -> tuple[Option, ...]:
-        """Options of a call whose outputs agree with the pins."""
+        """Return a call's options with outputs that agree with the pins."""
         names = [operator.node.name, *scope.full_names(operator.node.module)]
         patterns, forbidden = self.activations, self.forbid_activations
         return self._filter(names, options, lambda o: o.outputs, mesh, patterns, forbidden, operator.node.name)
@@ -298,13 +300,13 @@ class Constraints:
         mesh: Mesh,
         pins: tuple[Pattern, ...],
         forbidden: tuple[Pattern, ...],
-        what: str,
+        subject: str,
     ) -> tuple[Any, ...]:
         names = list(names)
         for glob, wanted in pins:
             if any(fnmatchcase(name, glob) for name in names):
-                kept = tuple(o for o in options if all(_agrees(p, wanted, mesh) for p in placements_of(o)))
-                if not kept:
+                agreeing = tuple(o for o in options if all(_agrees(p, wanted, mesh) for p in placements_of(o)))
+                if not agreeing:
                     legal = sorted(
                         {
                             str(p[mesh.axes.index(a)])
@@ -315,22 +317,26 @@ class Constraints:
                         }
                     )
                     raise ConstraintError(
-                        f"{what} cannot have the pinned placement",
+                        f"{subject} cannot have the pinned placement",
                         values=f"{glob}: " + ", ".join(f"{a}={p}" for a, p in wanted) + f" on {mesh}",
                         alternatives=[", ".join(legal) or "no pin"],
                     )
-                options = kept
+                options = agreeing
         for glob, wanted in forbidden:
             if any(fnmatchcase(name, glob) for name in names):
-                kept = tuple(o for o in options if not all(_agrees(p, wanted, mesh) for p in placements_of(o)))
-                if not kept:
-                    raise ConstraintError(f"nothing is left for {what} after forbidding {glob!r} on {mesh}")
-                options = kept
+                agreeing = tuple(o for o in options if not all(_agrees(p, wanted, mesh) for p in placements_of(o)))
+                if not agreeing:
+                    raise ConstraintError(
+                        f"the forbidden placements leave nothing for {subject} on {mesh}",
+                        values=shown(glob),
+                        alternatives="a narrower pattern, or fewer forbidden placements",
+                    )
+                options = agreeing
         return options
 
 
 def activation_names(graph: Graph) -> set[str]:
-    """Names that activation patterns can match: calls and module paths."""
+    """Return the names that activation patterns can match: calls and module paths."""
     return {
         name
         for scope in scopes_of(graph)
@@ -341,12 +347,12 @@ def activation_names(graph: Graph) -> set[str]:
 
 
 def _exchange(option: AxisOption) -> str:
-    """What attention does on an axis, in the words of `context`; "" for something else."""
+    """Return the exchange of attention on an axis, in the words of `context`; "" for another option."""
     return "heads" if option.label in HEADS else option.lowering if option.lowering in EXCHANGES else ""
 
 
 def parse_bytes(value: Any) -> int:
-    """`"20GiB"`, `"512 MB"` or a number of bytes."""
+    """Parse `"20GiB"`, `"512 MB"` or a number of bytes."""
     number, unit = value, ""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*", value)
@@ -355,35 +361,37 @@ def parse_bytes(value: Any) -> int:
     is_number = is_number and abs(number) <= sys.float_info.max
     if not is_number or unit not in _UNITS or number * _UNITS[unit] < 1:
         raise ConstraintError(
-            "memory is a number of bytes above 0", values=shown(value), alternatives='such as "20GiB" or 21474836480'
+            "memory must be a number of bytes above 0", values=shown(value), alternatives='"20GiB", or 21474836480'
         )
     return int(number * _UNITS[unit])
 
 
-def _patterns(key: str, given: Any) -> tuple[Pattern, ...]:
-    found = []
-    if given is not None and not isinstance(given, Mapping):
+def _patterns(key: str, table: Any) -> tuple[Pattern, ...]:
+    patterns = []
+    if table is not None and not isinstance(table, Mapping):
         raise ConstraintError(
-            f"{key} is a mapping from name patterns", values=shown(given), alternatives='{"*.weight": {"tp": "S(0)"}}'
+            f"{key} must map name patterns to placements",
+            values=shown(table),
+            alternatives='{"*.weight": {"tp": "S(0)"}}',
         )
-    for glob, wanted in (given or {}).items():
+    for glob, wanted in (table or {}).items():
         try:
             pairs = tuple((str(axis), Placement.parse(str(text))) for axis, text in dict(wanted).items())
         except (ValueError, TypeError) as error:
             raise ConstraintError(
-                f"{key}[{glob!r}] is not axis -> placement", values=repr(wanted), alternatives=str(error)
+                f"{key}[{glob!r}] must map axes to placements", values=shown(wanted), alternatives=str(error)
             ) from None
         for axis, _ in pairs:
-            if axis not in _SHARDING_AXES:
+            if axis not in SHARDING_AXES:
                 raise ConstraintError(
-                    f"{key}[{glob!r}] names an unknown axis", values=axis, alternatives=" or ".join(_SHARDING_AXES)
+                    f"{key}[{glob!r}] names an unknown axis", values=axis, alternatives=" or ".join(SHARDING_AXES)
                 )
-        found.append((str(glob), pairs))
-    return tuple(found)
+        patterns.append((str(glob), pairs))
+    return tuple(patterns)
 
 
 def _agrees(placements: Placements, wanted: tuple[tuple[str, Placement], ...], mesh: Mesh) -> bool:
-    """R in a pin stands for both replicated kinds."""
+    """Return whether placements agree with a pin. R in a pin matches both kinds of replication."""
     for axis, placement in wanted:
         if axis in mesh.axes:
             here = placements[mesh.axes.index(axis)]

@@ -1,4 +1,4 @@
-"""The loss scale of fp16 as users give it, in Python or in a file."""
+"""The loss scale of fp16, as users set it in Python or in a file."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ from dataclasses import fields
 from typing import Any
 
 from autopar.errors import ConstraintError
-from autopar.files.text_files import near
+from autopar.files.text_files import near, shown
 from codegen.runtime.loss_scale import LossScale
 
 NAMES = tuple(field.name for field in fields(LossScale))
 
 
-def loss_scale_of(given: LossScale | Mapping[str, Any] | None, precision: str) -> LossScale | None:
-    """How a run in this precision scales its loss: in fp16 as given, by default as torch.amp.GradScaler, else not.
+def loss_scale_of(setting: LossScale | Mapping[str, Any] | None, precision: str) -> LossScale | None:
+    """Return the loss scale of a run, which is None except in fp16. The default is that of torch.amp.GradScaler.
 
-    Raises ConstraintError for a wrong number or name, and for a scale of another precision, which does nothing.
+    Raises ConstraintError for a wrong number or name, and for a loss scale in another precision.
     """
     if precision != "fp16":
-        if given is not None:
+        if setting is not None:
             raise ConstraintError(
-                "a loss scale is for precision 'fp16', whose gradients are too small without one",
+                "a loss scale needs precision 'fp16'; other precisions do not scale the loss",
                 values=f"loss_scale with precision={precision!r}",
                 alternatives=["precision='fp16'", "loss_scale=None"],
             )
         return None
-    if given is None or isinstance(given, LossScale):
-        return given or LossScale()
-    if not isinstance(given, Mapping):
-        raise ConstraintError("loss_scale is a mapping", values=repr(given), alternatives=", ".join(NAMES))
-    for name in given:
+    if setting is None or isinstance(setting, LossScale):
+        return setting or LossScale()
+    if not isinstance(setting, Mapping):
+        raise ConstraintError(
+            "loss_scale must be a mapping", values=shown(setting), alternatives=f"a mapping of {', '.join(NAMES)}"
+        )
+    for name in setting:
         if name not in NAMES:
-            raise ConstraintError(f"loss_scale has no {name!r}", alternatives=near(str(name), NAMES))
+            raise ConstraintError(
+                "loss_scale has an unknown field", values=shown(name), alternatives=near(str(name), NAMES)
+            )
     try:
-        return LossScale(**given)
+        return LossScale(**setting)
     except ValueError as error:
         raise ConstraintError(str(error)) from None

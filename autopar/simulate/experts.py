@@ -267,7 +267,7 @@ def expert_mesh(mesh: Mesh, ep: int) -> Mesh:
 def expert_stored(stored: Stored, mesh: Mesh, target: Mesh, zero: int) -> Stored:
     """How a parameter of which every rank has its own experts lies on `target`, if it lies on `mesh` as `stored`."""
     by_axis = dict(zip(mesh.axes, stored.placements, strict=True)) | {"ep": R}
-    return Stored(tuple(by_axis[axis] for axis in target.axes), zero if "dp" in target.axes else 0)
+    return Stored(tuple(by_axis[axis] for axis in target.axes), zero if target.size("dp") > 1 else 0)
 
 
 def expert_exchanges(

@@ -1,1 +1,1 @@
-"""The training loop behind `Trainer`: configuration, batches, steps, checkpoints, what is shown."""
+"""The training loop behind `Trainer`: configuration, batches, steps, checkpoints, progress."""

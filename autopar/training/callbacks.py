@@ -1,4 +1,4 @@
-"""What a user's code is told while training runs, and how it may end it."""
+"""Callbacks: methods of a user's class that run while training runs, and that may end it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from autopar.errors import ConstraintError
 
 @dataclass(slots=True)
 class TrainState:
-    """Where training is, as callbacks see it.
+    """The state of training, as callbacks see it.
 
-    step: optimiser steps done, of `steps`. first_step: of this run, 0 unless it was resumed. record: what is logged of
-    the last step (`records.py`), or of the last evaluation. learning_rates: of each group.
+    step: optimizer steps done, of `steps`. first_step: of this run, 0 unless it was resumed. record: the log record of
+    the last step (`records.py`) or of the last evaluation. learning_rates: by parameter group.
     """
 
     step: int
@@ -29,11 +29,11 @@ class TrainState:
 
 
 class Callback:
-    """A base class whose methods do nothing; they are called on rank 0 only, in the order in which callbacks are given.
+    """A base class whose methods do nothing. autopar calls them on rank 0 only, in the order of the list of callbacks.
 
     A method that returns True ends training after the step, on all ranks, as if it were the last: a checkpoint is
-    written, and the model has the trained values. What a callback notes in attributes is there after `fit`, also where
-    the ranks were other processes, as far as it can be pickled.
+    written, and the model has the trained values. After `fit` a callback has the attributes that it set, also where
+    ranks were other processes, as far as they can be pickled.
     """
 
     def on_start(self, state: TrainState) -> bool | None:
@@ -53,68 +53,68 @@ class Callback:
 
 
 class Callbacks:
-    """The callbacks of a run. wants_stop: the name of the one that asked for an end, on every rank; "" if none did."""
+    """The callbacks of a run. wants_stop: on every rank, the name of the callback that asked for an end; "" without."""
 
     def __init__(self, callbacks: Sequence[Callback], is_first: bool) -> None:
         self.callbacks, self._is_first = callbacks, is_first
         self.wants_stop = ""
 
     def tell(self, event: str, state: TrainState) -> None:
-        """Call `on_EVENT` of all on rank 0."""
-        for each in self.callbacks if self._is_first else ():
-            if getattr(each, f"on_{event}")(state) is True:
-                self.wants_stop = self.wants_stop or type(each).__name__
+        """Call `on_EVENT` of all callbacks, on rank 0."""
+        for callback in self.callbacks if self._is_first else ():
+            if getattr(callback, f"on_{event}")(state) is True:
+                self.wants_stop = self.wants_stop or type(callback).__name__
 
     def agree(self) -> bool:
-        """Whether to end, as rank 0 has it. Collective where there are callbacks."""
+        """Return rank 0's decision whether to end. Collective where there are callbacks."""
         if self.callbacks and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            said: list[Any] = [self.wants_stop]
-            dist.broadcast_object_list(said, src=0, device=device())
-            self.wants_stop = said[0]
+            box: list[Any] = [self.wants_stop]
+            dist.broadcast_object_list(box, src=0, device=device())
+            self.wants_stop = box[0]
         return bool(self.wants_stop)
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> tuple[Callback, ...]:
-    """The callbacks. Raises ConstraintError for what is none."""
-    for each in callbacks:
-        if not isinstance(each, Callback):
+    """Return the callbacks. Raises ConstraintError for a value that is no callback."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
             raise ConstraintError(
-                "a callback is a value of a class derived from autopar.Callback",
-                values=each.__name__ + ", a class" if isinstance(each, type) else type(each).__name__,
+                "a callback is an instance of a class derived from autopar.Callback",
+                values=callback.__name__ + ", a class" if isinstance(callback, type) else type(callback).__name__,
                 alternatives="class Mine(autopar.Callback) with a method on_step(self, state); callbacks=[Mine()]",
             )
     return tuple(callbacks)
 
 
-def noted(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
-    """What each callback has in its attributes, as far as another process can send it back."""
-    return [{name: value for name, value in _attributes(each).items() if _is_sendable(value)} for each in callbacks]
+def sendable_attributes(callbacks: Sequence[Callback]) -> list[dict[str, Any]]:
+    """Return the attributes of each callback, as far as another process can send them back."""
+    return [{name: value for name, value in _attributes(c).items() if _is_sendable(value)} for c in callbacks]
 
 
-def note(callbacks: Sequence[Callback], found: Sequence[Mapping[str, Any]]) -> None:
-    """Puts what `noted` gave of the same callbacks, in another process, into these."""
-    for callback, attributes in zip(callbacks, found, strict=True):
-        for name, value in attributes.items():
-            object.__setattr__(callback, name, value)  # a frozen dataclass noted it in what it holds
+def set_attributes(callbacks: Sequence[Callback], attributes: Sequence[Mapping[str, Any]]) -> None:
+    """Set the attributes that `sendable_attributes` returned for the same callbacks in another process."""
+    for callback, values in zip(callbacks, attributes, strict=True):
+        for name, value in values.items():
+            object.__setattr__(callback, name, value)  # also of a frozen dataclass
 
 
 def _attributes(callback: Callback) -> dict[str, Any]:
-    """What lies in a callback's __dict__ and in the slots of its classes."""
+    """Return a callback's attributes: its __dict__ and the slots of its classes."""
     slots = (vars(kind).get("__slots__", ()) for kind in type(callback).__mro__)
-    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
-    held = {name: getattr(callback, name) for name in names if not name.startswith("__") and hasattr(callback, name)}
-    return held | getattr(callback, "__dict__", {})
+    names = [name for slot in slots for name in ((slot,) if isinstance(slot, str) else slot)]
+    values = {name: getattr(callback, name) for name in names if not name.startswith("__") and hasattr(callback, name)}
+    return values | getattr(callback, "__dict__", {})
 
 
 def _is_sendable(value: Any) -> bool:
     try:
         pickle.dumps(value)
-    except Exception:  # whatever a value in it raises
+    except Exception:  # any error of a value inside
         return False
     return True
 
 
 def device() -> torch.device:
-    """Return where tensors that ranks exchange are."""
+    """Return the device of tensors that ranks exchange."""
     is_nccl = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda" if is_nccl else "cpu")

@@ -1,7 +1,7 @@
-"""Checkpoints of training, with errors of ours: folders of them, and those of a plain run.
+"""Checkpoints of training, with autopar's own errors: folders of checkpoints, and the format of a plain run.
 
-A plain run writes the same names in the same format as a generated program (codegen/runtime/checkpoint.py), so that
-training can move between one process and many.
+A plain run writes the names and the format of a generated program (codegen/runtime/checkpoint.py), so that training
+can move between one process and many.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ from codegen.runtime.checkpoint_folder import latest
 from codegen.runtime.optimizer_probe import forgotten
 from codegen.runtime.optimizers import Factory, OptimizerError, parameters_of, settings_of, whole_optimizer
 
-__all__ = ["latest", "load_plain", "locked", "read_notes", "readable", "require_own", "resume", "save_plain", "write"]
+__all__ = [
+    "latest",
+    "load_plain",
+    "locked",
+    "read_notes",
+    "readable",
+    "require_same_run",
+    "resume",
+    "save_plain",
+    "write",
+]
 
 
 resume = readable()(checkpoint_folder.resume)
@@ -35,15 +45,15 @@ write = readable()(checkpoint_folder.write)
 
 @contextlib.contextmanager
 def locked(directory: str | Path | None) -> Iterator[None]:
-    """Holds a folder's lock as `checkpoint_folder.locked` does, with its errors as autopar's own."""
+    """Hold a folder's lock as `checkpoint_folder.locked` does, with autopar's errors."""
     with readable(), checkpoint_folder.locked(directory):
         yield
 
 
-def require_own(directory: str | Path | None, model: nn.Module, factory: Factory) -> None:
-    """Raises CheckpointError where every rank of a program would that resumes from the folder: before any is started.
+def require_same_run(directory: str | Path | None, model: nn.Module, factory: Factory) -> None:
+    """Raise CheckpointError where a program's ranks would on resuming from the folder, before any rank starts.
 
-    Of the newest intact checkpoint only the manifest is read, unless it is another model's or optimiser's.
+    Reads only the manifest of the newest intact checkpoint, unless another model or optimizer wrote it.
     """
 
     def look(path: Path) -> None:
@@ -54,7 +64,7 @@ def require_own(directory: str | Path | None, model: nn.Module, factory: Factory
                 optimizer = whole_optimizer(factory, parameters_of(model)).optimizer
             files.require_same_optimizer(optimizer, manifest.record)
         except files.CheckpointError:
-            files.require_intact(path, manifest, 0, 1)  # what is damaged is passed over, whosever it is
+            files.require_intact(path, manifest, 0, 1)  # a damaged checkpoint is skipped, whichever model wrote it
             raise
 
     with readable():
@@ -73,32 +83,32 @@ def save_plain(
     settings: list[dict[str, Any]] | None = None,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a model that is trained on one process. settings: the optimiser's, when it was made (now, by default).
+    """Write a model that one process trains. settings: the optimizer's when it was made (by default the present ones).
     notes: texts for the manifest."""
     state, numbers = _tensors(model), check_plain(model, optimizer)
     for name, parameter in _optimized(model):
-        held = optimizer.state.get(parameter, {}).items()
-        state |= {f"{OPTIMIZER}{name}.{key}": value for key, value in held if isinstance(value, Tensor)}
+        values = optimizer.state.get(parameter, {}).items()
+        state |= {f"{OPTIMIZER}{name}.{key}": value for key, value in values if isinstance(value, Tensor)}
     record = {
         "progress": progress,
         "optimizer": files.optimizer_record(optimizer, settings or settings_of(optimizer)),
         "numbers": numbers,
         "notes": {**notes_of(model), **(notes or {})},
     }
-    files.write(directory, [_whole(*each) for each in state.items()], record, 0, _alone)
+    files.write(directory, [_whole(name, value) for name, value in state.items()], record, 0, _alone)
 
 
 @readable()
 def require_resumable(model: nn.Module, factory: Factory) -> None:
-    """Raises CheckpointError for an optimiser that could not go on from a checkpoint as if there had been no end."""
-    with contextlib.suppress(OptimizerError):  # no stand-ins for its parameters, which a plain run does not need
+    """Raise CheckpointError for an optimizer that a checkpoint cannot restore exactly."""
+    with contextlib.suppress(OptimizerError):  # without stand-ins for its parameters, which a plain run does not need
         if reason := forgotten(factory, parameters_of(model)):
             raise files.UnsavableError(reason)
 
 
 @readable()
 def check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The numbers in the optimiser's state, by name. Raises CheckpointError if it could not be saved."""
+    """Return the numbers in the optimizer's state, by name. Raises CheckpointError where it cannot be saved."""
     numbers: dict[str, Any] = {}
     for name, parameter in _optimized(model):
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -107,7 +117,7 @@ def check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
                 numbers[full] = value
             elif not isinstance(value, Tensor):
                 raise files.UnsavableError(
-                    f"the optimiser's state cannot be saved: {full} is no tensor but {type(value).__name__}"
+                    f"the optimizer's state cannot be saved: {full} is no tensor but {type(value).__name__}"
                 )
     return numbers
 
@@ -116,9 +126,9 @@ def check_plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 def load_plain(
     model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, settings: list[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Continue from a checkpoint of either kind; returns its progress. settings: as in `save_plain`.
+    """Resume from a checkpoint of a plain run or a program; return its progress. settings: as in `save_plain`.
 
-    Raises CheckpointError for another model or optimiser, DamagedCheckpoint, both before anything is changed.
+    Raises CheckpointError for another model or optimizer, and DamagedCheckpoint, both before anything changes.
     """
     manifest = files.read_manifest(directory)
     files.require_intact(directory, manifest, 0, 1)
@@ -151,19 +161,19 @@ def load_plain(
 
 
 def _require_same_model(wanted: Mapping[str, Tensor], manifest: files.Manifest, directory: Path) -> None:
-    held = {name for name in manifest.tensors if not name.startswith((OPTIMIZER, NON_PERSISTENT))}
+    stored = {name for name in manifest.tensors if not name.startswith((OPTIMIZER, NON_PERSISTENT))}
     needed = {name for name, value in wanted.items() if not name.startswith(NON_PERSISTENT)}
-    missing = sorted(name for name in needed - held if wanted[name].numel())
-    for names, whose in ((missing, "lacks"), (sorted(held - needed), "has, and the model has not,")):
+    missing = sorted(name for name in needed - stored if wanted[name].numel())
+    for names, whose in ((missing, "lacks"), (sorted(stored - needed), "has, and the model has not,")):
         if names:
             some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise files.CheckpointError(f"the checkpoint {directory} is of another model: it {whose} {some}")
-    for name in sorted(held & needed):
+    for name in sorted(stored & needed):
         files.require_shape(name, manifest.tensors[name], tuple(wanted[name].shape))
 
 
 def _under_stored_names(model: nn.Module, manifest: files.Manifest) -> dict[str, Tensor]:
-    """The tensors of `_tensors`; those with several names stand under the one that the checkpoint has."""
+    """Return `_tensors` of a model. A tensor with several names gets the one that the checkpoint has."""
     names: dict[int, list[str]] = {}
     for name, value in (
         *model.named_parameters(remove_duplicate=False),
@@ -171,13 +181,13 @@ def _under_stored_names(model: nn.Module, manifest: files.Manifest) -> dict[str,
     ):
         names.setdefault(id(value), []).append(name)
     return {
-        next((each for each in names[id(value)] if each in manifest.tensors), name): value
+        next((alias for alias in names[id(value)] if alias in manifest.tensors), name): value
         for name, value in _tensors(model).items()
     }
 
 
 def _is_stored(name: str, value: Tensor, manifest: files.Manifest) -> bool:
-    """Non-persistent buffers, which a model may make anew in another length, are read where they fit."""
+    """Return whether to read a tensor. A model may rebuild non-persistent buffers in another length; these are left."""
     stored = manifest.tensors.get(name)
     return stored is not None and (not name.startswith(NON_PERSISTENT) or stored.shape == tuple(value.shape))
 
@@ -191,13 +201,13 @@ def _whole(name: str, value: Tensor) -> Piece:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under their first names."""
+    """Return parameters and persistent buffers under their first names."""
     persistent = model.state_dict(keep_vars=True).keys()
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in persistent}
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All tensors of a model that a run needs to continue, so buffers outside of the state dict too."""
+    """Return all tensors that a run needs to resume, including buffers outside of the state dict."""
     state = state_of(model)
     return state | {NON_PERSISTENT + name: b for name, b in model.named_buffers() if name not in state}
 

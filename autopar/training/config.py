@@ -1,4 +1,4 @@
-"""How a `Trainer` trains, from what, and what came of it."""
+"""The configuration of a `Trainer`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from cost_models.mixed import AnyCluster
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
 Batches = Callable[[int], Iterator[Batch]] | Iterable[Batch]
-"""Whole global batches, equal on every rank: `start_sample -> iterator from that sample on`, or something that can be
-iterated anew, such as a DataLoader (which gives tuples as lists)."""
+"""Whole global batches, equal on every rank: `start_sample -> iterator from that sample on`, or an iterable that can be
+read again, such as a DataLoader (whose lists count as tuples)."""
 
 SECTIONS: Mapping[str, type[Section]] = {
     "optimizer": OptimizerSection,
@@ -46,36 +46,34 @@ SECTIONS: Mapping[str, type[Section]] = {
     "profiler": ProfilerSection,
 }
 _OF_OPTIMIZER = {"lr": "learning_rate", "learning_rate": "learning_rate", "weight_decay": "weight_decay"}
-"""What a file may say in its section `optimizer` -> the field that it is."""
+"""Names in a file's section `optimizer` -> the fields that they set."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig(PlanOptions):
-    """How to train. What bears on the plan (`precision`, `constraints`, `plan`, ...) is explained by PlanOptions.
+    """How to train. PlanOptions explains the options of the plan (`precision`, `constraints`, `plan`, ...).
 
     auto_parallel: plan for `cluster` and run on all its ranks; False trains the model as it is, on this process.
-    cluster: a cluster, its text, a TOML file, or "detect" (what this machine has, shared by `num_processes` if that is
-    given). steps: optimiser steps in all, those before a resumption included.
-    optimizer, schedule, evaluation, logging, profiler: sections of their own (sections.py), as mappings or as values.
-    gradient_accumulation_steps: as many successive batches are one optimiser step, whose loss is that of all of them
-    joined; the plan splits the step into micro-batches as memory asks.
-    checkpoint_directory: where to write every `checkpoint_every` steps (0: only at the end) and to resume from.
-    keep_checkpoints: how many of the newest stay, at least 2 (one may turn out damaged). On resumption the
-    seed, rates and other settings of the optimiser are this configuration's; only what training itself changed in them
-    continues.
-    log_every: steps between printed lines where there is no terminal for a progress bar; 0 prints nothing.
-    non_finite: what a step does whose loss or gradient norm is inf or nan: "skip" leaves parameters, optimiser state
-    and buffers as they are (more than ten in a row stop the run), "stop" ends the run at once, "ignore" trains on.
-    Checkpoints are only written of finite parameters, whatever it is.
-    loss_scale: of precision "fp16", init_scale, growth_factor, backoff_factor and growth_interval, by default those of
-    torch.amp.GradScaler. A step that overflows at a scale above 1 is skipped, whatever non_finite is.
-    collective_seconds: how long ranks wait for one another before the run ends with an error, which is how a rank that
-    hangs is noticed: longer than any rank takes for what the others wait for, such as to load a batch. By default 120
-    where this process starts the ranks, and torch's own (1800, of NCCL 600) where a launcher does.
-    first_step_check: compare the program's loss of the first batch with the model's own on one rank, before the first
-    update (running/first_step.py): None where that fits and is quick, True whatever it costs, False never. A run that
-    goes on from a checkpoint is not checked.
-    measure_memory: follow tensors through the first two steps of a run on CPU (a few times slower) to find the peak.
+    cluster: a cluster, its text, a TOML file, or "detect" (this machine's devices, shared by `num_processes` if set).
+    steps: optimizer steps in all, including those before a resumption.
+    optimizer, schedule, evaluation, logging, profiler: sections (sections.py), as mappings or as values.
+    gradient_accumulation_steps: number of successive batches that form one optimizer step. Its loss is that of all of
+    them joined. The plan splits the step into micro-batches as memory requires.
+    checkpoint_directory: folder to write every `checkpoint_every` steps (0: only at the end) and to resume from.
+    keep_checkpoints: how many of the newest stay, at least 2 (one may turn out damaged). On resumption the seed, rates
+    and other settings of the optimizer are this configuration's; only what training itself changed in them continues.
+    log_every: steps between printed lines where no terminal shows a progress bar; 0 prints nothing.
+    non_finite: the reaction to a step whose loss or gradient norm is inf or nan. "skip" leaves parameters, optimizer
+    state and buffers as they are (more than ten in a row stop the run), "stop" ends the run at once, "ignore" trains
+    on. In all cases checkpoints are written only of finite parameters. loss_scale: for precision "fp16": init_scale,
+    growth_factor, backoff_factor and growth_interval, by default those of torch.amp.GradScaler. A step that overflows
+    at a scale above 1 is skipped under any `non_finite`. collective_seconds: how long ranks wait for one another before
+    the run ends with an error. This is how a rank that hangs is noticed. Choose it longer than any rank makes the
+    others wait, for instance to load a batch. Default: 120 where this process starts the ranks, and torch's own (1800,
+    for NCCL 600) where a launcher does. first_step_check: compare the program's loss of the first batch with the
+    model's own on one rank, before the first update (running/first_step.py). None: where that fits and is quick. True:
+    whatever it costs. False: never. A run that resumes from a checkpoint is not checked. measure_memory: follow tensors
+    through the first two steps of a run on CPU (a few times slower) to find the peak.
     """
 
     auto_parallel: bool = True
@@ -108,12 +106,14 @@ class TrainerConfig(PlanOptions):
             object.__setattr__(self, name, value)
         for name, kind in SECTIONS.items():
             object.__setattr__(self, name, section(name, kind, getattr(self, name)))
-        names = (each.name for each in dataclasses.fields(self))
+        names = (setting.name for setting in dataclasses.fields(self))
         check_numbers({name: getattr(self, name) for name in names if name in RANGES})
         whole("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
         for name in ("auto_parallel", "measure_memory"):
             if not isinstance(getattr(self, name), bool):
-                raise ConstraintError(f"{name} is true or false", values=repr(getattr(self, name)))
+                raise ConstraintError(
+                    f"{name} is a bool", values=repr(getattr(self, name)), alternatives="True or False"
+                )
         yes_no_or_none("first_step_check", self.first_step_check)
         word("non_finite", self.non_finite, get_args(NonFinite))
         loss_scale_of(self.loss_scale, self.precision)
@@ -122,115 +122,122 @@ class TrainerConfig(PlanOptions):
             if value is not None and not isinstance(value, Plan):
                 check_path(name, value)
         if not self.cluster:
-            raise ConstraintError("cluster names one", values=repr(self.cluster), alternatives="detect, 2 cpu")
+            raise ConstraintError("cluster names no cluster", values=repr(self.cluster), alternatives="detect, 2 cpu")
         if self.checkpoint_every and not self.checkpoint_directory:
-            raise ConstraintError("checkpoint_every needs checkpoint_directory", values=str(self.checkpoint_every))
-        PlanOptions.__post_init__(self)  # slots make a new class, which super() without arguments does not know
+            raise ConstraintError(
+                "checkpoint_every needs checkpoint_directory",
+                values=f"checkpoint_every={self.checkpoint_every}",
+                alternatives="set checkpoint_directory, or checkpoint_every=0",
+            )
+        PlanOptions.__post_init__(self)  # slots make a new class, which super() without arguments does not find
 
     def _as_files_have_them(self) -> dict[str, Any]:
-        """Fields that Python may give otherwise than a file does, as it does: paths, a LossScale, numbers of numpy."""
-        found: dict[str, Any] = {}
+        """Return fields that Python may set in other types than a file has: paths, a LossScale, numbers of numpy."""
+        converted: dict[str, Any] = {}
         for name in ("plan", "checkpoint_directory"):
             if isinstance(value := getattr(self, name), Path):
-                found[name] = str(value)
+                converted[name] = str(value)
         if isinstance(self.loss_scale, LossScale):
-            found["loss_scale"] = dataclasses.asdict(self.loss_scale)
-        for each in dataclasses.fields(self):
-            value = getattr(self, each.name)
+            converted["loss_scale"] = dataclasses.asdict(self.loss_scale)
+        for name in (setting.name for setting in dataclasses.fields(self)):
+            value = getattr(self, name)
             if isinstance(value, float) and type(value) is not float:
-                found[each.name] = float(value)
-        return found
+                converted[name] = float(value)
+        return converted
 
     @classmethod
     def from_mapping(
         cls, fields: Mapping[str, Any], source: str = "the configuration", overrides: Sequence[str] = ()
     ) -> TrainerConfig:
-        """The configuration of a mapping as a file has it, with `overrides` such as "optimizer.lr=3e-4" over it.
+        """Return the configuration of a file's mapping, with `overrides` such as "optimizer.lr=3e-4" applied.
 
-        cluster and plan may be mappings too, of what a cluster's and a plan's file have.
+        cluster and plan may be mappings too, with the contents of a cluster's and a plan's file.
         Raises ConstraintError for a field that does not exist, with the nearest names.
         """
-        found = overridden(fields, overrides)
-        known = [each.name for each in dataclasses.fields(cls)]
-        for name in found:
-            if name not in known:
-                raise ConstraintError(f"{source} has an unknown field {name!r}", alternatives=near(name, known))
-        if isinstance(found.get("cluster"), Mapping):
-            found["cluster"] = ClusterSpec.from_table(found["cluster"])
-        if isinstance(found.get("plan"), Mapping):
-            found["plan"] = Plan.from_yaml(yaml.safe_dump(dict(found["plan"]), sort_keys=False), f"{source}: plan")
-        return cls(**found)
+        values = overridden(fields, overrides)
+        names = [setting.name for setting in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                raise ConstraintError(f"{source} has an unknown field {name!r}", alternatives=near(name, names))
+        if isinstance(values.get("cluster"), Mapping):
+            values["cluster"] = ClusterSpec.from_table(values["cluster"])
+        if isinstance(values.get("plan"), Mapping):
+            values["plan"] = Plan.from_yaml(yaml.safe_dump(dict(values["plan"]), sort_keys=False), f"{source}: plan")
+        return cls(**values)
 
     @classmethod
     def from_file(cls, path: str | Path, overrides: Sequence[str] = ()) -> TrainerConfig:
-        """A YAML or TOML (by its ending) file of the fields. Raises ConstraintError."""
+        """Read the fields from a YAML or TOML file, by its ending. Raises ConstraintError."""
         return cls.from_mapping(read_mapping(path), str(path), overrides)
 
     def dump(self) -> dict[str, Any]:
-        """All fields as `from_mapping` reads them back to an equal configuration: numbers, texts, lists, mappings."""
-        found: dict[str, Any] = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        """Return all fields as numbers, texts, lists and mappings. `from_mapping` reads them to an equal
+        configuration."""
+        values: dict[str, Any] = {setting.name: getattr(self, setting.name) for setting in dataclasses.fields(self)}
         for name in SECTIONS:
-            found[name] = plain(name, found[name].model_dump())
+            values[name] = plain(name, values[name].model_dump())
         if not isinstance(self.cluster, str):
-            found["cluster"] = _cluster_data(self.cluster)
+            values["cluster"] = _cluster_data(self.cluster)
         if isinstance(self.plan, Plan):
-            found["plan"] = yaml.safe_load(self.plan.to_yaml())
+            values["plan"] = yaml.safe_load(self.plan.to_yaml())
         for name in ("constraints", "compression", "loss_scale"):
-            found[name] = None if found[name] is None else dict(found[name])
-        return found
+            values[name] = None if values[name] is None else dict(values[name])
+        return values
 
 
 def overridden(fields: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A configuration's mapping with settings `name=value` or `section.name=value` over it; values are read as YAML.
+    """Apply settings `name=value` or `section.name=value`, with values in YAML, to a configuration's mapping.
 
-    The optimiser's rate and decay are moved from its section to the fields that they are. Raises ConstraintError for
-    what is no setting.
+    The optimizer's rate and decay move from its section to their own fields. Raises ConstraintError for a text that is
+    no setting.
     """
-    found = dict(fields)
-    _move_rates(found)
-    for each in overrides:
-        path, equals, text = each.partition("=")
+    values = dict(fields)
+    _move_rates(values)
+    for override in overrides:
+        path, equals, text = override.partition("=")
         section_name, _, rest = path.partition(".")
         names = [_OF_OPTIMIZER[rest]] if section_name == "optimizer" and rest in _OF_OPTIMIZER else path.split(".")
         if not equals or not all(names):
             raise ConstraintError(
-                "an override is name=value", values=shown(each), alternatives="steps=100, optimizer.lr=3e-4"
+                "an override is name=value", values=shown(override), alternatives="steps=100, optimizer.lr=3e-4"
             )
-        value, _ = parse_yaml(text, each)
-        level = found
+        value, _ = parse_yaml(text, override)
+        level = values
         for name in names[:-1]:
             inner = level.get(name)
             if inner is not None and not isinstance(inner, (Mapping, str)):
-                raise ConstraintError(f"{name} has no fields", values=shown(each))
+                raise ConstraintError(f"{name} has no fields", values=shown(override))
             level[name] = {"name": inner} if isinstance(inner, str) else dict(inner or {})
             level = level[name]
         level[names[-1]] = value
         if names == ["optimizer"] and isinstance(value, Mapping):
             for name in _OF_OPTIMIZER.keys() & value.keys():
-                found.pop(_OF_OPTIMIZER[name], None)
-            _move_rates(found)
-    return found
+                values.pop(_OF_OPTIMIZER[name], None)
+            _move_rates(values)
+    return values
 
 
 def _move_rates(fields: dict[str, Any]) -> None:
-    """The rate and the decay stand in the section `optimizer` or above it; here the latter."""
-    given = fields.get("optimizer")
-    if not isinstance(given, Mapping):
+    """Move the rate and the decay from the section `optimizer` to the fields above it."""
+    section = fields.get("optimizer")
+    if not isinstance(section, Mapping):
         return
-    rest = dict(given)
+    rest = dict(section)
     for name, target in _OF_OPTIMIZER.items():
         if name in rest:
             value = rest.pop(name)
             if target in fields and fields[target] != value:
                 raise ConstraintError(
-                    f"{target} is there twice", values={f"optimizer.{name}": value, target: fields[target]}
+                    f"{target} is set twice",
+                    values={f"optimizer.{name}": value, target: fields[target]},
+                    alternatives="set one of them",
                 )
             fields[target] = value
     fields["optimizer"] = rest
 
 
 def _cluster_data(cluster: AnyCluster) -> str | dict[str, Any]:
-    """The cluster's text where that says all, else what its TOML file would have."""
+    """Return the cluster's text if the text says everything, else the contents of its TOML file."""
     try:
         if ClusterSpec.parse(str(cluster)) == cluster:
             return str(cluster)

@@ -1,4 +1,4 @@
-"""What the training loop drives: this rank's step of a generated program, or the plain model on one process."""
+"""Learners, which the training loop drives: this rank's step of a generated program, or the plain model."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ from codegen.runtime.reference import SameDropout
 class RankLearner:
     """This rank's `step` of a generated program, which the loop drives.
 
-    A call trains one step on a whole global batch and returns the global mean loss; it raises FloatingPointError to
-    stop, as `save` does where a parameter is inf or nan. num_samples, num_steps: so far, the rows over all ranks.
-    num_skipped: steps without an update. check: raises CheckpointError, after a step, for state that cannot be saved.
+    A call trains one step on a whole global batch and returns the global mean loss. It raises FloatingPointError to
+    stop, as `save` does where a parameter is inf or nan. num_samples, num_steps: so far; samples are rows over all
+    ranks. num_skipped: steps without an update. check: raises CheckpointError, after a step, where its state cannot be
+    saved.
     """
 
     def __init__(self, program: CompiledProgram, config: TrainerConfig) -> None:
@@ -75,8 +76,8 @@ class RankLearner:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        found: torch.optim.Optimizer = self.step.optimizer
-        return found
+        optimizer: torch.optim.Optimizer = self.step.optimizer
+        return optimizer
 
     @property
     def loss_scale(self) -> float | None:
@@ -86,16 +87,16 @@ class RankLearner:
         return float(self._of(batch, self.step, f"step {self.num_steps + 1}"))
 
     def forward_backward(self, batch: Batch) -> torch.Tensor:
-        """The gradients of a whole global batch, without an update; the global mean loss (0-dim)."""
+        """Compute the gradients of a whole global batch without an update; return the global mean loss (0-dim)."""
         loss: torch.Tensor = self._of(batch, self.step.forward_backward, f"step {self.num_steps + 1}")
         return loss
 
     def evaluate(self, batch: Batch) -> float:
-        """The global mean loss in evaluation mode."""
+        """Return the global mean loss in evaluation mode."""
         return float(self._of(batch, self.step.evaluate, self._evaluation))
 
     def evaluate_with_logits(self, batch: Batch) -> tuple[float, torch.Tensor]:
-        """The loss, and the model's logits of the whole batch on every rank."""
+        """Return the loss, and on every rank the model's logits of the whole batch."""
         loss, logits = self._of(batch, partial(self.step.evaluate, logits=True), self._evaluation)
         return float(loss), logits
 
@@ -104,12 +105,12 @@ class RankLearner:
         return f"step.evaluate after step {self.num_steps}"
 
     def _of(self, batch: Batch, function: Callable[..., Any], call: str) -> Any:
-        """Call `function` with this rank's part of a batch. call: its name, among those that all ranks must make."""
+        """Call `function` with this rank's part of a batch. call: its name among the calls that all ranks must make."""
         try:
             named = name_inputs(self.program.model, batch, self.program.loss_fn)
             with watch.entered(f"{call}{BATCH}{_described(named)}"):
                 if not self.step.takes(named) and is_of_another_shape(self.program, named):
-                    with contextlib.suppress(TraceError):  # the model takes no such batch: the step says what is wrong
+                    with contextlib.suppress(TraceError):  # the model takes no such batch: the step raises the error
                         take_also(self.step, program_of_shape(self.program, self.config, batch, self._num_shapes))
                         self._num_shapes += 1
                 return function(self.step.local_batch(named))
@@ -119,7 +120,7 @@ class RankLearner:
             raise DataError(f"the ranks were given different batches: {error}") from None
 
     def share_changes(self) -> None:
-        """Make on every rank what callbacks changed on the model of rank 0. Collective."""
+        """Repeat on every rank the changes that callbacks made to rank 0's model. Collective."""
         if (follower := followed(self.step)) is not None:
             follower.share()
 
@@ -130,12 +131,12 @@ class RankLearner:
         save_checkpoint(self.program, self.step, directory, notes)
 
     def load(self, directory: Path) -> Mapping[str, str]:
-        """Continue from a checkpoint; its notes."""
+        """Resume from a checkpoint; return its notes."""
         return load_checkpoint(self.program, self.step, directory)
 
 
 def _described(batch: Mapping[str, Any]) -> str:
-    """A batch's rows, shapes and dtypes, as far as it is of tensors."""
+    """Return the rows, shapes and dtypes of a batch's tensors."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     rows = sorted({value.shape[0] for value in tensors.values() if value.ndim})
     words = (f"{name} {tuple(value.shape)} {str(value.dtype)[6:]}" for name, value in tensors.items())
@@ -144,7 +145,7 @@ def _described(batch: Mapping[str, Any]) -> str:
 
 @dataclass
 class PlainLearner:
-    """The user's model trained eagerly, driven as a RankLearner is, in the precision of a program on one rank."""
+    """The user's model trained eagerly, with a RankLearner's interface, in the precision of a program on one rank."""
 
     model: nn.Module
     loss_fn: Callable[..., torch.Tensor] | None
@@ -166,12 +167,13 @@ class PlainLearner:
         config = self.config
         for is_asked, reason, value in (
             (config.compression, "a plain run has nothing to compress", f"{config.compression}"),
+            (config.compression, "a plain run has nothing to compress", f"{config.compression}"),
             (config.fp8, "a plain run has no fp8", "fp8=True"),
             (config.backend != "eager", "a plain run is eager", config.backend),
             (config.kernels == "on", "a plain run has no kernels of autopar's", "kernels='on'"),
         ):
             if is_asked:
-                raise ConstraintError(reason, values=value, alternatives="auto_parallel")
+                raise ConstraintError(reason, values=value, alternatives="auto_parallel=True")
         in_training(self.model)
         scale = loss_scale_of(config.loss_scale, config.precision)
         self.scaling = None if scale is None else scale.begin()
@@ -182,9 +184,9 @@ class PlainLearner:
 
     def __call__(self, batch: Batch) -> float:
         named = name_inputs(self.model, batch, self.loss_fn)
-        self.model.zero_grad()  # also what the optimiser leaves out
+        self.model.zero_grad()  # also gradients of parameters that the optimizer leaves out
         self.guard.before_forward()
-        # The guard holds buffers. Those that forward replaces are written after backward, which may read the old ones.
+        # The guard restores buffers. Forward's new ones are stored after backward, which may read the old ones.
         with kept_buffers(self.model), kept_buffers(self.loss_fn):
             module = LossModule(self.model, self.loss_fn, named, keeps_buffers=False)
             with SameDropout(self.config.seed, self.num_steps):
@@ -205,21 +207,21 @@ class PlainLearner:
         return float(loss.detach())
 
     def evaluate(self, batch: Batch) -> float:
-        """The mean loss in evaluation mode."""
+        """Return the mean loss in evaluation mode."""
         return float(self._evaluated(batch, with_logits=False))
 
     def evaluate_with_logits(self, batch: Batch) -> tuple[float, torch.Tensor]:
-        """The loss, and the model's logits. Raises ConstraintError for a model that returns none."""
-        found = self._evaluated(batch, with_logits=True)
-        if not isinstance(found, tuple):
+        """Return the loss and the model's logits. Raises ConstraintError for a model that returns none."""
+        result = self._evaluated(batch, with_logits=True)
+        if not isinstance(result, tuple):
             raise ConstraintError(NO_LOGITS, alternatives="no metrics")
-        return float(found[0]), found[1]
+        return float(result[0]), result[1]
 
     @torch.no_grad()
     def _evaluated(self, batch: Batch, with_logits: bool) -> Any:
         named = name_inputs(self.model, batch, self.loss_fn)
         modes = [(module, module.training) for module in self.model.modules()]
-        # A counter that forward increments counts steps, as in a program, whose evaluations leave all state as it is.
+        # A counter that forward increments counts steps, as in a program, whose evaluations restore all state.
         kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         self.model.eval()
         try:
@@ -232,7 +234,7 @@ class PlainLearner:
                 buffer.copy_(before)
 
     def share_changes(self) -> None:
-        """Nothing: the model that callbacks change is the one that trains."""
+        """Do nothing: the model that callbacks change is the one that trains."""
 
     def check(self) -> None:
         checkpoints.require_resumable(self.model, self.factory)
@@ -247,7 +249,7 @@ class PlainLearner:
         checkpoints.save_plain(self.model, self.optimizer, progress, directory, self.settings, notes)
 
     def load(self, directory: Path) -> Mapping[str, str]:
-        """Continue from a checkpoint; its notes."""
+        """Resume from a checkpoint; return its notes."""
         progress = checkpoints.load_plain(self.model, self.optimizer, directory, self.settings)
         self.num_steps, self.num_samples = progress["step"], progress["num_samples"]
         if self.scaling is not None:

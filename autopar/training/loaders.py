@@ -1,4 +1,4 @@
-"""What is known of a Trainer's batches before the first step: whether the last is short, whether ranks share them."""
+"""Check a Trainer's batches before the first step: whether the last is short, whether all ranks read the same ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from autopar.errors import ConstraintError, DataError
 from autopar.training.config import Batches
-from autopar.training.position import Stateful
+from autopar.training.run_state import Stateful
 
 
 def check_batches(batches: Batches, global_batch_size: int | None) -> None:
-    """Raises ConstraintError for batches that would end a run, or train ranks apart, later on."""
+    """Raise ConstraintError for batches that would end a run, or train ranks apart, later on."""
     if isinstance(batches, DataLoader):
         _check_loader(batches, global_batch_size)
     elif callable(batches):
@@ -27,12 +27,13 @@ def check_batches(batches: Batches, global_batch_size: int | None) -> None:
     elif isinstance(batches, Sequence) and batches and global_batch_size not in (None, num_rows(batches[0])):
         raise ConstraintError(
             f"the first batch has {global_batch_size} rows, those of the whole step",
-            values=f"{num_rows(batches[0])}",
+            values=f"{num_rows(batches[0])} rows",
+            alternatives=f"batches of {global_batch_size} rows",
         )
 
 
 def rows_of_batches(batches: Batches) -> set[int]:
-    """The numbers of rows of the batches, as far as they are known without reading them all."""
+    """Return the numbers of rows of the batches, as far as they are known without reading all of them."""
     if isinstance(batches, DataLoader):
         count, size = _num_samples(batches), batches.batch_size
         if size is None or count is None:
@@ -42,25 +43,25 @@ def rows_of_batches(batches: Batches) -> set[int]:
     return {num_rows(batch) for batch in batches} if isinstance(batches, Sequence) else set()
 
 
-def untouched(batches: Iterable[Any]) -> Iterable[Any]:
-    """The batches; of a DataLoader a copy without its persistent workers' iterator, which belongs to one process.
+def without_worker_iterator(batches: Iterable[Any]) -> Iterable[Any]:
+    """Return the batches; of a DataLoader a copy without its persistent workers' iterator, which serves one process.
 
-    One that remembers its place is itself asked for it, so it is no copy that is read.
+    A DataLoader that remembers its place is returned itself, since it is also asked for that place.
     """
     if not isinstance(batches, DataLoader) or isinstance(batches, Stateful):
         return batches
-    own = copy.copy(batches)
-    own._iterator = None
-    return own
+    loader = copy.copy(batches)
+    loader._iterator = None
+    return loader
 
 
 @contextmanager
 def peeking(batches: Batches) -> Iterator[None]:
-    """Leaves what is looked at as it was: the generators that shuffle a DataLoader, the place of what remembers it.
+    """Restore the generators that shuffle a DataLoader, and the place of batches that remember it.
 
     So training begins with the first batch of the first order.
     """
-    place = copy.deepcopy(batches.state_dict()) if isinstance(batches, Stateful) else None  # it may change with them
+    place = copy.deepcopy(batches.state_dict()) if isinstance(batches, Stateful) else None  # a copy: it may change
     with kept_generators(batches):
         try:
             yield
@@ -71,8 +72,8 @@ def peeking(batches: Batches) -> Iterator[None]:
 
 @contextmanager
 def kept_generators(source: Any) -> Iterator[None]:
-    """Leaves the generators that shuffle a DataLoader as they were: its own, and those of its samplers."""
-    states = [(each, each.get_state()) for each in _generators_of(source)]
+    """Restore the generators that shuffle a DataLoader: its own, and those of its samplers."""
+    states = [(generator, generator.get_state()) for generator in _generators_of(source)]
     try:
         yield
     finally:
@@ -81,8 +82,8 @@ def kept_generators(source: Any) -> Iterator[None]:
 
 
 def _generators_of(source: Any) -> Iterator[torch.Generator]:
-    if isinstance(own := getattr(source, "generator", None), torch.Generator):
-        yield own
+    if isinstance(generator := getattr(source, "generator", None), torch.Generator):
+        yield generator
     for name in ("sampler", "batch_sampler"):
         if (inner := getattr(source, name, None)) is not None:
             yield from _generators_of(inner)
@@ -93,11 +94,11 @@ def _check_function(batches: Callable[[int], Iterator[Any]]) -> None:
         inspect.signature(batches).bind(0)
     except TypeError as error:
         raise ConstraintError(
-            "batches, as a function, takes the number of the sample to begin at: a resumed run goes on in the data",
+            "batches, as a function, takes the number of its first sample, from which a resumed run continues",
             values=str(error),
             alternatives="def batches(start_sample): ..., which yields whole global batches",
         ) from None
-    except ValueError:  # of C, and says nothing of its arguments
+    except ValueError:  # a C function does not describe its arguments
         return
 
 
@@ -115,15 +116,18 @@ def _check_loader(loader: DataLoader[Any], global_batch_size: int | None) -> Non
         raise ConstraintError(
             "the DataLoader's batch_size is that of the whole step, over all ranks",
             values=f"batch_size={size}, global_batch_size={global_batch_size}",
+            alternatives=f"DataLoader(batch_size={global_batch_size})",
         )
     if size is not None and _num_samples(loader) is not None and not len(loader):
         raise ConstraintError(
-            "there are no batches", values=f"{_num_samples(loader)} samples for a batch_size of {size}"
+            "there are no batches",
+            values=f"{_num_samples(loader)} samples for a batch_size of {size}",
+            alternatives="a smaller batch_size, or drop_last=False",
         )
 
 
 def _num_samples(loader: DataLoader[Any]) -> int | None:
-    """Samples of an epoch; None where an iterable dataset does not know."""
+    """Return the samples of an epoch; None where an iterable dataset does not know."""
     sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
     try:
         return len(sampler)
@@ -132,7 +136,7 @@ def _num_samples(loader: DataLoader[Any]) -> int | None:
 
 
 def named_batch(batch: Any) -> Any:
-    """A batch as name_inputs takes it: a mapping, or a tuple (which a DataLoader gives as a list). Raises DataError."""
+    """Return a batch as name_inputs takes it: a mapping, or a tuple (a DataLoader gives lists). Raises DataError."""
     if isinstance(batch, (Mapping, tuple)):
         return batch
     if isinstance(batch, list):
@@ -147,16 +151,20 @@ def named_batch(batch: Any) -> Any:
 
 
 def leaves_of_batch(batch: Any) -> list[Any]:
-    """All values of a batch that `named_batch` gave, those inside of containers too."""
+    """Return all values of a batch of `named_batch`, including those inside of containers."""
     return tree_leaves(list(batch.values() if isinstance(batch, Mapping) else batch))
 
 
 def num_rows(batch: Any) -> int:
-    """Dim 0 of the batch's first tensor that has dims. Raises DataError where there is none."""
-    given = named_batch(batch)
-    for value in leaves_of_batch(given):
+    """Return dim 0 of the batch's first tensor that has dims. Raises DataError where there is none."""
+    named = named_batch(batch)
+    for value in leaves_of_batch(named):
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             if not value.shape[0]:
                 raise DataError("a batch has no rows", values=f"a tensor of shape {tuple(value.shape)}")
             return int(value.shape[0])
-    raise DataError("a batch has no tensor with rows", values=f"{len(given)} values")
+    raise DataError(
+        "a batch has no tensor with rows",
+        values=f"{len(named)} values",
+        alternatives="a collate_fn that returns at least one tensor with rows",
+    )

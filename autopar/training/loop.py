@@ -1,4 +1,4 @@
-"""The ways to run a `Trainer`'s setup: on ranks that this process starts, as one rank of a launcher's, or plainly."""
+"""The ways to run a `Trainer`'s setup: on ranks that this process starts, as one rank of a launcher, or plainly."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from autopar.errors import ConstraintError
 from autopar.files.scratch import temporary_folder
 from autopar.frontend.state_values import Key
 from autopar.launch import RankError, group_seconds, run_ranks
-from autopar.running.launched import start_group, under_launcher
-from autopar.running.surroundings import check_starting
+from autopar.running.process_group import start_group, under_launcher
+from autopar.running.process_state import check_starting
 from autopar.running.weights import read_values, set_values, write_values
 from autopar.settings.compile_options import CompileOptions
 from autopar.training import checkpoints
-from autopar.training.callbacks import note, noted
+from autopar.training.callbacks import sendable_attributes, set_attributes
 from autopar.training.config import TrainerConfig
 from autopar.training.feeding import check_accumulation, first_batch
 from autopar.training.learners import PlainLearner, RankLearner
 from autopar.training.loaders import rows_of_batches
-from autopar.training.memory import Memory
+from autopar.training.measuring import Memory
 from autopar.training.metrics import NO_LOGITS
-from autopar.training.result import TOLD_TO_END, TrainResult
+from autopar.training.result import BY_SIGTERM, TrainResult
 from autopar.training.run import Run
 from autopar.training.setup import Setup
 from autopar.training.shapes import plan_for_rows
@@ -44,9 +44,9 @@ from cost_models.mixed import AnyCluster
 
 @contextlib.contextmanager
 def process_group(config: TrainerConfig) -> Iterator[None]:
-    """The default process group for as long as it takes; the caller's own if there is one, which waits as it does.
+    """Start the default process group for the context, or use the caller's with its own timeout.
 
-    Raises RankError where the ranks wait for one that does not go on.
+    Raises RankError where ranks wait for one that does not go on.
     """
     if dist.is_initialized():
         with _named():
@@ -64,12 +64,12 @@ def process_group(config: TrainerConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
-    """Errors of the process group as the error that names who did not go on."""
+    """Raise errors of the process group as the RankError that names the rank that did not go on."""
     try:
         yield
     except RuntimeError as error:
-        own = watch.current()
-        if own is not None and (cause := own.note(error)):
+        watcher = watch.current()
+        if watcher is not None and (cause := watcher.note(error)):
             raise RankError(cause) from error
         if isinstance(error, watch.RanksDiffer):
             raise RankError(str(error)) from error
@@ -77,17 +77,17 @@ def _named() -> Iterator[None]:
 
 
 def compile_program(setup: Setup) -> CompiledProgram:
-    """autopar.compile with what the configuration says; under a launcher on all ranks together.
+    """Compile the setup's model by its configuration; under a launcher on all ranks together.
 
-    Where this process starts the ranks, a checkpoint of another model or optimiser is refused before planning.
+    Where this process starts the ranks, a checkpoint of another model or optimizer is refused before planning.
     """
     config = setup.config
     if not under_launcher():
-        checkpoints.require_own(config.checkpoint_directory, setup.model, setup.optimizer)
+        checkpoints.require_same_run(config.checkpoint_directory, setup.model, setup.optimizer)
     cluster = resolve_cluster(config.cluster, config.num_processes)
     if config.measure_memory and config.backend == "inductor" and is_cpu(cluster.groups[0]):
         raise ConstraintError(
-            "on a CPU measure_memory follows every tensor, and those of compiled layers cannot be seen",
+            "measure_memory follows every tensor on a CPU, and cannot see those of compiled layers",
             values="measure_memory with backend='inductor'",
             alternatives=["backend='eager'", "measure_memory=False"],
         )
@@ -106,74 +106,75 @@ def compile_program(setup: Setup) -> CompiledProgram:
 
 
 def resolve_cluster(cluster: AnyCluster | str, num_processes: int | None = None) -> AnyCluster:
-    """The cluster, with "detect" measured: by rank 0 alone, so that ranks do not disturb one another.
+    """Return the cluster. Rank 0 alone detects it for "detect", so that ranks do not disturb one another.
 
-    Raises ConstraintError for another number of processes than a cluster that is given has devices.
+    Raises ConstraintError where num_processes differs from the devices of a cluster that the user describes.
     """
     if cluster != "detect":
-        given = as_cluster(cluster)
-        if num_processes not in (None, given.num_devices):
+        described = as_cluster(cluster)
+        if num_processes not in (None, described.num_devices):
             raise ConstraintError(
-                "num_processes says how many processes share a machine that is detected, and this cluster is given",
+                "num_processes is the number of processes on a detected machine, and this cluster is described",
                 values={"num_processes": num_processes, "cluster": str(cluster)},
-                alternatives=[f"num_processes={given.num_devices}, or none", 'cluster="detect"'],
+                alternatives=[f"num_processes={described.num_devices}, or none", 'cluster="detect"'],
             )
-        return given
+        return described
     if not dist.is_initialized():
         return ClusterSpec.detect(num_processes)
-    found: list[Any] = [ClusterSpec.detect(num_processes or dist.get_world_size()) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    spec: AnyCluster = found[0]
+    box: list[Any] = [ClusterSpec.detect(num_processes or dist.get_world_size()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    spec: AnyCluster = box[0]
     return spec
 
 
 def fit_locally(program: CompiledProgram, setup: Setup) -> TrainResult:
-    """Start the program's ranks on this machine and train; the program's model then has what they learned."""
+    """Start the program's ranks on this machine and train. The program's model gets the trained values."""
     check_starting("fit")
     program.require_runnable()
     ranks, patience = program.plan.num_ranks, group_seconds(program, setup.config.collective_seconds)
     with temporary_folder() as folder:
-        found: list[tuple[TrainResult, list[dict[str, Any]], list[tuple[Key, Any]]]] = run_ranks(
-            _fit_and_tell, (program, setup, folder), ranks, math.inf, patience
+        outcomes: list[tuple[TrainResult, list[dict[str, Any]], list[tuple[Key, Any]]]] = run_ranks(
+            _fit_and_send, (program, setup, folder), ranks, math.inf, patience
         )
-        is_whole = found[0][0].stopped != TOLD_TO_END
-        if is_whole and not stays_on_disk(setup):
+        first, attributes, changes = outcomes[0]
+        if first.stopped != BY_SIGTERM and not stays_on_disk(setup):
             set_values(program.model, read_values(folder), program.loss_fn)
-    note(setup.callbacks, found[0][1])
+    set_attributes(setup.callbacks, attributes)
     if program.state is not None:
-        program.state.apply(found[0][2])
-    peaks = tuple(peak for result, _, _ in found for peak in result.peak_bytes)
-    return replace(found[0][0], peak_bytes=peaks, program=program, model=program.model)
+        program.state.apply(changes)
+    peaks = tuple(peak for result, _, _ in outcomes for peak in result.peak_bytes)
+    return replace(first, peak_bytes=peaks, program=program, model=program.model)
 
 
-def _fit_and_tell(
+def _fit_and_send(
     program: CompiledProgram, setup: Setup, folder: Path
 ) -> tuple[TrainResult, list[dict[str, Any]], list[tuple[Key, Any]]]:
-    """The result of a rank, and of rank 0 what its callbacks noted and changed, as far as it can be sent."""
+    """Return a rank's result; and rank 0's changes of its callbacks and of the model, as far as they can be sent."""
     result = fit_rank(program, setup, folder)
     if dist.get_rank() > 0:
         return result, [], []
     changes = program.state.changes(is_training=False) if program.state is not None and setup.callbacks else []
-    return result, noted(setup.callbacks), [(each.key, each.new) for each in changes if each.key and each.is_movable]
+    moved = [(change.key, change.new) for change in changes if change.key and change.is_movable]
+    return result, sendable_attributes(setup.callbacks), moved
 
 
 def fit_ranks(program: CompiledProgram, setup: Setup) -> TrainResult:
-    """Train as one rank of those that a launcher started; every rank gets the same result and trained model."""
-    mine = fit_rank(program, setup)
+    """Train as one rank of a launcher. Every rank gets the same result and the trained model."""
+    result = fit_rank(program, setup)
     peaks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(peaks, mine.peak_bytes)
-    return replace(mine, peak_bytes=tuple(itertools.chain(*peaks)), program=program, model=program.model)
+    dist.all_gather_object(peaks, result.peak_bytes)
+    return replace(result, peak_bytes=tuple(itertools.chain(*peaks)), program=program, model=program.model)
 
 
 def fit_rank(program: CompiledProgram, setup: Setup, trained: Path | None = None) -> TrainResult:
-    """This rank's part of the training; peak_bytes holds its own figure.
+    """Train this rank's part; peak_bytes is this rank's.
 
-    trained: where rank 0 leaves the trained values for another process; None puts them into this one's model.
+    trained: the folder where rank 0 leaves the trained values for another process; None sets them in this one's model.
     """
     with Memory(setup.config.measure_memory, is_cpu(program.cluster.groups[0])) as memory:
         learner = RankLearner(program, setup.config)
         result = Run(learner, setup, memory, program).result()
-    if stays_on_disk(setup) or result.stopped == TOLD_TO_END:
+    if stays_on_disk(setup) or result.stopped == BY_SIGTERM:
         return result
     if trained is not None:
         write_values(learner.step.whole_tensors(rank0_only=True, all_written=True), trained)
@@ -183,8 +184,8 @@ def fit_rank(program: CompiledProgram, setup: Setup, trained: Path | None = None
 
 
 def stays_on_disk(setup: Setup) -> bool:
-    """Whether trained values stay in the last checkpoint: those of a model whose own are not in memory, where they
-    would take more than half of the machine's."""
+    """Return whether trained values stay in the last checkpoint, since the model's own are not in memory and would take
+    more than half of the machine's."""
     unloaded = [p for p in setup.model.parameters() if p.device.type == "meta"]
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     is_written = setup.config.checkpoint_directory is not None

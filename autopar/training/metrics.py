@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: what functions of the user's find in the logits of its batches, as means over the rows."""
+"""Metrics of an evaluation: means over the rows of what the user's functions compute from logits and batches."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Metric = Callable[[torch.Tensor, Any], Mapping[str, Any]]
 """`(logits, batch) -> {name: number}`, a number being the mean over the batch's rows."""
 
 LOSS = "loss"
-NO_LOGITS = "metrics are of logits: what the model returns as such, a tensor from which its loss is computed"
+NO_LOGITS = "metrics need logits: the model returns a tensor from which its loss is computed"
 
 
-def metrics_of(given: Metric | Sequence[Metric] | None) -> tuple[Metric, ...]:
-    """The functions. Raises ConstraintError for what is none."""
-    several = () if given is None else (given,) if callable(given) else tuple(given)
-    for each in several:
-        if not callable(each):
+def metrics_of(metrics: Metric | Sequence[Metric] | None) -> tuple[Metric, ...]:
+    """Return the metric functions. Raises ConstraintError for a value that is no function."""
+    functions = () if metrics is None else (metrics,) if callable(metrics) else tuple(metrics)
+    for function in functions:
+        if not callable(function):
             raise ConstraintError(
                 "metrics are functions (logits, batch) -> {name: number}",
-                values=shown(each),
+                values=shown(function),
                 alternatives="metrics=accuracy, or metrics=[accuracy, perplexity]",
             )
-    return several
+    return functions
 
 
 class Means:
@@ -39,14 +39,16 @@ class Means:
         self._sums: dict[str, float] = {}
         self._rows = 0
 
-    def add(self, found: Mapping[str, float], rows: int) -> None:
-        """Takes what a batch of so many rows has. Raises ConstraintError for other names than the batches before."""
-        if self._rows and found.keys() != self._sums.keys():
+    def add(self, values: Mapping[str, float], rows: int) -> None:
+        """Add a batch's values, weighted by its rows. Raises ConstraintError for other names than in earlier
+        batches."""
+        if self._rows and values.keys() != self._sums.keys():
             raise ConstraintError(
                 "metrics have the same names for all batches of an evaluation",
-                values=f"{', '.join(found)} after {', '.join(self._sums)}",
+                values=f"{', '.join(values)} after {', '.join(self._sums)}",
+                alternatives="return the same names for every batch",
             )
-        for name, value in found.items():
+        for name, value in values.items():
             self._sums[name] = self._sums.get(name, 0.0) + rows * value
         self._rows += rows
 
@@ -55,48 +57,48 @@ class Means:
         return {name: value / self._rows for name, value in self._sums.items()}
 
 
-def found_by(metrics: Sequence[Metric], logits: torch.Tensor, batch: Any) -> dict[str, float]:
-    """What the functions find in one batch, computed by rank 0 and equal on all. Collective.
+def metric_values(metrics: Sequence[Metric], logits: torch.Tensor, batch: Any) -> dict[str, float]:
+    """Compute the metrics of one batch on rank 0 and return them on every rank. Collective.
 
-    batch: as the user's source has it; the functions get it where the logits are, with tuples as they are. Raises
-    ConstraintError for what is no metric; what a function raises on rank 0 ends the others with TrainingError.
+    batch: as the user's source yields it. The functions get it on the logits' device, with tuples kept. Raises
+    ConstraintError for a bad result. An error of a function on rank 0 ends the others with TrainingError.
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return _found_by(metrics, logits, batch)
+        return _metric_values(metrics, logits, batch)
     device = logits.device if dist.get_backend() == "nccl" else torch.device("cpu")
     box: list[Any] = [None]
     try:
         if dist.get_rank() == 0:
-            box = [_found_by(metrics, logits, batch)]
-    finally:  # what rank 0 raises it raises when the others know that nothing comes
+            box = [_metric_values(metrics, logits, batch)]
+    finally:  # rank 0 raises after the others know that no values come
         dist.broadcast_object_list(box, src=0, device=device)
     if box[0] is None:
-        raise TrainingError("a metric failed", values="rank 0 says how")
-    found: dict[str, float] = box[0]
-    return found
+        raise TrainingError("a metric failed", values="the error of rank 0")
+    values: dict[str, float] = box[0]
+    return values
 
 
-def _found_by(metrics: Sequence[Metric], logits: torch.Tensor, batch: Any) -> dict[str, float]:
+def _metric_values(metrics: Sequence[Metric], logits: torch.Tensor, batch: Any) -> dict[str, float]:
     moved = tree_map(lambda value: value.to(logits.device) if isinstance(value, torch.Tensor) else value, batch)
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for metric in metrics:
         with torch.no_grad():
-            given = metric(logits, moved)
-        if not isinstance(given, Mapping):
-            raise _no_metric(metric, f"it returned {shown(given)}")
-        for name, value in given.items():
-            if not isinstance(name, str) or name in (*found, LOSS, "step"):
+            result = metric(logits, moved)
+        if not isinstance(result, Mapping):
+            raise _no_metric(metric, f"it returned {shown(result)}")
+        for name, value in result.items():
+            if not isinstance(name, str) or name in (*values, LOSS, "step"):
                 raise _no_metric(metric, f"the name {shown(name)}, which is taken or no text")
             try:
-                found[name] = float(value)
+                values[name] = float(value)
             except (TypeError, ValueError, RuntimeError):
                 raise _no_metric(metric, f"{name} is {shown(value)}") from None
-    return found
+    return values
 
 
-def _no_metric(metric: Metric, what: str) -> ConstraintError:
+def _no_metric(metric: Metric, fault: str) -> ConstraintError:
     return ConstraintError(
         f"the metric {getattr(metric, '__name__', type(metric).__name__)} gives names with one number each",
-        values=what,
-        alternatives='a dict such as {"accuracy": 0.5}, with names of its own beside "loss"',
+        values=fault,
+        alternatives='return a dict such as {"accuracy": 0.5}, with names other than "loss" and "step"',
     )

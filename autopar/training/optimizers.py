@@ -1,4 +1,4 @@
-"""Optimisers and schedules by name: what a Trainer makes of a configuration's sections `optimizer` and `schedule`."""
+"""Build optimizers and schedules from a configuration's sections `optimizer` and `schedule`."""
 
 from __future__ import annotations
 
@@ -27,31 +27,36 @@ ONE_DIM = "1d"
 
 
 def optimizer_factory(config: TrainerConfig) -> OptimizerFactory:
-    """The factory of the configuration's optimiser.
+    """Return the factory of the configuration's optimizer.
 
-    Raises ConstraintError for a name that leads nowhere, and for no_decay of an optimiser that does not decay.
+    Raises ConstraintError for an unknown name, and for no_decay of an optimizer without weight decay.
     """
     section = config.optimizer
     if section.name == "adamw" and not (section.no_decay or section.arguments):
         return DefaultAdamW(config.learning_rate, config.weight_decay)
-    made = _made_by(section.name)
-    taken = inspect.signature(made).parameters.values()
-    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken)
+    factory = _factory_named(section.name)
+    parameters = inspect.signature(factory).parameters.values()
+    names = {parameter.name for parameter in parameters}
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
     rates = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    settings = {name: rate for name, rate in rates.items() if takes_all or name in {each.name for each in taken}}
-    bound = functools.partial(made, **(settings | dict(section.arguments)))
+    settings = {name: rate for name, rate in rates.items() if takes_all or name in names}
+    bound = functools.partial(factory, **(settings | dict(section.arguments)))
     if not section.no_decay:
         return bound
     if "weight_decay" not in settings:
-        raise ConstraintError("no_decay is for an optimiser that takes weight_decay", values=section.name)
+        raise ConstraintError(
+            "no_decay is for an optimizer that takes weight_decay",
+            values=section.name,
+            alternatives="leave out no_decay, or choose an optimizer such as adamw",
+        )
     return PartlyDecayed(bound, section.no_decay)
 
 
 @dataclass(frozen=True, slots=True)
 class PartlyDecayed:
-    """A factory `named_parameters -> optimizer` in two groups, of which the second, where there is one, is not decayed.
+    """A factory `named_parameters -> optimizer` with up to two groups; the second one has no weight decay.
 
-    optimizer: made of the groups. no_decay: as in the section `optimizer`.
+    optimizer: makes the optimizer from the groups. no_decay: as in the section `optimizer`.
     """
 
     optimizer: Callable[..., torch.optim.Optimizer]
@@ -71,31 +76,35 @@ class PartlyDecayed:
         )
 
 
-def _made_by(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """The class of torch.optim, or the factory `module:name`."""
+def _factory_named(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """Return the class of torch.optim, or import the factory `module:name`."""
     if ":" not in name:
-        known = _torch_optimizers()
-        if name not in known:
-            legal = [*near(name, known), "a factory, module:name"]
-            raise ConstraintError("no optimiser has this name", values=f"optimizer.name={name!r}", alternatives=legal)
-        return known[name]
+        classes = _torch_optimizers()
+        if name not in classes:
+            legal = [*near(name, classes), "a factory, module:name"]
+            raise ConstraintError("no optimizer has this name", values=f"optimizer.name={name!r}", alternatives=legal)
+        return classes[name]
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
+        value: Any = importlib.import_module(module)
+        for attribute in path.split("."):
+            value = getattr(value, attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConstraintError(f"the optimiser {name} cannot be imported", values=str(error)) from None
-    made: Callable[..., torch.optim.Optimizer] = found
-    return made
+        raise ConstraintError(
+            f"the optimizer {name} cannot be imported",
+            values=str(error),
+            alternatives="module:name of a factory on the import path",
+        ) from None
+    factory: Callable[..., torch.optim.Optimizer] = value
+    return factory
 
 
 def _torch_optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """The classes of torch.optim by their names in small letters."""
-    found = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    """Return the classes of torch.optim by their names in lower case."""
+    classes = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     return {
         name: kind
-        for name, kind in found.items()
+        for name, kind in classes.items()
         if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     }
 
@@ -104,7 +113,7 @@ def _torch_optimizers() -> dict[str, Callable[..., torch.optim.Optimizer]]:
 
 
 def schedule_of(config: TrainerConfig) -> Schedule | None:
-    """The schedule of the configuration; None for a rate that stays."""
+    """Return the schedule of the configuration; None for a constant rate."""
     section = config.schedule
     if section.name == "constant" and not section.warmup_steps:
         return None
@@ -113,7 +122,7 @@ def schedule_of(config: TrainerConfig) -> Schedule | None:
 
 @dataclass(frozen=True, slots=True)
 class NamedSchedule:
-    """A schedule of a section, over `steps` steps."""
+    """The schedule of a section, over `steps` steps."""
 
     section: ScheduleSection
     steps: int
@@ -122,7 +131,7 @@ class NamedSchedule:
         return LambdaLR(optimizer, self.factor)
 
     def factor(self, step: int) -> float:
-        """What the rate is multiplied by in a step, counted from 0.
+        """Return the factor of the rate in a step, counted from 0.
 
         With W steps of warm-up of T in all, and the rest r = (step - W) / (T - W) in [0, 1], it is step / W in the
         warm-up; then 1; f + (1 - f) (1 - r); f + (1 - f) (1 + cos(pi r)) / 2; or sqrt(max(W, 1) / max(step, 1)).

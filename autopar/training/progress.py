@@ -1,4 +1,4 @@
-"""What a person sees while training runs: a bar on a terminal, a line now and then elsewhere."""
+"""Show training as it runs: a progress bar on a terminal, a line now and then elsewhere; and sum up a run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from types import TracebackType
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from autopar.report.summary import short_table
-from autopar.report.tables import VisibleConsole
+from autopar.report.tables import VisibleConsole, short_table
 from autopar.training.result import TrainResult
 from autopar.units import bytes_text, count_text, seconds_text
 
@@ -17,8 +16,8 @@ from autopar.units import bytes_text, count_text, seconds_text
 class TrainingProgress:
     """`with TrainingProgress(...) as progress: progress.advance(step, loss, seconds)` once per step.
 
-    label: what is trained. num_items: what a step consumes, `unit` what to call it. predicted_seconds: of one step, 0
-    if there is no prediction. log_every: steps between lines where the output is no terminal; 0 shows nothing at all.
+    label: the program that trains. num_items: what a step consumes, counted in `unit`. predicted_seconds: of one step,
+    0 without a prediction. log_every: steps between lines where the output is no terminal; 0 shows nothing at all.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class TrainingProgress:
         self.bar.stop()
 
     def advance(self, step: int, loss: float, seconds: float, num_skipped: int = 0) -> None:
-        """`step` steps are done, of which num_skipped made no update; the last had `loss` and took `seconds`."""
+        """Show that `step` steps are done, num_skipped of them without an update; the last had `loss` and `seconds`."""
         predicted = f" (predicted {seconds_text(self.predicted_seconds)})" if self.predicted_seconds else ""
         speed = f"{count_text(self.num_items / seconds)} {self.unit}/s"
         figures = f"loss {loss:.4f}  {speed}  {seconds_text(seconds)}/step{predicted}"
@@ -61,14 +60,14 @@ class TrainingProgress:
             self.console.print(f"{self.label}  step {step}/{self.steps}  {figures}", soft_wrap=True)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation after `step` steps found these."""
+        """Show the metrics of an evaluation after `step` steps."""
         if self.log_every:
             figures = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             self.console.print(f"{self.label}  step {step}/{self.steps}  evaluation: {figures}", soft_wrap=True)
 
 
 def train_summary(result: TrainResult) -> RenderableType:
-    """Loss, speed and memory of a run, beside what was predicted."""
+    """Return a table of a run's loss, speed and memory, with the predicted figures."""
     table = short_table("Training", "", "measured", "predicted")
     plan = result.program.plan if result.program else None
     steps = result.first_step + len(result.losses)

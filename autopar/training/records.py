@@ -1,9 +1,9 @@
-"""What is logged of each step and evaluation: one record, and who writes it down.
+"""Log records of steps and evaluations, and the logs that they are written to.
 
 A record of a step has "step", "loss", "grad_norm", "learning_rate", "step_seconds", "tokens_per_second" (or
-"samples_per_second"), "mfu", "peak_bytes", "loss_scale" (in fp16), "skipped" (steps without an update so far), and
-where there is a plan "predicted_step_seconds" and "predicted_peak_bytes" beside them; one of an evaluation has "step",
-"eval_loss" and the metrics. What is not known is left out.
+"samples_per_second"), "mfu", "peak_bytes", "loss_scale" (in fp16) and "skipped" (steps without an update so far). With
+a plan it has "predicted_step_seconds" and "predicted_peak_bytes", too. A record of an evaluation has "step",
+"eval_loss" and the metrics. Unknown figures are left out.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class StepFigures:
-    """What a step's seconds mean: its speed and, where there is a plan, its share of the devices' peak, beside what was
-    predicted."""
+    """Figures of a step from its seconds: its speed and, with a plan, its share of the devices' peak and the
+    prediction."""
 
     def __init__(self, program: CompiledProgram | None) -> None:
         self._program = program
         self._figures = None if program is None else figures_of(program)
 
     def of(self, batch: Batch, seconds: float) -> dict[str, Any]:
-        """The figures of one step. Of a batch of another shape the flops are taken to be in proportion to its items."""
+        """Return the figures of one step. For a batch of another shape, flops are proportional to its items."""
         items, unit = items_of(batch)
-        found: dict[str, Any] = {"step_seconds": seconds, f"{unit}_per_second": items / seconds}
+        speed: dict[str, Any] = {"step_seconds": seconds, f"{unit}_per_second": items / seconds}
         if self._program is None or self._figures is None:
-            return found
+            return speed
         plan, planned = self._program.plan, self._figures.tokens if unit == "tokens" else self._figures.rows
         flops = self._figures.flops * items / planned if planned else self._figures.flops
-        return found | {
+        return speed | {
             "mfu": model_flops_utilisation(flops, seconds, self._program.cluster, plan.precision),
             "predicted_step_seconds": plan.prediction.step_seconds,
             "predicted_peak_bytes": plan.prediction.peak_bytes,
@@ -55,31 +55,31 @@ class StepFigures:
 
 
 def items_of(batch: Batch) -> tuple[int, str]:
-    """How much of what a step consumes: tokens, or samples where nothing looks like token numbers."""
+    """Count what a step consumes: tokens, or samples where no input looks like token numbers."""
     tokens = max((value.numel() for value in leaves_of_batch(batch) if is_token_tensor(value)), default=0)
     return (tokens, "tokens") if tokens else (num_rows(batch), "samples")
 
 
 def is_token_tensor(value: Any) -> bool:
-    """Whether an input looks like token numbers: integers in two dimensions."""
+    """Return whether an input looks like token numbers: integers in two dimensions."""
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 class Log(Protocol):
-    """Where records go."""
+    """A destination of records."""
 
     def write(self, record: Record) -> None:
-        """Writes one record, at once."""
+        """Write one record, at once."""
         ...
 
     def close(self) -> None:
-        """Ends it."""
+        """Close the log."""
         ...
 
 
 class JsonLines:
-    """A file with one JSON object per line. Of a run that is resumed, what comes after `step` is removed first: these
-    steps are run again. The file of another run is kept under another name."""
+    """A file with one JSON object per line. A resumed run first removes the lines after `step`, since these steps run
+    again. The file of another run is kept under another name."""
 
     def __init__(self, path: Path, step: int) -> None:
         lines = _lines(path)
@@ -92,7 +92,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps({name: _said(value) for name, value in record.items()}) + "\n")
+        self._file.write(json.dumps({name: _json_value(value) for name, value in record.items()}) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard, those of evaluations under their own names."""
+    """Scalars for TensorBoard. Those of evaluations have names of their own."""
 
     def __init__(self, directory: Path, step: int) -> None:
         try:
@@ -138,7 +138,7 @@ class WeightsAndBiases:
 
 
 def check_logging(config: TrainerConfig) -> None:
-    """Raises ConstraintError or OutputError, before anything is started, where logs or traces could not be written."""
+    """Raise ConstraintError or OutputError, before anything starts, where logs or traces cannot be written."""
     section = config.logging
     if section.tensorboard:
         if directory_of(config) is None:
@@ -154,43 +154,47 @@ def check_logging(config: TrainerConfig) -> None:
     if (directory := directory_of(config)) is not None:
         require_folder(directory)
         if (directory / METRICS_FILE).is_dir():
-            raise OutputError("the log must be a file", values=f"{directory / METRICS_FILE} is a folder")
+            raise OutputError(
+                "the log must be a file",
+                values=f"{directory / METRICS_FILE} is a folder",
+                alternatives="another logging.directory",
+            )
     if config.profiler.directory is not None:
         require_folder(Path(config.profiler.directory))
 
 
 def directory_of(config: TrainerConfig) -> Path | None:
-    """Where the logs are written, if they are."""
+    """Return the folder of the logs, if there is one."""
     named = config.logging.directory or config.checkpoint_directory
     return None if named is None else Path(named)
 
 
 @contextlib.contextmanager
 def logs(config: TrainerConfig, step: int) -> Iterator[list[Log]]:
-    """The logs that the configuration asks for, of a run that begins after `step`."""
+    """Open the logs of the configuration, for a run that begins after `step`."""
     directory, section = directory_of(config), config.logging
-    found: list[Log] = []
+    opened: list[Log] = []
     try:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            found.append(JsonLines(directory / METRICS_FILE, step))
+            opened.append(JsonLines(directory / METRICS_FILE, step))
             if section.tensorboard:
-                found.append(TensorBoard(directory / "tensorboard", step))
+                opened.append(TensorBoard(directory / "tensorboard", step))
         if section.wandb is not None:
-            found.append(WeightsAndBiases(section.wandb, config.dump(), directory))
-        yield found
+            opened.append(WeightsAndBiases(section.wandb, config.dump(), directory))
+        yield opened
     finally:
-        for each in found:
-            each.close()
+        for log in opened:
+            log.close()
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a line that was cut off by a crash is left out."""
-    found = []
+    """Return the records of a metrics.jsonl, without a line that a crash cut off."""
+    records = []
     for line in _lines(Path(path)):
         with contextlib.suppress(ValueError):
-            found.append(parse_json(line))
-    return found
+            records.append(parse_json(line))
+    return records
 
 
 def _lines(path: Path) -> list[str]:
@@ -198,16 +202,15 @@ def _lines(path: Path) -> list[str]:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line; one that cannot be read is later than all."""
+    """Return the step of a line, or infinity for a line that cannot be read."""
     try:
-        found = parse_json(line)
-        return float(found["step"])
+        return float(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 
 
-def _said(value: Any) -> Any:
-    """A value as JSON has it: inf and nan are texts."""
+def _json_value(value: Any) -> Any:
+    """Return a value as JSON has it: inf and nan are texts."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,4 +1,4 @@
-"""One run: steps, evaluations, checkpoints, logs, in the order in which they happen; the same on every rank."""
+"""One run: steps, evaluations, checkpoints and logs in their order. It is the same on every rank."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ import yaml
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError, TrainingError
 from autopar.files.outputs import write_output
-from autopar.running.supervise import is_own
+from autopar.running.supervise import is_autopar_handler
 from autopar.training import checkpoints
 from autopar.training.callbacks import Callbacks, TrainState, device
 from autopar.training.config import Batch
-from autopar.training.feeding import once, steps_from
+from autopar.training.feeding import evaluation_batches, steps_from
 from autopar.training.learners import PlainLearner, RankLearner
 from autopar.training.loaders import num_rows
-from autopar.training.memory import WARM_STEPS, Memory
-from autopar.training.metrics import LOSS, Means, found_by
-from autopar.training.position import Best, Stateful, read_into, written
-from autopar.training.profiling import profiled
+from autopar.training.measuring import WARM_STEPS, Memory, profiled
+from autopar.training.metrics import LOSS, Means, metric_values
 from autopar.training.progress import TrainingProgress
 from autopar.training.records import Log, Record, StepFigures, items_of, logs
-from autopar.training.result import TOLD_TO_END, TrainResult
+from autopar.training.result import BY_SIGTERM, TrainResult
+from autopar.training.run_state import Best, Stateful, restore_state, state_text
 from autopar.training.setup import Setup
 from codegen.runtime.processes import Ending
 
 CONFIG_FILE = "config.yaml"
 OWED = "owed"
-"""The note of a checkpoint that was written in place of what was due before it."""
+"""The note of a checkpoint that a run wrote on SIGTERM before a due evaluation."""
 
 
 class Run:
@@ -70,11 +69,11 @@ class Run:
         self._figures = StepFigures(program)
 
     def result(self) -> TrainResult:
-        """Trains, and says what came of it."""
+        """Train, and return the result."""
         config, learner, is_first = self.config, self.learner, self.rank == 0
         with contextlib.ExitStack() as stack:
             if config.checkpoint_directory is not None:
-                self._ending = Ending(device(), is_alone=is_own(signal.getsignal(signal.SIGTERM)))
+                self._ending = Ending(device(), is_alone=is_autopar_handler(signal.getsignal(signal.SIGTERM)))
                 stack.callback(self._ending.close)
             if is_first:
                 stack.enter_context(checkpoints.locked(config.checkpoint_directory))
@@ -88,13 +87,13 @@ class Run:
             self._tell("start", {})
             self._try_metrics()
             is_over = self._is_told_to_end()
-            if self._owes_evaluation and not is_over:  # the run was told to end before it, and is started again
+            if self._owes_evaluation and not is_over:  # the run ended before it, and starts again
                 is_over = self._after(self.first) and self.first < config.steps
-            is_over = is_over or self._is_without_hope()  # a run that had stopped, and is started again
+            is_over = is_over or self._is_without_hope()  # the run had stopped, and starts again
             for done in () if is_over else range(self.first + 1, config.steps + 1):
                 batch = next(source)
                 if done == self.first + 1:
-                    self._look_at(batch, stack)
+                    self._show_progress(batch, stack)
                 self._step(batch, done)
                 profiler.step()
                 if self._after(done):
@@ -131,10 +130,10 @@ class Run:
         self.memory.after_step(done - self.first)
         if self._progress is not None:
             self._progress.advance(done, self.losses[-1], self.seconds[-1], learner.num_skipped)
-        more = {"grad_norm": learner.grad_norm, "loss_scale": scale, "peak_bytes": self.memory.peak_bytes}
+        figures = {"grad_norm": learner.grad_norm, "loss_scale": scale, "peak_bytes": self.memory.peak_bytes}
         record = {
             **{"step": done, "loss": self.losses[-1], "learning_rate": rates[0]},
-            **{name: value for name, value in more.items() if value is not None},
+            **{name: value for name, value in figures.items() if value is not None},
             **self._figures.of(batch, self.seconds[-1]),
             "skipped": learner.num_skipped,
         }
@@ -142,12 +141,12 @@ class Run:
         self._tell("step", record, rates)
 
     def _share_changes(self) -> None:
-        """What callbacks changed on the model, which they do on rank 0, is changed on all ranks."""
+        """Repeat on all ranks the changes that callbacks made to rank 0's model."""
         if self.setup.callbacks:
             self.learner.share_changes()
 
     def _after(self, done: int) -> bool:
-        """Do what is due after a step; return True if it was the last, of all or because the run is told to end."""
+        """Do what is due after a step. Return True after the last step, also where the run ends early."""
         config = self.config
         is_last = done == config.steps or self._is_told_to_stop()
         every = config.evaluation.every
@@ -158,76 +157,76 @@ class Run:
         every = config.checkpoint_every
         if config.checkpoint_directory and (is_last or self.is_ending or (every and done % every == 0)):
             self._save(done)
-            self._is_told_to_end()  # while it wrote
+            self._is_told_to_end()  # during the write
         if self.is_ending and self.rank == 0:
-            print(f"told to end (SIGTERM): {self.checkpoint} is of step {done}", file=sys.stderr)
+            print(f"SIGTERM: stopped, and {self.checkpoint} is of step {done}", file=sys.stderr)
         return is_last or self.is_ending
 
     def _is_told_to_end(self) -> bool:
-        """Whether a rank has got SIGTERM, and there is where to write a checkpoint. Collective."""
+        """Return whether a rank got SIGTERM and the run can write a checkpoint. Collective."""
         if self._ending is not None and not self.is_ending and self._ending.is_told():
-            self.is_ending, self.stopped = True, TOLD_TO_END
+            self.is_ending, self.stopped = True, BY_SIGTERM
         return self.is_ending
 
     def _is_told_to_stop(self) -> bool:
-        """Whether a callback asked for an end. Collective."""
+        """Return whether a callback asked for an end. Collective."""
         if self.callbacks.agree():
             self.stopped = f"the callback {self.callbacks.wants_stop} asked for it"
         return bool(self.stopped)
 
     def _is_without_hope(self) -> bool:
-        """Whether the last evaluations were no better; equal on all ranks, as what they find is."""
+        """Return whether too many evaluations brought no improvement. Their values are equal on all ranks."""
         if self.best.is_over:
-            found = f"than {self.best.value:.6g}"
-            self.stopped = f"{self.best.num_without} evaluations without a better {self.best.metric} {found}"
+            best = f"{self.best.metric} than {self.best.value:.6g}"
+            self.stopped = f"{self.best.num_without} evaluations without a better {best}"
         return self.best.is_over
 
     # Evaluation -------------------------------------------------------------------------------------------------------
 
     def _evaluate(self, done: int) -> bool:
-        """The mean loss and metrics over all batches of an evaluation, each counting by its rows; False if the run is
-        told to end within it, which then comes to nothing."""
+        """Evaluate: the mean loss and metrics over all batches, weighted by rows. Return False where the run is told to
+        end meanwhile; this evaluation then counts as not done."""
         assert self.setup.eval_batches is not None
         self._share_changes()
         means, started = Means(), time.perf_counter()
-        for batch in once(self.setup.eval_batches, self.config.evaluation.num_batches):
+        for batch in evaluation_batches(self.setup.eval_batches, self.config.evaluation.num_batches):
             means.add(self._evaluated(batch), num_rows(batch))
             if self._is_told_to_end():
                 return False
-        found = means.values
-        self.evaluations.append({"step": done, **found})
-        self.best.note(found)
+        values = means.values
+        self.evaluations.append({"step": done, **values})
+        self.best.note(values)
         if self._waits_for_metric:
-            self.schedule.step(found[self.best.metric])
-        record = {"step": done, **{f"eval_{name}": value for name, value in found.items()}}
+            self.schedule.step(values[self.best.metric])
+        record = {"step": done, **{f"eval_{name}": value for name, value in values.items()}}
         record["eval_seconds"] = time.perf_counter() - started
         if self._progress is not None:
-            self._progress.evaluated(done, found)
+            self._progress.evaluated(done, values)
         self._write(record)
         self._tell("evaluation", record)
         return True
 
     def _try_metrics(self) -> None:
-        """Evaluates one batch before the first step, so that functions that give no metrics are told then."""
+        """Evaluate one batch before the first step, so that faulty metric functions raise now."""
         if not self.setup.metrics or self.setup.eval_batches is None:
             return
         self._share_changes()
-        found = self._evaluated(next(once(self.setup.eval_batches, 1)))
-        if self.best.metric not in found:
+        values = self._evaluated(next(evaluation_batches(self.setup.eval_batches, 1)))
+        if self.best.metric not in values:
             raise ConstraintError(
-                "evaluation.metric is none of the metrics", values=self.best.metric, alternatives=", ".join(found)
+                "evaluation.metric is none of the metrics", values=self.best.metric, alternatives=", ".join(values)
             )
 
     def _evaluated(self, batch: Batch) -> dict[str, float]:
-        """The loss and the metrics of one batch."""
+        """Return the loss and the metrics of one batch."""
         if not self.setup.metrics:
             return {LOSS: self.learner.evaluate(batch)}
         loss, logits = self.learner.evaluate_with_logits(batch)
-        return {LOSS: loss, **found_by(self.setup.metrics, logits, batch)}
+        return {LOSS: loss, **metric_values(self.setup.metrics, logits, batch)}
 
     @property
     def _waits_for_metric(self) -> bool:
-        """Whether the schedule is moved by evaluations rather than by steps."""
+        """Whether evaluations move the schedule, rather than steps."""
         return isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
@@ -247,15 +246,15 @@ class Run:
         self._tell("checkpoint", {"step": done, "checkpoint": str(self.checkpoint)})
 
     def _notes(self) -> dict[str, str]:
-        """What a checkpoint holds beside the learner's state. Raises CheckpointError for what cannot be saved."""
-        found = {"config": self._configuration(), "evaluation": written("evaluation", self.best)}
+        """Return a checkpoint's notes. Raises CheckpointError for state that cannot be saved."""
+        notes = {"config": self._configuration(), "evaluation": state_text("evaluation", self.best)}
         if self._owes_evaluation:
-            found[OWED] = "evaluation"
+            notes[OWED] = "evaluation"
         if self.schedule is not None:
-            found["schedule"] = written("schedule", self.schedule)
+            notes["schedule"] = state_text("schedule", self.schedule)
         if isinstance(self.setup.batches, Stateful):
-            found["batches"] = written("batches", self.setup.batches)
-        return found
+            notes["batches"] = state_text("batches", self.setup.batches)
+        return notes
 
     def _load(self, path: Path) -> None:
         notes = self.learner.load(path)
@@ -265,21 +264,21 @@ class Run:
             places["batches"] = self.setup.batches
         for name, value in places.items():
             if value is not None and name in notes:
-                read_into(value, notes[name])
+                restore_state(value, notes[name])
 
     def _write_config(self) -> None:
         if self.config.checkpoint_directory is not None:
             write_output(Path(self.config.checkpoint_directory) / CONFIG_FILE, self._configuration())
 
     def _configuration(self) -> str:
-        """The YAML file that `autopar train` and `TrainerConfig.from_file` read back."""
-        found = self.setup.dump(None if self.program is None else self.program.cluster)
-        return yaml.safe_dump(found, sort_keys=False, allow_unicode=True)
+        """Return the YAML file that `autopar train` and `TrainerConfig.from_file` read."""
+        fields = self.setup.dump(None if self.program is None else self.program.cluster)
+        return yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
 
-    # What is told -----------------------------------------------------------------------------------------------------
+    # Progress, logs and callbacks ------------------------------------------------------------------------------------
 
-    def _look_at(self, batch: Batch, stack: contextlib.ExitStack) -> None:
-        """Who shows what is done, for which the first batch says what a step consumes."""
+    def _show_progress(self, batch: Batch, stack: contextlib.ExitStack) -> None:
+        """Start the progress bar on rank 0. The first batch gives the number of items per step."""
         items, unit = items_of(batch)
         if self.rank == 0:
             label = self.program.plan.mesh_text if self.program else "one process"
@@ -315,7 +314,7 @@ class Run:
 
 @contextlib.contextmanager
 def _stopping(checkpoint: Path | None) -> Iterator[None]:
-    """Raises TrainingError, with what to go on from, for numbers that are no longer finite."""
+    """Raise numbers that are no longer finite as TrainingError, with the checkpoint to resume from."""
     try:
         yield
     except FloatingPointError as error:

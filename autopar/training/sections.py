@@ -1,7 +1,7 @@
-"""The parts of a `TrainerConfig` that have fields of their own: optimiser, schedule, evaluation, logging, profiler.
+"""The sections of a `TrainerConfig`: optimizer, schedule, evaluation, logging, profiler.
 
-They are pydantic models: strict about types ("8" is no number), closed (a field that does not exist is an error), and
-frozen. `section` turns what a user gave, a mapping or a section, into one, with errors in our words.
+They are pydantic models: strict about types ("8" is no number), closed (an unknown field is an error), and frozen.
+`section` makes one from the user's mapping or section, with errors in our words.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Texts = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 def plain(name: str, value: Any) -> Any:
-    """A value as a file has it: numbers, texts, lists, mappings. Raises ConstraintError for what no file can have."""
+    """Return a value as a file has it: numbers, texts, lists, mappings. Raises ConstraintError for other values."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: plain(f"{name}.{key}", each) for key, each in value.items()}
+        return {key: plain(f"{name}.{key}", item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(name, each) for each in value]
+        return [plain(name, item) for item in value]
     if isinstance(value, Path):
         return str(value)
     for kind in (bool, int, float, str):
@@ -34,9 +34,9 @@ def plain(name: str, value: Any) -> Any:
     if value is None:
         return None
     raise ConstraintError(
-        f"{name} is what a file may have: numbers, texts, lists, mappings",
+        f"{name} has values that a file may have: numbers, texts, lists, mappings",
         values=shown(value),
-        alternatives="Trainer(optimizer=factory), which may have anything",
+        alternatives="Trainer(optimizer=factory), which takes any values",
     )
 
 
@@ -47,21 +47,21 @@ class Section(BaseModel):
 
 
 class OptimizerSection(Section):
-    """The optimiser where a Trainer is given none. In a file or on a command line `optimizer.lr` and
-    `optimizer.weight_decay` are the configuration's learning_rate and weight_decay."""
+    """The optimizer of a Trainer that is given none. In a file or on a command line, `optimizer.lr` and
+    `optimizer.weight_decay` set the configuration's learning_rate and weight_decay."""
 
     name: str = "adamw"
     """A class of torch.optim in small letters (adamw, adam, sgd, adafactor, ...), or a factory `module:name`."""
     no_decay: Texts = ()
-    """Patterns of the names of parameters that are not decayed, such as "*.bias"; "1d" stands for all with one dim."""
+    """Patterns of the names of parameters without weight decay, such as "*.bias"; "1d" stands for all with one dim."""
     arguments: Mapping[str, Any] = {}
     """Further keyword arguments of the class or the factory, such as betas or momentum, as a file may have them."""
 
     @field_validator("arguments")
     @classmethod
-    def _as_files_have_them(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = plain("optimizer.arguments", given)
-        return found
+    def _as_files_have_them(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        values: dict[str, Any] = plain("optimizer.arguments", arguments)
+        return values
 
 
 class ScheduleSection(Section):
@@ -76,7 +76,7 @@ class ScheduleSection(Section):
 
 
 class EvaluationSection(Section):
-    """When a Trainer with `eval_batches` evaluates, and when it stops for what it finds."""
+    """When a Trainer with `eval_batches` evaluates, and when evaluations end training."""
 
     every: Whole = 0
     """Steps between evaluations; 0 evaluates at the end only."""
@@ -89,14 +89,14 @@ class EvaluationSection(Section):
     greater_is_better: bool = False
     """Whether more of `metric` is better."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    """What counts as an improvement."""
+    """The least change that counts as an improvement."""
 
 
 class LoggingSection(Section):
-    """What is written of each step, beside what a terminal shows."""
+    """Logs of each step, besides the terminal."""
 
     directory: str | None = None
-    """The folder of metrics.jsonl and TensorBoard's files; None takes checkpoint_directory; without, none is."""
+    """The folder of metrics.jsonl and TensorBoard's files; by default checkpoint_directory. Without both, no log."""
     tensorboard: bool = False
     """Whether TensorBoard's files are written too, which needs `pip install 'autopar[tensorboard]'`."""
     wandb: str | None = None
@@ -117,27 +117,27 @@ class ProfilerSection(Section):
 Kind = TypeVar("Kind", bound=Section)
 
 
-def section(name: str, kind: type[Kind], given: object) -> Kind:
-    """The section that was given, or made of a mapping (of None, the default). Raises ConstraintError."""
-    if isinstance(given, kind):
-        return given
-    if given is None:
+def section(name: str, kind: type[Kind], value: object) -> Kind:
+    """Return a section from itself, from a mapping, or (None) with its defaults. Raises ConstraintError."""
+    if isinstance(value, kind):
+        return value
+    if value is None:
         return kind()
-    if isinstance(given, str) and "name" in kind.model_fields:
-        given = {"name": given}
-    if not isinstance(given, Mapping):
+    if isinstance(value, str) and "name" in kind.model_fields:
+        value = {"name": value}
+    if not isinstance(value, Mapping):
         raise ConstraintError(
-            f"{name} is a group of fields", values=shown(given), alternatives=", ".join(kind.model_fields)
+            f"{name} is a group of fields", values=shown(value), alternatives=", ".join(kind.model_fields)
         )
     try:
-        return kind.model_validate(dict(given))
+        return kind.model_validate(dict(value))
     except ValidationError as error:
         raise _refused(name, kind, error) from None
 
 
-def _refused(name: str, kind: type[Section], found: ValidationError) -> ConstraintError:
-    """The first of pydantic's findings in our words."""
-    first = found.errors()[0]
+def _refused(name: str, kind: type[Section], error: ValidationError) -> ConstraintError:
+    """Return pydantic's first error in our words."""
+    first = error.errors()[0]
     where = ".".join((name, *(str(part) for part in first["loc"])))
     if first["type"] == "extra_forbidden":
         field = str(first["loc"][-1])

@@ -1,4 +1,4 @@
-"""All that one run of a Trainer is made of."""
+"""The setup of one run of a Trainer."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cost_models.mixed import AnyCluster
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is trained, how, and from what.
+    """The model, its data, and how to train it.
 
-    schedule: None for a rate that stays. eval_batches: None without evaluations. metrics: of these. source: what else a
-    configuration's file says ("model", "data", "sequence_length"), for the dump.
+    schedule: None for a constant rate. eval_batches: None without evaluations. metrics: of the evaluations. source:
+    further fields of a configuration file ("model", "data", "sequence_length"), for the dump.
     """
 
     model: nn.Module
@@ -37,6 +37,6 @@ class Setup:
     source: Mapping[str, Any] = field(default_factory=dict)
 
     def dump(self, cluster: AnyCluster | None = None) -> dict[str, Any]:
-        """The configuration and its source as a file has them. cluster: what "detect" found."""
+        """Return the configuration and its source as a file has them. cluster: the one that "detect" returned."""
         config = self.config if cluster is None else replace(self.config, cluster=cluster)
         return {**self.source, **config.dump()}

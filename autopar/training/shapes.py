@@ -1,4 +1,4 @@
-"""Batches of other shapes than the first one's: a program of the same plan for each, made when it is met."""
+"""Batches of other shapes than the first one's: a program of the same plan for each, made when such a batch comes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from autopar.training.config import TrainerConfig
 from autopar.training.loaders import num_rows
 
 MOST_SHAPES = 32
-"""Shapes that the batches of one run may have; each takes a second or more to make, and some memory."""
+"""Shapes that the batches of one run may have. Each takes a second or more to compile, and some memory."""
 
 
 def is_of_another_shape(program: CompiledProgram, named: Mapping[str, Any]) -> bool:
-    """Whether a batch differs from the program's in sizes alone; what else is wrong is for the step to say."""
-    inputs, one = program.program.inputs, program.program.any
-    if not named.keys() <= {*inputs, *one.unused_inputs, *one.fixed_inputs}:
+    """Return whether a batch differs from the program's in sizes alone. The step reports all other differences."""
+    inputs, stage = program.program.inputs, program.program.any
+    if not named.keys() <= {*inputs, *stage.unused_inputs, *stage.fixed_inputs}:
         return False
     for name, spec in inputs.items():
         value, wanted = named.get(name), getattr(torch, spec.dtype)
@@ -35,13 +35,15 @@ def is_of_another_shape(program: CompiledProgram, named: Mapping[str, Any]) -> b
     return True
 
 
-def program_of_shape(program: CompiledProgram, config: TrainerConfig, batch: Any, num_made: int) -> CompiledProgram:
-    """The program of the same plan for a batch's shapes. Raises DataError for rows that ranks cannot share evenly, and
-    where the shapes are too many. num_made: how many there are already."""
-    if num_made >= MOST_SHAPES:
+def program_of_shape(program: CompiledProgram, config: TrainerConfig, batch: Any, num_shapes: int) -> CompiledProgram:
+    """Compile a program of the same plan for a batch's shapes. num_shapes: the shapes so far.
+
+    Raises DataError for rows that ranks cannot share evenly, and for too many shapes.
+    """
+    if num_shapes >= MOST_SHAPES:
         raise DataError(
             f"the batches of a run have at most {MOST_SHAPES} shapes, or values that decide what forward does, since "
-            "a program is made for each",
+            "each needs a program",
             values=f"one more, of {num_rows(batch)} rows",
             alternatives=["pad sequences to a few lengths (buckets)", "one length and DataLoader(drop_last=True)"],
         )
@@ -56,13 +58,14 @@ def program_of_shape(program: CompiledProgram, config: TrainerConfig, batch: Any
 
 
 def plan_for_rows(plan: Plan, rows: int) -> Plan:
-    """The plan with as many micro-batches, or fewer, as share out so many rows. Raises DataError if none do."""
+    """Return the plan with the most micro-batches, up to its own, that divide the rows. Raises DataError without
+    any."""
     ranks = plan.mesh.num_data_ranks
     for count in range(plan.num_micro_batches, 0, -1):
         if rows % (count * ranks) == 0:
             return replace(plan, num_micro_batches=count, global_batch_size=rows)
     raise DataError(
-        "the rows of a batch are shared out among the data-parallel ranks",
+        "the rows of a batch are divided among the data-parallel ranks",
         values=f"{rows} rows on {plan.mesh_text}",
         alternatives=[f"a multiple of {ranks} rows", "DataLoader(drop_last=True)", f"{plan.global_batch_size} rows"],
     )

@@ -136,7 +136,7 @@ def _judged(attempt: Callable[[str, Path], object], form: str) -> Result:
 def _shown(program: CompiledProgram, folder: Path) -> None:
     """Print everything that autopar says of a program, and what it writes of it."""
     print(program.report(), program.explain(1.0), program.plan.to_yaml(), sep="\n")
-    home = write_folder(program, folder / "program", weights=False, tuned=False)
+    home = write_folder(program, folder / "program", weights=False, is_saved=False)
     for file in (*home.glob("*.py"), *home.glob("*.yaml"), *home.glob("*.md")):
         print(file.read_text(encoding="utf-8"))
 

@@ -107,7 +107,7 @@ def _use(program: CompiledProgram, folder: Path) -> None:
 
 def _emitted(program: CompiledProgram, folder: Path) -> None:
     """The program's folder is written, every file of ours parsed, and imported as main.py does."""
-    home = write_folder(program, folder / folder.name, weights=False, tuned=False)
+    home = write_folder(program, folder / folder.name, weights=False, is_saved=False)
     for file in home.glob("*.py"):
         ast.parse(file.read_text(encoding="utf-8"))
     program.load_package()

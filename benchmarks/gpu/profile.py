@@ -28,7 +28,8 @@ if not __package__:
 import torch
 from rich.console import Console
 
-from autopar.profiling.profile import Profile, profile, summary_table
+from autopar.profiling.profile import Profile, profile
+from autopar.report.tables import error_table
 from benchmarks.table import append
 from cost_models.machine import Cluster
 
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> Profile:
         folder.mkdir(parents=True, exist_ok=True)
         found = profile(1, out=out, level=level, like=like, console=console, limit_seconds=options.seconds)
         assert found is not None, "one process is the first rank"
-        console.print(summary_table(found))
+        console.print(error_table(found.errors()))
         append(rows_of(found), folder / "profile.csv")
         # What the file says is what planning gets.
         read = Cluster.from_toml(out)

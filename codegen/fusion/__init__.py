@@ -25,6 +25,7 @@ import math
 from dataclasses import replace
 from typing import Final
 
+from codegen.axes import AXES
 from codegen.fusion import activations, losses, norms, residual, rotary
 from codegen.fusion.match import Match, matches
 from codegen.fusion.rewrite import chosen, replaced
@@ -39,9 +40,6 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
     *losses.PATTERNS,
 )
 
-TOKEN_AXES: Final = frozenset({"ddp", "dp", "cp", "ep"})
-"""Axes whose ranks share the rows of a micro-batch."""
-
 __all__ = ["PATTERNS", "Match", "Pattern", "fuse", "matches"]
 
 
@@ -49,10 +47,10 @@ def fuse(program: Program) -> Program:
     """The program with every run of calls that a pattern matches replaced, in all classes; where two patterns' matches
     share calls, the earlier pattern's."""
     sizes = zip(program.axes, program.axis_sizes, strict=True)
-    num_token_ranks = math.prod(size for axis, size in sizes if axis in TOKEN_AXES)
+    num_token_ranks = math.prod(size for axis, size in sizes if AXES[axis].cuts_tokens)
 
     def fused(cls: ModuleClass) -> ModuleClass:
-        found = chosen(matches(PATTERNS, cls.body, cls.outputs), num_token_ranks)
-        return replace(cls, body=replaced(cls.body, found))
+        fusions = chosen(matches(PATTERNS, cls.body, cls.outputs), num_token_ranks)
+        return replace(cls, body=replaced(cls.body, fusions))
 
     return replace(program, layers=tuple(map(fused, program.layers)), root=fused(program.root))

@@ -43,8 +43,8 @@ def _gelu(x: Template) -> Either:
 
 def _approximate(bound: Bindings) -> tuple[tuple[str, Any], ...]:
     """The keyword of a call, if it is not the exact form."""
-    given = bound["approximate"].value if "approximate" in bound else "tanh" if "tanh" in bound else "none"
-    return () if given == "none" else (("approximate", given),)
+    approximation = bound["approximate"].value if "approximate" in bound else "tanh" if "tanh" in bound else "none"
+    return () if approximation == "none" else (("approximate", approximation),)
 
 
 def _gelu_fits(bound: Bindings) -> bool:
@@ -117,12 +117,19 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
             fits=_bias_gelu_fits,
             build=_build_bias_gelu,
             saves=("x", "bias"),
+            launches=(1, 2),
         )
         for form in _forms(_gelu(_BIASED))
     ),
     *(
         Pattern(
-            name="GELU", target="aten.gelu.default", leaves=("x",), template=form, fits=_gelu_fits, build=_build_gelu
+            name="GELU",
+            target="aten.gelu.default",
+            leaves=("x",),
+            template=form,
+            fits=_gelu_fits,
+            build=_build_gelu,
+            on_cpu=True,  # torch's own call
         )
         for form in written_gelu(Leaf("x"))
     ),

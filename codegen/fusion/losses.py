@@ -50,10 +50,10 @@ def _cross_entropy(bound: Bindings, last: Call) -> tuple[Call, ...]:
         logits = viewed
     ignored = (bound["ignore_index"].value,) if "ignore_index" in bound else ()
     (loss,), target, divisor = last.results, bound["target"].value, bound["num_targets"].value
-    each = Var(loss.name, replace(loss.type, shape=target.type.shape, placements=_of_rows(target.type)))
+    row_losses = Var(loss.name, replace(loss.type, shape=target.type.shape, placements=_of_rows(target.type)))
     plain = replace(last, kwargs=())
-    losses = replace(plain, target="kernels.cross_entropy", args=(logits, target, *ignored), results=(each,))
-    total = replace(plain, target="aten.sum.default", args=(each,))
+    losses = replace(plain, target="kernels.cross_entropy", args=(logits, target, *ignored), results=(row_losses,))
+    total = replace(plain, target="aten.sum.default", args=(row_losses,))
     if divisor.text == "1.0":
         return (*before, losses, total)
     mean = replace(plain, target="aten.div.Tensor", args=(loss, divisor))
@@ -77,9 +77,9 @@ def _linear_cross_entropy_template() -> Op:
     x, weight, bias = Leaf("x"), Leaf("weight"), Leaf("bias")
     operands = (x, weight), (x, weight, bias)
     linear = Either(tuple(Op(target, args, name="linear") for target in _LINEARS for args in operands))
-    made = Either((_wide(linear), linear))
-    part = Op("aten.slice.Tensor", (made, Value("dim"), Value("start"), Value("stop")), name="slice")
-    rows = Either((made, part, Op("aten.contiguous.default", (part,))))
+    logits = Either((_wide(linear), linear))
+    part = Op("aten.slice.Tensor", (logits, Value("dim"), Value("start"), Value("stop")), name="slice")
+    rows = Either((logits, part, Op("aten.contiguous.default", (part,))))
     viewed = Either(tuple(Op(target, (rows, Value("sizes"))) for target in VIEWS))
     args = (Either((viewed, _wide(viewed), rows)), Leaf("target"), Value("num_targets"))
     return Op("runtime.cross_entropy", args, keywords=("ignore_index", "vocab_axis", "own_classes"), name="loss")
@@ -144,6 +144,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         fits=_linear_cross_entropy_fits,
         build=_linear_cross_entropy,
         pays=_linear_cross_entropy_pays,
+        on_cpu=True,
     ),
     Pattern(
         name="cross-entropy",
@@ -154,5 +155,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         build=_cross_entropy,
         saves=("logits", "target"),
         row_bytes=8,  # the largest logit and the logarithm of the sum
+        launches=(3, 1),  # forward adds up the losses and divides
+        needs_whole=True,
     ),
 )

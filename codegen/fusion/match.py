@@ -48,8 +48,8 @@ class Flow:
 
     def value_at(self, name: str, index: int, without: frozenset[int]) -> int:
         """The statement that assigned `name` last before `index`, if those in `without` were not there."""
-        made = (i for i in reversed(self.assigned.get(name, ())) if i < index and i not in without)
-        return next(made, -1)
+        earlier = (i for i in reversed(self.assigned.get(name, ())) if i < index and i not in without)
+        return next(earlier, -1)
 
     def may_move(self, index: int, to: int) -> bool:
         """Whether the results of the statement at `index` may have their names from the earlier `to` on."""
@@ -72,8 +72,8 @@ def matches(patterns: Iterable[Pattern], body: tuple[Statement, ...], outputs: t
     """Every legal match, pattern by pattern; those of different patterns may share calls. outputs: what is returned."""
     flow = Flow.of(body, outputs)
     places = ((pattern, index) for pattern in patterns for index in flow.calls.get(pattern.template.target, ()))
-    found = (_find(pattern, index, flow) for pattern, index in places)
-    return tuple(match for match in found if match is not None)
+    matched = (_find(pattern, index, flow) for pattern, index in places)
+    return tuple(match for match in matched if match is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +87,32 @@ def _find(pattern: Pattern, position: int, flow: Flow) -> Match | None:
     founds = _match_call(pattern.template, position, flow, _Found({}, frozenset()))
     for beside in pattern.beside:
         founds = _each(founds, partial(_match_before, beside, position, flow))
-    for found in founds:
-        bound = _closed(pattern, found, position, flow)
+    for state in founds:
+        bound = _closed(pattern, state, position, flow)
         if bound is not None and pattern.fits(bound):
-            return Match(pattern, bound, found.statements, position)
+            return Match(pattern, bound, state.statements, position)
     return None
 
 
-def _match_before(template: Op, position: int, flow: Flow, found: _Found) -> Iterator[_Found]:
+def _match_before(template: Op, position: int, flow: Flow, state: _Found) -> Iterator[_Found]:
     """The ways in which a call before `position` matches that is not part of it yet, the nearest first."""
     for index in reversed(flow.calls.get(template.target, ())):
-        if index < position and index not in found.statements:
-            yield from _match_call(template, index, flow, found)
+        if index < position and index not in state.statements:
+            yield from _match_call(template, index, flow, state)
 
 
-def _closed(pattern: Pattern, found: _Found, last: int, flow: Flow) -> Bindings | None:
+def _closed(pattern: Pattern, state: _Found, last: int, flow: Flow) -> Bindings | None:
     """The bindings, with UNREAD for results that nobody reads; None where the last call cannot stand for all.
 
     It can where intermediates are read inside only, results after it, and what is read from outside has the same value
     there. A result that is read after it was not assigned again since.
     """
-    results = {found.bound[result.name].origin: result.name for result in pattern.results}
-    inner = found.statements - {last}
-    bound = dict(found.bound)
+    results = {state.bound[result.name].origin: result.name for result in pattern.results}
+    inner = state.statements - {last}
+    bound = dict(state.bound)
     for index in inner:
         outside = frozenset[int]().union(*(flow.readers.get((index, name), ()) for name in _assigns(flow.body[index])))
-        outside -= found.statements
+        outside -= state.statements
         if outside and (index not in results or min(outside) < last):
             return None
         if index in results and not outside:
@@ -120,35 +120,35 @@ def _closed(pattern: Pattern, found: _Found, last: int, flow: Flow) -> Bindings 
             bound[results[index]] = replace(bound[results[index]], value=replace(call, results=(UNREAD,)))
     leaves = [b for b in bound.values() if isinstance(b.value, Var)]
     is_same = all(
-        b.origin not in found.statements and flow.value_at(b.value.name, last, inner) == b.origin for b in leaves
+        b.origin not in state.statements and flow.value_at(b.value.name, last, inner) == b.origin for b in leaves
     )
     return bound if is_same else None
 
 
-def _match(template: Template, value: Any, reader: int, flow: Flow, found: _Found) -> Iterator[_Found]:
+def _match(template: Template, value: Any, reader: int, flow: Flow, state: _Found) -> Iterator[_Found]:
     """The ways in which `value`, an argument of the statement `reader`, matches."""
     if isinstance(template, Either):
         for option in template.options:
-            yield from _match(option, value, reader, flow, found)
+            yield from _match(option, value, reader, flow, state)
     elif isinstance(template, tuple):
         if isinstance(value, tuple) and len(value) == len(template):
-            yield from _match_all(template, value, reader, flow, found)
+            yield from _match_all(template, value, reader, flow, state)
     elif isinstance(template, Is):
         if not isinstance(value, Var) and value == template.value:
-            yield found
+            yield state
     elif isinstance(template, Value):
         if not isinstance(value, Var):
-            yield from _bind(template.name, Bound(value), found)
+            yield from _bind(template.name, Bound(value), state)
     elif isinstance(value, Var):
         origin = flow.origins[reader][value.name]
         if isinstance(template, Op):
             if origin >= 0:
-                yield from _match_call(template, origin, flow, found)
+                yield from _match_call(template, origin, flow, state)
             return
-        yield from _bind(template.name, Bound(value, origin), found)
+        yield from _bind(template.name, Bound(value, origin), state)
 
 
-def _match_call(template: Op, index: int, flow: Flow, found: _Found) -> Iterator[_Found]:
+def _match_call(template: Op, index: int, flow: Flow, state: _Found) -> Iterator[_Found]:
     call = flow.body[index]
     if not isinstance(call, Call) or call.target != template.target or call.divisor != 1 or len(call.results) != 1:
         return
@@ -158,9 +158,9 @@ def _match_call(template: Op, index: int, flow: Flow, found: _Found) -> Iterator
     possible = [args for args in orders if _may_match(template.args, args, index, flow)]
     if not possible:
         return
-    own = {key: Bound(value) for key, value in call.kwargs}
-    own |= {template.name: Bound(call, index)} if template.name else {}
-    start = _Found({**found.bound, **own}, found.statements | {index})
+    captured = {key: Bound(value) for key, value in call.kwargs}
+    captured |= {template.name: Bound(call, index)} if template.name else {}
+    start = _Found({**state.bound, **captured}, state.statements | {index})
     for args in possible:
         yield from _match_all(template.args, args, index, flow, start)
 
@@ -182,24 +182,24 @@ def _may_match(templates: tuple[Template, ...], values: tuple[Any, ...], reader:
 
 
 def _match_all(
-    templates: tuple[Template, ...], values: tuple[Any, ...], reader: int, flow: Flow, found: _Found
+    templates: tuple[Template, ...], values: tuple[Any, ...], reader: int, flow: Flow, state: _Found
 ) -> Iterator[_Found]:
-    matched: Iterator[_Found] = iter((found,))
+    matched: Iterator[_Found] = iter((state,))
     for wanted, value in zip(templates, values, strict=True):
         matched = _each(matched, partial(_match, wanted, value, reader, flow))
     yield from matched
 
 
 def _each(founds: Iterator[_Found], step: Callable[[_Found], Iterator[_Found]]) -> Iterator[_Found]:
-    for found in founds:
-        yield from step(found)
+    for state in founds:
+        yield from step(state)
 
 
-def _bind(name: str, bound: Bound, found: _Found) -> Iterator[_Found]:
+def _bind(name: str, bound: Bound, state: _Found) -> Iterator[_Found]:
     """The match with a name bound; nothing where the name stands for something else already."""
-    known = found.bound.get(name)
-    if known is None or (known.value, known.origin) == (bound.value, bound.origin):
-        yield _Found({name: bound, **found.bound}, found.statements)
+    earlier = state.bound.get(name)
+    if earlier is None or (earlier.value, earlier.origin) == (bound.value, bound.origin):
+        yield _Found({name: bound, **state.bound}, state.statements)
 
 
 def _assigns(statement: Statement) -> tuple[str, ...]:

@@ -52,10 +52,10 @@ def _rms_norm_template(x: Template) -> Op:
     Models that do all in half precision match too; the kernel's arithmetic is fp32, so the result is a better one.
     """
     wide = Op("aten.to.dtype", (x, Value("wide")))
-    own = normalised(x, _squares(x))
-    either = Either((normalised(wide, _squares(wide)), own))
+    same_dtype = normalised(x, _squares(x))
+    either = Either((normalised(wide, _squares(wide)), same_dtype))
     narrowed = Op("aten.to.dtype", (either, Value("narrow"))), Op("aten.type_as.default", (either, x))
-    return Op("aten.mul.Tensor", (_parameter("weight"), Either((*narrowed, own))), commutes=True)
+    return Op("aten.mul.Tensor", (_parameter("weight"), Either((*narrowed, same_dtype))), commutes=True)
 
 
 def _rms_norm_fits(bound: Bindings) -> bool:
@@ -116,6 +116,9 @@ _SUM_AND_RMS_NORM: Final = Pattern(
     results=(Result("sum", ("x", "residual"), is_call=True),),
     saves=("sum", "weight"),
     row_bytes=4,  # rstd
+    launches=(1, 2),
+    needs_whole=True,
+    no_gradient=("residual",),
 )
 _RMS_NORM: Final = Pattern(
     name="RMSNorm",
@@ -126,6 +129,8 @@ _RMS_NORM: Final = Pattern(
     build=partial(_norm, "kernels.rms_norm", ("x", "weight")),
     saves=("x", "weight"),
     row_bytes=4,
+    launches=(1, 2),
+    needs_whole=True,
 )
 
 PATTERNS: Final[tuple[Pattern, ...]] = (
@@ -145,6 +150,9 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         results=(Result("sum", ("x", "residual"), is_call=True),),
         saves=("sum", "weight"),
         row_bytes=8,  # mean and rstd
+        launches=(1, 3),
+        needs_whole=True,
+        no_gradient=("residual",),
     ),
     _RMS_NORM,
     replace(_RMS_NORM, template=_torch_rms_norm_template(Leaf("x")), fits=_torch_norm_fits),
@@ -157,5 +165,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         build=partial(_norm, "kernels.layer_norm", ("x", "weight", "bias")),
         saves=("x", "weight"),
         row_bytes=8,
+        launches=(1, 3),
+        needs_whole=True,
     ),
 )

@@ -37,5 +37,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         ),
         fits=_fits,
         build=_build,
+        is_linear=True,  # backward draws the mask again, in the same kernel
+        no_gradient=("residual",),
     ),
 )

@@ -9,29 +9,29 @@ from codegen.fusion.match import Match
 from codegen.program import Call, Statement
 
 
-def chosen(found: Iterable[Match], num_token_ranks: int) -> tuple[Match, ...]:
+def chosen(candidates: Iterable[Match], num_token_ranks: int) -> tuple[Match, ...]:
     """The matches that pay, without any that shares calls with one before it."""
     kept: list[Match] = []
     taken: set[int] = set()
-    for match in found:
+    for match in candidates:
         if match.pattern.pays(match.bound, num_token_ranks) and not match.statements & taken:
             kept.append(match)
             taken |= match.statements
     return tuple(kept)
 
 
-def replaced(body: tuple[Statement, ...], found: Iterable[Match]) -> tuple[Statement, ...]:
+def replaced(body: tuple[Statement, ...], fusions: Iterable[Match]) -> tuple[Statement, ...]:
     """The statements with what each pattern builds in the place of its last call, and without its others."""
-    last = {match.last: match for match in found}
+    last = {match.last: match for match in fusions}
     gone = {index for match in last.values() for index in match.statements}
-    made: list[Statement] = []
+    statements: list[Statement] = []
     for index, statement in enumerate(body):
         if index in last:
             assert isinstance(statement, Call)
             match = last[index]
             members = tuple(call for i in sorted(match.statements) if isinstance(call := body[i], Call))
             calls = match.pattern.build(match.bound, statement)
-            made += [replace(c, members=members) if c.target == match.pattern.target else c for c in calls]
+            statements += [replace(c, members=members) if c.target == match.pattern.target else c for c in calls]
         elif index not in gone:
-            made.append(statement)
-    return tuple(made)
+            statements.append(statement)
+    return tuple(statements)

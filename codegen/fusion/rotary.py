@@ -62,7 +62,7 @@ def rotates(bound: Bindings) -> bool:
     agree = all(q.shape[dim] == k.shape[dim] for dim in (0, 3 - heads_dim, 3))
     agree = agree and cos.shape[0] in (1, q.shape[0]) and cos.shape[1] == q.shape[3 - heads_dim]
     has_angles = num_angles <= cos.shape[2] and num_angles == (half if "angle_dim" in bound else num_rotated)
-    return is_rotation and agree and has_angles and len({held.dtype for held in (q, k, cos)}) == 1
+    return is_rotation and agree and has_angles and len({operand.dtype for operand in (q, k, cos)}) == 1
 
 
 _DIMS: Final = ("dim", "cat_dim", "angle_dim")
@@ -89,6 +89,8 @@ PATTERNS: Final[tuple[Pattern, ...]] = tuple(
         beside=(rotated("q", interleaved, partial),),
         results=(Result("rotated q", ("q", "cos", "sin")),),
         saves=("cos", "sin"),
+        needs_whole=True,
+        is_linear=True,
     )
     for interleaved in (False, True)
     for partial in (True, False)

@@ -70,8 +70,8 @@ class Bound:
     @property
     def type(self) -> TensorType:
         """What a Leaf's variable holds."""
-        held: TensorType = self.value.type
-        return held
+        value_type: TensorType = self.value.type
+        return value_type
 
 
 Bindings = Mapping[str, Bound]
@@ -106,6 +106,11 @@ class Pattern:
 
     saves: leaves that the kernel's autograd function saves for backward, parameters that it does not read left out.
     row_bytes: further bytes that it saves for each row of the first leaf.
+
+    launches: kernels that it starts, forward and backward; in backward, partial sums of a weight's and a bias' gradient
+    are added up. needs_whole: the last dim of its tensors may not be cut. on_cpu: it is one call on a CPU too, where
+    references of the others are the calls that they stand for. is_linear: in what may be a partial sum, so that
+    intermediates may be one. no_gradient: leaves whose gradient is another tensor's, handed on.
     """
 
     name: str
@@ -119,6 +124,11 @@ class Pattern:
     results: tuple[Result, ...] = ()
     saves: tuple[str, ...] = ()
     row_bytes: int = 0
+    launches: tuple[int, int] = (1, 1)
+    needs_whole: bool = False
+    on_cpu: bool = False
+    is_linear: bool = False
+    no_gradient: tuple[str, ...] = ()
 
 
 def is_dtype(bound: Bound, name: str) -> bool:

@@ -51,7 +51,7 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, ignore_index: int 
     Args:
         logits: `[N, V]`, any strides, finite or -inf.
         target: `[N]` int64 in `[0, V)` or equal to `ignore_index`. Outside that, the reference raises `IndexError`
-            on CPU; the kernel cannot raise without a device synchronisation and gives nan loss and gradients.
+            on CPU; the kernel cannot raise without a device synchronization and gives nan loss and gradients.
         ignore_index: targets of this value have loss 0 and gradient 0.
 
     Returns:

@@ -75,7 +75,7 @@ def dequantize_rows_reference(q: torch.Tensor, scale: torch.Tensor, dtype: torch
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x `[..., K]`, any strides and floating dtype -> (q `[..., K]` e4m3, scale `[..., 1]` fp32), contiguous.
 
-    A row with an element that is not finite gets the scale nan, and is nan when dequantised.
+    A row with an element that is not finite gets the scale nan, and is nan when dequantized.
     """
     if not (use_triton(x) and has_e4m3(x)):
         return quantize_rows_reference(x)
@@ -138,7 +138,7 @@ def scaled_product(
     dtype: torch.dtype,
     fast_accumulation: bool = False,
 ) -> torch.Tensor:
-    """`[N, M]`: the rows of a times the rows of b, dequantised; on the fp8 units where they can.
+    """`[N, M]`: the rows of a times the rows of b, dequantized; on the fp8 units where they can.
 
     fast_accumulation: partial sums stay in the units' own registers (14 bits or so) instead of being added in fp32.
     """

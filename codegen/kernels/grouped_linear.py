@@ -49,7 +49,7 @@ def grouped_linear_reference(
     parts = [rows[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
     products = [part @ matrix for part, matrix in zip(parts, weight.unbind(), strict=True)]
     if bias is not None:
-        products = [product + own for product, own in zip(products, bias.unbind(), strict=True)]
+        products = [product + expert_bias for product, expert_bias in zip(products, bias.unbind(), strict=True)]
     return torch.cat(products)
 
 
@@ -96,16 +96,16 @@ def _rows_of_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(expert, first row, end of the expert's rows) of a tile; an expert that there is not for a tile too many."""
     experts = tl.arange(0, EXPERTS)
-    known = experts < num_experts
-    ends = tl.load(ends_ptr + experts, mask=known, other=0)
-    starts = tl.load(ends_ptr + experts - 1, mask=known & (experts > 0), other=0)
-    tiles = tl.where(known, tl.cdiv(ends - starts, ROWS), 0)
+    exists = experts < num_experts
+    ends = tl.load(ends_ptr + experts, mask=exists, other=0)
+    starts = tl.load(ends_ptr + experts - 1, mask=exists & (experts > 0), other=0)
+    tiles = tl.where(exists, tl.cdiv(ends - starts, ROWS), 0)
     tile_ends = tl.cumsum(tiles, 0)
     # Experts whose tiles end before this one are those before its own.
     expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
-    own = experts == expert
-    start = tl.sum(tl.where(own, starts + (tile - tile_ends + tiles) * ROWS, 0), 0)
-    return expert, start, tl.sum(tl.where(own, ends, 0), 0)
+    is_expert = experts == expert
+    start = tl.sum(tl.where(is_expert, starts + (tile - tile_ends + tiles) * ROWS, 0), 0)
+    return expert, start, tl.sum(tl.where(is_expert, ends, 0), 0)
 
 
 @jit

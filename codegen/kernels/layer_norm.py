@@ -1,4 +1,4 @@
-"""Layer normalisation with a weight and an optional bias, in one pass over memory where a row fits a tile.
+"""Layer normalization with a weight and an optional bias, in one pass over memory where a row fits a tile.
 
 Formula (Ba, Kiros and Hinton 2016, "Layer Normalization", section 3, eq. 3 and 4), per row:
 

@@ -105,7 +105,7 @@ def linear_cross_entropy(
         x: `[N, H]`, any strides.
         weight: `[V, H]`, this rank's rows if `vocab_axis` is given; x's dtype.
         target: `[N]` int64, entries of the whole vocabulary or `ignore_index`. Anything else gives nan loss and
-            gradients: raising would need a device synchronisation.
+            gradients: raising would need a device synchronization.
         bias: `[V]` of x's dtype, or None.
         num_targets: the divisor, a number or a 0-dim tensor; 1 gives the sum, None the mean over the valid targets
             given here. Where it is 0 the loss is nan and its gradients are 0, as of torch's mean.
@@ -132,7 +132,7 @@ def linear_cross_entropy(
         raise ValueError(f"accumulate_dtype must be {dtype} or {weight.dtype}, got {accumulate_dtype}")
     inverse = _inverse_count(target, ignore_index, num_targets, dtype)
     if chunk_rows is None:
-        chunk_rows = _even_chunk(x.shape[0], weight.shape[0], x.device)
+        chunk_rows = even_chunk(x.shape[0], weight.shape[0], x.device.type == "cpu")
     chunks = _Chunks(ignore_index, vocab_axis, chunk_rows, accumulate_dtype or dtype)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -170,9 +170,9 @@ def _inverse_count(
     return 1 / count
 
 
-def _even_chunk(num_rows: int, num_classes: int, device: torch.device) -> int:
+def even_chunk(num_rows: int, num_classes: int, is_cpu: bool) -> int:
     """Rows of chunks that are as even as multiples of _ROW_GRANULE can be, within the elements of a chunk."""
-    limit = _ELEMENTS_PER_CHUNK_CPU if device.type == "cpu" else _ELEMENTS_PER_CHUNK_GPU
+    limit = _ELEMENTS_PER_CHUNK_CPU if is_cpu else _ELEMENTS_PER_CHUNK_GPU
     most = max(1, limit // max(1, num_classes))
     num_chunks = max(1, -(-num_rows // most))
     even = -(-num_rows // num_chunks)

@@ -32,8 +32,8 @@ def _statistics_kernel(
     logits_row = logits_ptr + row * row_stride
     row_max, row_sum = row_statistics(logits_row, num_classes, BLOCK)
     column = tl.load(target_ptr + row) - first_class
-    held = (column >= 0) & (column < num_classes)
-    x_target = tl.load(logits_row + column, mask=held, other=0.0).to(tl.float32)
+    is_local = (column >= 0) & (column < num_classes)
+    x_target = tl.load(logits_row + column, mask=is_local, other=0.0).to(tl.float32)
     tl.store(stats_ptr + row, row_max)
     tl.store(stats_ptr + stats_stride + row, row_sum)
     tl.store(stats_ptr + 2 * stats_stride + row, x_target)
@@ -104,12 +104,12 @@ def statistics(logits_CV: torch.Tensor, target_C: torch.Tensor, first_class: int
         return
     x = logits_CV.to(stats_3C.dtype)
     column = target_C - first_class
-    held = (column >= 0) & (column < num_classes)
+    is_local = (column >= 0) & (column < num_classes)
     largest = x.amax(1)
     shift = largest.masked_fill(largest == -torch.inf, 0.0)
     stats_3C[0] = largest
     stats_3C[1] = (x - shift[:, None]).exp_().sum(1)
-    stats_3C[2] = x.gather(1, column.clamp(0, num_classes - 1)[:, None])[:, 0].masked_fill(~held, 0.0)
+    stats_3C[2] = x.gather(1, column.clamp(0, num_classes - 1)[:, None])[:, 0].masked_fill(~is_local, 0.0)
 
 
 def to_gradient(
@@ -146,9 +146,9 @@ def to_gradient(
             )
         return
     column = target_C - first_class
-    held = (column >= 0) & (column < num_classes)
+    is_local = (column >= 0) & (column < num_classes)
     gradient = ((logits_CV.to(max_C.dtype) - max_C[:, None]) - logsum_C[:, None]).exp_()
-    at_target = -held.to(gradient.dtype)
+    at_target = -is_local.to(gradient.dtype)
     gradient.scatter_add_(1, column.clamp(0, num_classes - 1)[:, None], at_target[:, None])
     gradient.masked_fill_(((target_C < 0) | (target_C >= all_classes))[:, None], torch.nan)
     logits_CV.copy_(gradient.mul_(unit).masked_fill_((target_C == ignore_index)[:, None], 0.0))

@@ -41,7 +41,7 @@ def _load_sum(
 
 @jit
 def _difference(x: tl.tensor, mean: tl.tensor, ok: tl.tensor, CENTERED: tl.constexpr) -> tl.tensor:
-    """x - mean if centred, else x; zeros where not ok."""
+    """x - mean if centered, else x; zeros where not ok."""
     if CENTERED:
         x = tl.where(ok, x - mean[:, None], 0.0)
     return x

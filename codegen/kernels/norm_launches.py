@@ -41,7 +41,7 @@ def launch_forward(
     eps: float,
     centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """(y; x + residual where there is one; mean if centred; rstd)."""
+    """(y; x + residual where there is one; mean if centered; rstd)."""
     num_rows, num_cols = x_NH.shape
     weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
 
@@ -88,7 +88,7 @@ def _row_means(
     rstd_N: torch.Tensor,
     tile: Tile,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(dot; avg if centred) where the backward needs them: of rows that are longer than the tile."""
+    """(dot; avg if centered) where the backward needs them: of rows that are longer than the tile."""
     num_rows, num_cols = x_NH.shape
     _, cols, whole_row, warps = tile.fit(num_cols)
     if whole_row:
@@ -111,7 +111,7 @@ def launch_backward(
     dsum: torch.Tensor | None,
     need: tuple[bool, bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(dx, with dsum added where there is one; dw; db), as needed, from (x, weight, bias, mean if centred, rstd)."""
+    """(dx, with dsum added where there is one; dw; db), as needed, from (x, weight, bias, mean if centered, rstd)."""
     x, weight, bias, mean_N, rstd_N = saved
     x_NH, dy_NH, weight = as_rows(x), as_rows(dy), weight.contiguous()
     dsum_NH = None if dsum is None else as_rows(dsum)
@@ -153,7 +153,7 @@ def launch_backward(
 
 
 class Norm(torch.autograd.Function):
-    """Saves x itself (not a contiguous copy: x is alive anyway), the parameters, rstd and, if centred, mean.
+    """Saves x itself (not a contiguous copy: x is alive anyway), the parameters, rstd and, if centered, mean.
 
     The gradients are computed only as asked for, so a schedule may take dx now and the others later.
     """
@@ -174,7 +174,7 @@ class Norm(torch.autograd.Function):
 
 
 class AddNorm(torch.autograd.Function):
-    """Saves the sum, the parameters, rstd and, if centred, mean: nothing that a norm of the sum alone would not."""
+    """Saves the sum, the parameters, rstd and, if centered, mean: nothing that a norm of the sum alone would not."""
 
     @staticmethod
     def forward(

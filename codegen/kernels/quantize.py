@@ -8,7 +8,7 @@ Formula, per block of B consecutive elements (Wang et al. 2023, "ZeRO++", sectio
 
     stochastic (int8):  code = floor(x / scale + u),  u uniform in [0, 1)
 
-and for a sum over R parts, each quantised by itself, as the receiver of a reduce-scatter by all-to-all forms it:
+and for a sum over R parts, each quantized by itself, as the receiver of a reduce-scatter by all-to-all forms it:
 
     total = sum_R(code_R * scale_R)              in fp32, in order of R: equal bits on every run
 
@@ -135,7 +135,7 @@ def quantize_blocks(
 
     Returns:
         Codes `[F, B]`, scales `[F]` fp32. A block with an element that is not finite gets the scale nan, and is nan
-        when dequantised.
+        when dequantized.
 
     Raises:
         ValueError: block size, dtype or `out` are none of these.
@@ -150,9 +150,9 @@ def quantize_blocks(
         codes, scales = out
         _check_out(codes, scales, (blocks, block_size), dtype)
     if not (use_triton(x) and has_e4m3(x)):
-        found = quantize_blocks_reference(x, block_size, dtype, seed)
-        codes.copy_(found[0])
-        scales.copy_(found[1])
+        quantized = quantize_blocks_reference(x, block_size, dtype, seed)
+        codes.copy_(quantized[0])
+        scales.copy_(quantized[1])
         return codes, scales
     x = x.contiguous()
 

@@ -1,4 +1,4 @@
-"""RMS normalisation with a weight, in one pass over memory where a row fits a tile.
+"""RMS normalization with a weight, in one pass over memory where a row fits a tile.
 
 Formula (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", section 3, eq. 4), per row:
 

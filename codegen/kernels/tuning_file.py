@@ -40,12 +40,12 @@ class TuningFile:
         """The usable entry that is there by now, else `entry`, which then is. Raises OSError where it cannot write."""
         with _locked(self.path.with_name(f".{self.path.name}.lock")):
             sections = self._read()
-            found = _usable(sections, device, case, tiles)
-            if found is None:
+            usable = _usable(sections, device, case, tiles)
+            if usable is None:
                 section = sections.get(device)
                 sections[device] = {**(section if isinstance(section, dict) else {}), case: entry}
                 _replace(self.path, json.dumps(sections, indent=1, sort_keys=True) + "\n")
-        return entry if found is None else found
+        return entry if usable is None else usable
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -1,4 +1,4 @@
-"""What a batch must be before a step takes it: names, shapes and dtypes, and equal on the ranks that share its rows.
+"""Checks of a batch before a step takes it: names, shapes, dtypes, and equality on ranks that share rows.
 
 A batch that does not fit would otherwise end in a torch error on some ranks, in a hang on others, or train apart in
 silence: ranks of one shard that draw other rows (a loader that shuffles without a common seed, a DistributedSampler)
@@ -46,7 +46,7 @@ class BatchError(ValueError):
 
 
 class Expected(Protocol):
-    """What is known of an input (`Param`): its shape in one micro-batch, and its dtype."""
+    """An input as the program expects it (`Param`): its shape in one micro-batch, and its dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -55,7 +55,7 @@ class Expected(Protocol):
 
 
 def leaves_of(name: str, value: Any) -> dict[str, Any] | None:
-    """What an input that holds tensors in containers consists of, by names of its own; None for any other.
+    """Return the tensors of an input that has them in containers, by names; None for any other input.
 
     Of `text` = {"ids": i, "masks": (m, n)} that is text_ids, text_masks_0 and text_masks_1. Raises BatchError where
     two would have one name.

@@ -1,4 +1,4 @@
-"""Batch and group normalisation by the statistics of rows, or of space, that several ranks share.
+"""Batch and group normalization by the statistics of rows, or of space, that several ranks share.
 
 With the n values x of a channel on all ranks, their gradients dy and s = 1 / sqrt(var + eps):
 

@@ -1,7 +1,7 @@
-"""What a script does between a step's calls, with gradients, optimiser and parameters in its own hands.
+"""What a script does between a step's calls, with gradients, optimizer and parameters in its own hands.
 
 A rank holds parts of gradients and parameters, reduces what was trainable when the program was made, and updates with
-the optimiser that it was made with. What a training loop does to these on one process either means the same here, or is
+the optimizer that it was made with. What a training loop does to these on one process either means the same here, or is
 refused here, since it would be dropped or would differ from rank to rank in silence.
 """
 
@@ -19,7 +19,7 @@ from .part import Part
 from .update import buckets_of
 
 if TYPE_CHECKING:
-    # Only programs that try an optimiser have it beside them.
+    # Only programs that try an optimizer have it beside them.
     from .whole_updates import WholeUpdates
 
 _IS_TRAINABLE, _GRADIENT = attrgetter("requires_grad"), attrgetter("grad")
@@ -94,14 +94,14 @@ class ByHand:
             )
         if not self._known.issuperset(map(id, _updated(self._optimizer))):
             raise RuntimeError(
-                "parameters were added to the step's optimiser, which the program computes no gradients for: give all "
-                "that is to be trained to the optimiser factory, with lr=0 in a group that is to begin later"
+                "parameters were added to the step's optimizer, which the program computes no gradients for: give all "
+                "that is to be trained to the optimizer factory, with lr=0 in a group that is to begin later"
             )
         if self._num_unused and self._were_dropped():
             self._num_unused = 0
 
     def after_backward(self) -> None:
-        """Gradients are where the optimiser looks, also after its zero_grad()."""
+        """Gradients are where the optimizer looks, also after its zero_grad()."""
         for gradient in self._left_out:
             gradient.zero_()  # which the norm counts
         if self._are_replaced():
@@ -139,7 +139,7 @@ class ByHand:
         if is_replaced or (is_written and not self._holds_wholes):
             raise RuntimeError(
                 f"gradients were {'replaced' if is_replaced else 'changed'} between forward_backward() and "
-                "update(), and this rank has parts of them: clip with max_grad_norm, and let the optimiser's "
+                "update(), and this rank has parts of them: clip with max_grad_norm, and let the optimizer's "
                 "step() do what else is done to them, which is tried on parts when the program is compiled"
             )
 

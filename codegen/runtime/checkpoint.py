@@ -1,11 +1,11 @@
 """Sharded checkpoints that load under any mesh, ZeRO stage and number of ranks.
 
 The files (`checkpoint_files.py`) hold every tensor under the user's own name with its global shape: parameters
-(`model.embed.weight`), buffers, and the optimiser's state (`optimizer.model.embed.weight.exp_avg`). A rank writes and
+(`model.embed.weight`), buffers, and the optimizer's state (`optimizer.model.embed.weight.exp_avg`). A rank writes and
 reads the boxes of the global tensor that it stores: a flat slice of a sharded parameter is a handful (`pieces_of`).
 
-Hyperparameters are the optimiser factory's: a new learning rate counts when training is resumed. What training itself
-changed in the optimiser's groups, such as a schedule its rate, continues where the factory says what it said before.
+Hyperparameters are the optimizer factory's: a new learning rate counts when training is resumed. What training itself
+changed in the optimizer's groups, such as a schedule its rate, continues where the factory says what it said before.
 The seed of dropout masks is the step's own too: that of the checkpoint is for the record. The loss scale of fp16 goes
 on where it was; in a checkpoint of another precision there is none, and it begins anew.
 """
@@ -44,7 +44,7 @@ def save(
     others: Mapping[str, Tensor] | None = None,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Write parameters, buffers, optimiser state, step counter, data position and seed. Collective.
+    """Write parameters, buffers, optimizer state, step counter, data position and seed. Collective.
 
     The folder is complete or absent: it is written beside its place and renamed, after an older one has been moved
     aside; a crash between the two leaves the older one where `load` finds it. others: whole tensors of the user's model
@@ -84,7 +84,7 @@ def _save(step: Step, final: Path, others: Mapping[str, Tensor] | None, notes: M
 
 
 def check(step: Step) -> None:
-    """Raises CheckpointError if the optimiser's state, as it is after a step, could not be saved."""
+    """Raises CheckpointError if the optimizer's state, as it is after a step, could not be saved."""
     _held(step)
 
 
@@ -93,7 +93,7 @@ def load(step: Step, directory: str | Path, *, others: Mapping[str, Tensor] | No
 
     others: as in `save`; the checkpoint may have these names too. Every file is looked through before anything is
     changed. Raises on all ranks CheckpointError if names or shapes differ from the program's, in either direction, or
-    the optimiser is another, and DamagedError for a checkpoint that is not as it was written.
+    the optimizer is another, and DamagedError for a checkpoint that is not as it was written.
     """
     with watch.entered("to load a checkpoint"):
         _load(step, Path(directory), others)
@@ -161,7 +161,7 @@ def _put(fresh: Path, final: Path) -> None:
 
 
 def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
-    """What this rank stores, and the numbers in its optimiser's state by name. Raises CheckpointError."""
+    """What this rank stores, and the numbers in its optimizer's state by name. Raises CheckpointError."""
     if step.forgotten:
         raise UnsavableError(step.forgotten)
     pieces = list(_model_pieces(step, with_copies=False))
@@ -173,19 +173,19 @@ def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
                 numbers[name] = value
             elif not isinstance(value, Tensor):
                 raise UnsavableError(
-                    f"optimiser state {name} is no tensor but {type(value).__name__}; it cannot be saved"
+                    f"optimizer state {name} is no tensor but {type(value).__name__}; it cannot be saved"
                 )
             elif _is_scalar(key, value, entry) or _is_whole(parameter, entry):
                 pieces.append(Piece(name, tuple(value.shape), (0,) * value.ndim, value))
             elif value.numel() == entry.hi - entry.lo:
                 pieces += pieces_of(name, entry.slot.spec, step.mesh, value.view(-1), entry.lo)
             else:
-                raise UnsavableError(f"optimiser state {name} of shape {tuple(value.shape)} is not elementwise")
+                raise UnsavableError(f"optimizer state {name} of shape {tuple(value.shape)} is not elementwise")
     return pieces, numbers
 
 
 def _wanted(step: Step, manifest: Manifest) -> tuple[list[Piece], list[tuple[nn.Parameter, dict[str, Any]]]]:
-    """What this rank reads, and the optimiser's state that it goes into."""
+    """What this rank reads, and the optimizer's state that it goes into."""
     pieces = [_under_stored_name(piece, step, manifest) for piece in _model_pieces(step, with_copies=True)]
     pieces = [piece for piece in pieces if not piece.name.startswith(NON_PERSISTENT) or _fits(piece, manifest)]
     saved, states = _saved_states(manifest), []
@@ -205,7 +205,7 @@ def _wanted(step: Step, manifest: Manifest) -> tuple[list[Piece], list[tuple[nn.
                 state[key] = torch.zeros_like(parameter, dtype=stored.dtype, requires_grad=False)
                 pieces += pieces_of(full, entry.slot.spec, step.mesh, state[key].view(-1), entry.lo)
             else:
-                raise CheckpointError(f"optimiser state {full} of shape {stored.shape} is not elementwise")
+                raise CheckpointError(f"optimizer state {full} of shape {stored.shape} is not elementwise")
         if state:
             states.append((parameter, state))
     return pieces, states
@@ -310,13 +310,13 @@ def _is_scalar(key: str, value: Tensor, entry: Entry) -> bool:
 
 
 def _is_whole(parameter: nn.Parameter, entry: Entry) -> bool:
-    """Whether the optimiser has all of a parameter, whose state then may have any shape (Adafactor's rows, columns)."""
+    """Whether the optimizer has all of a parameter, whose state then may have any shape (Adafactor's rows, columns)."""
     spec = entry.slot.spec  # a part with its padding may be as large as the whole without
     return parameter is not entry.stored or (not spec.padding and tuple(parameter.shape) == spec.shape)
 
 
 def _place_scalars(step: Step) -> None:
-    """Step counters live in host memory, unless the optimiser's kernels read them (as in torch's own loading)."""
+    """Step counters live in host memory, unless the optimizer's kernels read them (as in torch's own loading)."""
     for group in step.optimizer.param_groups:
         if group.get("capturable") or group.get("fused"):
             for parameter in group["params"]:

@@ -42,7 +42,7 @@ Gather = Callable[[Any], list[Any]]
 
 
 class UnsavableError(CheckpointError):
-    """The optimiser keeps what no checkpoint of ours can hold, wherever it lies."""
+    """The optimizer keeps what no checkpoint of ours can hold, wherever it lies."""
 
 
 class DiskError(CheckpointError):
@@ -277,33 +277,33 @@ def remove(directory: Path) -> None:
     directory.rmdir()
 
 
-# Optimisers -----------------------------------------------------------------------------------------------------------
+# Optimizers -----------------------------------------------------------------------------------------------------------
 
 
 def optimizer_record(optimizer: torch.optim.Optimizer, initial: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a manifest says of an optimiser. initial: its settings when it was made."""
+    """What a manifest says of an optimizer. initial: its settings when it was made."""
     bases = type(optimizer).__mro__[: type(optimizer).__mro__.index(torch.optim.Optimizer)]
     return {"kinds": [base.__name__ for base in bases], "initial": initial, "groups": settings_of(optimizer)}
 
 
 def require_same_optimizer(optimizer: torch.optim.Optimizer, record: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where another optimiser's state was saved: it would mean nothing to this one."""
+    """Raises CheckpointError where another optimizer's state was saved: it would mean nothing to this one."""
     bases = type(optimizer).__mro__[: type(optimizer).__mro__.index(torch.optim.Optimizer)]
     mine, saved = {base.__name__ for base in bases}, record["optimizer"]
     if not mine & set(saved["kinds"]):
         raise CheckpointError(
-            f"the checkpoint is {saved['kinds'][0]}'s, and the optimiser is {type(optimizer).__name__}"
+            f"the checkpoint is {saved['kinds'][0]}'s, and the optimizer is {type(optimizer).__name__}"
         )
     if len(saved["groups"]) != len(optimizer.param_groups):
         count = len(optimizer.param_groups)
-        raise CheckpointError(f"the optimiser has {len(saved['groups'])} groups in the checkpoint, {count} now")
+        raise CheckpointError(f"the optimizer has {len(saved['groups'])} groups in the checkpoint, {count} now")
     for now, first, last in zip(settings_of(optimizer), saved["initial"], saved["groups"], strict=True):
         for key, value in now.items():
             stored = [each[key] for each in (first, last) if key in each]
             is_set = any(each is not None for each in stored)
             if is_set and not all(_is_like(each, value) for each in stored):
                 raise CheckpointError(
-                    f"{key} of the optimiser is {stored[-1]!r:.80} in the checkpoint, and {value!r:.80} now"
+                    f"{key} of the optimizer is {stored[-1]!r:.80} in the checkpoint, and {value!r:.80} now"
                 )
 
 
@@ -327,7 +327,7 @@ def continue_settings(
 ) -> None:
     """Set what training itself had changed (a schedule's rate, a counter); what the user has changed since, stays.
 
-    initial: the new optimiser's settings. What was not changed by training is as the new optimiser's factory says, but
+    initial: the new optimizer's settings. What was not changed by training is as the new optimizer's factory says, but
     for what a schedule has set when it was made: that of its first step, where the saved one is another.
     """
     saved, now = record["optimizer"], settings_of(optimizer)

@@ -5,7 +5,7 @@ After G. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for 
 codes and their error are those of `kernels/quantize.py`. A message is 1 + 4 / BLOCK_SIZE bytes per element. A rank's
 range is a whole number of blocks, so the codes of a line do not depend on how many ranks share it.
 
-gather, over n ranks. Rank r quantises its range x_r (what an exact gather would send: the master in the compute dtype);
+gather, over n ranks. Rank r quantizes its range x_r (what an exact gather would send: the master in the compute dtype);
 the messages are gathered; every rank, the owner too, computes xhat = code * s. So parameters are equal bit for bit.
 
     int8    |xhat - x| <= s / 2                       s = amax / 127 over the block
@@ -13,8 +13,8 @@ the messages are gathered; every rank, the owner too, computes xhat = code * s. 
 
 Masters are not touched: whatever a step computes with is that near to them, and no error is carried to the next step.
 
-reduce, over n ranks (int8). Rank r quantises its line in n parts and sends the i-th to rank i (all_to_all); rank i adds
-what it received, code * s in fp32 and in order of rank: one hop, every gradient quantised once, equal bits on each run.
+reduce, over n ranks (int8). Rank r quantizes its line in n parts and sends the i-th to rank i (all_to_all); rank i adds
+what it received, code * s in fp32 and in order of rank: one hop, every gradient quantized once, equal bits on each run.
 
     |sum_r xhat_r - sum_r x_r| <= sum_r s_r / 2       s_r: the scale of rank r's block
 
@@ -23,7 +23,7 @@ compute dtype at most half a unit of its last place. s is at least 2 ** -100 / 1
 numbers than that become zeros; zero stays zero.
 
 Not finite: a block with an infinity or a NaN gets the scale NaN and arrives as NaN, all BLOCK_SIZE elements of it: on
-every rank of a gather, and in the sum of a reduction. None is lost; its neighbours become NaN with it. A block whose
+every rank of a gather, and in the sum of a reduction. None is lost; its neighbors become NaN with it. A block whose
 amax is fp32's largest number may arrive as infinity.
 
 Buckets whose master is not fp32 (fp64, integers) move exactly.

@@ -16,7 +16,7 @@ of rank s if s <= r, and 0 to i - 1 else (W. Brandon et al., "Striped Attention"
 parts the last rank would do 2n - 1 times the work of the first. `attention_blocks.py` has the mathematics of the parts.
 
 Where queries see a window of the keys (windows.py), ranks with consecutive parts need of the others what lies within
-the window's reach of their own: the ring then is a message from each of so many neighbours, and backward one to each,
+the window's reach of their own: the ring then is a message from each of so many neighbors, and backward one to each,
 with the gradients of what it sent. In stripes a window reaches all ranks.
 """
 
@@ -106,7 +106,7 @@ def context_attention(
             q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     near = window is not None and not is_striped
-    function: Any = _AllGathered if exchange == "all_gather" else _Neighbours if near else _Ring
+    function: Any = _AllGathered if exchange == "all_gather" else _Neighbors if near else _Ring
     result: Tensor = function.apply(q, k, v, sinks, attn_mask, is_causal, scale, axis, is_striped, window)
     return result
 
@@ -283,7 +283,7 @@ class _Ring(torch.autograd.Function):
         return call.gradients(dq, dk, dv, ds)
 
 
-class _Neighbours(torch.autograd.Function):
+class _Neighbors(torch.autograd.Function):
     """Keys and values of those ranks whose consecutive parts the window reaches, as far as it does."""
 
     @staticmethod
@@ -308,7 +308,7 @@ class _Neighbours(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Near:
-    """What a rank gets of its neighbours. parts: (hops, first row, rows) of what each rank hands to the one so many
+    """What a rank gets of its neighbors. parts: (hops, first row, rows) of what each rank hands to the one so many
     ranks on, or back, in the order of the positions of what it gets, its own rows between them."""
 
     call: _Attention
@@ -350,7 +350,7 @@ class _Near:
         return keys, values, first, counts
 
     def give_back(self, dk: tuple[Tensor, ...], dv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Gradients of own keys and values, those of the neighbours added; dk, dv: of each part, [..., 0, E] of one
+        """Gradients of own keys and values, those of the neighbors added; dk, dv: of each part, [..., 0, E] of one
         that there is not."""
         call, axis = self.call, self.call.axis
         lines = []

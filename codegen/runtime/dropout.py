@@ -44,11 +44,11 @@ def split_mix(state: int) -> int:
 
 
 def dropout_key(seed: int, step: int, call: int) -> int:
-    """The key of one dropout call in one optimiser step: an integer in [0, 2**64).
+    """The key of one dropout call in one optimizer step: an integer in [0, 2**64).
 
     Args:
         seed: the run's seed.
-        step: optimiser steps done before this one.
+        step: optimizer steps done before this one.
         call: which of the step's dropout calls this is, in forward order, from 0. Calls with p = 0 do not count.
     """
     return split_mix(split_mix(split_mix(seed & _MASK_64) ^ (step & _MASK_64)) ^ (call & _MASK_64))

@@ -22,7 +22,7 @@ from .parameters import Module
 from .rng_state import RngState
 
 LOGITS_ATTRIBUTES = ("gives_logits", "given_logits")
-"""What a `LogitsModule` holds beside what any module does."""
+"""Attributes of a `LogitsModule` beside those of a module."""
 
 
 class LogitsModule(Module):

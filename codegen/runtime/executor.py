@@ -75,7 +75,7 @@ class Accumulation:
         return mean_loss(self._forwards(self._prepare(local_batch)))
 
     def _prepare(self, local_batch: Mapping[str, Tensor]) -> Batches:
-        """What each forward takes, with the sums over all micro-batches found where there are such."""
+        """Return the arguments of each forward, with sums over all micro-batches where the program needs them."""
         (part,) = self.parts
         prepared = part.prepare(local_batch)
         if needs_first_pass(self.programs[0]):

@@ -1,6 +1,6 @@
 """Rows of experts' layers that cross between nodes once for every node, however many of its experts they go to.
 
-What experts.py does over an axis of n ranks, done in two exchanges where p neighbouring ranks of the axis share a node.
+What experts.py does over an axis of n ranks, done in two exchanges where p neighboring ranks of the axis share a node.
 A token goes to the rank at its own place of each node that has an expert of it, and from there, once for every choice,
 to the ranks of that node. On the way back the holder of the copy weighs and sums what comes of the choices inside its
 node, one row of which returns to the token's rank, which sums over nodes:
@@ -57,17 +57,17 @@ class Copies:
 class NodeRoutes:
     """The ways of tokens to their experts and back.
 
-    experts [T k]: of each token's choices, from 0 to num_experts - 1. neighbours: p, ranks of the axis in a row that
+    experts [T k]: of each token's choices, from 0 to num_experts - 1. neighbors: p, ranks of the axis in a row that
     share a node. Every rank of the axis must make the same calls. Reads the numbers of rows on the host, once.
     """
 
-    def __init__(self, experts: Tensor, num_experts: int, axis: NumberedAxis, choices: int, neighbours: int) -> None:
-        self.axis, self.choices, self.neighbours = axis, choices, neighbours
-        self.node, self.place = divmod(axis.rank, neighbours)
-        num_nodes, own, chosen = axis.size // neighbours, num_experts // axis.size, experts.view(-1, choices)
+    def __init__(self, experts: Tensor, num_experts: int, axis: NumberedAxis, choices: int, neighbors: int) -> None:
+        self.axis, self.choices, self.neighbors = axis, choices, neighbors
+        self.node, self.place = divmod(axis.rank, neighbors)
+        num_nodes, own, chosen = axis.size // neighbors, num_experts // axis.size, experts.view(-1, choices)
         counts = experts.new_zeros(num_experts).index_add_(0, experts, torch.ones_like(experts))
         goes = torch.zeros(len(chosen), num_nodes, dtype=torch.bool, device=experts.device)
-        goes = goes.scatter_(1, chosen // (own * neighbours), value=True).t()
+        goes = goes.scatter_(1, chosen // (own * neighbors), value=True).t()
         arriving, numbers = self._counted(counts, goes.sum(1), num_nodes)
         (self.sent, self.held), (self.spread, self.received) = numbers
         num_sent, num_held, num_spread = sum(self.sent), sum(self.held), sum(self.spread)
@@ -75,34 +75,34 @@ class NodeRoutes:
         tokens = torch.arange(len(chosen), device=experts.device).repeat(num_nodes)
         leaving = goes.flatten().byte().argsort(stable=True, descending=True)[:num_sent]
         self.copies = Copies(tokens[leaving], len(chosen))
-        local = self.across(chosen[self.copies.rows].int()) - self.node * own * neighbours
+        local = self.across(chosen[self.copies.rows].int()) - self.node * own * neighbors
         own_experts = torch.arange(own, device=experts.device)
-        last = own * neighbours
+        last = own * neighbors
         local = local.where((local >= 0) & (local < last), last).flatten()
         self.order = local.argsort(stable=True)[:num_spread]
         """The choices of the held copies that are of this node's experts, sorted by expert."""
         self.inside = Copies(self.order // choices, num_held)
-        came = own_experts.repeat(neighbours).repeat_interleave(arriving.flatten(), output_size=sum(self.received))
+        came = own_experts.repeat(neighbors).repeat_interleave(arriving.flatten(), output_size=sum(self.received))
         self.arranged = came.argsort(stable=True)
         self.counts = arriving.sum(0)
 
     def _counted(self, counts: Tensor, copies: Tensor, num_nodes: int) -> tuple[Tensor, list[list[list[int]]]]:
-        """(rows that come from each neighbour for each expert [p, E / n]; on the host the copies that go to and come
-        from each node, and the rows that go to and come from each neighbour).
+        """(rows that come from each neighbor for each expert [p, E / n]; on the host the copies that go to and come
+        from each node, and the rows that go to and come from each neighbor).
 
         A rank tells each other one the rows for that one's experts, and the copies and rows for its whole node, which
         concern the rank of that node at its own place.
         """
-        neighbours, size = self.neighbours, self.axis.size
+        neighbors, size = self.neighbors, self.axis.size
         of_expert = counts.view(size, -1)
-        of_rank = of_expert.sum(1).view(num_nodes, neighbours).repeat_interleave(neighbours, 0)
-        told = torch.cat([of_expert, copies.repeat_interleave(neighbours).unsqueeze(1), of_rank], 1)
-        heard = self.axis.exchange_parts(told).view(num_nodes, neighbours, -1)
+        of_rank = of_expert.sum(1).view(num_nodes, neighbors).repeat_interleave(neighbors, 0)
+        told = torch.cat([of_expert, copies.repeat_interleave(neighbors).unsqueeze(1), of_rank], 1)
+        heard = self.axis.exchange_parts(told).view(num_nodes, neighbors, -1)
         own = of_expert.shape[1]
         arriving, held = heard[..., :own].sum(0), heard[:, self.place, own:]
         numbers = torch.cat([copies, held[:, 0], held[:, 1:].sum(0), arriving.sum(1)]).tolist()
         nodes, ranks = numbers[: 2 * num_nodes], numbers[2 * num_nodes :]
-        return arriving, [[nodes[:num_nodes], nodes[num_nodes:]], [ranks[:neighbours], ranks[neighbours:]]]
+        return arriving, [[nodes[:num_nodes], nodes[num_nodes:]], [ranks[:neighbors], ranks[neighbors:]]]
 
     @cached_property
     def ends(self) -> Tensor:
@@ -112,17 +112,17 @@ class NodeRoutes:
     def across(self, copies: Tensor, returns: bool = False) -> Tensor:
         """[C, ...] -> [H, ...] to the nodes; returns: [H, ...] -> [C, ...] from them."""
         sent, held = (
-            [numbers[rank // self.neighbours] if rank % self.neighbours == self.place else 0 for rank in self._ranks]
+            [numbers[rank // self.neighbors] if rank % self.neighbors == self.place else 0 for rank in self._ranks]
             for numbers in (self.sent, self.held)
         )
         return exchanged(copies, self.axis, held, sent) if returns else exchanged(copies, self.axis, sent, held)
 
     def within(self, rows: Tensor, returns: bool = False) -> Tensor:
         """[R, ...] -> [M, ...] to the ranks of this node; returns: [M, ...] -> [R, ...] from them."""
-        if self.neighbours == 1:
+        if self.neighbors == 1:
             return rows
         sent, received = (
-            [numbers[rank % self.neighbours] if rank // self.neighbours == self.node else 0 for rank in self._ranks]
+            [numbers[rank % self.neighbors] if rank // self.neighbors == self.node else 0 for rank in self._ranks]
             for numbers in (self.spread, self.received)
         )
         return exchanged(rows, self.axis, received, sent) if returns else exchanged(rows, self.axis, sent, received)

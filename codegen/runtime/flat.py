@@ -3,7 +3,7 @@
 Layout: the parameters of a bucket one after the other, as the program uses them (this rank's shards), padded at the end
 to a multiple of the ranks of the ZeRO axis; rank r stores the r-th of equal ranges. Views are zero-copy. Three copies
 of that line exist, as far as the stage needs them: `flat` in the compute dtype, `master` (this rank's range, what the
-optimiser updates) and `gradient` (this rank's range).
+optimizer updates) and `gradient` (this rank's range).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What parameters of one bucket have in common. zero_axes: of ZeRO; others: more axes with partial gradients."""
+    """The properties shared by parameters of a bucket. zero_axes: of ZeRO; others: more axes with partial gradients."""
 
     stage: int
     zero_axes: tuple[str, ...]
@@ -46,7 +46,7 @@ class Key:
 class Entry:
     """One parameter in a bucket.
 
-    used: the leaf that the program computes with. stored: what the optimiser sees of it on this rank, elements
+    used: the leaf that the program computes with. stored: what the optimizer sees of it on this rank, elements
     lo to hi of the flattened parameter (of the local shape if that is all of it, else flat); None if there are none.
     start: of the flattened parameter in the bucket. replicas: ranks of the world that store the same elements.
     """
@@ -63,7 +63,7 @@ class Entry:
 
 
 def key_of(spec: Param, mesh: Mesh) -> Key:
-    """The bucket a parameter belongs to. ZeRO axes of one rank mean stage 0."""
+    """Return the key of a parameter's bucket. ZeRO axes of one rank mean stage 0."""
     lies = {axis.name: spec.placements.get(axis.name, "R") for axis in mesh.axes if axis.size > 1}
     partial = [name for name, text in lies.items() if text == "Rp" and spec.requires_grad]
     zero = spec.zero if spec.requires_grad or spec.zero == 3 else 0
@@ -79,12 +79,12 @@ def key_of(spec: Param, mesh: Mesh) -> Key:
 
 
 class NotHere(Tensor):
-    """What a parameter has for a gradient that is elsewhere (on the device, on other ranks): of no use to anybody."""
+    """The placeholder of a gradient that is on the device or on other ranks. Reading it is an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(
-            "the gradients are not in host memory where an offloaded optimiser has its parameters, or not all on the "
+            "the gradients are not in host memory where an offloaded optimizer has its parameters, or not all on the "
             "rank that updates them whole: clip with max_grad_norm, and read step.grad_norm or step.gradients()"
         )
 
@@ -94,7 +94,7 @@ class Bucket:
 
     compute_dtype: of floats; None: their own. master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: that of
     the whole line is kept, and reduced once per step (stages 0 and 1), rather than every micro-batch. host: where the
-    master lives if the optimiser is offloaded; the gradient then stays on the device, and is attached to the stored
+    master lives if the optimizer is offloaded; the gradient then stays on the device, and is attached to the stored
     parameters for the update only. attached: stored parameters with their gradients, or with what stands there. There
     is compression where the master is in fp32; `flat` is rounded to it on a range's owner, the master not.
     """
@@ -159,7 +159,7 @@ class Bucket:
             numel = math.prod(shape)
             lo = min(max(self.offset - start, 0), numel)
             hi = min(max(self.offset + self.shard_numel - start, 0), numel)
-            # `.data` has a version counter of its own: gathers and optimiser steps write behind autograd's back.
+            # `.data` has a version counter of its own: gathers and optimizer steps write behind autograd's back.
             view = self.flat.data.narrow(0, start, numel).view(shape)
             used = nn.Parameter(view, requires_grad=slot.spec.requires_grad)
             stored = None
@@ -240,7 +240,7 @@ class Bucket:
         """Begin to fill `flat` with everyone's masters, unless it is full or being filled."""
         if self.is_gathered or self._work is not None:
             return
-        # What is compressed arrives elsewhere first. (Not twice: a second resize_ would move what a collective fills.)
+        # Compressed parts arrive in another buffer. Resize only once: a second one would move a collective's target.
         if not self.compresses_gathers:
             self.flat.untyped_storage().resize_(self._num_bytes)
         if self.host is not None and self.resident is None:
@@ -256,7 +256,7 @@ class Bucket:
         return collectives.all_gather(self.flat, part, self.axis.group, async_op=True)
 
     def finish_gather(self) -> None:
-        """Waits for the gather; `flat` may be read when this returns."""
+        """Wait for the gather. `flat` may be read when this returns."""
         self.start_gather()
         if self._work is not None:
             if self.compresses_gathers:
@@ -310,13 +310,13 @@ class Bucket:
         return collectives.reduce_scatter(target, line, self.axis.group, async_op=True)
 
     def expect_gradients(self) -> None:
-        """Tells that a backward begins."""
+        """Prepare for a backward: no gradient has arrived."""
         self._missing = len(self.entries)
         self._moved.clear()
         self.is_complete = False
 
     def count_gradient(self, index: int, accumulate: bool) -> bool:
-        """The gradient of one more entry is there; True if it is the last. accumulate: as in `collect`."""
+        """Count the gradient of one more entry. Return whether it is the last. accumulate: as in `collect`."""
         if self.moves_at_once:
             used = self.entries[index].used
             assert used.grad is not None

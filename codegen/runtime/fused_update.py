@@ -23,7 +23,7 @@ class FusedUpdate:
         self.optimizer: FusedAdamW | None = None
 
     def attach(self, parts: Sequence[Part], optimizer: torch.optim.Optimizer, is_offloaded: bool) -> None:
-        """Once the parts and the optimiser of the step are made."""
+        """Once the parts and the optimizer of the step are made."""
         if not use_triton(torch.empty(1, device=parts[0].mesh.device)):
             return
         self.norm = GradientNorm(parts)

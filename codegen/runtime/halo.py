@@ -1,11 +1,11 @@
-"""Convolutions of a space that ranks have cut: each has rows, and is given those of its neighbours that it reads.
+"""Convolutions of a space that ranks have cut: each has rows, and is given those of its neighbors that it reads.
 
 Of n ranks each has L consecutive rows of the input and L / stride of the result. With a kernel of k rows, `dilation` d
 apart, and zeros p rows wide around the whole, a rank's results read
 
     p rows before its own, and d (k - 1) - p - stride + 1 behind
 
-which are its neighbours', and zeros at both ends of the space. Backward their gradients return, and are added.
+which are its neighbors', and zeros at both ends of the space. Backward their gradients return, and are added.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Arrival(Protocol):
     def wait(self) -> Tensor: ...
 
 
-class _Neighbours(Protocol):
+class _Neighbors(Protocol):
     """What is needed of an axis."""
 
     @property
@@ -44,7 +44,7 @@ def halo_convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    axis: _Neighbours,
+    axis: _Neighbors,
     *,
     dim: int,
     stride: Sequence[int] = (1, 1, 1),
@@ -63,7 +63,7 @@ def halo_convolution(
     num_dims, at = weight.ndim - 2, 2 + dim
     before, behind = halo(weight.shape[at], stride[dim], padding[dim], dilation[dim])
     if before or behind > 0:
-        input = _WithNeighbours.apply(input, axis, at, before, max(behind, 0))  # type: ignore[no-untyped-call]
+        input = _WithNeighbors.apply(input, axis, at, before, max(behind, 0))  # type: ignore[no-untyped-call]
     if behind < 0:  # not before: its last rows are what the next rank reads
         input = input.narrow(at, 0, input.shape[at] + behind)
     inside = [0 if d == dim else each for d, each in enumerate(padding)]
@@ -71,11 +71,11 @@ def halo_convolution(
     return _CONVOLUTIONS[num_dims - 1](input, weight, bias, *sizes, groups)
 
 
-class _WithNeighbours(torch.autograd.Function):
+class _WithNeighbors(torch.autograd.Function):
     """[..., L, ...] -> [..., before + L + behind, ...]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: _Neighbours, at: int, before: int, behind: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: _Neighbors, at: int, before: int, behind: int) -> Tensor:
         ctx.axis, ctx.at, ctx.before, ctx.behind = axis, at, before, behind
         length = x.shape[at]
         down = axis.pass_on(x.narrow(at, length - before, before), 1) if before else None

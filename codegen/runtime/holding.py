@@ -51,8 +51,8 @@ class HoldingParts(nn.Module):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises RuntimeError: what the optimiser updates may be other tensors, on other ranks."""
+        """Raises RuntimeError: what the optimizer updates may be other tensors, on other ranks."""
         raise RuntimeError(
-            "step.model.load_state_dict() does not reach what the optimiser updates: step.load(state), with whole "
+            "step.model.load_state_dict() does not reach what the optimizer updates: step.load(state), with whole "
             "tensors under the model's own names on every rank"
         )

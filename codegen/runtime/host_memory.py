@@ -36,7 +36,7 @@ class HostMemory:
 
     def __init__(self, where: str, device: torch.device, holds_parameters: bool = False) -> None:
         if where != "host" and not (where.startswith(_NVME) and len(where) > len(_NVME)):
-            raise ValueError(f'the optimiser is offloaded to "host" or "nvme:/a/folder", not to {where!r}')
+            raise ValueError(f'the optimizer is offloaded to "host" or "nvme:/a/folder", not to {where!r}')
         self.device = device
         self.traffic = Traffic()
         self.holds_parameters = holds_parameters

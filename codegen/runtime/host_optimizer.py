@@ -1,12 +1,12 @@
-"""Optimiser state, masters and (under ZeRO-3) parameter shards off the device, and the optimiser step on the host.
+"""Optimizer state, masters and (under ZeRO-3) parameter shards off the device, and the optimizer step on the host.
 
-Where an optimiser is offloaded, a trainable bucket's master lives in host memory, the user's own optimiser updates it
+Where an optimizer is offloaded, a trainable bucket's master lives in host memory, the user's own optimizer updates it
 there, and the device holds what it computes with: the flat buffer, or under ZeRO-3 this rank's range of it in the
 compute dtype (not even that with offloaded parameters: it is brought for every gather). Per step and bucket the
 gradient goes out and the new parameters come in. Buckets follow one another through three places: while one is updated,
 the next one's gradient leaves and the last one's parameters come in and are gathered.
 
-All values are equal to the ones without offload, bit for bit where the optimiser's update is elementwise and the device
+All values are equal to the ones without offload, bit for bit where the optimizer's update is elementwise and the device
 rounds as the host does.
 """
 
@@ -23,9 +23,9 @@ from .host_memory import HostMemory
 
 
 class HostOptimizer:
-    """Steps the user's optimiser on the host, bucket by bucket.
+    """Steps the user's optimizer on the host, bucket by bucket.
 
-    Optimisers of torch leave alone parameters without a gradient, and keep their state per parameter, so each may be
+    Optimizers of torch leave alone parameters without a gradient, and keep their state per parameter, so each may be
     called once per bucket, with the gradients of one bucket attached. Others might count calls: they are called once.
     """
 
@@ -33,7 +33,7 @@ class HostOptimizer:
         self.host = host
 
     def attach(self, optimizer: torch.optim.Optimizer, buckets: list[Bucket]) -> None:
-        """From now on step this optimiser, of the stored parameters of these buckets."""
+        """From now on step this optimizer, of the stored parameters of these buckets."""
         self.optimizer = optimizer
         self._buckets = [bucket for bucket in buckets if bucket.key.requires_grad]
         is_torchs = type(optimizer).__module__.startswith("torch.optim")
@@ -46,7 +46,7 @@ class HostOptimizer:
         self._mapped: dict[tuple[int, str], Tensor] = {}
 
     def update(self) -> None:
-        """One optimiser step from the buckets' gradients; the parameters of all ranks follow. Collective."""
+        """One optimizer step from the buckets' gradients; the parameters of all ranks follow. Collective."""
         works = []
         for bucket in self._buckets:
             bucket.attach(None)
@@ -79,7 +79,7 @@ class HostOptimizer:
         return found
 
     def _map_state(self, bucket: Bucket) -> None:
-        """Move state that the optimiser has made (in its first step, or after a checkpoint was loaded) to files."""
+        """Move state that the optimizer has made (in its first step, or after a checkpoint was loaded) to files."""
         for entry in bucket.entries:
             state = self.optimizer.state.get(entry.stored, {}) if entry.stored is not None else {}
             for key, value in state.items():

@@ -12,8 +12,8 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., C] over the root of its mean square, times weight [C]; the root and the quotient are in fp32."""
     wide = x.to(torch.float32)
-    normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normalised.to(x.dtype)
+    normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normalized.to(x.dtype)
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int = 1) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ class Axis:
     rank: int = 0
     group: Group = field(default=None, repr=False, compare=False)
     unfinished: list[Work] = field(default_factory=list, repr=False, compare=False)
-    """What was started with wait=False."""
+    """Collectives that were started with wait=False."""
     symmetric: str = field(default="", repr=False, compare=False)
     """The group's name where the ranks share memory to multiply with (`symmetric_memory.py`)."""
 
@@ -171,7 +171,7 @@ class Arrival:
     works: list[Work]
 
     def wait(self) -> Tensor:
-        """What arrived, when both have."""
+        """Wait for both messages, and return the received tensor."""
         for work in self.works:
             work.wait()
         return self.received
@@ -188,7 +188,7 @@ def _works(work: Work | None) -> list[Work]:
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """What AllReduce needs of an axis, without waiting."""
+    """An axis whose sums are not waited for."""
 
     axis: Axis
 
@@ -203,7 +203,7 @@ def _apply(function: Any, *args: object) -> Tensor:
 
 
 class Mesh:
-    """Named axes over all ranks, row-major: the last axis joins neighbouring ranks.
+    """Named axes over all ranks, row-major: the last axis joins neighboring ranks.
 
     `mesh.dp` is the Axis of that name; one that the mesh lacks has a single rank. `world` is the axis of all ranks of
     the mesh. Under a pipeline a mesh is one pipeline rank's: `everyone` is the axis of all processes, and the mesh is

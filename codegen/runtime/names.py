@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from .mesh import AXIS_NAMES
+
 ARGUMENTS = frozenset(
     {
-        *("self", "torch", "F", "nn", "ddp", "dp", "ttp", "tp", "cp", "ep", "pp", "layer", "mesh"),
+        *("self", "torch", "F", "nn", *AXIS_NAMES, "layer", "mesh"),
         *("num_targets", "sums"),
         *(
             "dropout",

@@ -1,14 +1,14 @@
-"""What an update depends on, found by running the optimiser on small tensors.
+"""What an update depends on, found by running the optimizer on small tensors.
 
 A rank may update a part of a parameter by itself only where every element's update depends on that element's own
 gradients and values (SGD, Adam, Lion). Some need the whole tensor (Adafactor, LAMB, Muon), which one rank then updates
 for all (`whole_updates.py`), some all tensors at once (a clip by the global norm inside a step). Runs of a few steps
 tell them apart:
 
-    together   two tensors for every kind of parameter, in one optimiser
-    apart      the first tensors in one optimiser, the second ones in another: equal unless tensors are coupled
+    together   two tensors for every kind of parameter, in one optimizer
+    apart      the first tensors in one optimizer, the second ones in another: equal unless tensors are coupled
     in parts   halves of the first tensors, flat, by rows and by columns, in two: equal if updates are elementwise
-    resumed    together, by an optimiser that is made anew in between, with what checkpoints hold of the first
+    resumed    together, by an optimizer that is made anew in between, with what checkpoints hold of the first
 
 A kind is the settings of a group and a number of dims; the tensors have real shapes cut to LARGEST.
 """
@@ -33,19 +33,19 @@ STEPS = 8
 SCALES = (1.0, 100.0, 0.01, 1.0, 10.0, 0.1, 3.0, 1.0)
 """Factors on the gradients of each step, so that limits on norms are met."""
 LARGEST = {1: 4224, 2: 136}
-"""Elements of a dim, by the number of dims (else 12). Some optimisers do otherwise from 4,096 elements on, or from 128
+"""Elements of a dim, by the number of dims (else 12). Some optimizers do otherwise from 4,096 elements on, or from 128
 in a dim."""
 RESUMED = 4
-"""Steps before the optimiser is made anew."""
+"""Steps before the optimizer is made anew."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Allowed difference, as a share of the largest change. In fp64 sums in another order are off by 1e-13, updates by
-another formula by 1e-3 and more. Optimisers that take no fp64 are tried in fp32, where those that change little are
+another formula by 1e-3 and more. Optimizers that take no fp64 are tried in fp32, where those that change little are
 taken for ones that need more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an optimiser's update must see besides an element's own values.
+    """What an optimizer's update must see besides an element's own values.
 
     whole: names of the parameters whose update depends on the whole tensor. is_coupled: it depends on other parameters.
     optimizer: its name.
@@ -96,7 +96,7 @@ class _Course:
 
 
 def needs_of(factory: Factory, parameters: Sequence[GlobalParameter]) -> Needs:
-    """Tries the optimiser. Raises OptimizerError for one that cannot step, does not update, or draws random numbers."""
+    """Tries the optimizer. Raises OptimizerError for one that cannot step, does not update, or draws random numbers."""
     try:
         return _tried(factory, parameters, torch.float64)
     except _StepError:
@@ -104,7 +104,7 @@ def needs_of(factory: Factory, parameters: Sequence[GlobalParameter]) -> Needs:
 
 
 def forgotten(factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
-    """Why a checkpoint would be without something that the optimiser's updates depend on, in words; "" if not."""
+    """Why a checkpoint would be without something that the optimizer's updates depend on, in words; "" if not."""
     try:
         return _forgotten(factory, parameters, torch.float64)
     except _StepError:
@@ -112,7 +112,7 @@ def forgotten(factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
 
 
 def keeps_zeros(factory: Factory, parameters: Sequence[GlobalParameter], beside: frozenset[str] = frozenset()) -> bool:
-    """Whether zeros whose gradients are zeros stay zeros, as padding must. False for an optimiser that cannot step.
+    """Whether zeros whose gradients are zeros stay zeros, as padding must. False for an optimizer that cannot step.
 
     beside: names of parameters whose updates see no padding.
     """
@@ -165,20 +165,20 @@ def _tried(factory: Factory, parameters: Sequence[GlobalParameter], dtype: torch
             if (changes[0].numel() and not changes[0].any()) or not all(change.isfinite().all() for change in changes):
                 if trial.inner:
                     raise OptimizerError(
-                        f"{trial.optimizer} is an optimiser around another, which keeps parameters of its own",
+                        f"{trial.optimizer} is an optimizer around another, which keeps parameters of its own",
                         f"{trial.inner}, after {STEPS} steps of which a tensor in the place of {name} is as it was",
                         "one that shares the inner one's groups (self.param_groups = inner.param_groups), or the inner "
-                        "optimiser alone",
+                        "optimizer alone",
                     )
                 raise OptimizerError(
                     f"{trial.optimizer} does not update what its param_groups hold",
                     f"after {STEPS} steps a tensor in the place of {name} is as it was, or not finite",
-                    "an optimiser that reads its parameters from param_groups in every step",
+                    "an optimizer that reads its parameters from param_groups in every step",
                 )
         if trial.is_random(pairs, together):
             raise OptimizerError(
                 f"the update of {trial.optimizer} draws random numbers, which ranks would not draw alike",
-                instead="an optimiser without",
+                instead="an optimizer without",
             )
         if not _equal(together, _joined(trial.run([[c] for c in firsts]), trial.run([[c] for c in seconds]))):
             return Needs(frozenset(name for kind in kinds for name in kind.names), True, trial.optimizer)
@@ -192,9 +192,9 @@ class _StepError(OptimizerError):
 
 
 class _Trial:
-    """Runs of one factory's optimiser, with tensors in the places of some parameters.
+    """Runs of one factory's optimizer, with tensors in the places of some parameters.
 
-    inner: the optimisers that it is around, in words. odd_state: those of whose state something is neither one number
+    inner: the optimizers that it is around, in words. odd_state: those of whose state something is neither one number
     nor as large as the tensor.
     """
 
@@ -205,7 +205,7 @@ class _Trial:
 
     def run(self, courses: Sequence[Sequence[_Course]], resumed: int | None = None) -> list[list[Tensor]]:
         """The change of every tensor; courses: those that take the place of each name's parameter. resumed: the step
-        before which the optimiser is made anew."""
+        before which the optimizer is made anew."""
         tensors = [[nn.Parameter(course.value.clone()) for course in each] for each in courses]
         optimizer = self._made(tensors)
         initial = settings_of(optimizer)
@@ -264,7 +264,7 @@ class _Trial:
     def _again(
         self, before: torch.optim.Optimizer, initial: list[dict[str, Any]], tensors: list[list[nn.Parameter]]
     ) -> torch.optim.Optimizer:
-        """Another optimiser, with what a checkpoint holds of the one before."""
+        """Another optimizer, with what a checkpoint holds of the one before."""
         fresh = self._made(tensors)
         states = {
             tensor: copy.deepcopy(before.state[tensor]) for own in tensors for tensor in own if tensor in before.state

@@ -1,4 +1,4 @@
-"""What a step does with an optimiser that it does not know: it is tried, and what ranks cannot do is refused."""
+"""What a step does with an optimizer that it does not know: it is tried, and what ranks cannot do is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .whole_updates import WholeUpdates
 
 
 def check_stored(needs: Needs, is_whole: Mapping[str, bool], *, is_staged: bool, is_offloaded: bool) -> None:
-    """Raises OptimizerError where a rank stores a part of what its optimiser must have whole.
+    """Raises OptimizerError where a rank stores a part of what its optimizer must have whole.
 
     is_whole: whether this rank stores a parameter whole, of those of which it stores something. is_staged: other ranks
     store other parameters.
@@ -24,13 +24,13 @@ def check_stored(needs: Needs, is_whole: Mapping[str, bool], *, is_staged: bool,
         found = f"{cut[0]} is sharded" if cut else "a pipeline, whose ranks hold different parameters"
         instead = "a plan with zero=0 and tp=1" + ", pp=1" * needs.is_coupled
         if is_offloaded and not needs.is_coupled:
-            found, instead = f"{found}, and the optimiser is offloaded", f"no offload, or {instead}"
+            found, instead = f"{found}, and the optimizer is offloaded", f"no offload, or {instead}"
         raise OptimizerError(needs.problem, found, instead)
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTrial:
-    """What a step asks about an optimiser that it does not know. needs: what was found before the step; None: try."""
+    """What a step asks about an optimizer that it does not know. needs: what was found before the step; None: try."""
 
     needs: Needs | None = None
 
@@ -58,9 +58,9 @@ class OptimizerTrial:
     def _check_padding(factory: Factory, parameters: Sequence[GlobalParameter], beside: frozenset[str]) -> None:
         if not keeps_zeros(factory, parameters, beside):
             raise OptimizerError(
-                "the update of this optimiser moves zeros whose gradients are zeros",
+                "the update of this optimizer moves zeros whose gradients are zeros",
                 "the program's padding, which must stay zeros",
-                "a program that is compiled with this optimiser",
+                "a program that is compiled with this optimizer",
             )
 
     def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:

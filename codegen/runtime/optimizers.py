@@ -1,4 +1,4 @@
-"""The user's optimiser, made of tensors that stand in for the whole parameters.
+"""The user's optimizer, made of tensors that stand in for the whole parameters.
 
 A factory gives parameters their settings by shape, name, order or attribute, so it is given what a single process would
 give it: one stand-in per trainable parameter of the whole model, on every rank. A stand-in has a parameter's shape,
@@ -32,7 +32,7 @@ _BASES = (0.25, 0.75)
 
 
 class OptimizerError(ValueError):
-    """An optimiser that cannot be honoured. problem, found, instead: phrases; the latter two may be empty."""
+    """An optimizer that cannot be honoured. problem, found, instead: phrases; the latter two may be empty."""
 
     def __init__(self, problem: str, found: str = "", instead: str = "") -> None:
         self.problem, self.found, self.instead = problem, found, instead
@@ -70,7 +70,7 @@ def parameters_of(model: nn.Module) -> tuple[GlobalParameter, ...]:
 
 
 def call(factory: Factory, named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    """The factory's optimiser of these parameters.
+    """The factory's optimizer of these parameters.
 
     It gets a list of tensors; of (name, tensor) pairs if its first argument is called one of NAMED, or if it has a true
     attribute `takes_names`.
@@ -107,7 +107,7 @@ def untried(optimizer: torch.optim.Optimizer) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WholeOptimizer:
-    """An optimiser of stand-ins; `replace` makes it this rank's. stand_ins: by the parameters' names."""
+    """An optimizer of stand-ins; `replace` makes it this rank's. stand_ins: by the parameters' names."""
 
     optimizer: torch.optim.Optimizer
     stand_ins: Mapping[str, nn.Parameter]
@@ -119,14 +119,14 @@ class WholeOptimizer:
         return tuple(tuple(names[id(p)] for p in group["params"]) for group in self.optimizer.param_groups)
 
     def replace(self, stored: Mapping[str, Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
-        """The optimiser with these in the stand-ins' places; names that are absent have none.
+        """The optimizer with these in the stand-ins' places; names that are absent have none.
 
         Groups stay, in order and with their settings, also where nothing of them is left.
         """
         names = {id(p): name for name, p in self.stand_ins.items()}
         for group in self.optimizer.param_groups:
             held = [names[id(p)] for p in group["params"]]
-            # In place, for optimisers around others, which share the lists.
+            # In place, for optimizers around others, which share the lists.
             group["params"][:] = [each for name in held for each in stored.get(name, ())]
             if "param_names" in group:
                 group["param_names"] = [name for name in held for _ in stored.get(name, ())]
@@ -142,7 +142,7 @@ def whole_optimizer(
 ) -> WholeOptimizer:
     """What the factory makes of stand-ins.
 
-    Raises OptimizerError for what is no optimiser of the given tensors, or one whose step needs a closure.
+    Raises OptimizerError for what is no optimizer of the given tensors, or one whose step needs a closure.
     """
     made = of_values(factory, parameters, _BASES[0], device)
     if made.optimizer.state:
@@ -153,7 +153,7 @@ def whole_optimizer(
 def of_values(
     factory: Factory, parameters: Sequence[GlobalParameter], base: float, device: torch.device | str = "cpu"
 ) -> WholeOptimizer:
-    """The optimiser of `whole_optimizer`, of stand-ins of a certain value, whatever the constructor made."""
+    """The optimizer of `whole_optimizer`, of stand-ins of a certain value, whatever the constructor made."""
     stand_ins = {parameter.name: parameter.stand_in(base, device) for parameter in parameters}
     with ThinState():
         optimizer = call(factory, stand_ins.items())
@@ -162,10 +162,10 @@ def of_values(
 
 
 def check_members(optimizer: Any, given: Iterable[Tensor]) -> None:
-    """Raises OptimizerError unless this is an optimiser of (some of) the given parameters alone that can step."""
+    """Raises OptimizerError unless this is an optimizer of (some of) the given parameters alone that can step."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise OptimizerError(
-            "the optimiser factory must return a torch.optim.Optimizer",
+            "the optimizer factory must return a torch.optim.Optimizer",
             f"a {type(optimizer).__name__}",
             "for several optimizers of one model, one with several param_groups; for networks that are updated in turn "
             "(a GAN's), a program for each; for a wrapper, a subclass of torch.optim.Optimizer, or the inner optimizer",
@@ -175,7 +175,7 @@ def check_members(optimizer: Any, given: Iterable[Tensor]) -> None:
     known = {id(p) for p in given}
     if not all(p.requires_grad for p in given):
         raise OptimizerError(
-            "the optimiser factory must leave the parameters as they are",
+            "the optimizer factory must leave the parameters as they are",
             "requires_grad=False, set in the factory",
             "requires_grad_(False) on the model, before it is compiled",
         )
@@ -183,7 +183,7 @@ def check_members(optimizer: Any, given: Iterable[Tensor]) -> None:
     foreign = sum(id(p) not in known for p in held)
     if foreign or not held:
         raise OptimizerError(
-            "the optimiser factory must make its optimiser of the parameters that it is given",
+            "the optimizer factory must make its optimizer of the parameters that it is given",
             f"{kind} holds {foreign} others" if foreign else f"{kind} holds none of them",
             "a factory `params -> optimizer` or `named_parameters -> optimizer` that uses its argument, not the model "
             "that it was written beside: programs train parameters of their own",
@@ -231,9 +231,9 @@ def _check_state(made: WholeOptimizer, other: WholeOptimizer) -> None:
         for key, value in made.optimizer.state.get(stand_in, {}).items():
             if isinstance(value, Tensor) and not (_is_same_constant(value, twin[key])):
                 raise OptimizerError(
-                    "an optimiser's constructor must not read the parameters' values",
+                    "an optimizer's constructor must not read the parameters' values",
                     f"{type(made.optimizer).__name__} keeps {key!r} of {name}",
-                    "an optimiser that makes its state in its first step",
+                    "an optimizer that makes its state in its first step",
                 )
 
 
@@ -268,7 +268,7 @@ def imported(path: str, **arguments: Any) -> Factory:
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise SystemExit(
-            f"the optimiser {path!r} cannot be imported: {error}\n"
+            f"the optimizer {path!r} cannot be imported: {error}\n"
             "put the folder of its module on PYTHONPATH, or give --optimizer module:factory"
         ) from None
     factory: Factory = partial(found, **arguments) if arguments else found

@@ -1,4 +1,4 @@
-"""What the numbers of a run may be, wherever they are given: to a Trainer, a step, or a saved program's main.py."""
+"""The ranges of a run's numbers, for the Trainer, the step and a saved program's main.py."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ RANGES = {
 
 
 def problem(name: str, value: object) -> str:
-    """What is wrong with a number of that name, in one clause; "" if nothing is."""
+    """Say in one clause what is wrong with a number of that name; "" if nothing is."""
     return "" if value in RANGES[name] else f"{name} is {RANGES[name]}"
 
 
@@ -116,7 +116,7 @@ def number(name: str) -> Callable[[str], float]:
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose errors only the first rank prints."""
+    """A parser whose errors only the first rank prints."""
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("RANK", "0") != "0":

@@ -24,7 +24,7 @@ ZERO_AXES = ("dp", "cp", "ep")
 """Axes over which ZeRO shards what is Rp on them, over both as one."""
 
 Mode = Literal["none", "selective", "full"]
-"""What a layer recomputes in backward (`recompute.py`)."""
+"""The parts of a layer that are recomputed in backward (`recompute.py`)."""
 
 _FORM = re.compile(r"(R|Rp|P)|S\((\d+)(?:/(\d+))?\)")
 
@@ -35,7 +35,7 @@ class Param:
 
     placements: axis name -> "R" (equal on all ranks, and so are its gradients; what an axis not named has), "Rp" (equal
     on all ranks, gradients are partial sums), "S(dim)" or "S(dim/sections)" (sharded).
-    zero: 0 stores it whole; 1 shards the optimiser state over the axes of `ZERO_AXES` on which it is Rp; 2 the
+    zero: 0 stores it whole; 1 shards the optimizer state over the axes of `ZERO_AXES` on which it is Rp; 2 the
     accumulated gradients too; 3 the parameter itself too, gathered for use. aliases: further names of the same tensor
     (tied weights). persistent: whether a buffer belongs to the state dict. increment: what every step adds to a buffer
     that counts forwards. padding: so many zeros follow each section of a dim, so that the ranks that share it have
@@ -286,7 +286,7 @@ class Module(HoldingParts):
             super().__setattr__(name, value)
 
     def __getitem__(self, name: int | str) -> Any:
-        """What a user's name holds that is no attribute: `self[0]`, `self["mesh"]`."""
+        """Return a submodule whose name cannot be an attribute: `self[0]`, `self["mesh"]`."""
         return held(self, str(name))
 
     def held_values(self) -> Iterator[tuple[str, tuple[int, ...], Tensor | None]]:
@@ -297,7 +297,7 @@ class Module(HoldingParts):
         yield from ((name, spec.shape, value) for name, spec, value in self.buffer_slots())
 
     def wrapped(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What is called in the place of this module's forward."""
+        """Return the function that is called in place of forward."""
         return forward
 
     def choose_memory(self, recompute: Mode, offload_activations: bool) -> None:

@@ -106,12 +106,12 @@ class Part:
     # The batch --------------------------------------------------------------------------------------------------------
 
     def local_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of a whole global batch, as far as the module takes it and the batch has it."""
+        """Return this rank's part of a global batch: the inputs of this module that the batch has."""
         parts = {}
         for name, spec in self.model.INPUTS.items():
             if name not in batch:
                 continue
-            whole = batch[name]  # cut where it lies: the device needs room for its part only
+            whole = batch[name]  # cut on its own device, so that the mesh's device needs room for the part only
             is_split = whole.ndim > 0 and whole.shape[0] == spec.shape[0] * self.num_micro_batches
             micro = whole.chunk(self.num_micro_batches) if is_split else (whole,)
             shards = [shard(each, spec, self.mesh) for each in micro]
@@ -119,7 +119,7 @@ class Part:
         return parts
 
     def prepare(self, local_batch: Mapping[str, Tensor]) -> Batches:
-        """What each micro-batch's forward takes."""
+        """Return the arguments of each micro-batch's forward."""
         count = self.num_micro_batches
         batches: list[dict[str, Tensor]] = [{} for _ in range(count)]
         for name, spec in self.model.INPUTS.items():
@@ -206,7 +206,7 @@ class Part:
         return [bucket for bucket in buckets if bucket.entries[0].slot.name not in self.tied.copies]
 
     def load(self, source: Source) -> None:
-        """Loads values as `Step.load` does, without bringing them to other ranks."""
+        """Load values as `Step.load` does, without sending them to other ranks."""
         places = {entry.slot.name: (bucket, entry) for bucket, entry in self.entries()}
         own = {slot.name: slot for slot in self.model.slots()}
         # Those that only another program of the step reads may be missing.
@@ -222,7 +222,7 @@ class Part:
         self.load_buffers(source)
 
     def load_buffers(self, source: Source, loaded: Collection[int] = ()) -> None:
-        """Loads the buffers but for those, by their ids, that are loaded already."""
+        """Load the buffers, except those that are loaded already. loaded: their ids."""
         for name, spec, value in self.model.buffer_slots():
             if id(value) not in loaded:
                 value.copy_(shard(_find(source, (name, *spec.aliases), spec), spec, self.mesh))
@@ -238,7 +238,7 @@ class Part:
             source.fill(piece.offsets, piece.value)
 
     def describe(self, what: What) -> list[Whole]:
-        """What `read` will give, without communication."""
+        """Return names, shapes and dtypes of the tensors of `read`, without communication."""
         found = []
         for bucket in self._read_buckets(what):
             for entry in bucket.entries:
@@ -293,7 +293,7 @@ def _adopted(model: Module, shared: tuple[Part, ...]) -> ZeroUnits | None:
 
 
 class _Counts(list[Tensor]):
-    """Sums over the ranks that may be under way (wait=False); whoever reads one waits for them."""
+    """Sums over the ranks that may still run (wait=False). Reading one waits for all."""
 
     def __init__(self, counts: list[Tensor], mesh: Mesh) -> None:
         super().__init__(counts)
@@ -317,7 +317,7 @@ def mean_loss(losses: list[Tensor]) -> Tensor:
 
 
 def loss_gradient(loss: Tensor, num_micro_batches: int, scaling: LossScaling | None) -> Tensor:
-    """What a micro-batch's backward starts from, like the loss: its share of the mean, times the loss scale if any.
+    """Return the gradient of a micro-batch's loss: its share of the mean, times the loss scale if there is one.
 
     inf where the loss is in fp16 itself and its range ends, as the scale's rule has it: that step has overflowed.
     """

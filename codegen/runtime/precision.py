@@ -8,7 +8,7 @@ import torch
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """In "fp32" layers compute in the parameters' own dtypes. In "bf16" and "fp16" masters, gradients that are summed and
-the optimiser's state stay fp32; "fp16" scales the loss besides (`loss_scale.py`)."""
+the optimizer's state stay fp32; "fp16" scales the loss besides (`loss_scale.py`)."""
 
 PRECISIONS: Final[tuple[str, ...]] = get_args(Precision)
 

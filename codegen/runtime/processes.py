@@ -1,4 +1,4 @@
-"""This process as one of several ranks: joining the others, and ending with whoever started it."""
+"""This process as a rank: it joins the other ranks, and ends when its launcher ends."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def end_with_parent(parent: int) -> None:
 
 @contextlib.contextmanager
 def after_the_first() -> Iterator[None]:
-    """Where another rank's end broke a connection off, wait for it to be seen: launchers name who fails first."""
+    """Delay an error that another rank's end caused: launchers report the rank that fails first."""
     try:
         yield
     except RuntimeError as error:
@@ -135,7 +135,7 @@ def exit_at_once(number: int, frame: FrameType | None) -> None:
 
 
 class Ending:
-    """Notes that this run is told to end (SIGTERM), so that it can end after a step and not within one.
+    """A request to end this run (SIGTERM), noted so that the run can end after a step.
 
     is_alone: a handler that was there is not called as well. Outside of the main thread, which alone hears signals,
     nobody tells it. `close` puts back the handler that was there.
@@ -157,7 +157,7 @@ class Ending:
             self._before(number, frame)
 
     def is_told(self) -> bool:
-        """Whether any rank was told to end; the answer is the same on all. Collective."""
+        """Return whether any rank was told to end. Collective; all ranks get the same answer."""
         told = torch.tensor(int(self._is_told), device=self._device)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(told, dist.ReduceOp.MAX)

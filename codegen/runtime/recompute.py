@@ -5,13 +5,13 @@ attention ("selective"), besides its arguments; its forward runs again when its 
 tensor that backward needs. This is torch.utils.checkpoint, non-reentrant:
 
 - Parameters: only `forward` runs again, not the module's hooks. Those of ZeRO-3 gather the parameters before the first
-  node of the layer's backward, which is also before the recomputation; it cannot gather a neighbour.
+  node of the layer's backward, which is also before the recomputation; it cannot gather a neighbor.
 - Collectives of the forward run again, on all ranks in one order, since all run the same graph. "selective" does not
   keep their results: those of a gather are larger than the matmul result that follows, those of a reduction as large as
   the one before, which is kept already. A reduction at the end of a layer is not repeated where only additions follow.
   One started with wait=False is finished by `Mesh.finish` like the first.
 - Random numbers: dropout masks are functions of counters. The micro-batch is that of the first run, whatever runs by
-  then; the optimiser step cannot have changed.
+  then; the optimizer step cannot have changed.
 - Buffers that a forward writes (running statistics) are written by the first run alone.
 - Kernels that an autograd function launches, rather than calls as an operator, are invisible to the policy and always
   run again.

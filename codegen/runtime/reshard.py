@@ -34,7 +34,7 @@ class Arrival(Protocol):
 
 
 class Exchange(Protocol):
-    """What the functions below need of an axis. Arguments may have any strides, results are contiguous and new.
+    """The collectives of an axis. Arguments may have any strides; results are contiguous and new.
 
     The last two are for `begin_backward` only.
     """
@@ -134,7 +134,7 @@ def begin_backward(node: Any, grad: Tensor) -> None:
 
 
 def _finished(ctx: Any, grad: Tensor) -> Tensor | None:
-    """What `begin_backward` started for `grad`."""
+    """Return the result of the collective that `begin_backward` started for `grad`."""
     if ctx.begun is None:
         return None
     (known, arrival), ctx.begun = ctx.begun, None

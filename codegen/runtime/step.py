@@ -1,4 +1,4 @@
-"""One training step of a generated program: micro-batches, gradient synchronisation, clipping, optimiser."""
+"""One training step of a generated program: micro-batches, gradient synchronization, clipping, optimizer."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class Step(StepState):
     program: the generated root class, or a Pipeline, whose `create_mesh` made the mesh. executor: how its micro-batches
     run; of a Pipeline `partial(PipelineExecutor, schedule=...)`.
     optimizer_factory: takes a list of tensors that answer as the whole parameters of the model do (or of (name,
-    tensor), see `optimizers.call`) and returns a torch optimiser of some of them; what it leaves out is not trained.
+    tensor), see `optimizers.call`) and returns a torch optimizer of some of them; what it leaves out is not trained.
     What this rank stores then takes their places (fp32 for half-precision models). parameters: the model's trainable
     parameters in its own order, where that matters to the factory; by default as the program has them. trial: finds out
-    what the update of an optimiser needs and what its checkpoints would lack; not needed for AdamW, Adam and SGD.
+    what the update of an optimizer needs and what its checkpoints would lack; not needed for AdamW, Adam and SGD.
     Raises OptimizerError for a factory that cannot be honoured.
     precision: "bf16" and "fp16" compute in that with fp32 masters and fp32 gradient reduction. loss_scale: how the loss
     is scaled in fp16, which needs it. max_grad_norm: clips by the global norm of unscaled gradients (inf: only computes
     it). All ranks must make the same calls.
     offload: moves the saved activations of layers that say so; its `traffic` counts the bytes of a step.
-    offload_optimizer: keeps the optimiser's state and the masters in host memory or files, and updates there.
+    offload_optimizer: keeps the optimizer's state and the masters in host memory or files, and updates there.
     compression: ZeRO's gathers of parameters and sums of gradients move blocks of 8-bit codes, which is lossy
     (`compressed.py` has the bounds). Masters, checkpoints, other collectives and what `gradients` and `full_state_dict`
     gather stay exact.
@@ -66,7 +66,7 @@ class Step(StepState):
     "ignore" that. The others read both numbers once per step, before the update, and return the loss on the host. In
     fp16 that is read in any case, and a step whose scaled gradients overflow is skipped without counting as one of
     these: a loss that is not finite, and gradients that are not at a scale of 1 or below, do.
-    shared: a step of the same plan for batches of other shapes, whose parameters, buffers, optimiser and position this
+    shared: a step of the same plan for batches of other shapes, whose parameters, buffers, optimizer and position this
     one uses; what it then does for that one's `take_also` is run batches of its own shapes.
     """
 
@@ -115,9 +115,9 @@ class Step(StepState):
             compiled.attach(models)
         self._running_steps = [self]  # in the order in which they are asked whether they take a batch
         self.first_check: FirstCheck | None = None
-        # Is told, before a batch, whether it is trained, and of None before values are read; does nothing.
+        # Called before a batch with whether it is trained, and with None before values are read.
         self.state_check: Callable[[bool | None], object] = bool
-        self.after_forward: Callable[[bool], object] = bool  # is told after a batch the same; does nothing
+        self.after_forward: Callable[[bool], object] = bool  # the same, after a batch
         if shared is not None:
             self.optimizer: torch.optim.Optimizer = shared.optimizer
             return
@@ -125,7 +125,7 @@ class Step(StepState):
         self._begin(kernels, non_finite)
 
     def _begin(self, kernels: FusedUpdate | None, non_finite: NonFinite) -> None:
-        """Makes the optimiser and what updates with it; the run begins at its first step."""
+        """Make the optimizer and the update. The run begins at its first step."""
         self.wholes = self._wholes()
         host = self.host_optimizer
         device = self.mesh.device if host is None else "cpu"
@@ -143,7 +143,7 @@ class Step(StepState):
         """Global norm of the last step's unscaled gradients before clipping (0-dim), where something needs it."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Raises AttributeError for what the step was made with: a new optimiser, say, would be ignored."""
+        """Raises AttributeError for what the step was made with: a new optimizer, say, would be ignored."""
         is_free = name.startswith("_") or name in _FREE
         if name in self.__dict__ and not is_free:
             raise AttributeError(f"step.{name} is what the step was made with, and cannot be set: build another step")
@@ -199,12 +199,12 @@ class Step(StepState):
         return any(each._batch.takes(flat, is_local=False) for each in self._running_steps)
 
     def _taking(self, batch: Mapping[str, Any], is_local: bool) -> Step:
-        """The step whose program takes the batch; this one if there is none, which will say so."""
+        """Return the step whose program takes the batch, or this one, whose check then says what is wrong."""
         first, *others = self._running_steps
         return next((s for s in (first, *others) if not others or s._batch.takes(batch, is_local)), first)
 
     def _wholes(self) -> WholeUpdates | None:
-        """What ranks update whole for one another. Raises where they cannot update what they store."""
+        """Return the updates of whole parameters, if any. Raises where ranks cannot update their own parts."""
         if self._trial is None or self.mesh.everyone.size == 1:
             return None
         is_staged, is_offloaded = len(self._executor.programs) > 1, self.host_optimizer is not None
@@ -217,14 +217,14 @@ class Step(StepState):
 
     @cached_property
     def forgotten(self) -> str:
-        """Why checkpoints would be without a part of the optimiser's state; "" if they would not."""
+        """Why checkpoints would be without a part of the optimizer's state; "" if they would not."""
         if self._trial is not None:
             return self._trial.forgotten(*self._made_with)
         return "" if is_elementwise(self.optimizer) else untried(self.optimizer)
 
     @property
     def loss_scale(self) -> float:
-        """What the next backward's gradients are scaled by until they are summed: 1.0 but in fp16."""
+        """The factor on the next backward's gradients until they are summed: 1.0 except in fp16."""
         return 1.0 if self.loss_scaling is None else self.loss_scaling.value
 
     @property
@@ -235,7 +235,7 @@ class Step(StepState):
     # Training ---------------------------------------------------------------------------------------------------------
 
     def __call__(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """One optimiser step on this rank's part of the global batch; the global mean loss (0-dim), equal on all ranks.
+        """Train one step on this rank's part of the batch. Return the global mean loss (0-dim), equal on all ranks.
 
         local_batch: the inputs of `INPUTS`; dim 0 holds this rank's rows of each micro-batch in turn (`local_batch`
         makes it from a whole batch). Inputs that are not batched are as in `INPUTS`.
@@ -246,7 +246,7 @@ class Step(StepState):
 
     @watch.noted("step {coming}")
     def forward_backward(self, local_batch: Mapping[str, Tensor]) -> Tensor:
-        """All micro-batches forward and backward, gradients reduced and unscaled; no update. The global mean loss.
+        """Run all micro-batches forward and backward, without an update. Return the global mean loss.
 
         Raises BatchError for a batch that the program was not made for, or that differs between ranks that share it.
         """
@@ -277,11 +277,11 @@ class Step(StepState):
         return loss
 
     def update(self) -> None:
-        """Clip, let the optimiser step, bring the new parameters to all ranks.
+        """Clip the gradients, step the optimizer, and bring the new parameters to all ranks.
 
-        A step that `non_finite` or an overflow in fp16 makes skip changes neither parameters nor the optimiser's state
+        A step that `non_finite` or an overflow in fp16 makes skip changes neither parameters nor the optimizer's state
         nor buffers, on any rank, but counts: the next one reads on in the data. Raises FloatingPointError where
-        training is to stop, RuntimeError where a script did to gradients or optimiser what would be dropped or differ
+        training is to stop, RuntimeError where a script did to gradients or optimizer what would be dropped or differ
         between ranks, and ValueError for a learning rate that no option takes.
         """
         self._update_parameters(is_at_once=False)
@@ -360,12 +360,12 @@ class Step(StepState):
         return nullcontext() if self._compiled is None else self._compiled.running(is_training)
 
     def close(self) -> None:
-        """Remove the files of an optimiser that is offloaded to a folder (done at exit otherwise). The last call."""
+        """Remove the files of an offloaded optimizer, which happens at exit otherwise. This is the last call."""
         if self.host_optimizer is not None:
             self.host_optimizer.host.close()
 
     def local_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's part of a whole global batch (equal on all ranks), on the mesh's device. Raises BatchError.
+        """Return this rank's part of a global batch, on the mesh's device. Raises BatchError.
 
         Tensors may lie in containers, as forward of the original model takes them (`flat_batch`); the only input, if it
         is one, may also be given without its name.
@@ -382,7 +382,7 @@ class Step(StepState):
         return local
 
     def _completed(self, local_batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The batch with inputs that no program read when it was made, and one does now."""
+        """Return the batch with the inputs that a program reads only since the batch was made."""
         if not isinstance(local_batch, LocalBatch):
             return local_batch
         parts = [part for each in self._running_steps for part in each.parts]
@@ -394,7 +394,7 @@ class Step(StepState):
 
 
 def _scaling(rule: LossScale | None, shared: Step | None) -> LossScaling | None:
-    """The scale of a step: its own, or that of the step whose parameters it shares."""
+    """Return the loss scaling of a step, or of the step whose parameters it shares."""
     if shared is not None:
         return shared.loss_scaling
     return None if rule is None else rule.begin()

@@ -14,7 +14,7 @@ from .whole_updates import WholeUpdates
 
 
 class Trial(Protocol):
-    """What is found out about an optimiser that is not known (`optimizer_trial.OptimizerTrial`)."""
+    """What is found out about an optimizer that is not known (`optimizer_trial.OptimizerTrial`)."""
 
     def wholes(
         self,
@@ -30,7 +30,7 @@ class Trial(Protocol):
         ...
 
     def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
-        """Why checkpoints would be without a part of the optimiser's state; "" if they would not."""
+        """Why checkpoints would be without a part of the optimizer's state; "" if they would not."""
         ...
 
 

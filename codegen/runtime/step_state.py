@@ -1,4 +1,4 @@
-"""What a step keeps on this rank, and what it gives of it: parameters, gradients, whole tensors by original names."""
+"""The state of a step on this rank: parameters, gradients, and whole tensors by their original names."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class StepState:
         require_finite(self.buckets, self.mesh)
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:
-        """Return what this rank stores and optimisers update, by original name (of tied stages' copies the first)."""
+        """Return what this rank stores and optimizers update, by original name (of tied stages' copies the first)."""
         found: dict[str, nn.Parameter] = {}
         for _, entry in self.entries():
             if entry.stored is not None:
@@ -90,7 +90,7 @@ class StepState:
         return [each for part in self.parts for each in part.entries()]
 
     def updated(self, entry: Entry) -> nn.Parameter | None:
-        """What this rank's optimiser has of a parameter: what is stored, or of those updated whole all or nothing."""
+        """Parameters as this rank's optimizer has them: the stored parts, or a whole parameter or nothing of it."""
         return entry.stored if self.wholes is None else self.wholes.updated(entry)
 
     def gradients(self) -> dict[str, Tensor]:

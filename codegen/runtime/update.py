@@ -1,4 +1,4 @@
-"""The end of a step: the gradients' norm, clipping, the optimiser's update, and its parameters on all ranks."""
+"""The end of a step: the gradients' norm, clipping, the optimizer's update, and its parameters on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .parameters import Module, declared
 from .part import Part
 
 if TYPE_CHECKING:
-    # Only programs with kernels, those that offload the optimiser, and those that try one have these beside them.
+    # Only programs with kernels, those that offload the optimizer, and those that try one have these beside them.
     from .fused_update import FusedUpdate
     from .host_optimizer import HostOptimizer
     from .whole_updates import WholeUpdates
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Update:
     """The update of the parameters that one rank stores.
 
-    host: updates in its place where the optimiser's state is in host memory. wholes: what it updates whole. kernels:
+    host: updates in its place where the optimizer's state is in host memory. wholes: what it updates whole. kernels:
     take the norm, and the update of a `FusedAdamW`, where they can run.
     """
 
@@ -106,7 +106,7 @@ class Update:
 
 
 def _clip_factor(max_norm: float, grad_norm: Tensor | None) -> Tensor | None:
-    """What all gradients are to be multiplied by (0-dim)."""
+    """Return the factor for all gradients (0-dim)."""
     assert grad_norm is not None
     # As torch.nn.utils.clip_grad_norm_; multiplied always, since asking whether to would wait for the device.
     return (max_norm / (grad_norm + 1e-6)).clamp(max=1.0) if max_norm < float("inf") else None
@@ -129,7 +129,7 @@ def require_finite(buckets: Sequence[Bucket], mesh: Mesh) -> None:
         raise FloatingPointError("some parameters are inf or nan")
 
 
-# The optimiser --------------------------------------------------------------------------------------------------------
+# The optimizer --------------------------------------------------------------------------------------------------------
 
 
 def rank_optimizer(
@@ -139,7 +139,7 @@ def rank_optimizer(
     device: torch.device | str,
     wholes: WholeUpdates | None = None,
 ) -> torch.optim.Optimizer:
-    """The factory's optimiser with this rank's tensors in their places; of tied stages' copies all."""
+    """The factory's optimizer with this rank's tensors in their places; of tied stages' copies all."""
     own: dict[str, list[nn.Parameter]] = {}
     for part in parts:
         for _, entry in part.entries():

@@ -1,8 +1,8 @@
-"""Updates of whole parameters, each on one rank, for optimisers whose update of a tensor depends on all of it.
+"""Updates of whole parameters, each on one rank, for optimizers whose update of a tensor depends on all of it.
 
 Every parameter that needs it has an owner among the ranks of the mesh, whatever they store: copies, shards of tp or ep,
-flat slices of ZeRO. Before the optimiser steps, the owner gets value and gradient in the user's own shape, without
-padding, from the nearest ranks that store parts of them; it alone holds the optimiser's state. Afterwards these get
+flat slices of ZeRO. Before the optimizer steps, the owner gets value and gradient in the user's own shape, without
+padding, from the nearest ranks that store parts of them; it alone holds the optimizer's state. Afterwards these get
 their parts of the new value, and hand them on to all that store copies. An owner that stores the parameter whole
 updates it where it lies, and gets nothing. So each matrix is updated once, by one rank, and work and state are
 balanced.
@@ -39,7 +39,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 class _Owned:
     """A parameter that its owner updates.
 
-    whole: on the owner, what the optimiser has of it; elsewhere None. is_stored: that is what the owner stores. values,
+    whole: on the owner, what the optimizer has of it; elsewhere None. is_stored: that is what the owner stores. values,
     gradients: what this rank stores, in boxes. sources: the ranks that the owner gets them from. copies: for each axis
     whose ranks store the same, where the owner is on it. boxes: on the owner, those of every rank.
     """
@@ -80,7 +80,7 @@ class WholeUpdates:
         self._put_away()
 
     def updated(self, entry: Entry) -> nn.Parameter | None:
-        """What the optimiser of this rank has of a parameter: of those that need it whole, nothing or all of it."""
+        """What the optimizer of this rank has of a parameter: of those that need it whole, nothing or all of it."""
         owned = self._by_leaf.get(id(entry.used))
         return entry.stored if owned is None else owned.whole
 
@@ -91,7 +91,7 @@ class WholeUpdates:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Brings values and gradients to their owners; the optimiser may step then. Collective."""
+        """Brings values and gradients to their owners; the optimizer may step then. Collective."""
         for each in self._taken:
             assert each.whole is not None
             each.whole.data = each.whole.new_empty(each.entry.slot.spec.shape)

@@ -1,4 +1,4 @@
-"""When parameters are gathered and released, and gradients reduced, in one training step.
+"""ZeRO in one training step: when parameters are gathered and released, and when gradients are reduced.
 
 ZeRO stages 0 to 2 keep the parameters; their buckets span layers and hold `BUCKET_BYTES` or a little more. Under
 stage 3 a unit (one layer instance, or the root) has buckets of its own, gathered before the layer runs and freed after
@@ -94,7 +94,7 @@ class ZeroUnits:
     compute_dtype: of floating-point parameters as the program uses them (masters and gradients stay fp32); None: their
     own.
     num_micro_batches: with one, stage 1 works as stage 2, which needs no more communication and less memory.
-    host: where masters live if the optimiser is offloaded.
+    host: where masters live if the optimizer is offloaded.
     tied: names of parameters that get buckets of their own, because their gradients are summed with other stages'.
     compression: of gathers and reductions over ZeRO axes (`compressed.py`), None for exact ones.
 
@@ -203,11 +203,10 @@ class ZeroUnits:
                 module.register_forward_hook(self._forward_hook(unit))
         return owners
 
-    # The executor of a micro-batch
-    # --------------------------------------------------------------------------------------
+    # Calls of the executor, for each micro-batch ----------------------------------------------------------------------
 
     def begin(self, accumulate: bool, is_last: bool) -> None:
-        """Prepares a forward. accumulate: add to the gradients there are. is_last: of the step's micro-batches."""
+        """Prepare a forward. accumulate: add to the present gradients. is_last: of the step's micro-batches."""
         self._expect(accumulate, is_last)
         self._gather_root(self._order[0] if self._order else None)
 
@@ -244,7 +243,7 @@ class ZeroUnits:
             bucket.finish_gather()
 
     def end(self, has_backward: bool = True) -> None:
-        """Ends the backward (or, without one, the forward): all gradients are reduced when the last one returns."""
+        """End the backward, or a forward without one. After the last micro-batch all gradients are reduced."""
         if has_backward:
             for bucket in self._trainable:
                 if not bucket.is_complete:
@@ -257,7 +256,7 @@ class ZeroUnits:
             bucket.release()
 
     def publish(self, is_copied: bool = False) -> None:
-        """Copies changed masters to the parameters that are kept whole. is_copied: as in `start_publish`."""
+        """Copy changed masters to the parameters that are kept whole. is_copied: as in `start_publish`."""
         works = [bucket.start_publish(is_copied) for bucket in self.buckets]
         for work in works:
             if work is not None:
@@ -342,7 +341,7 @@ class ZeroUnits:
 
 
 def _gradient_hook(zero: ZeroUnits, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
-    """What a leaf calls when its gradient is there.
+    """Return the hook that a leaf calls when its gradient has arrived.
 
     It holds what it tells of it weakly: torch keeps a leaf's hooks where Python's collector of cycles does not look, so
     a hook that held the leaf's bucket would keep all buffers as long as the process lives.
@@ -359,7 +358,7 @@ def _gradient_hook(zero: ZeroUnits, bucket: Bucket, index: int) -> Callable[[Ten
 
 
 def _groups(model: Module, mesh: Mesh, tied: Collection[str]) -> Iterator[tuple[int, list[Slot]]]:
-    """The parameters of each bucket, with the unit (0 the root) under stage 3.
+    """Yield the parameters of each bucket, with their unit under stage 3 (0 is the root).
 
     Stage 3: one bucket per unit and key. Below: layers together, from the last to the first as gradients arrive, then
     the root's (its embedding's gradient is the last of all), cut at BUCKET_BYTES. On gloo smaller buckets, which hide

@@ -1,7 +1,7 @@
-"""What Megatron-Core keeps on a rank, tensor by tensor: the memory of its profile, to the byte where it can be.
+"""Memory of a rank of Megatron-Core, tensor by tensor, exact to the byte where possible.
 
-Facts are those of NVIDIA/Megatron-LM at d98e8a64dd, named by their files under `megatron/`; what could only be read off
-measured rows says so.
+Facts are those of NVIDIA/Megatron-LM at d98e8a64dd, named by their files under `megatron/`. Facts that could only be
+inferred from measured rows say so.
 """
 
 from cost_models.megatron_core.memory import RankMemory, rank_memory

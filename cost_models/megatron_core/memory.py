@@ -1,10 +1,10 @@
-"""Bytes that torch has allocated on a rank of Megatron-Core: between two steps, and at the most."""
+"""Bytes that torch has allocated on a rank of Megatron-Core: between two steps, and at the peak."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cost_models.megatron_core.kept import HALF, between_bytes, kept_bytes
+from cost_models.megatron_core.activations import HALF, between_bytes, kept_bytes
 from cost_models.megatron_core.parameters import (
     dense_parameters,
     expert_parameters,
@@ -19,8 +19,11 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes by what they are for. kept, loss: what comes and goes, when a last stage reaches its loss and others
-    their first backward pass. gradient_copies are there between steps and not while these are."""
+    """Bytes by use.
+
+    kept, loss: transient bytes, on a last stage when it reaches its loss, on others at their first backward pass.
+    gradient_copies exist between steps, and not while kept and loss do.
+    """
 
     parameters: float
     gradients: float
@@ -42,19 +45,19 @@ class RankMemory:
 
 
 def rank_memory(model: Model, setup: Setup) -> RankMemory:
-    """Of the rank of `setup`, by the parts above."""
+    """Return the memory of the rank of `setup`."""
     dense, experts = dense_parameters(model, setup), expert_parameters(model, setup)
     is_half = setup.precision == "fp16" or setup.half_gradients  # fp32 sums are bf16's default (training/arguments.py)
-    own_dense, own_experts = _shares(model, setup, dense)
-    cut = dense * own_dense + experts * own_experts
+    dense_share, expert_share = _shares(model, setup, dense)
+    cut = dense * dense_share + experts * expert_share
     total = cut if setup.sharded_parameters else dense + experts
-    # Float16 optimizers copy gradients to fp32 (core/optimizer/optimizer.py), which for fp32 sums is no copy.
+    # Float16 optimizers copy gradients to fp32 (core/optimizer/optimizer.py). Sums that are fp32 already need no copy.
     copies = 4 * cut if is_half else 0.0
     kept, loss = _activations(model, setup)
     return RankMemory(
         parameters=total * (HALF + _cached(setup)),
         gradients=total * (2 if is_half else 4),
-        optimizer=_optimizer(model, setup, dense * own_dense, experts * own_experts),
+        optimizer=_optimizer(model, setup, dense * dense_share, experts * expert_share),
         gradient_copies=copies,
         workspaces=_workspaces(model, setup),
         boundaries=_boundaries(model, setup),
@@ -64,28 +67,28 @@ def rank_memory(model: Model, setup: Setup) -> RankMemory:
 
 
 def _cached(setup: Setup) -> int:
-    """Bytes per parameter of fp8 copies that stay beside 16-bit weights; Hopper has a transposed one, too."""
+    """Return bytes per parameter of fp8 copies beside 16-bit weights; Hopper also has a transposed copy."""
     if setup.precision != "fp8" or setup.has_fp8_parameters:
         return 0
     return 2 if setup.generation == "hopper" else 1
 
 
 def _shares(model: Model, setup: Setup, dense: int) -> tuple[float, float]:
-    """The shares of optimiser state of dense parameters and of experts that a rank has.
+    """Return a rank's shares of the optimizer state of dense parameters and of experts.
 
-    Where whole parameters are given to ranks, the fullest has the table of words, if that is more than its share.
+    Where ranks own whole parameters, the fullest rank has the table of words, if that is more than its share.
     """
     if not setup.distributed_optimizer:
         return 1.0, 1.0
     replicas = setup.dp * setup.cp / setup.optimizer_instances
-    own = 1 / replicas
+    dense_share = 1 / replicas
     if setup.whole_parameters:
-        own = max(own, table_parameters(model, setup) / dense)
-    return own, setup.ep * setup.etp / (replicas * setup.tp)
+        dense_share = max(dense_share, table_parameters(model, setup) / dense)
+    return dense_share, setup.ep * setup.etp / (replicas * setup.tp)
 
 
 def _optimizer(model: Model, setup: Setup, dense: float, experts: float) -> float:
-    """An fp32 copy and two moments; Muon has one moment of matrices that are no tables."""
+    """Count an fp32 copy and two moments; Muon has one moment for matrices other than tables."""
     saved = 0.0
     if setup.optimizer == "muon":
         matrices = matrix_parameters(model, setup) / dense_parameters(model, setup) * dense
@@ -96,15 +99,15 @@ def _optimizer(model: Model, setup: Setup, dense: float, experts: float) -> floa
 
 
 def _workspaces(model: Model, setup: Setup) -> float:
-    """Scratch memory that stays.
+    """Count the scratch memory that stays allocated.
 
-    cuBLAS has one per thread with a handle, forward's and backward's: 8 x 4 MiB by CUBLAS_WORKSPACE_CONFIG=:4096:8,
-    which determinism asks for, and by torch's default from Hopper on, 8.125 MiB before (torch,
+    cuBLAS has one workspace per thread with a handle, forward's and backward's. Each has 8 x 4 MiB with
+    CUBLAS_WORKSPACE_CONFIG=:4096:8 (for determinism) and by torch's default from Hopper on, 8.125 MiB before (torch,
     aten/src/ATen/cuda/CublasHandlePool.cpp). Transformer Engine has 32 MiB from Hopper on, 4 before (module/base.py,
-    get_cublas_workspace_size_bytes), once more for each of four streams of grouped matmuls and two of overlapped tensor
-    parallelism. Megatron-Core's own attention has the scores in a buffer that stays
+    get_cublas_workspace_size_bytes), again for each of four streams of grouped matmuls and two of overlapped tensor
+    parallelism. Megatron-Core's own attention keeps the scores in a persistent buffer
     (core/transformer/dot_product_attention.py), its gathers the gathered rows (core/tensor_parallel/layers.py). Weight
-    gradients that go right into the sums leave one dummy for each shape.
+    gradients added directly to the sums leave one dummy per shape.
     """
     is_old = setup.generation == "ampere"
     cublas = 8.125 * MIB if is_old and not setup.deterministic else 32 * MIB
@@ -126,25 +129,28 @@ def _workspaces(model: Model, setup: Setup) -> float:
 
 
 def _boundaries(model: Model, setup: Setup) -> float:
-    """Tensors between stages that the schedule still holds: an input and its gradient for each virtual stage, which
-    core/pipeline_parallel/schedules.py keeps in lists, and one that is sent. How many is read off the cases."""
+    """Count the tensors between stages that the schedule keeps.
+
+    Each virtual stage has an input and its gradient, which core/pipeline_parallel/schedules.py keeps in lists, and one
+    tensor is being sent. The number is inferred from the cases.
+    """
     if setup.pp == 1:
         return 0.0
     return (2 * len(setup.chunks) + 1) * between_bytes(model, setup, setup.blocks[-1])
 
 
 def _activations(model: Model, setup: Setup) -> tuple[float, float]:
-    """(bytes kept by layers, bytes of the loss or else of a layer's backward), when most forward passes are kept.
+    """Return (bytes kept by layers, bytes of the loss or of a layer's backward) when most forward passes are kept.
 
-    Logits are 16 bits and copied to fp32, in which the softmax is kept (core/tensor_parallel/cross_entropy.py); the
-    compiled loss does not write in place. Earlier losses of extra predictions keep their softmax, and deferred
-    gradients of the table of words the gradients of their logits.
+    Logits are 16 bits and copied to fp32, in which the softmax is kept (core/tensor_parallel/cross_entropy.py). The
+    compiled loss does not write in place. Earlier losses of extra predictions keep their softmax. Deferred gradients of
+    the table of words keep the gradients of their logits.
     """
     chunks = [sum(kept_bytes(model, setup, block) for block in chunk) for chunk in setup.chunks]
     kept = sum(chunks[index] for index in setup.in_flight)
     last = setup.blocks[-1]
     between = between_bytes(model, setup, last)
-    if setup.offload:  # of two layers everything is on the device: one computes, one comes back
+    if setup.offload:  # two layers are entirely on the device: one computes, one is fetched
         stays = replace(setup, offload=())
         kept += sum(kept_bytes(model, stays, block) - kept_bytes(model, setup, block) for block in setup.blocks[-4:])
     mask = setup.micro_batch * last.queries * last.keys if setup.dense_mask else 0
@@ -162,7 +168,7 @@ def _activations(model: Model, setup: Setup) -> tuple[float, float]:
 
 
 def _gathered(model: Model, setup: Setup) -> float:
-    """Of sharded parameters the table of words, and a layer that computes beside one that is on its way."""
+    """Count the gathered table of words, and a layer that is gathered while another computes (sharded parameters)."""
     if not setup.sharded_parameters:
         return 0.0
     table = table_parameters(model, setup) if setup.is_first or setup.is_last else 0
@@ -171,7 +177,7 @@ def _gathered(model: Model, setup: Setup) -> float:
 
 
 def _layer_backward(model: Model, setup: Setup) -> float:
-    """A layer computed again, and, where attention is unfused, gradients of the probabilities, of the scores and of the
+    """Count a recomputed layer, and for unfused attention the gradients of the probabilities, of the scores and of the
     scaled scores."""
     again = 0.0
     if "full" in setup.recompute:

@@ -1,4 +1,4 @@
-"""Parameters that a rank of Megatron-Core holds, by block."""
+"""Parameters on a rank of Megatron-Core, by block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def norm_parameters(model: Model) -> int:
 
 
 def _linear(inputs: int, outputs: int, ranks: int, *, bias: bool, by_rows: bool = False) -> int:
-    """Of a matrix cut by columns, with its bias, or by rows, where every rank has the whole bias."""
+    """Count a matrix sharded by columns, with its bias, or by rows, where every rank has the whole bias."""
     return inputs * outputs // ranks + (0 if not bias else outputs if by_rows else outputs // ranks)
 
 
@@ -22,13 +22,14 @@ def _attention(model: Model, setup: Setup) -> int:
     hidden, tp = model.hidden, setup.tp
     if model.latent is not None:
         return _latent_attention(model, setup)
-    own, others = model.heads * model.head_features, 2 * model.kv_heads * model.head_features
-    qkv = _linear(hidden, own + others, tp, bias=model.has_bias)
-    return norm_parameters(model) + qkv + _linear(own, hidden, tp, bias=model.has_bias, by_rows=True)
+    query_features, kv_features = model.heads * model.head_features, 2 * model.kv_heads * model.head_features
+    qkv = _linear(hidden, query_features + kv_features, tp, bias=model.has_bias)
+    return norm_parameters(model) + qkv + _linear(query_features, hidden, tp, bias=model.has_bias, by_rows=True)
 
 
 def _latent_attention(model: Model, setup: Setup) -> int:
-    """Down-projections are on every tensor-parallel rank (core/transformer/multi_latent_attention.py)."""
+    """Count latent attention; every tensor-parallel rank has the down-projections
+    (core/transformer/multi_latent_attention.py)."""
     latent, hidden, tp = model.latent, model.hidden, setup.tp
     assert latent is not None
     scale = 1 if model.rms_norm else 2
@@ -41,11 +42,16 @@ def _latent_attention(model: Model, setup: Setup) -> int:
 
 
 def _cross(model: Model, setup: Setup) -> int:
-    """Queries of the decoder and keys and values of the encoder are two matrices."""
-    own = model.heads * model.head_features
-    q = _linear(model.hidden, own, setup.tp, bias=model.has_bias)
-    kv = _linear(model.hidden, 2 * own, setup.tp, bias=model.has_bias)
-    return norm_parameters(model) + q + kv + _linear(own, model.hidden, setup.tp, bias=model.has_bias, by_rows=True)
+    """Count cross attention: queries of the decoder and keys and values of the encoder are two matrices."""
+    query_features = model.heads * model.head_features
+    q = _linear(model.hidden, query_features, setup.tp, bias=model.has_bias)
+    kv = _linear(model.hidden, 2 * query_features, setup.tp, bias=model.has_bias)
+    return (
+        norm_parameters(model)
+        + q
+        + kv
+        + _linear(query_features, model.hidden, setup.tp, bias=model.has_bias, by_rows=True)
+    )
 
 
 def _mlp(model: Model, setup: Setup, ffn: int = 0) -> int:
@@ -55,13 +61,14 @@ def _mlp(model: Model, setup: Setup, ffn: int = 0) -> int:
 
 
 def _moe(model: Model, setup: Setup) -> int:
-    """The router and the shared experts; experts proper are `expert_parameters`."""
+    """Count the router and the shared experts; `expert_parameters` counts routed experts."""
     shared = _mlp(model, setup, model.shared_ffn) - norm_parameters(model) if model.shared_ffn else 0
     return norm_parameters(model) + model.hidden * model.experts + shared
 
 
 def _mamba(model: Model, setup: Setup) -> int:
-    """in_proj of z, x, B, C and dt, a convolution of four steps, A, D, dt and a norm (core/ssm/mamba_mixer.py)."""
+    """Count in_proj of z, x, B, C and dt, a convolution of four steps, A, D, dt and a norm
+    (core/ssm/mamba_mixer.py)."""
     mamba, tp = model.mamba, setup.tp
     assert mamba is not None
     mixed = mamba.inner + 2 * mamba.groups * mamba.states
@@ -71,7 +78,7 @@ def _mamba(model: Model, setup: Setup) -> int:
 
 
 def _prediction(model: Model, setup: Setup) -> int:
-    """Before a layer of multi-token prediction two norms and a matrix of twice the width, behind it a norm."""
+    """Count a layer of multi-token prediction: two norms and a matrix of twice the width before it, a norm after it."""
     return 3 * norm_parameters(model) + 2 * model.hidden * model.hidden // setup.tp
 
 
@@ -81,7 +88,7 @@ COUNTS: Mapping[str, Callable[[Model, Setup], int]] = MappingProxyType(
 
 
 def dense_parameters(model: Model, setup: Setup) -> int:
-    """Everything that data parallelism replicates: the table of words where words are looked up and at the loss."""
+    """Count everything that data parallelism replicates; the table of words is on the first stage and at the loss."""
     total = sum(COUNTS[block.kind](model, setup) for block in setup.stored_blocks)
     table = table_parameters(model, setup)
     looks_up = setup.is_first or (setup.is_last and model.extra_predictions > 0)
@@ -104,22 +111,22 @@ def _heads(model: Model, setup: Setup) -> int:
 
 
 def expert_parameters(model: Model, setup: Setup) -> int:
-    """Those of the experts of a rank, which lie in buffers of their own."""
+    """Count the parameters of a rank's experts, which have separate buffers."""
     layers = sum(block.kind == "moe" for block in setup.stored_blocks)
     if not layers:
         return 0
-    own = model.experts // setup.ep
+    local_experts = model.experts // setup.ep
     up = model.hidden * model.expert_ffn * (2 if model.gated else 1)
-    return layers * own * (up + model.expert_ffn * model.hidden) // setup.etp
+    return layers * local_experts * (up + model.expert_ffn * model.hidden) // setup.etp
 
 
 def table_parameters(model: Model, setup: Setup) -> int:
-    """Of a rank's part of the table of words."""
+    """Count a rank's shard of the table of words."""
     return model.padded_vocab(setup.tp) // setup.tp * model.hidden
 
 
 def matrix_parameters(model: Model, setup: Setup) -> int:
-    """Of the matrices of attention and of dense feed-forward layers."""
+    """Count the matrices of attention and of dense feed-forward layers."""
     return sum(_matrices(model, setup, block.kind) for block in setup.stored_blocks)
 
 
@@ -130,6 +137,6 @@ def _matrices(model: Model, setup: Setup, kind: str) -> int:
 
 
 def shapes_of_matrices(model: Model, setup: Setup) -> int:
-    """Elements of one matrix of each shape: the table of words, and those of a block of each kind."""
+    """Count the elements of one matrix of each shape: the table of words, and those of a block of each kind."""
     kinds = {block.kind for block in setup.blocks} - {"cross"}
     return table_parameters(model, setup) + sum(_matrices(model, setup, kind) for kind in kinds)

@@ -1,4 +1,4 @@
-"""A model and a parallel configuration as Megatron-Core counts them: what `rank_memory` is asked about."""
+"""A model and a parallel configuration in Megatron-Core's terms: the input of `rank_memory`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Mamba:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """Sizes of a whole model, of the one kind that all its blocks share.
+    """Sizes of a model whose blocks of one kind are alike.
 
-    vocab: as the tokenizer has it; it is padded to a multiple of vocab_multiple x tp. positions: of a learned table, 0
+    vocab: the tokenizer's size; it is padded to a multiple of vocab_multiple x tp. positions: of a learned table, 0
     without one. family: "gpt", "bert" and "t5" differ in their heads. expert_ffn, shared_ffn: features within one
-    expert and within the shared ones. extra_predictions: layers of multi-token prediction, each with a loss of its own.
+    expert and within the shared experts. extra_predictions: layers of multi-token prediction, each with its own loss.
     """
 
     hidden: int
@@ -70,14 +70,15 @@ class Model:
     mamba: Mamba | None = None
 
     def padded_vocab(self, tp: int) -> int:
-        """The rows of the table of words that `tp` ranks share."""
+        """Return the rows of the table of words that `tp` ranks share."""
         multiple = self.vocab_multiple * tp
         return -(-self.vocab // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A residual block of a layer: its kind, a rank's positions of a sequence, and those that they look at."""
+    """A residual block of a layer: its kind, a rank's positions of a sequence (queries), and the positions they attend
+    to (keys)."""
 
     kind: str
     queries: int
@@ -90,24 +91,24 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One rank of a pipeline stage, by default of the last one.
+    """One rank of a pipeline stage, by default of the last stage.
 
-    chunks: its blocks by virtual stage. stage: which of the pp ranks of a pipeline it is, -1 for the last. dp:
-    replicas of a whole model, context-parallel ranks not counted. micro_batches: of a step and replica. group: micro-
-    batches that an interleaved schedule runs through a virtual stage before the next (0: pp). implementation: "te" or
-    "local", Megatron-Core's own layers. fused_softmax: unfused attention has scale, mask and softmax as one kernel.
-    fused_wgrad: weight gradients are added to the sums by the matmuls that make them. fused_loss: the loss is a
-    compiled function. sharded_parameters: Megatron-FSDP shards parameters and gradients as a distributed optimiser
-    its state. overlapped_tp: tensor-parallel products are cut up behind their communication. deferred_wgrads: micro-
-    batches whose gradient of the table of words is left for the end. whole_parameters: a distributed optimiser gives
-    whole parameters to ranks. optimizer_instances: groups of replicas that each have all of a distributed optimiser.
-    optimizer_bytes: per parameter, of its own copy and both moments. host_optimizer: the share of these that is on
-    the host. half_gradients: they are summed in 16 bits. shared_blocks: how many of the last blocks compute with
-    parameters of blocks before them. dense_mask: batches bring a mask of [rows, 1, positions, positions]. recompute:
-    names of modules, or "full" for whole layers. offload: names of modules whose activations wait on the host.
-    generation: of the GPU, which decides about scratch memory.
+    chunks: its blocks by virtual stage. stage: the rank's position in a pipeline of pp, -1 for the last. dp: replicas
+    of the whole model, without context-parallel ranks. micro_batches: per step and replica. group: micro-batches that
+    an interleaved schedule runs through a virtual stage before the next (0: pp). implementation: "te" or "local",
+    Megatron-Core's own layers. fused_softmax: unfused attention computes scale, mask and softmax in one kernel.
+    fused_wgrad: the matmuls that compute weight gradients add them to the sums. fused_loss: the loss is a compiled
+    function. sharded_parameters: Megatron-FSDP shards parameters and gradients as a distributed optimizer shards its
+    state. overlapped_tp: tensor-parallel products are split to overlap their communication. deferred_wgrads:
+    micro-batches whose gradient of the table of words is deferred to the end. whole_parameters: a distributed optimizer
+    assigns whole parameters to ranks. optimizer_instances: groups of replicas that each have a full distributed
+    optimizer. optimizer_bytes: per parameter, of its fp32 copy and both moments. host_optimizer: the share of these on
+    the host. half_gradients: gradients are summed in 16 bits. shared_blocks: number of last blocks that share the
+    parameters of earlier blocks. dense_mask: batches contain a mask of [rows, 1, positions, positions]. recompute:
+    names of modules, or "full" for whole layers. offload: names of modules whose activations are on the host.
+    generation: of the GPU, which determines scratch memory.
 
-    Raises ValueError for words that are not known, a stage that there is not, and a rank without blocks.
+    Raises ValueError for unknown words, a stage outside the pipeline, and a rank without blocks.
     """
 
     chunks: tuple[tuple[Block, ...], ...]
@@ -159,9 +160,9 @@ class Setup:
             raise ValueError(f"stage must be below pp, got {self.stage} of {self.pp}")
         if not self.blocks:
             raise ValueError("a rank must have a block")
-        for names, known in ((self.recompute, (*MODULES, "full")), (self.offload, OFFLOADS)):
-            if unknown := [name for name in names if name not in known]:
-                raise ValueError(f"modules must be of {', '.join(known)}, got {', '.join(unknown)}")
+        for names, allowed in ((self.recompute, (*MODULES, "full")), (self.offload, OFFLOADS)):
+            if unknown := [name for name in names if name not in allowed]:
+                raise ValueError(f"modules must be of {', '.join(allowed)}, got {', '.join(unknown)}")
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -169,13 +170,13 @@ class Setup:
 
     @property
     def stored_blocks(self) -> tuple[Block, ...]:
-        """Those with parameters of their own."""
+        """Return the blocks with their own parameters."""
         blocks = self.blocks
         return blocks[: len(blocks) - self.shared_blocks]
 
     @property
     def split(self) -> int:
-        """Ranks over which what lies between tensor-parallel matrices is cut."""
+        """Count the ranks that shard activations between tensor-parallel matrices."""
         return self.tp if self.sequence_parallel else 1
 
     @property
@@ -190,10 +191,10 @@ class Setup:
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Of which virtual stages forward passes are kept when the first backward pass starts, one number for each.
+        """List the virtual stage of each forward pass that is kept when the first backward pass starts.
 
-        1F1B keeps as many as there are stages from this one on; interleaved, two for each later stage, and a group for
-        each virtual stage but the last (D. Narayanan et al., SC 2021, section 2.2; get_pp_rank_microbatches in
+        1F1B keeps as many as there are stages from this one on. Interleaved keeps two for each later stage, and a group
+        for each virtual stage but the last (D. Narayanan et al., SC 2021, section 2.2; get_pp_rank_microbatches in
         core/pipeline_parallel/schedules.py). Groups pass through one virtual stage after the other.
         """
         virtual, later = len(self.chunks), self.pp - 1 - self.stage % self.pp

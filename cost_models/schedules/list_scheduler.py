@@ -1,8 +1,8 @@
-"""A deterministic, event-driven list scheduler: a schedule from priorities, where no published order fits.
+"""A deterministic, event-driven list scheduler: a schedule from priorities, where no published order exists.
 
-R. L. Graham, "Bounds on multiprocessing timing anomalies" (SIAM J. Appl. Math. 17, 1969), with fixed machines: whenever
-a pipeline rank is free it starts the first action of its priority list that is ready; if none is, it waits until one
-becomes so. A forward is also not ready while the pipeline rank holds as many activations as it may.
+R. L. Graham, "Bounds on multiprocessing timing anomalies" (SIAM J. Appl. Math. 17, 1969), with fixed machines: a free
+pipeline rank starts the first ready action of its priority list; if none is ready, it waits until one is. A forward is
+not ready while the pipeline rank keeps its maximum of activations.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_models.schedules.actions import Action, interned
-from cost_models.schedules.stage_times import StageTimes
+from cost_models.schedules.actions import Action, StageTimes, interned
 
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Actions of one pipeline rank that are done in this order. limit: activations held before a forward of it
-    starts."""
+    """Actions of one pipeline rank in a fixed order. limit: a forward of the queue starts only below this number of
+    kept activations."""
 
     actions: Sequence[Action]
     limit: int = 0
@@ -28,9 +27,9 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One pipeline rank: its queues, the first one first where several could go on.
+    """One pipeline rank and its queues, in order of priority.
 
-    Weight gradients need no queue: a W follows when nothing of the queues is ready, oldest I first.
+    Weight gradients need no queue: a W runs when no queue is ready, oldest I first.
     """
 
     queues: tuple[Queue, ...]
@@ -39,10 +38,10 @@ class Worker:
 def list_schedule(
     workers: Sequence[Worker], placement: Sequence[int], times: Sequence[StageTimes], num_micro_batches: int
 ) -> tuple[tuple[Action, ...], ...] | None:
-    """The schedules, by pipeline rank, that result for stages with these `times`; None if the limits leave no way on.
+    """Return the schedules, by pipeline rank, for stages with these `times`; None if the limits allow no progress.
 
-    Transfers are taken to cost nothing. Activations are counted from the start of F to the end of B or W, one per
-    stage and micro-batch. Ties go to the lower pipeline rank, so the result is the same on every machine.
+    Transfers cost nothing here. Activations are counted from the start of F to the end of B or W, one per stage and
+    micro-batch. Ties go to the lower pipeline rank, so the result is the same on every machine.
     """
     ends = _Ends(len(placement), num_micro_batches)
     states = [_State(worker) for worker in workers]
@@ -65,28 +64,28 @@ def list_schedule(
 
 
 class _Ends:
-    """When forwards and input gradients end, by stage and micro-batch; infinity as long as they have not started."""
+    """When forwards and input gradients end, by stage and micro-batch; infinity until they have started."""
 
     def __init__(self, num_stages: int, num_micro_batches: int) -> None:
         self._forward = [[math.inf] * num_micro_batches for _ in range(num_stages)]
         self._gradient = [[math.inf] * num_micro_batches for _ in range(num_stages)]
 
     def set(self, action: Action, end: float) -> None:
-        """Note that an action ends at `end`."""
+        """Record that an action ends at `end`."""
         if action.kind != "W":
             (self._forward if action.kind == "F" else self._gradient)[action.stage][action.micro] = end
 
     def ready(self, action: Action) -> float:
-        """When what a forward or backward reads is there."""
+        """Return when the inputs of a forward or backward are available."""
         stage, micro = action.stage, action.micro
         if action.kind == "F":
             return self._forward[stage - 1][micro] if stage else 0.0
-        own = self._forward[stage][micro]
-        return own if stage == len(self._forward) - 1 else max(own, self._gradient[stage + 1][micro])
+        forward_end = self._forward[stage][micro]
+        return forward_end if stage == len(self._forward) - 1 else max(forward_end, self._gradient[stage + 1][micro])
 
 
 class _State:
-    """How far a worker is. line: its actions so far; free_at: when the last one ends."""
+    """The progress of a worker. line: its actions so far; free_at: when the last one ends."""
 
     def __init__(self, worker: Worker) -> None:
         self.line: list[Action] = []
@@ -98,11 +97,11 @@ class _State:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left in the queues."""
+        """Whether the queues are empty."""
         return all(head == len(queue.actions) for head, queue in zip(self._heads, self._queues, strict=True))
 
     def next_action(self, ends: _Ends, now: float) -> Action | None:
-        """The action to start, as the worker's priorities say; None if none is ready."""
+        """Return the action to start by the worker's priorities; None if none is ready."""
         action = self._choose(ends, now)
         if action is not None:
             self.line.append(action)

@@ -1,15 +1,15 @@
-"""Runs a schedule on paper: each pipeline rank in its own order, each action as soon as its inputs have arrived.
+"""Simulate a schedule: each pipeline rank runs its actions in order, each as soon as its inputs have arrived.
 
 With end(a) the end of action a, prev(a) the action before it on its pipeline rank and d(a) its seconds,
 
     start(a) = max(end(prev(a)), arrival of each input of a),      end(a) = start(a) + d(a)
 
-A forward's inputs are the forwards of the stages that send to it, a B's or I's are the B or I of the stages that it
-sent to; W has none beyond the I before it. A message from one pipeline rank to another leaves when the action that
-produced it has ended and the link is free: a link is one direction between two pipeline ranks, carries one message at a
-time in the order of production (those of one action in the order of `edges`), and works beside the computation. Only
-its source feeds a link, in the order of its line, so these equations have one solution however the pipeline ranks are
-visited; if they have none, pipeline ranks wait for one another.
+A forward's inputs are the forwards of the stages that send to it. A B's or I's inputs are the B or I of the stages that
+it sent to. W has no input except the I before it. A message from one pipeline rank to another leaves when its producer
+has ended and the link is free. A link is one direction between two pipeline ranks. It carries one message at a time in
+the order of production (messages of one action in the order of `edges`), concurrently with computation. Only its source
+feeds a link, in the order of its line, so these equations have one solution however the pipeline ranks are visited. If
+they have no solution, pipeline ranks wait for one another.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from cost_models.schedules.actions import Action, Schedule
+from cost_models.schedules.actions import Action, Lines
 
 Edges: TypeAlias = Sequence[tuple[int, int]]
-"""(source stage, target stage) of tensors that go forward, and whose gradients come back."""
+"""(source stage, target stage) of tensors that are sent forward, and whose gradients are sent back."""
 
 UNKNOWN = -1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a schedule is about. pipeline_ranks: the pipeline rank of each stage."""
+    """The sizes of a schedule. pipeline_ranks: the pipeline rank of each stage."""
 
     num_micro_batches: int
     pipeline_ranks: tuple[int, ...]
@@ -39,7 +39,7 @@ class Shape:
 
 
 class _Edge:
-    """The messages of one edge in one direction: when they arrive, and which pipeline rank waits for which of them."""
+    """The messages of one edge in one direction: when they arrive, and the pipeline rank that waits for each."""
 
     __slots__ = ("arrival", "free", "link", "peer", "seconds", "waiting")
 
@@ -61,7 +61,7 @@ class _Edge:
 
 @dataclass(frozen=True, slots=True)
 class _Wiring:
-    """The messages between stages: for each stage, what a forward or a backward waits for, and what it sends."""
+    """The messages between stages: for each stage, the inputs and outputs of forward and backward."""
 
     forward_inputs: list[list[_Edge]]
     forward_outputs: list[list[_Edge]]
@@ -99,13 +99,13 @@ def _lists(num_stages: int) -> list[list[_Edge]]:
 
 
 def sweep(
-    schedule: Schedule, shape: Shape, edges: Edges, seconds: Mapping[str, Sequence[float]], transfers: Sequence[float]
+    schedule: Lines, shape: Shape, edges: Edges, seconds: Mapping[str, Sequence[float]], transfers: Sequence[float]
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Start and end of each action, per pipeline rank.
+    """Return start and end of each action, per pipeline rank.
 
-    seconds: per kind, of each stage. transfers: seconds of each edge, not counted within a pipeline rank. Every stage
-    must run every micro-batch once, on one pipeline rank. Raises ValueError that names the actions if pipeline ranks
-    wait for one another.
+    seconds: per kind, of each stage. transfers: seconds of each edge, ignored within a pipeline rank. Every stage must
+    run every micro-batch once, on one pipeline rank. Raises ValueError that names the actions if pipeline ranks wait
+    for one another.
     """
     wiring = _wire(shape, edges, transfers)
     nothing = _lists(shape.num_stages)
@@ -135,7 +135,7 @@ def sweep(
                     missing = edge
                     break
             if missing is not None:
-                # The clock may have moved on to another input's arrival: it is read again from line_ends.
+                # The clock may have advanced to another input's arrival, so it is read again from line_ends.
                 missing.waiting[micro] = rank
                 break
             line_starts.append(clock)
@@ -150,8 +150,8 @@ def sweep(
     return starts, ends
 
 
-def _deadlock(schedule: Schedule, shape: Shape, wiring: _Wiring, heads: list[int]) -> str:
-    """Follows who waits for whom until a pipeline rank comes again."""
+def _deadlock(schedule: Lines, shape: Shape, wiring: _Wiring, heads: list[int]) -> str:
+    """Follow the pipeline ranks that wait for one another until one repeats; return the cycle as text."""
     rank = next(index for index, line in enumerate(schedule) if heads[index] < len(line))
     chain: list[tuple[int, str]] = []
     while all(rank != seen for seen, _ in chain):

@@ -1,4 +1,4 @@
-"""What happens when, where a schedule runs with given times."""
+"""The simulated times of a schedule's actions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cost_models.schedules.actions import Action, Schedule
-from cost_models.schedules.stage_times import StageTimes
+from cost_models.schedules.actions import Action, Lines, StageTimes
 from cost_models.schedules.sweep import Shape, sweep
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One action on one pipeline rank, from `start` to `end` in seconds after the step's begin."""
+    """One action on one pipeline rank, from `start` to `end` in seconds after the step's start."""
 
     action: Action
     pipeline_rank: int
@@ -23,7 +22,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A simulated step. schedule, starts, ends: per pipeline rank, in order; seconds after the step's begin.
+    """A simulated step. schedule, starts, ends: per pipeline rank, in order; seconds after the step's start.
 
     makespan: seconds to the end of the last action. busy: seconds that each pipeline rank computes.
     """
@@ -35,13 +34,13 @@ class Timeline:
     busy: tuple[float, ...]
 
     def events(self) -> Iterator[Event]:
-        """All actions, pipeline rank by pipeline rank, in the order in which they run."""
+        """Yield all actions, pipeline rank by pipeline rank, in execution order."""
         for pipeline_rank, columns in enumerate(zip(self.schedule, self.starts, self.ends, strict=True)):
             for action, start, end in zip(*columns, strict=True):
                 yield Event(action, pipeline_rank, start, end)
 
     def scaled(self, factor: float) -> Timeline:
-        """The same step, everything in it taking `factor` times as long."""
+        """Return the same step with all times multiplied by `factor`."""
         starts, ends = (tuple(tuple(factor * t for t in line) for line in times) for times in (self.starts, self.ends))
         return Timeline(
             schedule=self.schedule,
@@ -53,34 +52,34 @@ class Timeline:
 
     @property
     def bubble_fractions(self) -> tuple[float, ...]:
-        """For each pipeline rank, the share of the makespan in which it does not compute; 0 for an empty makespan."""
+        """Return each pipeline rank's idle share of the makespan; 0 for an empty makespan."""
         return tuple(1 - busy / self.makespan if self.makespan > 0 else 0.0 for busy in self.busy)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """For each stage, the most micro-batches whose F has started and whose B (or W, if split) has not ended."""
-        held: dict[int, int] = {}
+        """Return each stage's peak number of micro-batches between the start of F and the end of B (or W, if split)."""
+        live: dict[int, int] = {}
         peaks: dict[int, int] = {}
         for line in self.schedule:
             for action in line:
                 stage = action.stage
                 if action.kind == "F":
-                    held[stage] = held.get(stage, 0) + 1
-                    peaks[stage] = max(peaks.get(stage, 0), held[stage])
+                    live[stage] = live.get(stage, 0) + 1
+                    peaks[stage] = max(peaks.get(stage, 0), live[stage])
                 elif action.kind != "I":
-                    held[stage] -= 1
+                    live[stage] -= 1
         return tuple(peaks[stage] for stage in sorted(peaks))
 
 
 def simulate(
-    schedule: Schedule, times: Sequence[StageTimes], transfer_seconds: Mapping[tuple[int, int], float], shape: Shape
+    schedule: Lines, times: Sequence[StageTimes], transfer_seconds: Mapping[tuple[int, int], float], shape: Shape
 ) -> Timeline:
-    """Runs `schedule`, of this shape, with the `times` of each stage. The equations are in ``sweep``.
+    """Simulate `schedule`, of this shape, with the `times` of each stage. The equations are in ``sweep``.
 
     transfer_seconds: (source stage, target stage) -> seconds of one micro-batch's message, and of its gradient on the
-    way back; nothing within a pipeline rank. A link, which is one direction between two pipeline ranks, carries one
-    message at a time, while both pipeline ranks compute. Raises ValueError where a time is none, and where pipeline
-    ranks wait for one another.
+    way back; ignored within a pipeline rank. A link, one direction between two pipeline ranks, carries one message at a
+    time, while both pipeline ranks compute. Raises ValueError for an unknown time, and where pipeline ranks wait for
+    one another.
     """
     for edge, transfer in transfer_seconds.items():
         if not 0 <= transfer < math.inf:
@@ -103,13 +102,13 @@ def simulate(
     )
 
 
-def _halves(schedule: Schedule, times: Sequence[StageTimes]) -> list[tuple[float, float]]:
+def _halves(schedule: Lines, times: Sequence[StageTimes]) -> list[tuple[float, float]]:
     split = {action.stage for line in schedule for action in line if action.kind == "I"}
     return [stage.split() if index in split else (0.0, 0.0) for index, stage in enumerate(times)]
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, object]:
-    """The timeline in the Trace Event Format of Chrome and Perfetto, ready for `json.dump`.
+    """Return the timeline in the Trace Event Format of Chrome and Perfetto, ready for `json.dump`.
 
     One row per pipeline rank; complete events ("X") named after the action, `ts` and `dur` in microseconds, the
     category one of forward, backward, input, weight. Format: "Trace Event Format", Google, section "Complete Events".

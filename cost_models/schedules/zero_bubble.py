@@ -1,18 +1,18 @@
-"""Zero-bubble schedules: backwards in two halves, so that weight gradients fill what would be bubbles.
+"""Zero-bubble schedules: backward runs in two halves, so that weight gradients fill what would be bubbles.
 
-P. Qi, X. Wan, G. Huang, M. Lin, "Zero bubble pipeline parallelism" (arXiv:2401.10241; ICLR 2024). Only I (the paper's
-B) is on the way of the next pipeline rank, W may come at any time after it. Activations are held until W.
+P. Qi, X. Wan, G. Huang, M. Lin, "Zero bubble pipeline parallelism" (arXiv:2401.10241; ICLR 2024). The next pipeline
+rank waits only for I (the paper's B); W may come at any time after it. Activations are kept until W.
 
-zero-bubble    ZB-H1 (section 2): no pipeline rank holds more than min(m, p) micro-batches, which is what 1F1B's first
-               pipeline rank holds. Equal stages take m (f + i + w) + (p - 1) (f + i - w) if f = i = w and m >= p.
+zero-bubble    ZB-H1 (section 2): no pipeline rank keeps more than min(m, p) micro-batches, as 1F1B's first pipeline
+               rank does. Equal stages take m (f + i + w) + (p - 1) (f + i - w) if f = i = w and m >= p.
 zero-bubble-v  ZB-V (section 6): two chunks per pipeline rank, going down the pipeline ranks and up again, so that the
-               first pipeline rank also has the last stage. No pipeline rank holds more than 2 p chunks' activations,
-               which is 1F1B's p micro-batches. With f = i = w and m >= 2 p - 1, pipeline rank i works without a pause
+               first pipeline rank also has the last stage. No pipeline rank keeps more than 2 p chunks' activations,
+               which are 1F1B's p micro-batches. With f = i = w and m >= 2 p - 1, pipeline rank i works without a pause
                from i f to (6 m + i) f.
 
-Each has a rule, which is exact for equal times and enough micro-batches. For fewer the V has also a list scheduler
-under the same limit (the paper's automatic scheduling, section 3, in its greedy form without its local search): of the
-schedules the one with the least makespan of equal stages wins, the rule's if equal.
+Each has a rule that is exact for equal times and enough micro-batches. For fewer micro-batches the V also has a list
+scheduler under the same limit (the paper's automatic scheduling, section 3, in its greedy form without its local
+search). The schedule with the least makespan on equal stages wins; on a tie, the rule's.
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from cost_models.schedules.actions import Action, Kind, interned
+from cost_models.schedules.actions import Action, Kind, Lines, StageTimes, interned
 from cost_models.schedules.list_scheduler import Queue, Worker, list_schedule
-from cost_models.schedules.stage_times import StageTimes
+from cost_models.schedules.record import folded
 from cost_models.schedules.sweep import Shape
 from cost_models.schedules.timeline import simulate
-
-Lines = tuple[tuple[Action, ...], ...]
 
 EQUAL = StageTimes(1.0, 2.0, 1.0, 1.0)
 
 
 def h1(p: int, m: int) -> Lines:
-    """ZB-H1's schedule for p pipeline ranks and m micro-batches."""
+    """Return ZB-H1's schedule for p pipeline ranks and m micro-batches."""
     return tuple(_h1_line(rank, p, m) for rank in range(p))
 
 
 def _h1_line(rank: int, p: int, m: int) -> tuple[Action, ...]:
-    """1F1B with I for B, and the W of each micro-batch `rank` backwards later.
+    """Return 1F1B with I for B, and the W of each micro-batch `rank` backwards later.
 
     So p - rank micro-batches wait for their I and `rank` for their W: p in all, on every pipeline rank.
     """
@@ -54,27 +52,27 @@ def _h1_line(rank: int, p: int, m: int) -> tuple[Action, ...]:
 
 
 def v_shaped(p: int, m: int) -> Lines:
-    """ZB-V's schedule for p pipeline ranks and m micro-batches."""
+    """Return ZB-V's schedule for p pipeline ranks and m micro-batches."""
     best = tuple(_v_line(rank, p, m) for rank in range(p))
     if m >= 2 * p - 1:
         return best
-    shape, times = Shape(m, (*range(p), *reversed(range(p)))), [EQUAL] * (2 * p)
+    shape, times = Shape(m, folded(p)), [EQUAL] * (2 * p)
     free = {(stage, stage + 1): 0.0 for stage in range(2 * p - 1)}
     best_seconds = simulate(best, times, free, shape).makespan
     for queues in _v_priorities(p, m, 2 * min(m, p)):
         workers = [Worker(tuple(queues(rank))) for rank in range(p)]
         lines = list_schedule(workers, shape.pipeline_ranks, times, m)
-        # Rounding must not decide: the rule's schedule stays unless another is faster by more.
+        # Rounding must not decide: the rule's schedule stays unless another is faster by more than that.
         if lines is not None and (seconds := simulate(lines, times, free, shape).makespan) < best_seconds * (1 - 1e-9):
             best, best_seconds = lines, seconds
     return best
 
 
 def _v_priorities(p: int, m: int, limit: int) -> Iterable[Callable[[int], Iterable[Queue]]]:
-    """Ways to fill a pipeline rank's list, each a function of the pipeline rank.
+    """Return ways to fill a pipeline rank's list, as functions of the pipeline rank.
 
-    A forward of the first chunk leaves room for one of the second: else first chunks could fill the memory, and nothing
-    could ever be finished.
+    A forward of the first chunk leaves room for one of the second. Otherwise first chunks could fill the memory, and
+    nothing could ever finish.
     """
 
     def late_first(rank: int) -> Iterable[Queue]:
@@ -95,9 +93,9 @@ def _v_priorities(p: int, m: int, limit: int) -> Iterable[Callable[[int], Iterab
 
 
 def _v_line(rank: int, p: int, m: int) -> tuple[Action, ...]:
-    """The V's rule at one pipeline rank, as in the ZBV schedule of torch.distributed.pipelining.
+    """Return the line of one pipeline rank by the V's rule, as in the ZBV schedule of torch.distributed.pipelining.
 
-    Stated for at least 2 p - 1 micro-batches; with fewer, those that do not exist are left out.
+    The rule is stated for at least 2 p - 1 micro-batches; with fewer, missing micro-batches are left out.
     """
     num = max(m, 2 * p - 1)
     down, up = rank, 2 * p - 1 - rank

@@ -1,4 +1,4 @@
-"""What options check, methods check too, in the same words; and what `verify` takes that training takes."""
+"""Methods check the same arguments as options, in the same words; `verify` takes the inputs of training."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ def test_paths_and_ranks_are_checked(tmp_path: Path) -> None:
     step = program.build()
     for path in (5, "", None, b"bytes", ["a"]):
         for method in (program.save_checkpoint, program.load_checkpoint, program.save_pretrained):
-            with pytest.raises(ConstraintError, match="^directory is a path"):
+            with pytest.raises(ConstraintError, match="^directory must be a path"):
                 method(step, path)
     for rank in (1, -1, True, "0"):
-        with pytest.raises(ConstraintError, match="^rank is "):
+        with pytest.raises(ConstraintError, match="^rank (must be|is) "):
             program.local_batch(batch(), rank=rank)
     assert not list(tmp_path.iterdir())
 
@@ -105,22 +105,22 @@ def report(kind: str, inputs: dict[str, torch.Tensor], cluster: str = "1 cpu", *
     ["rows", "unused nan", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("frozen inf", "buffers"))],
 )
 def test_empty_tensors_and_numbers_that_nothing_uses_are_verified(kind: str) -> None:
-    found = report(kind, batch())
-    assert found.ok() and not found.proves_nothing
+    verified = report(kind, batch())
+    assert verified.ok() and not verified.proves_nothing
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("which", ["leaf", "of another layer", "parameter"])
 def test_inputs_that_require_gradients_are_verified(which: str) -> None:
-    given = batch()
+    values = batch()
     if which == "leaf":
-        given["x"].requires_grad_()
+        values["x"].requires_grad_()
     if which == "of another layer":
-        given["x"] = nn.Linear(6, 6)(given["x"])
+        values["x"] = nn.Linear(6, 6)(values["x"])
     if which == "parameter":
-        given = {name: nn.Parameter(value) for name, value in given.items()}
-    assert report("", given, "2 cpu", constraints={"dp": 2}).ok()
+        values = {name: nn.Parameter(value) for name, value in values.items()}
+    assert report("", values, "2 cpu", constraints={"dp": 2}).ok()
 
 
 @pytest.mark.slow

@@ -30,14 +30,14 @@ class Images(nn.Module):
         super().__init__()
         self.stem, self.bare = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8, affine=False)
         self.blocks = nn.ModuleList(Block(8) for _ in range(3))
-        self.own, self.head = nn.BatchNorm2d(8, track_running_stats=False), nn.Linear(8, 6)
+        self.norm, self.head = nn.BatchNorm2d(8, track_running_stats=False), nn.Linear(8, 6)
         self.last = nn.BatchNorm1d(6)
 
     def forward(self, pixels: Tensor, labels: Tensor) -> Tensor:
         x = self.bare(self.stem(pixels * 3 + 5))
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.last(self.head(self.own(x).mean((2, 3)))), labels)
+        return F.cross_entropy(self.last(self.head(self.norm(x).mean((2, 3)))), labels)
 
 
 def batch() -> dict[str, Tensor]:

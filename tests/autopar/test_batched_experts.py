@@ -86,9 +86,9 @@ class Dispatched(Mixture):
     def sent(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(shares [B, L], which token goes to which place of which expert [B, L, E, C])."""
         shares, chosen = self.router(x).softmax(-1).max(-1)
-        own = F.one_hot(chosen, self.num_experts)
-        place = (own.cumsum(1) - 1) * own
-        fits = own * (place < self.places)
+        one_hot = F.one_hot(chosen, self.num_experts)
+        place = (one_hot.cumsum(1) - 1) * one_hot
+        fits = one_hot * (place < self.places)
         return shares, F.one_hot(place.clamp(max=self.places - 1), self.places).to(x.dtype) * fits.unsqueeze(-1)
 
 
@@ -131,7 +131,7 @@ def batch() -> dict[str, Tensor]:
     return {"tokens": tokens[0], "labels": tokens[1]}
 
 
-def made(mixture: type[Mixture], **settings: Any) -> Mixture:
+def model_of(mixture: type[Mixture], **settings: Any) -> Mixture:
     torch.manual_seed(0)
     return mixture(**settings)
 
@@ -155,7 +155,7 @@ CASES: list[tuple[type[Mixture], dict[str, Any]]] = [
 def test_programs_train_as_one_process_does(mixture: type[Mixture], pins: dict[str, Any]) -> None:
     """With elements dropped between the products, and where one expert has all tokens."""
     for settings in ({"dropout": 0.25}, {"sharpness": 50.0}):
-        report = autopar.verify(made(mixture, **settings), IDEAL, example_inputs=batch(), constraints=pins)
+        report = autopar.verify(model_of(mixture, **settings), IDEAL, example_inputs=batch(), constraints=pins)
         assert report.ok(1e-5), report
 
 
@@ -172,15 +172,15 @@ QUICK = (Dispatched, WeighedInTheProduct, ChosenByExperts)
 )
 def test_what_is_of_experts_is_shared_out(mixture: type[Mixture]) -> None:
     """Over ep, with etp=1 over tp, too, and with etp=2 not over tp."""
-    for pins, held in (
+    for pins, placement in (
         ({"ep": 4}, 'ep="S(0)"'),
         ({"ep": 2, "tp": 2, "etp": 1}, 'ep="S(0)", tp="S(0)"'),
         ({"dp": 4, "ep": 2, "zero": 3}, 'dp="Rp", ep="S(0)", zero=3'),
     ):
-        text = autopar.compile(made(mixture), IDEAL, example_inputs=batch(), constraints=pins).source
-        assert [f'"{name}": Param({shape}, {held}' in text for name, shape in SHAPES.items()] == [True] * 3
+        text = autopar.compile(model_of(mixture), IDEAL, example_inputs=batch(), constraints=pins).source
+        assert [f'"{name}": Param({shape}, {placement}' in text for name, shape in SHAPES.items()] == [True] * 3
     pins = {"ep": 2, "tp": 2, "etp": 2}
-    text = autopar.compile(made(mixture), IDEAL, example_inputs=batch(), constraints=pins).source
+    text = autopar.compile(model_of(mixture), IDEAL, example_inputs=batch(), constraints=pins).source
     assert 'ep="S(0)", tp="S(0)"' not in text
 
 
@@ -202,7 +202,7 @@ def all_to_all_bytes(compiled: CompiledProgram, inputs: dict[str, Tensor]) -> in
 def test_as_many_bytes_travel_as_are_priced() -> None:
     """Of a reshard by its statement, which is priced as it is written (costs/test_events.py)."""
     pins = {"ep": 4, "recompute": "none", "zero": 0}
-    compiled = autopar.compile(made(Dispatched), IDEAL, example_inputs=batch(), constraints=pins)
+    compiled = autopar.compile(model_of(Dispatched), IDEAL, example_inputs=batch(), constraints=pins)
     statements = [s for s in compiled.program.root.body if isinstance(s, Reshard)]
     priced = sum(s.num_bytes * [s.forward, s.backward].count("all_to_all") for s in statements)
     assert run_ranks(all_to_all_bytes, (compiled, batch()), 4) == [priced] * 4 and priced > 0
@@ -215,15 +215,15 @@ def test_few_experts_are_not_shared_out_as_on_fewer_ranks(monkeypatch: pytest.Mo
     monkeypatch.setattr(pipelines, "EXACT_SOLVED_LAYERS", 0)
     pins = {"ep": 4, "tp": 2, "activations": {"bmm": {"tp": "S(0)"}}}
     with pytest.raises(ConstraintError, match=r"(?s)tp=S\(0\) on ep4 x tp2.*P, R, Rp, S\(2\)"):
-        autopar.compile(made(Copied), str(eight), example_inputs=batch(), constraints=pins)
+        autopar.compile(model_of(Copied), str(eight), example_inputs=batch(), constraints=pins)
 
 
 @pytest.mark.slow
 def test_the_search_over_ep_equals_trying_every_degree() -> None:
     """With all else free."""
-    given = {"example_inputs": batch(), "cluster_spec": IDEAL}
+    settings = {"example_inputs": batch(), "cluster_spec": IDEAL}
     free, *pinned = (
-        autopar.compile(made(Dispatched), constraints=pins, **given).plan.prediction.step_seconds
+        autopar.compile(model_of(Dispatched), constraints=pins, **settings).plan.prediction.step_seconds
         for pins in ({}, *({"ep": ep} for ep in (1, 2, 4)))
     )
     assert free == pytest.approx(min(pinned), rel=1e-9) and len(set(pinned)) == 3
@@ -244,11 +244,11 @@ class Heads(nn.Module):
 
 
 def test_heads_are_no_experts() -> None:
-    with pytest.raises(ConstraintError, match="no experts that autopar recognises"):
+    with pytest.raises(ConstraintError, match="no experts that autopar recognizes"):
         autopar.compile(Heads(), IDEAL, example_inputs={"x": torch.zeros(8, WIDTH)}, constraints={"ep": 2})
 
 
 def test_a_degree_that_does_not_divide_the_experts_is_refused() -> None:
-    model = made(AllForAll, num_experts=6)
-    with pytest.raises(ConstraintError, match=r"(?s)does not divide their number.*ep=4, 6 experts.*ep of 2, 3, 6"):
+    model = model_of(AllForAll, num_experts=6)
+    with pytest.raises(ConstraintError, match=r"(?s)does not divide the experts.*ep=4, 6 experts.*ep of 2, 3, 6"):
         autopar.compile(model, IDEAL, example_inputs=batch(), constraints={"ep": 4})

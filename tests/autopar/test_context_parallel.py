@@ -73,14 +73,14 @@ CAUSAL = (None, 0.0, True)
 )
 def test_which_calls_can_be_cut(args: Any, kwargs: Any, can: bool) -> None:
     node, inputs, rule = attention_rule(*args, **kwargs)
-    found = [o for o in axis_options(rule, 2, inputs, node.outputs) if o.label in rule.joints]
+    joints = [o for o in axis_options(rule, 2, inputs, node.outputs) if o.label in rule.joints]
     is_causal = "is_causal" in kwargs or len(args) > 5
     layouts = ["/stripes"] if is_causal else ["", "/stripes"]
-    assert {o.label for o in found} == ({f"s+t/{e}{end}" for e in EXCHANGES for end in layouts} if can else set())
-    for option in found:
-        own, keys = (S(2, meta.shape[2] // 2 if "stripes" in option.label else 1) for meta in inputs[:2])
-        assert option.inputs[:3] == (own, keys, keys) and option.outputs == (own,)
-        assert option.inputs[3:] == ((own,) if len(inputs) > 3 else ())
+    assert {o.label for o in joints} == ({f"s+t/{e}{end}" for e in EXCHANGES for end in layouts} if can else set())
+    for option in joints:
+        query, keys = (S(2, meta.shape[2] // 2 if "stripes" in option.label else 1) for meta in inputs[:2])
+        assert option.inputs[:3] == (query, keys, keys) and option.outputs == (query,)
+        assert option.inputs[3:] == ((query,) if len(inputs) > 3 else ())
 
 
 @pytest.mark.slow
@@ -97,11 +97,11 @@ def test_windows_can_be_cut_either_way() -> None:
 @pytest.mark.slow
 def test_sinks_travel_nowhere() -> None:
     """Causal, in windows and without a mask, exact under every exchange; the sinks are whole on every rank."""
-    for own in ({"is_causal": True}, {"before": 3, "after": 0}, {}):
-        node, inputs = make_node(SINK_ATTENTION, Q, f(2, 2, 12, 8), f(2, 2, 12, 8), f(4), enable_gqa=True, **own)
+    for settings in ({"is_causal": True}, {"before": 3, "after": 0}, {}):
+        node, inputs = make_node(SINK_ATTENTION, Q, f(2, 2, 12, 8), f(2, 2, 12, 8), f(4), enable_gqa=True, **settings)
         rule = rule_for(node, inputs)
         assert rule is not None
-        layouts = ("/stripes",) if "is_causal" in own else ("", "/stripes")
+        layouts = ("/stripes",) if "is_causal" in settings else ("", "/stripes")
         assert set(rule.joints) == {f"s+t/{e}{end}" for e in EXCHANGES for end in layouts}
         assert all(joint_option(rule, label, 2).inputs[3] == Rp for label in rule.joints)
         assert not prove_rule(node, inputs, rule, search_missed=False).wrong
@@ -203,8 +203,10 @@ def test_the_report_tells_what_is_exchanged() -> None:
     (scope,) = (scope for scope in scopes_of(best.graph) if scope.layer)
     rows = context_rows(scope, best.operators, best.assignment, best.plan.mesh, False, 1)
     key, value = next(o.inputs[1:3] for o in best.operators.values() if o.rule.joints)
-    own = (key.numel + value.numel) * 4 // 4
-    assert [row.traffic for row in rows] == [f"{bytes_text(3 * own)}, backward {bytes_text(3 * own + 4 * own)} p2p"]
+    shard_bytes = (key.numel + value.numel) * 4 // 4
+    assert [row.traffic for row in rows] == [
+        f"{bytes_text(3 * shard_bytes)}, backward {bytes_text(3 * shard_bytes + 4 * shard_bytes)} p2p"
+    ]
     assert rows[0].count == scope.count
     alone = search_plans(request_for("llama_gqa", tp=4)).best
     assert not any(
@@ -219,7 +221,7 @@ def test_only_cp_exchanges_keys() -> None:
     for operator in best.operators.values():
         for option in options_of(operator, mesh):
             assert option.axes[mesh.axes.index("tp")].lowering not in EXCHANGES
-    stored = [each.placements[mesh.axes.index("cp")] for each in best.assignment.parameters.values()]
+    stored = [parameter.placements[mesh.axes.index("cp")] for parameter in best.assignment.parameters.values()]
     assert stored and all(placement.is_replicated for placement in stored)
 
 
@@ -235,8 +237,8 @@ def test_buffers_that_a_call_writes_to_stay_whole() -> None:
     best = compiled.best
     norms = [key for key, operator in best.operators.items() if "batch_norm" in operator.node.op]
     assert norms and all(best.assignment.operators[key].labels[0] != "c" for key in norms)
-    statistics = [each for (_, name), each in best.assignment.parameters.items() if "running_" in name]
-    assert statistics and all(placement.is_replicated for each in statistics for placement in each.placements)
+    statistics = [buffer for (_, name), buffer in best.assignment.parameters.items() if "running_" in name]
+    assert statistics and all(placement.is_replicated for buffer in statistics for placement in buffer.placements)
 
 
 def long_request(rows: int, length: int = 512, **constraints: Any) -> Request:
@@ -259,14 +261,14 @@ def test_the_search_over_cp_equals_trying_every_degree(
 ) -> None:
     """expected: the degree that is fastest of those that fit."""
     monkeypatch.setattr(equal_configs, "MIN_POSITIONS", 8)
-    found = search_plans(long_request(rows, length, **pins)).best.plan
+    best = search_plans(long_request(rows, length, **pins)).best.plan
     degrees: dict[int, float] = {}
     for cp in (1, 2, 4):
         with contextlib.suppress(InfeasibleError, ConstraintError):
-            each = search_plans(long_request(rows, length, cp=cp, **pins)).best.plan
-            degrees[each.mesh.size("cp")] = each.prediction.step_seconds
-    assert found.prediction.step_seconds == pytest.approx(min(degrees.values()), rel=1e-9), (found.mesh, degrees)
-    assert found.mesh.size("cp") == expected
+            pinned = search_plans(long_request(rows, length, cp=cp, **pins)).best.plan
+            degrees[pinned.mesh.size("cp")] = pinned.prediction.step_seconds
+    assert best.prediction.step_seconds == pytest.approx(min(degrees.values()), rel=1e-9), (best.mesh, degrees)
+    assert best.mesh.size("cp") == expected
 
 
 @pytest.mark.slow
@@ -280,7 +282,7 @@ def test_refusals() -> None:
     example = EXAMPLES["llama_gqa"](seq_len=14)
     with pytest.raises(ConstraintError, match=r"14 positions(.|\n)*cp of 2, 7, 14"):
         autopar.compile(example.model, IDEAL, example_inputs=example.inputs, constraints={"cp": 4, "context": "ring"})
-    with pytest.raises(ConstraintError, match=r"cannot be cut so(.|\n)*all_gather(.|\n)*ring"):
+    with pytest.raises(ConstraintError, match=r"cannot be sharded like this(.|\n)*all_gather(.|\n)*ring"):
         autopar.compile(
             EXAMPLES["bert"](num_heads=1).model,
             IDEAL,

@@ -29,8 +29,8 @@ def slow_but(names: tuple[str, ...], among: Iterable[str] = NAMES) -> list[Any]:
     return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in among]
 
 
-def own_loss(model: nn.Module, loss_fn: Any, given: dict[str, Tensor]) -> Tensor:
-    loss: Tensor = model(**given) if loss_fn is None else loss_fn(model(given["x"]), given["target"])
+def own_loss(model: nn.Module, loss_fn: Any, values: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = model(**values) if loss_fn is None else loss_fn(model(values["x"]), values["target"])
     return loss
 
 
@@ -42,15 +42,15 @@ def compiled_of(model: nn.Module, loss_fn: Any, cluster: str = "1 cpu", **option
 def test_losses_of_three_steps_are_the_models(name: str) -> None:
     model, loss_fn = model_and_loss(name)
     step = compiled_of(model, loss_fn).build()
-    own = copy.deepcopy(model)
-    optimizer = sgd(own.parameters())
+    reference = copy.deepcopy(model)
+    optimizer = sgd(reference.parameters())
     losses = []
     for index in range(3):
-        given = batch(index)
-        losses.append(float(step(given)))
+        values = batch(index)
+        losses.append(float(step(values)))
         optimizer.zero_grad()
         with SameDropout(0, index):
-            loss = own_loss(own, loss_fn, given)
+            loss = own_loss(reference, loss_fn, values)
         loss.backward()
         optimizer.step()
         assert losses[-1] == pytest.approx(float(loss.detach()), rel=1e-5)
@@ -84,19 +84,19 @@ def test_every_plan_draws_the_same_numbers(name: str, plan: str) -> None:
 def test_draws_of_training_are_off_in_evaluation(name: str) -> None:
     model, loss_fn = model_and_loss(name)
     step = compiled_of(model, loss_fn).build()
-    own = copy.deepcopy(model).eval()
+    reference = copy.deepcopy(model).eval()
     with torch.no_grad():
-        expected = float(own_loss(own, loss_fn, batch(3)))
+        expected = float(own_loss(reference, loss_fn, batch(3)))
     assert float(step.evaluate(batch(3))) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
 def test_recurrent_dropout_is_off_in_evaluation() -> None:
     model, loss_fn = model_and_loss("Recurrent")
-    step, given = compiled_of(model, loss_fn).build(), batch(3)
+    step, values = compiled_of(model, loss_fn).build(), batch(3)
     with torch.no_grad():
-        expected = float(own_loss(copy.deepcopy(model).eval(), loss_fn, given))
-    assert float(step.evaluate(given)) == pytest.approx(expected, rel=1e-5)
+        expected = float(own_loss(copy.deepcopy(model).eval(), loss_fn, values))
+    assert float(step.evaluate(values)) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -104,10 +104,10 @@ def test_draws_of_both_modes_are_those_of_the_step() -> None:
     """An evaluation between two steps draws what the next step will draw; twice, and it is the same."""
     model, loss_fn = model_and_loss("Autoencoder")
     step = compiled_of(model, loss_fn).build()
-    given, other = batch(0), batch(1)
-    step(given)
+    first, other = batch(0), batch(1)
+    step(first)
     with SameDropout(0, 0):
-        loss = own_loss(model, loss_fn, given)
+        loss = own_loss(model, loss_fn, first)
     loss.backward()
     sgd(model.parameters()).step()
     with SameDropout(0, 1), torch.no_grad():

@@ -48,12 +48,12 @@ class Routed(nn.Module):
     def forward(self, tokens: Tensor, choices: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(tokens).view(-1, WIDTH)
         ids = choices.reshape(-1)
-        own, order = torch.sort(ids)
+        sorted_ids, order = torch.sort(ids)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order))
-        ends = torch.histc(own.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        ends = torch.histc(sorted_ids.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
         grouped = torch.ops.transformers.grouped_mm_fallback
-        rows = F.silu(grouped(x[order // CHOICES], self.up, ends) + self.bias[own])
+        rows = F.silu(grouped(x[order // CHOICES], self.up, ends) + self.bias[sorted_ids])
         rows = grouped(rows, self.down, ends)[inverse]
         y = x + rows.view(-1, CHOICES, WIDTH).sum(1)
         return F.cross_entropy(self.head(y), labels.view(-1))
@@ -90,8 +90,8 @@ def batch(routing: str) -> dict[str, Tensor]:
 def check(model: type[Routed], pins: dict[str, Any], *routings: str) -> None:
     """One program, under each routing."""
     torch.manual_seed(0)
-    given = {"example_inputs": batch("mixed"), "constraints": pins, "optimizer": sgd_with_momentum}
-    program = autopar.compile(model(), IDEAL, **given)
+    settings = {"example_inputs": batch("mixed"), "constraints": pins, "optimizer": sgd_with_momentum}
+    program = autopar.compile(model(), IDEAL, **settings)
     assert all(f"{axis}{pins[axis]}" in program.plan.mesh_text for axis in ("ep", "cp", "tp") if axis in pins)
     for routing in routings:
         report = verify_program(program, batch(routing))
@@ -133,8 +133,8 @@ def test_rows_that_are_added_to_their_tokens_travel(pins: dict[str, Any]) -> Non
 def test_rows_travel_to_matrices_that_the_model_looks_up_for_each(pins: dict[str, Any]) -> None:
     example = ZOO["gpt_oss"].build()
     example.model.set_experts_implementation("batched_mm")
-    given = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "optimizer": sgd_with_momentum}
-    program = autopar.compile(example.model, IDEAL, constraints=pins, **given)
+    settings = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "optimizer": sgd_with_momentum}
+    program = autopar.compile(example.model, IDEAL, constraints=pins, **settings)
     report = verify_program(program, example.inputs)
     assert report.ok(1e-5), report
     layer = program.source.split("\nclass ")[1]
@@ -166,8 +166,8 @@ def test_experts_on_ranks_of_tp_take_tokens_that_these_cut() -> None:
 def test_stripes_of_cp_have_all_choices_of_a_token() -> None:
     """So rows that are copies of tokens, and weights of choices, are made and summed where the tokens are."""
     example = ZOO["qwen3_moe"].build()
-    given = {"example_inputs": example.inputs, "loss_fn": example.loss_fn}
-    source = autopar.compile(example.model, IDEAL, constraints={"cp": 2, "ep": 2}, **given).source
+    settings = {"example_inputs": example.inputs, "loss_fn": example.loss_fn}
+    source = autopar.compile(example.model, IDEAL, constraints={"cp": 2, "ep": 2}, **settings).source
     mixture = source[source.index("# mlp") : source.index("return residual + total")]
     assert " Routes(" in mixture and "cp.all_gather(" not in mixture and "cp.all_to_all(" not in mixture
 
@@ -181,7 +181,7 @@ def test_rows_in_the_order_of_experts_stay_where_they_are(tmp_path: Path) -> Non
     top = plan.scopes[""]
     for call, labels in (("silu", ("d0", "R")), ("grouped_mm_fallback_1", ("n+e", "a"))):
         edited = dataclasses.replace(top, calls={**top.calls, call: labels})
-        with pytest.raises(PlanError, match="rows of experts as they come"):
+        with pytest.raises(PlanError, match="rows that are sorted by expert"):
             autopar.compile(
                 Routed(), IDEAL, example_inputs=batch("mixed"), plan=dataclasses.replace(plan, scopes={"": edited})
             )
@@ -202,12 +202,12 @@ def test_what_is_read_between_two_layers_returns() -> None:
         def forward(self, tokens: Tensor, choices: Tensor, labels: Tensor) -> Tensor:
             x = self.embed(tokens).view(-1, WIDTH)
             ids = choices.reshape(-1)
-            own, order = torch.sort(ids)
+            sorted_ids, order = torch.sort(ids)
             inverse = torch.empty_like(order)
             inverse[order] = torch.arange(len(order))
-            ends = torch.histc(own.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+            ends = torch.histc(sorted_ids.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
             grouped = torch.ops.transformers.grouped_mm_fallback
-            rows = grouped(x[order // CHOICES], self.up, ends) + self.bias[own]
+            rows = grouped(x[order // CHOICES], self.up, ends) + self.bias[sorted_ids]
             more = rows[inverse].square().mean()
             rows = grouped(rows.relu(), self.down, ends)[inverse]
             y = x + rows.view(-1, CHOICES, WIDTH).sum(1)
@@ -221,11 +221,11 @@ def test_what_is_read_between_two_layers_returns() -> None:
 @pytest.mark.parametrize(
     ("pins", "says"),
     [
-        ({"ep": 5}, "does not divide their number"),
+        ({"ep": 5}, "does not divide the experts"),
         ({"ep": 4, "dp": 2, "tp": 2}, "do not make"),
-        ({"tp": 4, "etp": 2}, "on one rank of ttp x tp, or on all"),
-        ({"etp": 2}, "on one rank of ttp x tp, or on all"),
-        ({"tp": 3, "etp": 1}, "share out positions"),
+        ({"tp": 4, "etp": 2}, "etp must be 1, or all ranks of ttp x tp"),
+        ({"etp": 2}, "etp must be 1, or all ranks of ttp x tp"),
+        ({"tp": 3, "etp": 1}, "must divide the positions"),
     ],
     ids=str,
 )
@@ -235,7 +235,7 @@ def test_refused_degrees(pins: dict[str, Any], says: str) -> None:
 
 
 def test_a_model_without_experts_has_no_ranks_for_them() -> None:
-    with pytest.raises(ConstraintError, match="no experts that autopar recognises"):
+    with pytest.raises(ConstraintError, match="no experts that autopar recognizes"):
         autopar.compile(
             nn.Linear(4, 4),
             IDEAL,
@@ -268,7 +268,7 @@ def test_as_many_bytes_travel_as_are_priced(mesh: Mesh, monkeypatch: pytest.Monk
     sent, lock = [], threading.Lock()
 
     def work(rank: tuple[int, ...]) -> None:
-        axis = simulated[rank].joint(tuple(each.name for each in simulated[rank].axes))
+        axis = simulated[rank].joint(tuple(part.name for part in simulated[rank].axes))
         counting = Counting(axis, sent, lock)
         routes = Routes(torch.arange(rows // ranks) % num_experts, num_experts, counting)  # type: ignore[arg-type]
         x = torch.randn(rows // ranks, width, requires_grad=True)
@@ -340,10 +340,10 @@ class Layers(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(torch.empty(8, width, width)) for _ in range(num_layers)])
 
     def forward(self, x: Tensor, choices: Tensor) -> Tensor:
-        own, order = torch.sort(choices.reshape(-1))
+        sorted_ids, order = torch.sort(choices.reshape(-1))
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        ends = torch.histc(own.float(), 8, 0, 7).cumsum(0, dtype=torch.int32)
+        ends = torch.histc(sorted_ids.float(), 8, 0, 7).cumsum(0, dtype=torch.int32)
         rows = x.view(-1, x.shape[-1])[order]
         for weight in self.weights:
             rows = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)

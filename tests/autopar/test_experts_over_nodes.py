@@ -64,12 +64,12 @@ class Mixture(nn.Module):
         return F.cross_entropy(self.head(y), labels.view(-1))
 
     def mixed(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        own, order = torch.sort(ids)
+        sorted_ids, order = torch.sort(ids)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order))
-        ends = torch.histc(own.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
+        ends = torch.histc(sorted_ids.float(), EXPERTS, 0, EXPERTS - 1).cumsum(0, dtype=torch.int32)
         grouped = torch.ops.transformers.grouped_mm_fallback
-        rows = F.silu(grouped(x[order // CHOICES], self.up, ends) + self.bias[own])
+        rows = F.silu(grouped(x[order // CHOICES], self.up, ends) + self.bias[sorted_ids])
         rows = grouped(rows, self.down, ends) * weights[order].unsqueeze(-1)
         return self.summed(rows[inverse])
 
@@ -118,8 +118,8 @@ def batch(routing: str) -> dict[str, Tensor]:
 )
 def test_programs_train_as_one_process_does(two_nodes: str, pins: Mapping[str, Any]) -> None:
     torch.manual_seed(0)
-    given = {"example_inputs": batch("balanced"), "constraints": pins, "optimizer": sgd_with_momentum}
-    program = autopar.compile(Mixture(), two_nodes, **given)
+    settings = {"example_inputs": batch("balanced"), "constraints": pins, "optimizer": sgd_with_momentum}
+    program = autopar.compile(Mixture(), two_nodes, **settings)
     for routing in ("balanced", "skewed", "one expert has all", "nothing leaves a node"):
         report = verify_program(program, batch(routing))
         assert report.ok(1e-5), f"{routing}: {report}"
@@ -138,10 +138,10 @@ def test_the_report_names_the_way_of_rows_and_what_others_would_take(two_nodes: 
     notes = facts_of(planned(Mixture(), two_nodes, dp=4, ep=4)).notes
     told = [note for note in notes if note.startswith("rows of experts over ep, a layer and micro-batch: ")]
     assert len(told) == 1, notes
-    own, others = told[0].split(": ", 1)[1].split("; not in programs: ")
-    first, second = own.split(", ")
+    chosen, others = told[0].split(": ", 1)[1].split("; not in programs: ")
+    first, second = chosen.split(", ")
     assert first.startswith("once_per_node ") and first.endswith(" (in this program)") and "all_to_all " in second
-    assert [each.split()[0] for each in others.split(", ")][0] == "hybrid_ep_overlapped"
+    assert [way.split()[0] for way in others.split(", ")][0] == "hybrid_ep_overlapped"
     alone = facts_of(planned(Mixture(), str(IDEAL), dp=4, ep=1)).notes
     assert not any("rows of experts" in note for note in alone)
 
@@ -218,7 +218,7 @@ def test_as_many_bytes_travel_as_are_priced(monkeypatch: pytest.MonkeyPatch, two
         pricer.routed(operator, option)
         pricer._beside(operator, option)
 
-    axes = {rank: Counting(each.axes[0]) for rank, each in meshes((4,)).items()}
+    axes = {rank: Counting(rank_mesh.axes[0]) for rank, rank_mesh in meshes((4,)).items()}
 
     def work(rank: tuple[int, ...]) -> None:
         routes: Any = NodeRoutes(every.flatten(), EXPERTS, axes[rank], CHOICES, neighbours=2)

@@ -146,10 +146,10 @@ def test_evaluation_gives_the_loss_of_the_whole_batch(pins: dict[str, Any]) -> N
         for n, c in ((1, {"micro_batches": 1}), (ranks, pins))
     )
     expected, _ = evaluated(one, batch)
-    found, is_unchanged = run_ranks(evaluated, (many, batch), ranks)[0]
+    losses, is_unchanged = run_ranks(evaluated, (many, batch), ranks)[0]
     assert is_unchanged
     assert expected[0] == pytest.approx(float(model.eval()(**batch).detach()), rel=1e-6)
-    assert found == pytest.approx(expected, rel=1e-5) and found[0] != pytest.approx(found[1], rel=1e-3)
+    assert losses == pytest.approx(expected, rel=1e-5) and losses[0] != pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_evaluation_gives_the_loss_of_the_whole_batch(pins: dict[str, Any]) -> N
 def test_a_forward_more_of_every_micro_batch_is_priced(pins: dict[str, Any]) -> None:
     """The same calls but for one that needs a sum: the step takes one forward of each micro-batch more."""
     model, batch = penalised()
-    given = {"example_inputs": batch, "constraints": {**pins, "micro_batches": 2, "zero": 0}}
-    compiled = autopar.compile(model, IDEAL, **given)
+    settings = {"example_inputs": batch, "constraints": {**pins, "micro_batches": 2, "zero": 0}}
+    compiled = autopar.compile(model, IDEAL, **settings)
     seconds = compiled.plan.prediction.seconds
     kinds = ("forward compute", "all_gather tp", "all_reduce tp", "all_reduce dp", "local resharding")
     assert seconds["forward compute"] <= seconds[FIRST_PASS] <= sum(seconds.get(kind, 0.0) for kind in kinds)

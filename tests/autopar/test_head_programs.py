@@ -41,12 +41,12 @@ def test_the_faster_of_plans_with_padding_and_without(name: str, sizes: dict[str
     options = CompileOptions(example_inputs=example.inputs, loss_fn=example.loss_fn, constraints={"tp": 4})
     request = request_of(example.model, IDEAL, options)
     assert request.unpadded is not None
-    plans = [search_plans(each).best.plan for each in (request, replace(request, trace=request.unpadded))]
+    plans = [search_plans(variant).best.plan for variant in (request, replace(request, trace=request.unpadded))]
     seconds = [plan.prediction.step_seconds for plan in plans]
     assert [plan.heads_padded_to for plan in plans] == [4, 1] and (seconds[0] < seconds[1]) == is_padded
-    found = advised_search(request).best
-    assert found.plan.prediction.step_seconds == min(seconds)
-    assert (request.of(found.graph).trace is request.trace) == is_padded
+    best = advised_search(request).best
+    assert best.plan.prediction.step_seconds == min(seconds)
+    assert (request.of(best.graph).trace is request.trace) == is_padded
 
 
 @pytest.mark.slow

@@ -26,8 +26,8 @@ class Net(nn.Module):
         self.head = nn.Linear(16, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.layers(x))
-        return found
+        logits: Tensor = self.head(self.layers(x))
+        return logits
 
 
 class Apart(Net):
@@ -48,7 +48,7 @@ class Other(Net):
 
 
 class Rebound(Net):
-    """What it returns is in the middle of what its loss is computed from."""
+    """Its output is an intermediate value of its loss."""
 
     def forward(self, x: Tensor, target: Tensor) -> Any:  # type: ignore[override]
         logits = super().forward(x)
@@ -63,10 +63,10 @@ def batch(seed: int = 0, classes: int = 6) -> dict[str, Tensor]:
     }
 
 
-def evaluated(compiled: Any, given: dict[str, Tensor]) -> tuple[float, float, Any, float]:
+def evaluated(compiled: Any, data: dict[str, Tensor]) -> tuple[float, float, Any, float]:
     """The loss alone, the loss and the logits, and the loss of a step that follows."""
     step = compiled.build()
-    local = step.local_batch(given)
+    local = step.local_batch(data)
     alone = float(step.evaluate(local))
     loss, logits = step.evaluate(local, logits=True)
     return alone, float(loss), logits.float().numpy(), float(step(local))
@@ -99,23 +99,23 @@ def test_logits_of_a_language_model_are_those_of_one_process(constraints: dict[s
     example, loss, logits = llama_logits()
     ranks = 4 if "tp" in constraints else 2
     compiled = autopar.compile(example.model, f"{ranks} cpu", example_inputs=example.inputs, constraints=constraints)
-    for alone, beside, found, trained in run_ranks(evaluated, (compiled, example.inputs), ranks):
+    for alone, beside, computed, trained in run_ranks(evaluated, (compiled, example.inputs), ranks):
         assert (alone, beside, trained) == pytest.approx((loss,) * 3, rel=1e-5)
-        torch.testing.assert_close(torch.as_tensor(found), logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.as_tensor(computed), logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("constraints", [{"tp": 2}, slow(pp=2, micro_batches=4)], ids=str)
 def test_logits_of_a_model_with_a_loss_function(constraints: dict[str, Any]) -> None:
-    model, given = Net(7), batch(classes=7)
-    compiled = autopar.compile(model, "2 cpu", example_inputs=given, loss_fn=F.cross_entropy, constraints=constraints)
+    model, data = Net(7), batch(classes=7)
+    compiled = autopar.compile(model, "2 cpu", example_inputs=data, loss_fn=F.cross_entropy, constraints=constraints)
     with torch.no_grad():
-        logits = model.eval()(given["x"])
-    loss = float(F.cross_entropy(logits, given["target"]))
-    for alone, beside, found, _ in run_ranks(evaluated, (compiled, given), 2):
+        logits = model.eval()(data["x"])
+    loss = float(F.cross_entropy(logits, data["target"]))
+    for alone, beside, computed, _ in run_ranks(evaluated, (compiled, data), 2):
         assert (alone, beside) == pytest.approx((loss,) * 2, rel=1e-5)
-        assert found.shape == (ROWS, 7)
-        torch.testing.assert_close(torch.as_tensor(found), logits, rtol=1e-5, atol=1e-6)
+        assert computed.shape == (ROWS, 7)
+        torch.testing.assert_close(torch.as_tensor(computed), logits, rtol=1e-5, atol=1e-6)
 
 
 def test_logits_that_a_fused_loss_never_makes() -> None:
@@ -123,29 +123,29 @@ def test_logits_that_a_fused_loss_never_makes() -> None:
     example, loss, logits = llama_logits()
     compiled = autopar.compile(example.model, "1 cpu", example_inputs=example.inputs, kernels="on")
     assert "linear_cross_entropy(" in compiled.source
-    alone, beside, found, _ = evaluated(compiled, example.inputs)
+    alone, beside, computed, _ = evaluated(compiled, example.inputs)
     assert (alone, beside) == pytest.approx((loss, loss), rel=1e-5)
-    torch.testing.assert_close(torch.as_tensor(found), logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.as_tensor(computed), logits, rtol=1e-4, atol=1e-5)
 
 
 def test_logits_that_the_program_calls_otherwise_afterwards() -> None:
     """In bf16, and through a view and a product under the same name."""
-    model, given = Rebound(7), batch(classes=7)
-    compiled = autopar.compile(model, "1 cpu", example_inputs=given, precision="bf16")
+    model, data = Rebound(7), batch(classes=7)
+    compiled = autopar.compile(model, "1 cpu", example_inputs=data, precision="bf16")
     with torch.no_grad():
-        loss, logits = model.eval()(**given)
-    alone, beside, found, _ = evaluated(compiled, given)
+        loss, logits = model.eval()(**data)
+    alone, beside, computed, _ = evaluated(compiled, data)
     assert alone == beside == pytest.approx(float(loss), rel=1e-2)
-    torch.testing.assert_close(torch.as_tensor(found), logits, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(torch.as_tensor(computed), logits, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kind", [Apart, Other])
 def test_numbers_that_the_loss_does_not_come_from_are_no_logits(kind: type[nn.Module]) -> None:
-    given = batch()
-    compiled = autopar.compile(kind(), "1 cpu", example_inputs=given)
+    data = batch()
+    compiled = autopar.compile(kind(), "1 cpu", example_inputs=data)
     assert compiled.program.any.logits is None and "give_logits" not in compiled.source
     step = compiled.build()
-    local = step.local_batch(given)
+    local = step.local_batch(data)
     assert torch.isfinite(step.evaluate(local))
     with pytest.raises(RuntimeError, match="no logits"):
         step.evaluate(local, logits=True)

@@ -1,4 +1,4 @@
-"""What goes to processes of a machine with GPUs, which are not forked; and what a step that is let go leaves behind."""
+"""Processes of a machine with GPUs are spawned and receive their work; a step that is dropped leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import autopar
 from autopar import launch
 from autopar.errors import ConstraintError
-from autopar.running import launched
+from autopar.running import process_group
 from examples.models import EXAMPLES
 
 SIZES = {"layers": 2, "width": 32, "num_heads": 2, "seq_len": 16, "vocab_size": 64, "batch_size": 4}
@@ -63,10 +63,10 @@ def test_ranks_get_a_gpu_each_or_none(gpus, local, on_cpu, backend, monkeypatch)
     joined = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: joined.append(device))
-    monkeypatch.setattr(launched, "join", lambda name, seconds: joined.append(name))
+    monkeypatch.setattr(process_group, "join", lambda name, seconds: joined.append(name))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    launched.start_group(on_cpu=on_cpu)
+    process_group.start_group(on_cpu=on_cpu)
     assert joined == ([0, "nccl"] if backend == "nccl" else ["gloo"])
 
 

@@ -93,10 +93,10 @@ def _resumed(program: Any, folder: str) -> list[float]:
     local = step.local_batch(BATCH)
     step(local)
     program.save_checkpoint(step, folder)
-    found = [float(step(local)) for _ in range(2)]
+    losses = [float(step(local)) for _ in range(2)]
     again = program.build()
     program.load_checkpoint(again, folder)
-    return [*found, *(float(again(local)) for _ in range(2))]
+    return [*losses, *(float(again(local)) for _ in range(2))]
 
 
 @pytest.mark.slow

@@ -213,11 +213,11 @@ class FixedPoint(nn.Module):
         self.inner, self.outer = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(2))
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        found = torch.zeros_like(x)
+        hidden = torch.zeros_like(x)
         with torch.no_grad():
             for _ in range(5):
-                found = torch.tanh(self.inner(found) + self.outer(x))
-        return nn.functional.mse_loss(torch.tanh(self.inner(found) + self.outer(x)), target)
+                hidden = torch.tanh(self.inner(hidden) + self.outer(x))
+        return nn.functional.mse_loss(torch.tanh(self.inner(hidden) + self.outer(x)), target)
 
 
 def test_gradients_in_fp64_are_clipped_where_a_pipeline_rank_trains_copies_alone() -> None:

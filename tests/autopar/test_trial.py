@@ -59,7 +59,7 @@ def run(*words: str) -> Result:
 
 
 def record(**changed: Any) -> TrialRecord:
-    found = TrialRecord(
+    default = TrialRecord(
         date="2026-01-02 03:04 UTC",
         job="j",
         model='M "of" 𝄞',
@@ -76,7 +76,7 @@ def record(**changed: Any) -> TrialRecord:
         torch="2.0",
         autopar="0.1",
     )
-    return replace(found, **changed)
+    return replace(default, **changed)
 
 
 # Which plans ----------------------------------------------------------------------------------------------------------
@@ -93,11 +93,11 @@ def test_other_plans_are_the_best_of_the_best_layouts() -> None:
         seconds[layout] = pinned.plan.prediction.step_seconds
     assert len(seconds) >= 4
     expected = sorted(seconds.values())[:3]
-    found = list(other_plans(program, 2))
-    plans = [program.plan, *(plan for plan, _ in found)]
+    others = list(other_plans(program, 2))
+    plans = [program.plan, *(plan for plan, _ in others)]
     assert len({plan.mesh_text for plan in plans}) == 3
     assert [plan.prediction.step_seconds for plan in plans] == pytest.approx(expected)
-    for plan, pins in found:
+    for plan, pins in others:
         assert compiled("4 cpu", **pins).plan.mesh_text == plan.mesh_text
     assert not list(other_plans(program, 0))
 
@@ -112,7 +112,7 @@ def test_a_digest_is_of_decisions_and_a_job_of_shapes() -> None:
     assert trial_report.digest_of(one.plan) == trial_report.digest_of(slower)
     assert trial_report.digest_of(compiled("2 cpu", dp=2).plan) != trial_report.digest_of(pinned.plan)
     assert one.request is not None and other.request is not None and pinned.request is not None
-    jobs = {trial_report.job_of(each.request) for each in (one, other, pinned) if each.request is not None}
+    jobs = {trial_report.job_of(program.request) for program in (one, other, pinned) if program.request is not None}
     assert len(jobs) == 1
     assert trial_report.job_of(replace(one.request, precision="bf16")) not in jobs
 
@@ -122,10 +122,10 @@ def test_a_digest_is_of_decisions_and_a_job_of_shapes() -> None:
 
 def candidates(*rounds: list[list[float]]) -> list[_Candidate]:
     programs = [compiled("2 cpu", dp=2), compiled("2 cpu", tp=2), compiled("2 cpu", pp=2)]
-    found = [_Candidate(each, trial_report.pins_of(each.plan)) for each in programs[: len(rounds)]]
-    for each, own in zip(found, rounds, strict=True):
-        each.rounds = own
-    return found
+    tried = [_Candidate(program, trial_report.pins_of(program.plan)) for program in programs[: len(rounds)]]
+    for program, seconds in zip(tried, rounds, strict=True):
+        program.rounds = seconds
+    return tried
 
 
 def test_the_fastest_median_is_chosen() -> None:
@@ -147,7 +147,7 @@ def test_a_plan_that_fails_is_told_of_and_passed_over() -> None:
     report = report_of(tried, {}, "f.toml")
     assert report.chosen == 1 and report.plans[0].measured_seconds is None
     assert "did not run" in report.words
-    assert [each.words for each in trial_report.records_of(report, "j")] == [report.plans[1].words]
+    assert [row.words for row in trial_report.records_of(report, "j")] == [report.plans[1].words]
     tried[1].problem = "rank 1: no"
     with pytest.raises(RankError, match=r"no plan ran: dp2.*out of memory; tp2.*rank 1: no"):
         report_of(tried, {}, "f.toml")
@@ -217,7 +217,7 @@ def test_what_cannot_be_tried_is_refused(call: Callable[[], None], error: type[E
 def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setitem(os.environ, name, value)
-    with pytest.raises(ConstraintError, match="started by itself, or by torchrun"):
+    with pytest.raises(ConstraintError, match="a trial starts its ranks itself, or runs under torchrun"):
         trying()
     result = run("trial", *MODEL[:1])
     assert result.exit_code == 2 and "measure their cluster at once" in result.output
@@ -225,12 +225,12 @@ def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_more_ranks_than_cores_are_told_of_and_many_more_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TRIAL, "available_cores", lambda: 2.0)
-    with pytest.raises(ConstraintError, match="take turns") as caught:
+    with pytest.raises(ConstraintError, match="share this machine's cores") as caught:
         trying("9 cpu")
     assert "at most 8 ranks" in str(caught.value)
     notes = [TRIAL.shared_cores(autopar.ClusterSpec.parse(text)) for text in ("2 cpu", "8 cpu", "8 h100-sxm")]
     assert notes[0] == notes[2] == "" and notes[1].startswith("8 ranks share 2 cores")
-    monkeypatch.setattr(TRIAL, "compile_with", lambda *given: given)
+    monkeypatch.setattr(TRIAL, "compile_with", lambda *args: args)
     example = mlp()
     cluster = autopar.ClusterSpec.parse("8 cpu")
     options = TrialOptions(example_inputs=example.inputs, loss_fn=example.loss_fn)
@@ -254,22 +254,22 @@ def test_two_plans_run_on_two_ranks(tmp_path: Path, cache: Path) -> None:
     words = ("trial", *MODEL, "--plans", "2", "--rounds", "1", "--steps", "3", "--json")
     result = CliRunner().invoke(app, [*words, "--out", str(out), "--code", str(code)])
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
-    assert (found["kind"], found["records"], len(found["plans"])) == ("trial", str(cache), 2)
-    measured = [each["measured_seconds"] for each in found["plans"]]
-    assert all(each > 0 for each in measured) and measured[found["chosen"]] == min(measured)
-    assert [each["num_steps"] for each in found["plans"]] == [3, 3]
-    best = found["plans"][found["chosen"]]
+    output = json.loads(result.stdout)
+    assert (output["kind"], output["records"], len(output["plans"])) == ("trial", str(cache), 2)
+    measured = [plan["measured_seconds"] for plan in output["plans"]]
+    assert all(plan > 0 for plan in measured) and measured[output["chosen"]] == min(measured)
+    assert [plan["num_steps"] for plan in output["plans"]] == [3, 3]
+    best = output["plans"][output["chosen"]]
     assert trial_report.digest_of(Plan.from_file(out)) == best["digest"]
     assert Plan.from_file(code / "plan.yaml") == Plan.from_file(out)
     records = read_trials(cache)
-    assert {each.plan: each.measured_seconds for each in records} == {
-        each["digest"]: each["measured_seconds"] for each in found["plans"]
+    assert {plan.plan: plan.measured_seconds for plan in records} == {
+        plan["digest"]: plan["measured_seconds"] for plan in output["plans"]
     }
-    assert [each.plan for each in records if each.is_chosen] == [best["digest"]]
+    assert [plan.plan for plan in records if plan.is_chosen] == [best["digest"]]
     planned = run("plan", *MODEL)
     assert "note: a trial on" in planned.output
-    chosen_otherwise = found["chosen"] != 0
+    chosen_otherwise = output["chosen"] != 0
     assert ("note: the fastest plan in a trial" in planned.output) == chosen_otherwise
     assert "note:" not in run("plan", *MODEL, "--quiet").output
 
@@ -291,7 +291,7 @@ def test_a_plan_whose_rank_fails_does_not_end_the_trial(monkeypatch: pytest.Monk
     before = None
     for _ in range(2):
         example = mlp()
-        found = autopar.trial(
+        result = autopar.trial(
             example.model,
             str(profile),
             example_inputs=example.inputs,
@@ -300,14 +300,14 @@ def test_a_plan_whose_rank_fails_does_not_end_the_trial(monkeypatch: pytest.Monk
             steps=1,
             rounds=1,
         )
-        failed, ran = found.report.plans
-        assert found.report.chosen == 1 and "no memory for it" in failed.problem
-        assert found.plan == ran.plan and found.plan.mesh_text != first
+        failed, ran = result.report.plans
+        assert result.report.chosen == 1 and "no memory for it" in failed.problem
+        assert result.plan == ran.plan and result.plan.mesh_text != first
         assert failed.earlier_seconds is None and ran.earlier_seconds == before
         before = ran.measured_seconds
         (kept,) = read_trials(profile)
         assert (kept.plan, kept.measured_seconds, kept.is_chosen) == (ran.digest, before, True)
-    assert found.program.cluster == autopar.ClusterSpec.parse(str(profile))
+    assert result.program.cluster == autopar.ClusterSpec.parse(str(profile))
 
 
 OVER_NODES = """
@@ -361,8 +361,8 @@ def test_over_nodes_each_rank_of_torchrun_starts_its_own(tmp_path: Path) -> None
         for rank, cache in enumerate(caches)
     ]
     first, second = (json.loads(rank.communicate(timeout=600)[0].splitlines()[-1]) for rank in ranks)
-    assert first[2] == second[2] and [each[0] for each in first[0]] == [each[0] for each in second[1]]
-    assert [[problem for _, problem, _ in found] for found in (first[0], first[1])] == [
+    assert first[2] == second[2] and [tried[0] for tried in first[0]] == [tried[0] for tried in second[1]]
+    assert [[problem for _, problem, _ in outcome] for outcome in (first[0], first[1])] == [
         ["", ""],
         ["rank 1 died with exit code 9", ""],
     ]

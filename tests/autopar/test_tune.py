@@ -38,7 +38,7 @@ def has_gpu(monkeypatch):
 
 
 def choose_in(path, case=CASE):
-    """What a kernel does when it first meets a case."""
+    """Run a kernel on a case that it meets for the first time."""
     tuner = Tuner(TuningFile(path), lambda run: TIMES[run.args[0].most], lambda _: "fast device", lambda: False)
     return tuner.choose(case, TILES, lambda tile: None)
 
@@ -182,6 +182,6 @@ def test_a_built_program_on_a_gpu_is_tuned_by_default(on_gpu, cache, monkeypatch
     program = autopar.compile(Normed(), "1 h100-sxm", example_inputs=batch, kernels="on")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     package = program.load_package()
-    own = importlib.import_module(f"{package.__name__}.kernels.tuning")
-    assert own.program_file() == (cache if on_gpu else None)
+    tuning = importlib.import_module(f"{package.__name__}.kernels.tuning")
+    assert tuning.program_file() == (cache if on_gpu else None)
     assert cache.exists() == on_gpu

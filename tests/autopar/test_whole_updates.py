@@ -47,7 +47,7 @@ def batches(count: int = 3) -> list[NamedBatch]:
 
 
 def _compare_all(pairs: list[tuple[Any, list[NamedBatch]]]) -> list[Any]:
-    return [_compare(program, own, None, 0) for program, own in pairs]
+    return [_compare(program, batches, None, 0) for program, batches in pairs]
 
 
 def require_exact(cases: Mapping[str, tuple[Any, list[NamedBatch]]]) -> None:
@@ -63,7 +63,7 @@ def require_exact(cases: Mapping[str, tuple[Any, list[NamedBatch]]]) -> None:
 def test_exact_under_every_plan(name: str) -> None:
     plans = PLANS if name == "Muon by ndim" else {key: PLANS[key] for key in list(PLANS)[-2:]}
     require_exact(
-        {key: (compiled(WHOLE[name], each, model(tied="tied" in key)), batches()) for key, each in plans.items()}
+        {key: (compiled(WHOLE[name], pins, model(tied="tied" in key)), batches()) for key, pins in plans.items()}
     )
 
 
@@ -72,16 +72,16 @@ def test_exact_under_every_plan(name: str) -> None:
 def test_stacks_of_experts_are_the_users_own_parameters() -> None:
     """[E, A, B] on ep: what the optimiser sees has all experts."""
     torch.manual_seed(0)
-    net, given = Routed(), routed_batch("mixed")
+    net, values = Routed(), routed_batch("mixed")
     cases = {}
     for name, factory in {"Muon": muon_by_ndim, "LAMB": Lamb}.items():
         for constraints in ({"dp": 2, "ep": 2, "zero": 1}, {"dp": 2, "ep": 2, "zero": 0}):
             program = autopar.compile(
-                net, "4 cpu", example_inputs=given, optimizer=factory, constraints=constraints
+                net, "4 cpu", example_inputs=values, optimizer=factory, constraints=constraints
             )  # fmt: skip
-            held = {n: s for scope in program.plan.scopes.values() for n, s in scope.parameters.items()}
-            assert any(p.is_shard for p in held["up"].placements)
-            cases[f"{name} {constraints}"] = program, [_rotated(NamedBatch(given, {}), 8, shift) for shift in range(3)]
+            placed = {n: s for scope in program.plan.scopes.values() for n, s in scope.parameters.items()}
+            assert any(p.is_shard for p in placed["up"].placements)
+            cases[f"{name} {constraints}"] = program, [_rotated(NamedBatch(values, {}), 8, shift) for shift in range(3)]
     require_exact(cases)
 
 
@@ -92,15 +92,15 @@ def test_padding_is_not_seen() -> None:
     torch.manual_seed(0)
     net = TinyNet()
     net.embed, net.head = nn.Embedding(30, 16), nn.Linear(16, 30, bias=False)
-    given = tuple(each % 30 for each in inputs())
+    values = tuple(tokens % 30 for tokens in inputs())
     cases = {}
     for name in ("LAMB", "Adafactor"):
         program = autopar.compile(
-            net, "4 cpu", example_inputs=given, loss_fn=loss_fn, optimizer=WHOLE[name],
+            net, "4 cpu", example_inputs=values, loss_fn=loss_fn, optimizer=WHOLE[name],
             constraints={"tp": 4, "parameters": {"embed.weight": {"tp": "S(0)"}}},
         )  # fmt: skip
         assert program.plan.padded_to == 4
-        cases[name] = program, [NamedBatch(dict(zip(("tokens", "target"), given, strict=True)), {})] * 3
+        cases[name] = program, [NamedBatch(dict(zip(("tokens", "target"), values, strict=True)), {})] * 3
     require_exact(cases)
 
 
@@ -129,16 +129,16 @@ def test_stages_with_tied_weights(cluster: Any, pinned: dict[str, Any]) -> None:
 
 
 def _owned(programs: list[Any]) -> list[tuple[dict[str, int], int]]:
-    """What this rank updates whole (name: elements), and the elements of its optimiser's state."""
-    found = []
+    """Return the tensors that this rank updates whole (name: elements), and the elements of its optimizer's state."""
+    owned = []
     for program in programs:
         step = program.build()
         step(program.local_batch(batches(1)[0]))
         sizes = {entry.slot.name: torch.Size(entry.slot.spec.shape).numel() for _, entry in step.entries()}
         states = [value for state in step.optimizer.state.values() for value in state.values()]
         numel = sum(value.numel() for value in states if isinstance(value, torch.Tensor))
-        found.append(({name: sizes[name] for name in step.wholes.owned}, numel))
-    return found
+        owned.append(({name: sizes[name] for name in step.wholes.owned}, numel))
+    return owned
 
 
 @pytest.mark.slow
@@ -149,12 +149,12 @@ def test_updates_and_state_are_balanced() -> None:
     ranks = run_ranks(_owned, ([compiled(WHOLE["LAMB"], plan) for plan in plans],), 4, 600.0)
     sizes = {name: parameter.numel() for name, parameter in model().named_parameters()}
     for index in range(len(plans)):
-        owned = [found[index][0] for found in ranks]
-        assert sorted(name for each in owned for name in each) == sorted(sizes)
-        loads = [sum(each.values()) for each in owned]
+        owned = [rank[index][0] for rank in ranks]
+        assert sorted(name for sizes_of_rank in owned for name in sizes_of_rank) == sorted(sizes)
+        loads = [sum(sizes_of_rank.values()) for sizes_of_rank in owned]
         # Six matrices of 512 elements: two for each of two ranks, and all vectors for the others.
         assert sorted(loads) == [608, 608, 1024, 1024]
-        assert [found[index][1] for found in ranks] == [2 * load for load in loads]
+        assert [rank[index][1] for rank in ranks] == [2 * load for load in loads]
 
 
 # Checkpoints and schedules --------------------------------------------------------------------------------------------
@@ -167,17 +167,17 @@ def _schedule(optimizer: torch.optim.Optimizer, start: int) -> Any:
 def _train(program: Any, source: str, target: str, start: int, stop: int) -> list[float]:
     """The losses of steps start to stop, continued from source and saved as target, where these are named."""
     step = program.build()
-    own = importlib.import_module(type(step).__module__.replace(".step", ".checkpoint"))
+    checkpoint = importlib.import_module(type(step).__module__.replace(".step", ".checkpoint"))
     scheduler = _schedule(step.optimizer, start)
     if source:
-        own.load(step, source)
+        checkpoint.load(step, source)
     losses = []
     for batch in batches(stop)[start:]:
         losses.append(float(step(program.local_batch(batch))))
         step.optimizer.zero_grad()
         scheduler.step()
     if target:
-        own.save(step, target)
+        checkpoint.save(step, target)
     return losses if dist.get_rank() == 0 else []
 
 
@@ -209,13 +209,13 @@ def test_checkpoints_move_between_ranks_and_plain_runs(name: str, tmp_path: Path
     """Four ranks, then two, then one process, then four again, with a schedule, as one process does in one go."""
     factory = WHOLE[name]
     four, two = compiled(factory, PLANS["tp2 x dp2 zero3"]), compiled(factory, {"dp": 2, "zero": 0}, ranks=2)
-    first, second, third = (str(tmp_path / each) for each in ("first", "second", "third"))
-    found = [
+    first, second, third = (str(tmp_path / folder) for folder in ("first", "second", "third"))
+    losses = [
         *run_ranks(_train, (four, "", first, 0, 2), 4, 600.0)[0],
         *run_ranks(_train, (two, first, second, 2, 4), 2, 600.0)[0],
         *_train_plain(factory, second, third, 4, 6),
         *run_ranks(_train, (four, third, "", 6, 8), 4, 600.0)[0],
     ]
     expected = _train_plain(factory, "", "", 0, 8)
-    assert found == pytest.approx(expected, rel=TOLERANCE)
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
     assert expected[0] - expected[-1] > 0.05

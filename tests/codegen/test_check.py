@@ -94,7 +94,7 @@ def test_an_operator_that_was_written_wrongly_is_named():
     program = replace(program, root=replace(program.root, body=(bad,)))
     with pytest.raises(InternalError, match="runtime.cross_entropy of M.mlp.gate") as error:
         files_of(program)
-    assert "error of autopar's own" in str(error.value)
+    assert "a bug in autopar" in str(error.value)
 
 
 def test_an_operator_that_torch_lacks_is_named():

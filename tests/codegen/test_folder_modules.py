@@ -94,6 +94,45 @@ def test_the_files_are_what_main_imports(saved: tuple[str, Path]) -> None:
     assert (folder / "kernels").exists() == (case in ("recomputed", "compressed", "experts"))
 
 
+def bound(statements: list[ast.stmt]) -> set[str]:
+    """The names that a module's statements bind."""
+    names = set[str]()
+    for node in statements:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.If, ast.Try)):
+            names |= bound(node.body)
+        else:
+            names |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return names
+
+
+def test_every_name_that_is_read_is_there(saved: tuple[str, Path]) -> None:
+    """In the file itself, and in the modules of the folder that it imports from."""
+    _, folder = saved
+    trees = {path: ast.parse(path.read_text()) for path in folder.rglob("*.py")}
+    names = {path: bound(tree.body) for path, tree in trees.items()}
+    for path, tree in trees.items():
+        modules: dict[str, Path] = {}
+        for node in ast.walk(WithoutTyping().visit(ast.parse(path.read_text()))):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            if not (node.level or (node.module or "").startswith("autopar_program")):
+                continue
+            home = path.parents[node.level - 1] if node.level else folder
+            place = home.joinpath(*filter(None, (node.module or "").removeprefix("autopar_program").split(".")))
+            for alias in node.names:
+                if (place / f"{alias.name}.py").exists():
+                    modules[alias.asname or alias.name] = place / f"{alias.name}.py"
+                else:
+                    assert alias.name in names[place.with_suffix(".py")], (path, alias.name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                assert node.attr in names[modules[node.value.id]], (path, ast.unparse(node))
+
+
 def test_no_line_is_long(saved: tuple[str, Path]) -> None:
     _, folder = saved
     lines = [(path.name, line) for path in folder.rglob("*.py") for line in path.read_text().splitlines()]

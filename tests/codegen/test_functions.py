@@ -249,7 +249,11 @@ def test_the_report_names_what_is_cut() -> None:
 
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [(Noisy, "draws random numbers"), (Writes, "writes to its operands"), (Counts, "returns what is no tensor")],
+    [
+        (Noisy, "draws random numbers"),
+        (Writes, "writes to its operands"),
+        (Counts, "returns a value that is not a tensor"),
+    ],
 )
 def test_what_no_program_could_repeat_is_refused(function: Any, reason: str) -> None:
     with pytest.raises(TraceError, match=reason) as caught:
@@ -282,7 +286,7 @@ def test_a_write_to_what_a_function_took_is_refused() -> None:
             y.add_(1)
             return self.down(z + self.scale)
 
-    with pytest.raises(TraceError, match="gave to a custom"):
+    with pytest.raises(TraceError, match="passing it to a custom"):
         trace(Model(), (torch.randn(4, 8), torch.randn(4, 8)), nn.functional.mse_loss)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of schedules compare them with: closed forms, and whether a schedule is whole."""
+"""Oracles of the tests of schedules: closed forms, and whether a schedule is complete."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from cost_models.schedule import Action, Edges, Kind, Schedule, Shape, StageTimes, Timeline, num_chunks
+from cost_models.schedule import Action, Edges, Kind, Lines, Shape, StageTimes, Timeline, num_chunks
 from cost_models.schedule import simulate as simulate_whole
 from cost_models.schedules.sweep import sweep
 
@@ -26,7 +26,7 @@ def chain(num_stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def simulate(
-    schedule: Schedule,
+    schedule: Lines,
     times: Sequence[StageTimes],
     transfers: Mapping[tuple[int, int], float] | None = None,
     edges: Edges | None = None,
@@ -38,7 +38,7 @@ def simulate(
 
 
 def check(
-    schedule: Schedule,
+    schedule: Lines,
     num_stages: int | None = None,
     num_micro_batches: int | None = None,
     edges: Edges | None = None,
@@ -56,7 +56,7 @@ def check(
     sweep(schedule, shape, edges, dict.fromkeys("FBIW", nothing), [0.0] * len(edges))
 
 
-def structure(schedule: Schedule, num_stages: int | None = None, num_micro_batches: int | None = None) -> Shape:
+def structure(schedule: Lines, num_stages: int | None = None, num_micro_batches: int | None = None) -> Shape:
     """The stages and micro-batches of `schedule`. Raises ValueError as `check` does, deadlocks excepted."""
     if not any(schedule):
         raise ValueError("no pipeline rank has anything to do")

@@ -16,9 +16,9 @@ from cost_models.certainty import OWN, OWN_ON_CPU, Spread, spread, spreads
     ("capacity", "fit"), [(59, "no"), (60, "within the error"), (209, "within the error"), (210, "yes")]
 )
 def test_what_nobody_measured_is_added_as_it_is(capacity: int, fit: str) -> None:
-    own = Spread(low=0.5, high=2.0, rows=3, source="made up")
-    found = own.certainty({"parameters": 60.0, "activations": 40.0, "workspace": 10.0}, capacity)
-    assert (found.low_bytes, found.high_bytes, found.fit) == (10 + 0.5 * 100, 10 + 2 * 100, fit)
+    spread = Spread(low=0.5, high=2.0, rows=3, source="made up")
+    certainty = spread.certainty({"parameters": 60.0, "activations": 40.0, "workspace": 10.0}, capacity)
+    assert (certainty.low_bytes, certainty.high_bytes, certainty.fit) == (10 + 0.5 * 100, 10 + 2 * 100, fit)
 
 
 def test_our_own_spreads_are_those_of_the_measured_rows() -> None:
@@ -42,6 +42,7 @@ def test_nine_of_ten_measured_rows_are_within_the_interval() -> None:
     for kind, path, figures in ((OWN, memory_spread.GPU_ROWS, gpu), (OWN_ON_CPU, memory_spread.CPU_ROWS, cpu)):
         with path.open(newline="", encoding="utf-8") as file:
             pairs = [figures(row) for row in csv.DictReader(file)]
-        own = spreads()[kind]
-        within = [own.interval(predicted)[0] <= measured <= own.interval(predicted)[1] for measured, predicted in pairs]
-        assert len(pairs) == own.rows and sum(within) >= 0.9 * own.rows
+        spread = spreads()[kind]
+        intervals = [(measured, *spread.interval(predicted)) for measured, predicted in pairs]
+        within = [low <= measured <= high for measured, low, high in intervals]
+        assert len(pairs) == spread.rows and sum(within) >= 0.9 * spread.rows

@@ -104,7 +104,7 @@ def test_a_quad_of_pairs_gives_two_links_to_a_pair_and_six_to_all() -> None:
 
 
 def test_messages_have_the_links_between_two_devices() -> None:
-    """Neighbours 0 and 1 have one; 3 and 4 none, so that GPU 0 passes on what 3 sends to 4, over two and two."""
+    """Neighbors 0 and 1 have one; 3 and 4 none, so that GPU 0 passes on what 3 sends to 4, over two and two."""
     assert mesh.pair(LINKS, 0, 1) == 1
     assert (LINKS[3][4], mesh.pair(LINKS, 3, 4)) == (0, 2)
     assert all(mesh.pair(LINKS, a, b) > 0 for a, b in itertools.permutations(range(8), 2))

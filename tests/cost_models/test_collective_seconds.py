@@ -187,7 +187,7 @@ def test_contention_slows_bytes_and_hops_alike(nodes: int) -> None:
 @pytest.mark.parametrize("rails", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather"])
 def test_contention_grows_with_the_rails_of_a_group(rails: int, kind: Kind) -> None:
-    """What large messages take more per byte is in proportion to the rails that a group spans."""
+    """The extra time of large messages per byte is proportional to the rails that a group spans."""
     busy, quiet = (Cluster.parse(f"32x8 h100-sxm nvlink4 {name}") for name in ("efa-400g", "efa-400g-quiet"))
     group = Group(32 * rails, 8 // rails)
     alone, among = (seconds(kind, 2e12, group, c) - seconds(kind, 1e12, group, c) for c in (quiet, busy))

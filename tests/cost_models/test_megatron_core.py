@@ -8,7 +8,7 @@ import pytest
 
 from cost_models.certainty import spread, spreads
 from cost_models.megatron_core import Block, Model, Setup, rank_memory
-from cost_models.megatron_core.kept import kept_bytes
+from cost_models.megatron_core.activations import kept_bytes
 from cost_models.megatron_core.parameters import dense_parameters, expert_parameters
 
 MIB = 2**20
@@ -49,18 +49,18 @@ def test_activations_are_those_of_the_papers_formula(tp: int, sp: bool) -> None:
 def test_a_dense_rank_is_within_8_kib_of_what_stays_and_a_thousandth_of_the_peak(
     changes: dict[str, str], allocated: int, peak: int
 ) -> None:
-    found = rank_memory(SMALL, replace(ONE, **changes))
-    assert abs(found.allocated - allocated) < 8192
-    assert found.peak == pytest.approx(peak, rel=1e-3)
+    memory = rank_memory(SMALL, replace(ONE, **changes))
+    assert abs(memory.allocated - allocated) < 8192
+    assert memory.peak == pytest.approx(peak, rel=1e-3)
 
 
 def test_megatron_fsdp_shards_eighteen_bytes_of_each_parameter() -> None:
     # gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor_1node, GB200
     setup = replace(ONE, tp=2, dp=2, sharded_parameters=True, attention="fused", generation="blackwell")
-    found = rank_memory(SMALL, setup)
-    assert found.allocated == pytest.approx(9 * dense_parameters(SMALL, setup) + 96 * MIB)
-    assert found.allocated == pytest.approx(394290688, rel=0.01)
-    assert found.peak == pytest.approx(1642060800, rel=0.01)
+    memory = rank_memory(SMALL, setup)
+    assert memory.allocated == pytest.approx(9 * dense_parameters(SMALL, setup) + 96 * MIB)
+    assert memory.allocated == pytest.approx(394290688, rel=0.01)
+    assert memory.peak == pytest.approx(1642060800, rel=0.01)
 
 
 def test_an_interleaved_stage_keeps_a_group_for_each_earlier_virtual_stage() -> None:
@@ -68,10 +68,10 @@ def test_an_interleaved_stage_keeps_a_group_for_each_earlier_virtual_stage() -> 
     setup = replace(
         ONE, chunks=(LAYER,) * 3, pp=4, dp=2, micro_batches=5, group=5, distributed_optimizer=False
     )  # fmt: skip
-    found = rank_memory(SMALL, setup)
+    memory = rank_memory(SMALL, setup)
     one = sum(kept_bytes(SMALL, setup, block) for block in LAYER)
-    assert found.kept == pytest.approx(11 * one + 2 * 4 * MIB)
-    assert found.peak == pytest.approx(4622615552, rel=5e-3)
+    assert memory.kept == pytest.approx(11 * one + 2 * 4 * MIB)
+    assert memory.peak == pytest.approx(4622615552, rel=5e-3)
 
 
 def test_stages_hold_the_whole_model_and_the_table_of_words_twice() -> None:
@@ -113,8 +113,8 @@ def test_experts_are_sharded_over_their_own_replicas() -> None:
     setup = replace(ONE, chunks=(blocks,), tp=2, dp=4, ep=4, etp=1, sequence_parallel=True)
     assert expert_parameters(model, setup) == 2 * 2 * 2 * 512 * 2048  # two layers of two experts of two matrices
     dense = dense_parameters(model, setup)
-    found = rank_memory(model, setup)
-    assert found.optimizer == pytest.approx(12 * (dense / 4 + expert_parameters(model, setup) / 2))
+    memory = rank_memory(model, setup)
+    assert memory.optimizer == pytest.approx(12 * (dense / 4 + expert_parameters(model, setup) / 2))
 
 
 def test_words_that_are_not_known_are_refused() -> None:
@@ -131,8 +131,8 @@ def test_words_that_are_not_known_are_refused() -> None:
 
 
 def test_bytes_fit_by_the_interval_of_like_rows() -> None:
-    each = spread("nanotron")
-    low, high = each.interval(100.0)
+    spread_of_rows = spread("nanotron")
+    low, high = spread_of_rows.interval(100.0)
     assert low < 100 < high
     widest = spread("no such framework")
-    assert all(widest.low <= known.low and known.high <= widest.high for known in spreads().values())
+    assert all(widest.low <= narrower.low and narrower.high <= widest.high for narrower in spreads().values())

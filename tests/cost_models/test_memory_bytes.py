@@ -9,9 +9,7 @@ from cost_models import catalog, memory
 
 def test_bytes_per_parameter_of_the_named_precisions() -> None:
     """Weights, gradients, master: Rajbhandari et al. count 2 + 2 + 12 with Adam; our gradients are summed in fp32."""
-    widths = {
-        name: (own.compute_bytes, own.gradient_bytes, own.master_bytes) for name, own in memory.PRECISIONS.items()
-    }
+    widths = {name: (p.compute_bytes, p.gradient_bytes, p.master_bytes) for name, p in memory.PRECISIONS.items()}
     assert widths == {"fp32": (4, 4, 0), "bf16": (2, 4, 4), "fp16": (2, 4, 4)}
     with pytest.raises(ValueError, match="unknown precision 'fp8'; known: fp32, bf16, fp16"):
         memory.precision("fp8")

@@ -1,4 +1,4 @@
-"""Machines of 2023 to 2025 against figures that are not in the catalogue: totals of racks, units times clock, measured
+"""Machines of 2023 to 2025 against figures that are not in the catalog: totals of racks, units times clock, measured
 rates of collectives; and a rack of 72 GPUs as one node."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_memory_orders_as_the_datasheets_say() -> None:
     for name, size in sold.items():
         assert catalog.device(name).memory_bytes == pytest.approx(size * GIB, rel=0.01)
     rates = ["ascend-910b", "a800-80g", "h800-sxm", "h20", "mi300x", "b300", "gb300"]
-    assert (found := [catalog.device(name).memory_bytes_per_second for name in rates]) == sorted(found)
+    assert (figures := [catalog.device(name).memory_bytes_per_second for name in rates]) == sorted(figures)
 
 
 def test_totals_of_racks_and_units() -> None:

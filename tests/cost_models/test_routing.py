@@ -44,8 +44,8 @@ def test_no_rank_has_more_than_all_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [(3, 8, 2, 64, 0.1), (2, 8, 9, 64, 0.1), (2, 8, 0, 64, 0.1), (2, 8, 2, 0, 0.1), (2, 8, 2, 64, -0.1)]
+    "arguments", [(3, 8, 2, 64, 0.1), (2, 8, 9, 64, 0.1), (2, 8, 0, 64, 0.1), (2, 8, 2, 0, 0.1), (2, 8, 2, 64, -0.1)]
 )
-def test_what_cannot_be_routed_is_refused(given: tuple[int, int, int, float, float]) -> None:
+def test_what_cannot_be_routed_is_refused(arguments: tuple[int, int, int, float, float]) -> None:
     with pytest.raises(ValueError, match="cannot route"):
-        fullest_load(*given)
+        fullest_load(*arguments)

@@ -14,7 +14,7 @@ from tests.cost_models.schedule_oracles import check, parse_schedule
 
 
 def chunk_counts(name: str) -> tuple[int, ...]:
-    return (1, 2, 3) if name == "interleaved" else (schedule.num_chunks(name),)
+    return (1, 2, 3) if schedule.SCHEDULES[name].chooses_chunks else (schedule.num_chunks(name),)
 
 
 def cases(max_pipeline_ranks: int, max_micro_batches: int) -> Iterator[tuple[str, int, int, int]]:
@@ -25,7 +25,7 @@ def cases(max_pipeline_ranks: int, max_micro_batches: int) -> Iterator[tuple[str
                     yield name, num_pipeline_ranks, num_micro_batches, chunks
 
 
-def line(lines: schedule.Schedule, pipeline_rank: int) -> str:
+def line(lines: schedule.Lines, pipeline_rank: int) -> str:
     return " ".join(map(str, lines[pipeline_rank]))
 
 

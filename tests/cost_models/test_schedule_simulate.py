@@ -20,7 +20,7 @@ CASES = [
     for name in schedule.SCHEDULES
     for p in range(1, 7)
     for m in range(1, 13)
-    for chunks in ((1, 2, 3) if name == "interleaved" else (schedule.num_chunks(name),))
+    for chunks in ((1, 2, 3) if schedule.SCHEDULES[name].chooses_chunks else (schedule.num_chunks(name),))
 ]
 
 
@@ -32,7 +32,7 @@ Transfers = dict[tuple[int, int], float]
 
 
 def dependency_graph(
-    lines: schedule.Schedule, times: list[StageTimes], transfers: Transfers, edges: list[tuple[int, int]]
+    lines: schedule.Lines, times: list[StageTimes], transfers: Transfers, edges: list[tuple[int, int]]
 ) -> nx.DiGraph:
     """Actions and messages as nodes, each edge as long as its source takes; node "end" after everything."""
     pipeline_rank_of = {action.stage: pipeline_rank for pipeline_rank, line in enumerate(lines) for action in line}
@@ -71,7 +71,7 @@ def dependency_graph(
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[schedule.Schedule, list[StageTimes], Transfers, list[tuple[int, int]]]:
+def problems(draw: st.DrawFn) -> tuple[schedule.Lines, list[StageTimes], Transfers, list[tuple[int, int]]]:
     """A schedule with unequal stages and transfers, skip connections, and perhaps two actions of a line swapped."""
     name, p, m, chunks = draw(st.sampled_from(CASES))
     lines = [list(line) for line in schedule.make_schedule(name, p, m, chunks)]
@@ -93,7 +93,7 @@ def problems(draw: st.DrawFn) -> tuple[schedule.Schedule, list[StageTimes], Tran
 
 @given(problems())
 def test_makespan_is_the_longest_path_and_cycles_are_refused(
-    problem: tuple[schedule.Schedule, list[StageTimes], Transfers, list[tuple[int, int]]],
+    problem: tuple[schedule.Lines, list[StageTimes], Transfers, list[tuple[int, int]]],
 ) -> None:
     lines, times, transfers, edges = problem
     graph = dependency_graph(lines, times, transfers, edges)
@@ -115,7 +115,7 @@ def test_makespan_is_the_longest_path_and_cycles_are_refused(
 
 
 def test_makespans_equal_the_closed_forms() -> None:
-    known = 0
+    num_closed_forms = 0
     for name, p, m, chunks in CASES:
         for times in (EQUAL, StageTimes(1.0, 2.5, 1.7, 0.8), StageTimes(0.5, 0.25, 2.0, 0.5)):
             try:
@@ -123,8 +123,8 @@ def test_makespans_equal_the_closed_forms() -> None:
             except ValueError:
                 continue
             assert simulated(name, p, m, chunks, times).makespan == pytest.approx(expected), (name, p, m, chunks, times)
-            known += 1
-    assert known > 0.6 * 3 * len(CASES)
+            num_closed_forms += 1
+    assert num_closed_forms > 0.6 * 3 * len(CASES)
 
 
 def test_published_bubbles() -> None:
@@ -190,10 +190,10 @@ def test_in_flight_equals_a_count_over_time() -> None:
                 changes[event.action.stage].append((event.end, -1))
         peaks = []
         for stage in range(p * chunks):
-            held, peak = 0, 0
+            live, peak = 0, 0
             for _, change in sorted(changes[stage]):  # at one time, what ends comes before what starts
-                held += change
-                peak = max(peak, held)
+                live += change
+                peak = max(peak, live)
             peaks.append(peak)
         assert timeline.in_flight == tuple(peaks), (name, p, m, chunks)
 

@@ -45,10 +45,10 @@ def solve(problem: PipelineProblem, accept: Callable[[PipelineSolution], bool] |
         runs, needs = [], []
         for i, (first, last, submesh) in enumerate(spans):
             extra = sum(t.fixed_bytes for t in problem.tied if _in(spans[i], t.second) and not _in(spans[i], t.first))
-            held = problem.held(len(spans), i)
-            key = (spans[i], held)
+            micro_batches = problem.live_micro_batches(len(spans), i)
+            key = (spans[i], micro_batches)
             if key not in cache:
-                cache[key] = _stage(problem, first, last, submesh, held, extra, accept is not None)
+                cache[key] = _stage(problem, first, last, submesh, micro_batches, extra, accept is not None)
             runs.append(cache[key][0])
             needs.append(StageNeed(first, last, submesh.name, cache[key][1], submesh.memory_bytes))
         excess = max(need.needed_bytes - need.memory_bytes for need in needs)
@@ -60,8 +60,8 @@ def solve(problem: PipelineProblem, accept: Callable[[PipelineSolution], bool] |
             objective = _objective(problem, spans, chosen)
             if best is None or objective < best.objective:
                 stages = tuple(_choice(problem, span, run[3]) for span, run in zip(spans, chosen, strict=True))
-                found = PipelineSolution(objective, stages)
-                best = found if accept is None or accept(found) else best
+                solution = PipelineSolution(objective, stages)
+                best = solution if accept is None or accept(solution) else best
     if best is None:
         raise PipelineInfeasibleError(least[1] if least is not None else ())
     return best
@@ -93,16 +93,17 @@ def _stage(
     first: int,
     last: int,
     submesh: Submesh,
-    held: tuple[float, float],
+    micro_batches: tuple[float, float],
     extra_bytes: float,
     by_bytes: bool,
 ) -> tuple[list[Run], float]:
     """The ways to run a stage that fit, equal triples (by_bytes: of equal bytes) once; and the bytes of the leanest."""
     menus = [problem.points.get((kind, submesh.name), ()) for kind in problem.units[first : last + 1]]
-    found: dict[tuple[float, float, float, float], Run] = {}
+    runs: dict[tuple[float, float, float, float], Run] = {}
     least = float("inf")
+    flying, waiting = micro_batches
     for points in itertools.product(*menus):
-        needed = sum(p.fixed_bytes + held[0] * p.micro_bytes + held[1] * p.deferred_bytes for p in points) + extra_bytes
+        needed = sum(p.fixed_bytes + flying * p.micro_bytes + waiting * p.deferred_bytes for p in points) + extra_bytes
         needed += max(point.transient_bytes for point in points)
         least = min(least, needed)
         if needed > submesh.memory_bytes * (1 + 1e-12):
@@ -110,8 +111,8 @@ def _stage(
         fill, steady, step = (
             sum(getattr(point, name) for point in points) for name in ("fill_seconds", "steady_seconds", "step_seconds")
         )
-        found.setdefault((fill, steady, step, needed if by_bytes else 0.0), (fill, steady, step, points))
-    return list(found.values()), least
+        runs.setdefault((fill, steady, step, needed if by_bytes else 0.0), (fill, steady, step, points))
+    return list(runs.values()), least
 
 
 def _objective(problem: PipelineProblem, spans: Sequence[Span], chosen: Sequence[Run]) -> float:

@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from search.inter_op import InFlight, PipelineProblem, Point, Submesh, Tied, one_forward_one_backward
+from search.inter_op import InFlight, PipelineProblem, Point, Submesh, Tied
+
+
+def one_forward_one_backward(num_micro_batches: int) -> InFlight:
+    """min(m, p - i): 1F1B (PipeDream-Flush, Narayanan et al. 2021, section 2.2)."""
+    return lambda p, i: min(num_micro_batches, p - i)
+
+
+def all_forward_all_backward(num_micro_batches: int) -> InFlight:
+    """m everywhere: GPipe (Huang et al. 2019, section 2.3)."""
+    return lambda p, i: num_micro_batches
 
 
 def in_flight_table(table: Mapping[int, Sequence[float]]) -> InFlight:
@@ -110,7 +120,7 @@ def layers_problem(seed: int) -> PipelineProblem:
 
 
 def transformer_points(rng: np.random.Generator, scale: float, *, correlated: bool) -> tuple[Point, ...]:
-    """Ten points of a layer: three ZeRO stages times three recompute modes, and optimiser offload.
+    """Ten points of a layer: three ZeRO stages times three recompute modes, and optimizer offload.
 
     Not ``correlated``: random times, and memory roughly inverse to them.
     """

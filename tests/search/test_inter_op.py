@@ -34,22 +34,22 @@ def solve_or_error(solver, problem: PipelineProblem) -> PipelineSolution | Pipel
 def assert_agree(problem: PipelineProblem) -> None:
     """Equal objectives or equal shortfalls; a valid pipeline; a bound below the optimum."""
     expected = solve_or_error(exhaustive_pipeline.solve, problem)
-    found = solve_or_error(inter_op.solve_pipeline, problem)
+    result = solve_or_error(inter_op.solve_pipeline, problem)
     bound = pipeline_bound.lower_bound(problem)
     if isinstance(expected, PipelineInfeasibleError):
-        assert isinstance(found, PipelineInfeasibleError)
-        assert found.smallest_excess == pytest.approx(expected.smallest_excess, nan_ok=True)
-        assert bool(found.needs) == bool(expected.needs)
-        if found.needs:
-            assert max(need.needed_bytes - need.memory_bytes for need in found.needs) == found.smallest_excess > 0
-            assert [need.first for need in found.needs] == [0, *(need.last + 1 for need in found.needs[:-1])]
+        assert isinstance(result, PipelineInfeasibleError)
+        assert result.smallest_excess == pytest.approx(expected.smallest_excess, nan_ok=True)
+        assert bool(result.needs) == bool(expected.needs)
+        if result.needs:
+            assert max(need.needed_bytes - need.memory_bytes for need in result.needs) == result.smallest_excess > 0
+            assert [need.first for need in result.needs] == [0, *(need.last + 1 for need in result.needs[:-1])]
         return
-    assert isinstance(found, PipelineSolution), found
+    assert isinstance(result, PipelineSolution), result
     scale = max(1.0, abs(expected.objective))
-    assert abs(found.objective - expected.objective) <= 1e-9 * scale
+    assert abs(result.objective - expected.objective) <= 1e-9 * scale
     assert bound <= expected.objective + 1e-9 * scale
-    assert abs(objective_of(problem, found) - found.objective) <= 1e-9 * scale
-    assert abs(objective(problem, found.stages) - found.objective) <= 1e-9 * scale
+    assert abs(objective_of(problem, result) - result.objective) <= 1e-9 * scale
+    assert abs(objective(problem, result.stages) - result.objective) <= 1e-9 * scale
 
 
 def objective_of(problem: PipelineProblem, solution: PipelineSolution) -> float:
@@ -73,7 +73,7 @@ def objective_of(problem: PipelineProblem, solution: PipelineSolution) -> float:
         flying = problem.in_flight(len(stages), i)
         memory = sum(n * (p.fixed_bytes + flying * p.micro_bytes) for p, n in taken)
         memory += max(p.transient_bytes for p, _ in taken)
-        own = [
+        stage_seconds = [
             sum(n * value for value, n in values)
             for values in zip(
                 *([(p.fill_seconds, n), (p.steady_seconds, n), (p.step_seconds, n)] for p, n in taken), strict=True
@@ -81,12 +81,12 @@ def objective_of(problem: PipelineProblem, solution: PipelineSolution) -> float:
         ]
         for pair in problem.tied:
             here = [stage.first <= unit <= stage.last for unit in (pair.first, pair.second)]
-            own[2] += pair.step_seconds * (here[0] != here[1])
+            stage_seconds[2] += pair.step_seconds * (here[0] != here[1])
             memory += pair.fixed_bytes * (here[1] and not here[0])
         assert memory <= mesh.memory_bytes * (1 + 1e-12)
-        fill += own[0]
-        steady.append(own[1])
-        step.append(own[2])
+        fill += stage_seconds[0]
+        steady.append(stage_seconds[1])
+        step.append(stage_seconds[2])
         if i:
             seconds = problem.boundary_seconds(stage.first, stages[i - 1].submesh, stage.submesh)
             fill += seconds
@@ -116,15 +116,15 @@ def test_random_problems_are_of_all_sorts() -> None:
     for make, seed in itertools.product(
         (pipeline_problems.small_problem, pipeline_problems.layers_problem), range(100)
     ):
-        found = solve_or_error(inter_op.solve_pipeline, make(seed))
-        if isinstance(found, PipelineInfeasibleError):
-            count["short of memory" if found.needs else "no cut"] += 1
+        result = solve_or_error(inter_op.solve_pipeline, make(seed))
+        if isinstance(result, PipelineInfeasibleError):
+            count["short of memory" if result.needs else "no cut"] += 1
             continue
         count["feasible"] += 1
-        count["several stages"] += len(found.stages) > 1
-        homes = [s.submesh for s in found.stages for _ in range(s.first, s.last + 1)]
+        count["several stages"] += len(result.stages) > 1
+        homes = [s.submesh for s in result.stages for _ in range(s.first, s.last + 1)]
         count["apart"] += any(homes[pair.first] != homes[pair.second] for pair in make(seed).tied)
-        count["mixed points"] += any(len(c) > 1 for stage in found.stages for _, c in stage.counts)
+        count["mixed points"] += any(len(c) > 1 for stage in result.stages for _, c in stage.counts)
     assert count["feasible"] >= 80 and count["several stages"] >= 40, count
     assert count["apart"] >= 2, count
     assert count["mixed points"] >= 30 and count["short of memory"] >= 15, count
@@ -137,7 +137,7 @@ def chain(layers: int, stages: int, points: tuple[Point, ...], memory: float, m:
         (Submesh("gpu", "all", 1, memory),),
         {"all": stages},
         {("layer", "gpu"): points},
-        inter_op.one_forward_one_backward(m),
+        pipeline_problems.one_forward_one_backward(m),
         m,
         **more,
     )
@@ -148,13 +148,13 @@ def test_recompute_goes_where_the_most_micro_batches_are_in_flight() -> None:
     keep = Point("keep", 3, 3, 0, 0, 1, 0)
     again = Point("again", 4, 4, 0, 0, 0, 0)
     # Stage i may keep floor(8 / (4 - i)) layers: 2, 2, 4, 4; so the slowest takes 2 * 3 + 2 * 4 = 14.
-    found = inter_op.solve_pipeline(chain(16, 4, (keep, again), memory=8.0, m=100, num_stages=(4,)))
-    steady = [sum({"keep": 3, "again": 4}[label] * n for label, n in stage.counts[0][1]) for stage in found.stages]
+    solution = inter_op.solve_pipeline(chain(16, 4, (keep, again), memory=8.0, m=100, num_stages=(4,)))
+    steady = [sum({"keep": 3, "again": 4}[label] * n for label, n in stage.counts[0][1]) for stage in solution.stages]
     assert max(steady) == 14
-    kept = [dict(stage.counts[0][1]).get("keep", 0) for stage in found.stages]
+    kept = [dict(stage.counts[0][1]).get("keep", 0) for stage in solution.stages]
     assert all(n * (4 - i) <= 8 for i, n in enumerate(kept))
     # Bottleneck 13 would need stages of at most 3.5, 3.5, 4.33, 4.33 layers: 3 + 3 + 4 + 4 < 16.
-    assert found.objective == sum(steady) + 99 * 14
+    assert solution.objective == sum(steady) + 99 * 14
 
 
 def test_a_tied_parameter_pulls_units_together_or_costs_memory_and_time() -> None:
@@ -179,7 +179,7 @@ def test_infeasible_names_the_stage_and_the_bytes() -> None:
     # Stage 0 has two micro-batches in flight, stage 1 has one: 2 * 8 and 4 * 7, or 3 * 8 and 3 * 7.
     assert caught.value.smallest_excess == 4.0 and "4 too few" in str(caught.value)
     assert [(need.first, need.last, need.needed_bytes) for need in caught.value.needs] == [(0, 2, 24.0), (3, 5, 21.0)]
-    with pytest.raises(PipelineInfeasibleError, match="devices as asked"):
+    with pytest.raises(PipelineInfeasibleError, match="uses all devices"):
         inter_op.solve_pipeline(chain(3, 4, point, 1e9))
 
 
@@ -192,7 +192,7 @@ def test_what_found_no_pipeline_leaves_no_tables_behind() -> None:
         for cutoff in (float("inf"), 1e-3):
             with contextlib.suppress(PipelineInfeasibleError, NothingBelowCutoffError):
                 inter_op.solve_pipeline(chain(4, 2, point, 7.0 if cutoff > 1 else 1e3), cutoff=cutoff)
-        assert not any(type(each) is stage_costs.StageCosts for each in gc.get_objects())
+        assert not any(type(item) is stage_costs.StageCosts for item in gc.get_objects())
     finally:
         gc.enable()
 
@@ -214,7 +214,7 @@ def test_problems_that_do_not_fit_together_are_refused(change: dict[str, object]
         "submeshes": (Submesh("gpu", "all", 1, 1.0),),
         "groups": {"all": 2},
         "points": {},
-        "in_flight": inter_op.all_forward_all_backward(4),
+        "in_flight": pipeline_problems.all_forward_all_backward(4),
         "num_micro_batches": 4,
     }
     with pytest.raises(ValueError):

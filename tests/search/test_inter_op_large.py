@@ -20,15 +20,15 @@ def test_uneven_cuts_have_the_closed_form(layers: int, stages: int) -> None:
         (Submesh("gpu", "all", 1, 1e9),),
         {"all": stages},
         {("layer", "gpu"): (Point("only", 3.0, 3.0, 0.25, 1.0, 1.0, 0.0),)},
-        inter_op.one_forward_one_backward(32),
+        pipeline_problems.one_forward_one_backward(32),
         32,
     )
-    found = inter_op.solve_pipeline(problem)
+    solution = inter_op.solve_pipeline(problem)
     most = -(-layers // stages)
-    assert found.objective == pytest.approx(3.0 * layers + 31 * 3.0 * most + 0.25 * most, rel=1e-12)
-    assert len(found.stages) == stages
+    assert solution.objective == pytest.approx(3.0 * layers + 31 * 3.0 * most + 0.25 * most, rel=1e-12)
+    assert len(solution.stages) == stages
     bound = pipeline_bound.lower_bound(problem)
-    assert bound <= found.objective * (1 + 1e-12) and bound >= 0.8 * found.objective
+    assert bound <= solution.objective * (1 + 1e-12) and bound >= 0.8 * solution.objective
 
 
 def test_six_gpus_of_two_groups_share_ninety_six_layers() -> None:
@@ -39,16 +39,16 @@ def test_six_gpus_of_two_groups_share_ninety_six_layers() -> None:
         (Submesh("a100", "a", 1, 1e9), Submesh("v100", "v", 1, 1e9)),
         {"a": 4, "v": 2},
         {("layer", "a100"): (fast,), ("layer", "v100"): (slow,)},
-        inter_op.one_forward_one_backward(1000),
+        pipeline_problems.one_forward_one_backward(1000),
         1000,
     )
-    found = inter_op.solve_pipeline(problem)
+    solution = inter_op.solve_pipeline(problem)
     # 4 * 19 + 2 * 9 < 96, so 60 seconds; of those cuts the least fill has as many layers as possible on fast GPUs.
     layers = {"a100": 0, "v100": 0}
-    for stage in found.stages:
+    for stage in solution.stages:
         layers[stage.submesh] += stage.last - stage.first + 1
     assert layers == {"a100": 80, "v100": 16}
-    assert found.objective == pytest.approx(80 * 3 + 16 * 6 + 999 * 60)
+    assert solution.objective == pytest.approx(80 * 3 + 16 * 6 + 999 * 60)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -68,7 +68,7 @@ def test_two_deep_stages_equal_an_enumeration_of_counts(seed: int) -> None:
         (Submesh("gpu", "all", 4, limit),),
         {"all": 8},
         {("layer", "gpu"): tuple(points)},
-        inter_op.one_forward_one_backward(m),
+        pipeline_problems.one_forward_one_backward(m),
         m,
     )
     best = np.inf
@@ -86,10 +86,10 @@ def test_two_deep_stages_equal_an_enumeration_of_counts(seed: int) -> None:
             slowest = np.maximum(a[..., 1], b[..., 1])
             best = min(best, (a[..., 0] + b[..., 0] + (m - 1) * slowest + np.maximum(a[..., 2], b[..., 2])).min())
     try:
-        found = inter_op.solve_pipeline(problem).objective
+        objective = inter_op.solve_pipeline(problem).objective
     except PipelineInfeasibleError:
-        found = np.inf
-    assert found == pytest.approx(best, rel=1e-9)
+        objective = np.inf
+    assert objective == pytest.approx(best, rel=1e-9)
     assert pipeline_bound.lower_bound(problem) <= best * (1 + 1e-9)
 
 
@@ -98,11 +98,11 @@ def test_full_size_is_near_the_bound(num_stages: int) -> None:
     """126 layers, head and tail, ten points, m = 512; some 30 to 120 ms each."""
     for correlated, share in itertools.product((True, False), (0.1, 0.4, 0.8)):
         problem = pipeline_problems.transformer(1, num_stages=num_stages, memory_share=share, correlated=correlated)
-        found = inter_op.solve_pipeline(problem)
+        solution = inter_op.solve_pipeline(problem)
         bound = pipeline_bound.lower_bound(problem)
-        assert bound <= found.objective * (1 + 1e-9)
+        assert bound <= solution.objective * (1 + 1e-9)
         # With two layers per stage a fraction of a layer is far from whole ones.
-        assert found.objective <= bound * (1.12 if num_stages == 64 else 1.05)
+        assert solution.objective <= bound * (1.12 if num_stages == 64 else 1.05)
 
 
 def test_less_memory_never_helps() -> None:

@@ -70,18 +70,18 @@ def solve_or_error(solver, problem: Problem) -> Solution | InfeasibleError:
 def assert_agree(problem: Problem) -> None:
     """Compare with brute force."""
     expected = solve_or_error(exhaustive.solve, problem)
-    found = solve_or_error(intra_op.solve, problem)
+    result = solve_or_error(intra_op.solve, problem)
     if isinstance(expected, InfeasibleError):
-        assert isinstance(found, InfeasibleError)
-        assert str(found) == str(expected) or "infinite costs" in str(found) and "infinite costs" in str(expected)
+        assert isinstance(result, InfeasibleError)
+        assert str(result) == str(expected) or "infinite costs" in str(result) and "infinite costs" in str(expected)
         if expected.assignment:
-            objective, usage = evaluate(problem, found.assignment)
+            objective, usage = evaluate(problem, result.assignment)
             assert np.isfinite(objective) and usage == evaluate(problem, expected.assignment)[1]
         return
-    assert isinstance(found, Solution), str(found)
-    assert (found.objective, found.usage) == evaluate(problem, found.assignment)
-    assert found.objective == pytest.approx(expected.objective, rel=1e-9, abs=1e-15)
-    assert problem.allows(found.usage)
+    assert isinstance(result, Solution), str(result)
+    assert (result.objective, result.usage) == evaluate(problem, result.assignment)
+    assert result.objective == pytest.approx(expected.objective, rel=1e-9, abs=1e-15)
+    assert problem.allows(result.usage)
 
 
 @pytest.mark.parametrize("shape", sorted(SHAPES))
@@ -109,8 +109,8 @@ def test_min_marginals_and_least_usage_equal_enumeration(seed: int, shape: str, 
             least = min(least, usage)
         for variable, option in enumerate(assignment):
             expected[variable][option] = min(expected[variable][option], objective)
-    for found, wanted in zip(min_marginals(problem), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-15)
+    for computed, wanted in zip(min_marginals(problem), expected, strict=True):
+        np.testing.assert_allclose(computed, wanted, rtol=1e-9, atol=1e-15)
     nothing = Problem(problem.variables, problem.edges, -1.0)
     with pytest.raises(InfeasibleError, match="infinite costs" if np.isinf(least) else "cannot be met") as caught:
         intra_op.solve(nothing)
@@ -131,7 +131,9 @@ def test_rising_thresholds_equal_exhaustive(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("search.budgeted.FEW_COLUMNS", 0)
     calls = []
     solve_budgeted = intra_op.solve_budgeted
-    monkeypatch.setattr(intra_op, "solve_budgeted", lambda *given: calls.append(given) or solve_budgeted(*given))
+    monkeypatch.setattr(
+        intra_op, "solve_budgeted", lambda *arguments: calls.append(arguments) or solve_budgeted(*arguments)
+    )
     for seed in range(180):
         shape = sorted(SHAPES)[seed % len(SHAPES)]
         assert_agree(random_problem(seed, shape, True, whole=seed % 2 == 0, forbidden=0.05))

@@ -25,7 +25,7 @@ def test_one_layer_agrees_with_its_marginals_and_its_budget() -> None:
     bounded = intra_op.solve(tight)
     assert bounded.objective > best.objective
     assert bounded.usage <= tight.limit
-    # Independent optimality check: no change of one or two neighbouring variables is cheaper within the budget.
+    # Independent optimality check: no change of one or two neighboring variables is cheaper within the budget.
     for edge in tight.edges[:10]:
         for a in range(0, tight.variables[edge.a].num_options, 7):
             for b in range(0, tight.variables[edge.b].num_options, 7):

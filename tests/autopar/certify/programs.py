@@ -51,7 +51,7 @@ def mixture() -> CompiledProgram:
 
 @cache
 def unlike() -> CompiledProgram:
-    """Pipeline ranks of one, one and two ranks, whose optimiser's state the host holds."""
+    """Pipeline ranks of one, one and two ranks, whose optimizer's state the host holds."""
     limits = {"pp": 3, "tp": 1, "zero": 1, "schedule": "1f1b", "micro_batches": 4, "recompute": "selective"}
     return compiled("gpt2", mixed_cluster((2, 1, 1)), {"layers": 4}, **limits, offload="optimizer")
 

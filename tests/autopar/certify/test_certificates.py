@@ -18,7 +18,7 @@ from autopar.rules.registry import default_registry
 
 @pytest.fixture
 def rules() -> Iterator[None]:
-    """What a test registers is forgotten after it."""
+    """Forget the rules that a test registers."""
     before = dict(default_registry().additions)
     yield
     default_registry().additions.clear()

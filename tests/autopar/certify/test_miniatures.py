@@ -10,15 +10,25 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import nn
 
-from autopar.certify.counterparts import counterparts
+import autopar
 from autopar.certify.cuts import axis_sets, cuts_of
 from autopar.certify.miniature import prove_miniature
-from autopar.certify.small_config import small_fields
-from autopar.certify.small_job import layers_needed, train_miniature
-from autopar.certify.small_optimizer import LEAST_RATE, MOST_RATE, optimizer_of
+from autopar.certify.miniature_config import small_fields
+from autopar.certify.miniature_plan import counterparts
+from autopar.certify.miniature_run import (
+    LEAST_RATE,
+    MOST_RATE,
+    constraints_of,
+    layers_needed,
+    optimizer_of,
+    train_miniature,
+)
+from autopar.compiled import CompiledProgram
 from autopar.frontend.inputs import name_inputs
 from autopar.frontend.trace import trace
+from autopar.ir.mesh import Mesh
 from autopar.running import folder
 from autopar.verify import sgd_with_momentum
 from examples.models import EXAMPLES
@@ -27,9 +37,23 @@ from tests.autopar.certify.programs import compiled, dense, megatron, mixture, u
 
 def test_axes_are_paired_in_few_miniatures() -> None:
     assert axis_sets(("pp", "dp", "tp")) == [("pp", "dp", "tp")]
-    found = axis_sets(("pp", "dp", "ep", "tp"))
-    pairs = {pair for each in found for pair in itertools.combinations(each, 2)}
-    assert len(found) == 3 and pairs == set(itertools.combinations(("pp", "dp", "ep", "tp"), 2))
+    sets = axis_sets(("pp", "dp", "ep", "tp"))
+    pairs = {pair for axes in sets for pair in itertools.combinations(axes, 2)}
+    assert len(sets) == 3 and pairs == set(itertools.combinations(("pp", "dp", "ep", "tp"), 2))
+
+
+def test_a_miniature_is_pinned_to_the_degrees_of_its_mesh() -> None:
+    """As constraints name them: dp are the ranks of one ZeRO group, with those of ep."""
+    inputs = (torch.randn(16, 64),)
+
+    def program(pins: dict[str, Any]) -> CompiledProgram:
+        return autopar.compile(
+            nn.Linear(64, 8), "4 cpu", example_inputs=inputs, loss_fn=lambda output: output.sum(), constraints=pins
+        )
+
+    large = program({"ddp": 2, "dp": 2, "zero": 1})
+    small = program(constraints_of(large, {"ddp": 2, "dp": 2}, ""))
+    assert small.plan.mesh == large.plan.mesh == Mesh(("ddp", "dp"), (2, 2))
 
 
 @pytest.mark.slow
@@ -44,11 +68,11 @@ def test_calls_have_counterparts_whatever_their_names_and_casts() -> None:
     small = mixture().best.graph
     model, inputs = EXAMPLES["mixtral"]().model, EXAMPLES["mixtral"]().inputs
     large = trace(model, name_inputs(model, inputs), None, batch_size=small.batch_size, param_dtype=torch.bfloat16)
-    found = counterparts(large, small)
-    assert found.keys() == mixture().best.operators.keys()
+    pairs = counterparts(large, small)
+    assert pairs.keys() == mixture().best.operators.keys()
     experts = [
         (one, two)
-        for one, two in found.items()
+        for one, two in pairs.items()
         if mixture().best.operators[one].node.op == "autopar.expert_linear.default"
     ]
     assert experts and all(one != two for one, two in experts), "versions of an operator are called otherwise"
@@ -58,25 +82,25 @@ def test_a_configuration_keeps_its_first_layers_kinds() -> None:
     from transformers import DeepseekV3Config, Llama4TextConfig
 
     llama = Llama4TextConfig(num_hidden_layers=24, interleave_moe_layer_step=2, attention_chunk_size=64)
-    made = Llama4TextConfig(**small_fields(llama, 4, {}))
-    assert made.moe_layers == [1, 3] and made.num_hidden_layers == 4 and made.attention_chunk_size < 16
-    assert (made.layer_types, made.no_rope_layers) == (llama.layer_types[:4], llama.no_rope_layers[:4])
+    shrunk = Llama4TextConfig(**small_fields(llama, 4, {}))
+    assert shrunk.moe_layers == [1, 3] and shrunk.num_hidden_layers == 4 and shrunk.attention_chunk_size < 16
+    assert (shrunk.layer_types, shrunk.no_rope_layers) == (llama.layer_types[:4], llama.no_rope_layers[:4])
     deepseek = DeepseekV3Config(num_hidden_layers=61, first_k_dense_replace=3)
     small = DeepseekV3Config(**small_fields(deepseek, 4, {}))
     assert small.first_k_dense_replace == 3 and small.n_routed_experts % small.n_group == 0
     assert DeepseekV3Config(**small_fields(deepseek, 2, {})).first_k_dense_replace == 1
 
 
-@pytest.mark.parametrize(("num_tokens", "found"), [(8192, 6), (4096, 16), (2048, 32)])
-def test_a_window_hides_keys_where_the_plans_does(num_tokens: int, found: int) -> None:
+@pytest.mark.parametrize(("num_tokens", "window"), [(8192, 6), (4096, 16), (2048, 32)])
+def test_a_window_hides_keys_where_the_plans_does(num_tokens: int, window: int) -> None:
     """transformers gives attention no mask where a row is shorter than the window, and one where it is as long."""
     from transformers import Llama4TextConfig, MistralConfig
 
     chunks = Llama4TextConfig(num_hidden_layers=2, attention_chunk_size=4096)
     for config in (chunks, MistralConfig(sliding_window=4096)):
-        made = small_fields(config, 2, {}, num_tokens)
-        assert (made.get("sliding_window") or made.get("attention_chunk_size")) == found
-        assert found == 6 or found <= made["max_position_embeddings"]
+        fields = small_fields(config, 2, {}, num_tokens)
+        assert (fields.get("sliding_window") or fields.get("attention_chunk_size")) == window
+        assert window == 6 or window <= fields["max_position_embeddings"]
 
 
 def test_there_are_layers_for_every_mode_of_recomputation() -> None:
@@ -84,13 +108,13 @@ def test_there_are_layers_for_every_mode_of_recomputation() -> None:
     stages = best.plan.pipeline.stages
     assert layers_needed(best, 2) == 2
     modes = (("full", 1), ("none", 1)), (("selective", 2),)
-    own = tuple(replace(s, recompute={"LlamaDecoderLayer": m}) for s, m in zip(stages, modes, strict=True))
-    plan = replace(best.plan, pipeline=replace(best.plan.pipeline, stages=own))
+    recomputing = tuple(replace(s, recompute={"LlamaDecoderLayer": m}) for s, m in zip(stages, modes, strict=True))
+    plan = replace(best.plan, pipeline=replace(best.plan.pipeline, stages=recomputing))
     assert layers_needed(replace(best, plan=plan), 2) == 3
 
 
 @pytest.mark.parametrize(("rate", "taken"), [(0.0, LEAST_RATE), (5.0, MOST_RATE), (torch.tensor(0.01), 0.01)])
-def test_miniatures_are_trained_by_the_plans_optimiser(rate: Any, taken: float) -> None:
+def test_miniatures_are_trained_by_the_plans_optimizer(rate: Any, taken: float) -> None:
     """Of its class and groups, at a rate that shows; by another only where it does not take the small parameters."""
 
     def grouped(named_parameters: Any) -> torch.optim.Optimizer:
@@ -102,10 +126,10 @@ def test_miniatures_are_trained_by_the_plans_optimiser(rate: Any, taken: float) 
 
     model = EXAMPLES["llama"]().model
     factory, reason = optimizer_of(replace(megatron(), optimizer=grouped), model)
-    made = factory(list(model.named_parameters()))
-    assert not reason and type(made) is torch.optim.AdamW
-    assert [group["weight_decay"] for group in made.param_groups] == [0.0, 0.2]
-    assert [float(group["lr"]) for group in made.param_groups] == pytest.approx([taken] * 2)
+    optimizer = factory(list(model.named_parameters()))
+    assert not reason and type(optimizer) is torch.optim.AdamW
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.2]
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([taken] * 2)
     strange = [torch.nn.Parameter(torch.zeros(2))]
     factory, reason = optimizer_of(replace(megatron(), optimizer=lambda _: torch.optim.Adam(strange)), model)
     assert factory is sgd_with_momentum and "does not take the miniature's parameters" in reason
@@ -123,16 +147,16 @@ def test_unlike_pipeline_ranks_train_with_what_the_host_holds() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_miniature_trains_with_the_plans_own_decisions(tmp_path: Path) -> None:
-    found = dense().certify()
-    assert found.ok, found.failures
-    part = found.part("miniature")
-    assert found.verdict == "passed" and found.gaps == ()
+    certificate = dense().certify()
+    assert certificate.ok, certificate.failures
+    part = certificate.part("miniature")
+    assert certificate.verdict == "passed" and certificate.gaps == ()
     assert part.counts["miniatures trained"] == 1 and part.counts["processes of the largest"] == 8
     assert part.counts["calls with the plan's option"] == len(dense().best.operators)
     assert part.largest_error is not None and 0 < part.largest_error < 1e-5
     assert part.worst.startswith("pp2 x dp2 x tp2, 1f1b")
-    assert yaml.safe_load(found.write(tmp_path).read_text())["proven"]["miniature"]["wrong"] == 0
-    assert "Certificate of" in str(found)
+    assert yaml.safe_load(certificate.write(tmp_path).read_text())["proven"]["miniature"]["wrong"] == 0
+    assert "Certificate of" in str(certificate)
 
 
 @pytest.mark.slow
@@ -153,5 +177,5 @@ def test_a_defect_of_the_run_time_fails_the_miniature(
     monkeypatch.setattr(
         folder, "imported_modules", lambda sources: (m := modules(sources)) | {file: m[file].replace(right, wrong)}
     )
-    found = prove_miniature(program)
-    assert any("miniature on dp2: " in text and "tensors are off" in text for text in found.failures), found
+    findings = prove_miniature(program)
+    assert any("miniature on dp2: " in text and "tensors are off" in text for text in findings.failures), findings

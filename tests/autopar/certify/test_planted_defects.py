@@ -52,27 +52,27 @@ def relabelled(program: Program) -> Program:
 def test_a_dropped_reshard_is_caught(defect: Callable[[Program], Program]) -> None:
     program = megatron()
     assert check_edges(program.program, program.best).ok
-    found = check_edges(program.program.map(defect), program.best)
-    assert not found.ok
-    assert all("LlamaDecoderLayer" in text for text in found.failures), found.failures
+    findings = check_edges(program.program.map(defect), program.best)
+    assert not findings.ok
+    assert all("LlamaDecoderLayer" in text for text in findings.failures), findings.failures
 
 
 def test_a_wrong_reshard_is_caught() -> None:
     """A sum over ranks whose gradient is not summed: forward right, backward wrong."""
     program = megatron()
 
-    def forgetful(each: Program) -> Program:
-        layer = each.layers[0]
+    def forgetful(stage_program: Program) -> Program:
+        layer = stage_program.layers[0]
         body = tuple(
             replace(s, method="first_rank_grad") if isinstance(s, Reshard) and s.method == "for_use" else s
             for s in layer.body
         )
         assert body != layer.body
-        return replace(each, layers=(replace(layer, body=body), *each.layers[1:]))
+        return replace(stage_program, layers=(replace(layer, body=body), *stage_program.layers[1:]))
 
-    found = prove_reshards(program.program.map(forgetful))
-    assert not found.ok and all("R -> Rp by tp.first_rank_grad" in text for text in found.failures)
-    assert "the gradient differs" in found.failures[0]
+    findings = prove_reshards(program.program.map(forgetful))
+    assert not findings.ok and all("R -> Rp by tp.first_rank_grad" in text for text in findings.failures)
+    assert "the gradient differs" in findings.failures[0]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_a_wrong_schedule_line_is_caught(wrong: Callable[[str], str], says: str)
     program = pipeline(dense())
     lines = (program.schedule[0], wrong(program.schedule[1]))
     assert lines != program.schedule
-    found = check_schedule(replace(program, schedule=lines))
-    assert not found.ok and says in found.failures[0] and "1f1b" in found.failures[0]
+    findings = check_schedule(replace(program, schedule=lines))
+    assert not findings.ok and says in findings.failures[0] and "1f1b" in findings.failures[0]
 
 
 def changed(program: Program, **fields: Any) -> Program:
@@ -125,23 +125,23 @@ def without_layer(program: Program) -> Program:
 )
 def test_what_is_not_as_the_plan_decided_is_caught(defect: Callable[[Program], Program], says: str) -> None:
     program = dense()
-    found = check_decisions(replace(program, program=program.program.map(defect)))
-    assert any(says in text for text in found.failures), found.failures
+    findings = check_decisions(replace(program, program=program.program.map(defect)))
+    assert any(says in text for text in findings.failures), findings.failures
 
 
 def test_a_stage_on_the_wrong_pipeline_rank_is_caught() -> None:
     program = pipeline(dense())
     stages = tuple(replace(stage, pipeline_rank=1 - stage.pipeline_rank) for stage in program.stages)
-    found = check_decisions(replace(dense(), program=replace(program, stages=stages)))
-    assert any("pipeline ranks of stages: the program has (1, 0)" in text for text in found.failures)
+    findings = check_decisions(replace(dense(), program=replace(program, stages=stages)))
+    assert any("pipeline ranks of stages: the program has (1, 0)" in text for text in findings.failures)
 
 
 @pytest.mark.parametrize("axis", [Raw("dp"), Raw("self.mesh.joint(('ep', 'tp'))", joint=("ep", "tp")), None])
 def test_rows_of_experts_over_the_wrong_ranks_are_caught(axis: Raw | None) -> None:
     program = mixture()
 
-    def elsewhere(each: Program) -> Program:
-        layer = each.layers[0]
+    def elsewhere(stage_program: Program) -> Program:
+        layer = stage_program.layers[0]
         body = tuple(
             replace(s, args=(*s.args[:2], *(() if axis is None else (axis,))))
             if isinstance(s, Call) and s.target == "runtime.Routes"
@@ -149,11 +149,11 @@ def test_rows_of_experts_over_the_wrong_ranks_are_caught(axis: Raw | None) -> No
             for s in layer.body
         )
         assert body != layer.body
-        return replace(each, layers=(replace(layer, body=body),))
+        return replace(stage_program, layers=(replace(layer, body=body),))
 
     assert check_edges(program.program, program.best).ok
-    found = check_edges(program.program.map(elsewhere), program.best)
-    assert [text for text in found.failures if "routes = runtime.Routes: goes over" in text and "over ep" in text]
+    findings = check_edges(program.program.map(elsewhere), program.best)
+    assert [text for text in findings.failures if "routes = runtime.Routes: goes over" in text and "over ep" in text]
 
 
 def test_a_message_to_the_wrong_rank_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,5 +161,5 @@ def test_a_message_to_the_wrong_rank_is_caught(monkeypatch: pytest.MonkeyPatch) 
     right = prove_messages(program)
     assert right.ok and right.counts["boxes moved"] > right.counts["distinct ways, there and back"]
     monkeypatch.setattr(transfer, "_choose", lambda rank, holders, source, target, load: source.first_rank)
-    found = prove_messages(program)
-    assert found.failures and all("other elements than its own" in text for text in found.failures)
+    findings = prove_messages(program)
+    assert findings.failures and all("other elements than its own" in text for text in findings.failures)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from autopar.certify.certificate import Findings
 from autopar.certify.decisions import check_decisions, pipeline_ranks
 from autopar.certify.edges import check_edges
-from autopar.certify.findings import Findings
 from autopar.certify.messages import prove_messages
 from autopar.certify.operators import prove_operators
 from autopar.certify.reshards import prove_reshards, ways_of
@@ -29,7 +29,7 @@ def test_a_right_plan_is_proven_part_by_part() -> None:
     assert operators.gaps == ()
     assert operators.counts["runs, forward and backward"] >= 40
     assert operators.largest_error is not None and operators.largest_error < 1e-5
-    ways = {str(way) for each in program.program.programs for way in ways_of(each)}
+    ways = {str(way) for stage_program in program.program.programs for way in ways_of(stage_program)}
     assert ways and reshards.counts["ways of values from placements to others"] >= len(ways)
     assert reshards.largest_error is not None and 0 <= reshards.largest_error < 1e-12
     assert edges.counts["edges"] > 300

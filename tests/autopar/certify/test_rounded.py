@@ -11,8 +11,8 @@ import pytest
 
 import autopar
 from autopar.certify.cuts import cuts_of
-from autopar.certify.rounded import judged, train_rounded
-from autopar.certify.small_job import Trained
+from autopar.certify.miniature import judged, train_rounded
+from autopar.certify.miniature_run import Trained
 from autopar.compiled import CompiledProgram
 from autopar.running import folder
 from autopar.verify import roundings, sgd_with_momentum, verify_program
@@ -41,13 +41,13 @@ def trained() -> Trained:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_miniature_rounds_as_the_plan_does() -> None:
-    made = trained()
-    found = judged(lossy(), made)
-    assert roundings(lossy()) == made.rounds == ("fp8", "compression gather int8, reduce int8")
-    assert found.ok and not found.gaps and made.left == ()
+    miniature = trained()
+    findings = judged(lossy(), miniature)
+    assert roundings(lossy()) == miniature.rounds == ("fp8", "compression gather int8, reduce int8")
+    assert findings.ok and not findings.gaps and miniature.left == ()
     # Of three bits after the leading one, and of 1/127 of a block's largest, something is lost, and not much.
-    assert 1e-2 < made.report.together < GRADIENTS / 2 and 0 < made.report.loss < LOSS / 2
-    assert f"gradients were off by {made.report.together:.1g} in norm" in found.not_proven[0]
+    assert 1e-2 < miniature.report.together < GRADIENTS / 2 and 0 < miniature.report.loss < LOSS / 2
+    assert f"gradients were off by {miniature.report.together:.1g} in norm" in findings.not_proven[0]
 
 
 @pytest.mark.slow
@@ -61,10 +61,10 @@ def test_a_miniature_rounds_as_the_plan_does() -> None:
     ids=["a sum without a rank's codes", "a product without its scale"],
 )
 def test_a_defect_of_what_rounds_fails_it(monkeypatch: pytest.MonkeyPatch, file: str, right: str, wrong: str) -> None:
-    own = folder.imported_modules
+    imported_modules = folder.imported_modules
 
     def with_defect(sources: Any) -> dict[str, str]:
-        modules = own(sources)
+        modules = imported_modules(sources)
         assert right in modules[file]
         return modules | {file: modules[file].replace(right, wrong)}
 
@@ -89,15 +89,15 @@ def test_verify_judges_what_rounds_as_a_certificate_does(monkeypatch: pytest.Mon
     report = verify_program(program, example.inputs, steps=2)
     assert report.ok() and report.rounds == ("fp8", "compression gather int8")
     assert not report.ok(report.tolerance) and report.largest_gradient > report.tolerance > report.together > 0.02
-    own = folder.imported_modules
+    imported_modules = folder.imported_modules
 
     def with_defect(sources: Any) -> dict[str, str]:
-        modules, right = own(sources), "scaled.mul_(scale_b_M1.t())"
+        modules, right = imported_modules(sources), "scaled.mul_(scale_b_M1.t())"
         return modules | {"kernels/fp8.py": modules["kernels/fp8.py"].replace(right, "scaled")}
 
     monkeypatch.setattr(folder, "imported_modules", with_defect)
     wrong = verify_program(program, example.inputs, steps=2)
-    assert not wrong.ok() and any("all gradients together" in each for each in wrong.faults())
+    assert not wrong.ok() and any("all gradients together" in fault for fault in wrong.faults())
 
 
 def test_an_update_that_is_wrong_is_no_rounding() -> None:

@@ -127,7 +127,7 @@ def test_nothing_of_anyone_is_overwritten(checkpoint: Path, tmp_path: Path) -> N
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     (tmp_path / "mine.safetensors").write_text("mine")
     assert "autopar did not write it" in run(checkpoint, "--hf", tmp_path / "mine").output.replace("\n", " ")
-    assert "the output exists" in run(checkpoint, "--safetensors", tmp_path / "mine.safetensors").output
+    assert "the output file exists" in run(checkpoint, "--safetensors", tmp_path / "mine.safetensors").output
     assert (tmp_path / "mine" / "notes.txt").read_text() == (tmp_path / "mine.safetensors").read_text() == "mine"
     for _ in range(2):  # one of ours is replaced
         done(checkpoint, "--hf", tmp_path / "ours")
@@ -136,9 +136,9 @@ def test_nothing_of_anyone_is_overwritten(checkpoint: Path, tmp_path: Path) -> N
 def test_mistakes_are_told(checkpoint: Path, tmp_path: Path) -> None:
     spec = source_of(tmp_path / "other", "LlamaForCausalLM", num_hidden_layers=3)
     for words, message in (
-        ((checkpoint,), "export writes one thing"),
-        ((checkpoint, "--hf", tmp_path / "a", "--dtype", "int3"), "no such dtype"),
-        ((tmp_path / "none", "--hf", tmp_path / "a"), "there is no checkpoint"),
+        ((checkpoint,), "export writes one format at a time"),
+        ((checkpoint, "--hf", tmp_path / "a", "--dtype", "int3"), "--dtype names an unknown dtype"),
+        ((tmp_path / "none", "--hf", tmp_path / "a"), "the folder has no complete checkpoint"),
         ((checkpoint, "--hf", tmp_path / "a", "--model", f"hf:{spec}"), "is of another model"),
     ):
         result = run(*words)
@@ -185,7 +185,7 @@ def test_a_tensor_file_wants_what_was_announced(tmp_path: Path) -> None:
             files.write(name, value)
     found = load_file(tmp_path / "all.safetensors")
     assert all(torch.equal(found[name], value) for name, value in values.items())
-    with pytest.raises(OutputError, match="missing from what was to be written"), TensorFiles(tmp_path, "b", specs, 9):
+    with pytest.raises(OutputError, match="some tensors were not written"), TensorFiles(tmp_path, "b", specs, 9):
         pass
     with TensorFiles(tmp_path, "c", {}, 9) as files, pytest.raises(OutputError, match="cannot be written: y"):
         files.write("y", torch.zeros(1))

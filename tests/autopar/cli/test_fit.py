@@ -42,8 +42,8 @@ def alone(model: str, question: Question) -> Fitted:
 @pytest.mark.parametrize(
     ("low", "high", "verdict", "line"),
     [
-        (60, 79, "fits, 6 GiB of 80 GiB free", "  as asked: yes, nine of ten like it took 60 to 79 GiB"),
-        (70, 90, "within the error, 6 GiB of 80 GiB free", "  as asked: within the error, nine of ten like it"),
+        (60, 79, "fits, 6 GiB of 80 GiB free", "  the job fits: yes (90% interval 60-79 GiB)"),
+        (70, 90, "within the error, 6 GiB of 80 GiB free", "  the job fits: within the error (90% interval"),
     ],
 )
 def test_the_verdict_on_what_fits_by_prediction(low: int, high: int, verdict: str, line: str) -> None:
@@ -62,7 +62,7 @@ def test_the_verdict_on_what_does_not(low: int, verdict: str) -> None:
     none = Answer(words="no plan fits the memory of one rank")
     text = plain_text(fitting._of_cluster(OnCluster(CLUSTER, none, 83 * 2**30, sure, none, none, none, none)), 80)
     assert text.startswith(f"{CLUSTER}: {verdict} (no plan fits the memory of one rank; 83 GiB")
-    assert ("  the leanest plan: within the error" in text) == (low < 80)
+    assert ("  the plan with least memory fits: within the error" in text) == (low < 80)
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_a_script_runs_in_as_many_processes_as_the_plan_has_ranks(tmp_path: Path
     last = failed.stderr.strip().splitlines()[-1]
     assert last == "error: rank 1 of script.py: RuntimeError: the disk of rank 1 is full"
     missing = launch("other.py")
-    assert missing.returncode == 2 and "there is no such script" in missing.stderr
+    assert missing.returncode == 2 and "the script does not exist" in missing.stderr
 
 
 EARLY = """

@@ -202,9 +202,9 @@ def test_a_path_below_the_working_folder(factory: Path, monkeypatch: pytest.Monk
 def test_files_that_cannot_be_modules(factory: Path) -> None:
     hidden = factory.with_name("statistics.py")
     factory.rename(hidden)
-    with pytest.raises(ModelError, match="another module is imported by the name 'statistics'"):
+    with pytest.raises(ModelError, match="another module has the name 'statistics'"):
         load_model(f"{hidden}:build")
-    with pytest.raises(ModelError, match="there is no such file"):
+    with pytest.raises(ModelError, match="the file does not exist"):
         load_model(f"{factory}:build")
     with pytest.raises(ModelError, match=r"statistics.py:FACTORY"):
         load_model(str(hidden))

@@ -148,7 +148,7 @@ def test_a_rank_keeps_its_part_of_masks_statistics_and_indices() -> None:
         if "attention" in call[0] and option.label == "f":
             continue
         rule, _ = rule_or_blank(node, dict(zip(node.inputs, metas, strict=True)))
-        operator = Operator(scope="", node=node, inputs=metas, rule=rule, known=True, batch=None, sections={})
+        operator = Operator(scope="", node=node, inputs=metas, rule=rule, has_rule=True, batch=None, sections={})
         predicted = made_bytes(operator, Option((option,), *tensor_placements((option,))), Mesh(("tp",), (2,)), True)
         count += 1
         if predicted != (real := made_by_ranks(node, metas, option)):

@@ -16,7 +16,7 @@ from autopar.costs.updates import training_of
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.launch import run_ranks
-from autopar.planning.stage_points import HOLDING
+from autopar.planning.stage_points import CLOSED_FORMS, holding_of
 from benchmarks.memory import OVER, UNDER, Pair, measure
 from codegen.runtime.zero import BUCKET_BYTES
 from cost_models.schedule import make_schedule, placement
@@ -118,11 +118,11 @@ def test_a_few_groups_of_micro_batches_show_all_that_a_pipeline_rank_holds(sched
             assert [{(k, s, *held) for k, s, held in own} for own in few] == states_of(schedule, p, count, chunks)
 
 
-@pytest.mark.parametrize("schedule", HOLDING)
+@pytest.mark.parametrize("schedule", CLOSED_FORMS)
 def test_the_search_counts_no_more_micro_batches_than_a_pipeline_rank_holds_at_once(schedule: str) -> None:
     """And no fewer than all of them, where the drain keeps weight gradients waiting."""
     for p, count in ((1, 3), (4, 2), (4, 4), (4, 9), (7, 5)):
-        holding = HOLDING[schedule](count)
+        holding = holding_of(schedule, count)
         for i, seen in enumerate(states_of(schedule, p, count, 1)):
             backwards = {(held[1] + 1, held[2]) for kind, _, held in seen if kind in ("B", "I")}
             num_deferred = holding.num_deferred(p, i) if holding.num_deferred else 0

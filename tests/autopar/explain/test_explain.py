@@ -15,7 +15,7 @@ import pytest
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.explain import Explanation, compare, explain, render_comparison, render_explanation
 from autopar.explain.conditions import conditions, faster_link
-from autopar.explain.decisions import is_made, other_decisions, pins_of, without
+from autopar.explain.decisions import has_decision, other_decisions, pins_of, without
 from autopar.explain.rescue import advised, plan_for
 from autopar.ir.chain import chain
 from autopar.plan import Plan
@@ -82,7 +82,7 @@ def test_more_of_anything_is_never_slower() -> None:
     for each in comparable:
         assert each.best_seconds is not None and each.best_seconds <= now * (1 + 1e-9), each
     seconds = what_if(found, "memory")
-    assert seconds == sorted(seconds), "twice, 25 % and 10 % more memory"
+    assert seconds == sorted(seconds), "twice, 25% and 10% more memory"
 
 
 def test_conditions_change_one_thing() -> None:
@@ -138,7 +138,7 @@ def test_alternatives_are_what_the_search_finds_with_the_pin() -> None:
     assert {words.rsplit(" (", 1)[0] for words in found.tied} == tied - {full_words(plan)}
     low, high = found.certainty.low_bytes, found.certainty.high_bytes
     assert low < plan.prediction.peak_bytes < high <= found.capacity_bytes and found.certainty.fit == "yes"
-    assert found.verdict[-1].startswith("fits the memory: yes, nine of ten like it took")
+    assert found.verdict[-1].startswith("fits the memory: yes (90% interval")
     assert ("recompute", "full") in by_name and ("offload", "optimizer") in by_name
     assert "recomputation" in by_name["recompute", "full"].why
 
@@ -183,7 +183,7 @@ def test_decisions_pin_what_they_say() -> None:
     for decision in decisions:
         if decision.dimension == "schedule":
             plan = search_plans(dataclasses.replace(asked, constraints=decision.constraints), exact_devices=0).best.plan
-            assert plan.pipeline.schedule == decision.value and is_made(plan, decision)
+            assert plan.pipeline.schedule == decision.value and has_decision(plan, decision)
     dropped = next(d for d in decisions if d.dimension == "pp")
     assert dropped.value == "" and not pins_of(dropped.constraints)
 
@@ -207,7 +207,7 @@ def test_no_time_leaves_questions_and_says_so() -> None:
     ]
     assert any(decisions) and decisions == sorted(decisions, reverse=True)  # before conditions, which are solved anew
     assert all(w.seconds is None and w.same_plan_seconds is not None for w in found.what_ifs)
-    assert "Not tried, the time was up" in render_explanation(found)
+    assert "Not tried before the time limit" in render_explanation(found)
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def test_rendered_explanation_holds_every_row(is_tight: bool) -> None:
     flat = " ".join(text.split())
     for each in found.what_ifs:
         assert each.words.split()[0] in flat
-    for title in ("What binds", "Where the time goes", "What more would buy", "one decision made differently"):
+    for title in ("What binds", "Where the time goes", "with more resources", "one changed decision"):
         assert title in text
 
 

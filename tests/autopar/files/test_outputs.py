@@ -152,7 +152,7 @@ def test_what_comes_in_meanwhile_is_kept(can_exchange: bool, program: CompiledPr
     monkeypatch.setattr("autopar.files.folder_swap.replace_folder", late)
     if not can_exchange:
         monkeypatch.setattr(folder_swap, "_exchange", lambda first, second: False)
-    with pytest.warns(UserWarning, match="late.txt came into"):
+    with pytest.warns(UserWarning, match="late.txt appeared in"):
         program.save(folder, weights=False)
     assert set(listing(folder)) == names
     (kept,) = (path for path in tmp_path.iterdir() if path != folder)

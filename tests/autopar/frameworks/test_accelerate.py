@@ -34,11 +34,11 @@ CONFIG = LlamaConfig(
 
 
 def samples(count: int) -> list[dict[str, torch.Tensor]]:
-    found = []
+    rows = []
     for number in range(count):
         ids = torch.randint(WORDS, (LENGTH,), generator=torch.Generator().manual_seed(number))
-        found.append({"input_ids": ids, "labels": torch.where(torch.arange(LENGTH) < number % 9, -100, ids)})
-    return found
+        rows.append({"input_ids": ids, "labels": torch.where(torch.arange(LENGTH) < number % 9, -100, ids)})
+    return rows
 
 
 def fresh(**named: Any) -> Any:
@@ -81,8 +81,8 @@ def rank() -> dict[str, Any] | None:
     os.environ |= {"RANK": str(me), "LOCAL_RANK": str(me), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     torch.manual_seed(me)  # ranks that would shuffle otherwise
-    found = script(lambda accelerator: parallelize(accelerator, f"{RANKS} cpu", constraints={"tp": 2, "dp": 2}))
-    return found if me == 0 else None
+    result = script(lambda accelerator: parallelize(accelerator, f"{RANKS} cpu", constraints={"tp": 2, "dp": 2}))
+    return result if me == 0 else None
 
 
 @pytest.mark.slow
@@ -111,8 +111,8 @@ def prepared(**named: Any) -> tuple[Any, ...]:
     accelerator = parallelize(fresh(**named), "1 cpu")
     model = OwnLoss()
     loader: Any = torch.utils.data.DataLoader([{"x": torch.ones(4), "y": torch.zeros(4)}] * 4, batch_size=2)  # type: ignore[arg-type]
-    made = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader)
-    return accelerator, *made, next(iter(made[2]))
+    objects = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader)
+    return accelerator, *objects, next(iter(objects[2]))
 
 
 def test_what_a_script_does_to_gradients_by_hand_is_refused() -> None:
@@ -190,7 +190,7 @@ def test_an_optimiser_of_other_parameters_is_refused() -> None:
     loader: Any = torch.utils.data.DataLoader([{"x": torch.ones(4), "y": torch.zeros(4)}] * 4, batch_size=2)  # type: ignore[arg-type]
     with pytest.raises(AutoparError, match="not the model's"):
         accelerator.prepare(model, torch.optim.SGD(OwnLoss().parameters()), loader)
-    with pytest.raises(AutoparError, match="one model, its optimiser"):
+    with pytest.raises(AutoparError, match="one model, its optimizer"):
         accelerator.prepare(model)
 
 
@@ -200,13 +200,13 @@ def test_a_loss_is_gathered_also_after_a_last_batch_of_fewer_rows() -> None:
     loader = accelerator.prepare(torch.utils.data.DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
     model.eval()
     with torch.no_grad():
-        found = [accelerator.gather_for_metrics((model(**batch), batch["x"])) for batch in loader]
-    own = accelerator.unwrap_model(model)
+        gathered = [accelerator.gather_for_metrics((model(**batch), batch["x"])) for batch in loader]
+    module = accelerator.unwrap_model(model)
     expected = [
-        own(torch.stack([row["x"] for row in part]), torch.zeros(len(part), 4)) for part in (rows[:2], rows[2:])
+        module(torch.stack([row["x"] for row in part]), torch.zeros(len(part), 4)) for part in (rows[:2], rows[2:])
     ]
-    assert [loss.item() for loss, _ in found] == pytest.approx([loss.item() for loss in expected], rel=1e-6)
-    assert [len(x) for _, x in found] == [2, 1]
+    assert [loss.item() for loss, _ in gathered] == pytest.approx([loss.item() for loss in expected], rel=1e-6)
+    assert [len(x) for _, x in gathered] == [2, 1]
 
 
 STATE_BATCHES = [
@@ -257,7 +257,7 @@ def test_a_saved_state_is_gone_on_from_on_another_number_of_ranks(tmp_path: Any)
 
 def test_a_state_that_one_process_saved_without_a_program_is_refused(tmp_path: Any) -> None:
     momentum_run(lambda a: a, str(tmp_path), begin=0, end=1)
-    with pytest.raises(AutoparError, match="another way to train"):
+    with pytest.raises(AutoparError, match="no state of a program"):
         momentum_run(lambda a: parallelize(a, "1 cpu"), str(tmp_path), begin=1, end=2)
 
 
@@ -266,10 +266,10 @@ def triggered_rank() -> list[bool]:
     os.environ |= {"RANK": str(me), "LOCAL_RANK": str(me), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     accelerator = parallelize(fresh(), "2 cpu")
-    found = [accelerator.check_trigger()]
+    answers = [accelerator.check_trigger()]
     if me == 0:
         accelerator.set_trigger()
-    return [*found, accelerator.check_trigger(), accelerator.check_trigger()]
+    return [*answers, accelerator.check_trigger(), accelerator.check_trigger()]
 
 
 @pytest.mark.distributed

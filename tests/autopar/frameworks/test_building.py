@@ -1,4 +1,4 @@
-"""What a framework's loop looks at before it trains stays as it was: runs shuffle as on one process."""
+"""Building a program leaves a loop's loader as it was: runs shuffle as on one process."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def order(loader: Any) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
 
-@pytest.mark.parametrize("made", [of_loader, of_sampler])
-def test_the_loaders_own_generators_are_as_they_were(made: Any) -> None:
-    expected = order(made())
-    seen = made()
+@pytest.mark.parametrize("make", [of_loader, of_sampler])
+def test_the_loaders_own_generators_are_as_they_were(make: Any) -> None:
+    expected = order(make())
+    seen = make()
     assert torch.as_tensor(first_step(seen, 1)).flatten().tolist() == expected[0]
     assert order(seen) == expected
-    seen, other = made(), made()
+    seen, other = make(), make()
     first_step(Together(seen, other), 1)
     assert order(seen) == order(other) == expected
-    seen = made()
+    seen = make()
     with peeking(seen):
         assert next(iter(seen)).tolist() == expected[0]
     assert order(seen) == expected

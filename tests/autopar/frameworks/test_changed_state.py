@@ -66,7 +66,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def eager(change: Change) -> list[float]:
-    model, found = LossOnly(), []
+    model, losses = LossOnly(), []
     optimizer = sgd(model)
     for step, batch in enumerate(DataLoader(samples(), batch_size=8)):
         change(model, step)
@@ -74,12 +74,12 @@ def eager(change: Change) -> list[float]:
         loss = model(**batch)
         loss.backward()
         optimizer.step()
-        found.append(float(loss.detach()))
-    return found
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def with_accelerate(change: Change, folder: Path) -> list[float]:
-    accelerator, model, found = of_accelerate.parallelize(Accelerator(cpu=True), "1 cpu"), LossOnly(), []
+    accelerator, model, losses = of_accelerate.parallelize(Accelerator(cpu=True), "1 cpu"), LossOnly(), []
     prepared, optimizer, loader = accelerator.prepare(model, sgd(model), DataLoader(samples(), batch_size=8))
     for step, batch in enumerate(loader):
         prepared.train()
@@ -88,19 +88,19 @@ def with_accelerate(change: Change, folder: Path) -> list[float]:
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def with_trainer(change: Change, folder: Path) -> list[float]:
-    found, model = [], Net()
+    losses, model = [], Net()
 
     class Changing(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             change(model, state.global_step)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **named: Any) -> None:
-            found.extend([float(logs["loss"])] if "loss" in logs else [])
+            losses.extend([float(logs["loss"])] if "loss" in logs else [])
 
     arguments = TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=8, num_train_epochs=1, use_cpu=True, logging_steps=1,
@@ -109,7 +109,7 @@ def with_trainer(change: Change, folder: Path) -> list[float]:
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=samples(), callbacks=[Changing()], optimizers=(sgd(model), None))
     of_transformers.parallelize(trainer, "1 cpu").train()
-    return found
+    return losses
 
 
 class Module(lightning.LightningModule):
@@ -126,20 +126,20 @@ class Module(lightning.LightningModule):
 
 
 def with_lightning(change: Change, folder: Path) -> list[float]:
-    found: list[float] = []
+    losses: list[float] = []
 
     class Changing(lightning.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
             change(module.net, index)
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-            found.append(float(outputs["loss"]))
+            losses.append(float(outputs["loss"]))
 
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     quiet |= {"enable_model_summary": False, "accelerator": "cpu", "max_epochs": 1, "callbacks": [Changing()]}
     trainer = lightning.Trainer(strategy=AutoparStrategy("1 cpu"), **quiet)
     trainer.fit(Module(), DataLoader(samples(), batch_size=8))
-    return found
+    return losses
 
 
 LOOPS = (with_accelerate, with_trainer, with_lightning)

@@ -52,7 +52,9 @@ FROZEN: dict[str, Callable[[Net], list[nn.Parameter]]] = {
 }
 OPTIMIZERS: dict[str, Make] = {
     "one group": lambda net: torch.optim.AdamW(net.parameters(), lr=0.1),
-    "a group each": lambda net: torch.optim.SGD([{"params": list(each.parameters())} for each in net.children()], 0.1),
+    "a group each": lambda net: torch.optim.SGD(
+        [{"params": list(child.parameters())} for child in net.children()], 0.1
+    ),
     "named": lambda net: torch.optim.AdamW(net.named_parameters(), lr=0.1),
     "wrapped": lambda net: Wrapper(torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)),
 }
@@ -64,29 +66,29 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
-@pytest.mark.parametrize("made", OPTIMIZERS)
-def test_a_copied_optimizer_leaves_frozen_parameters_out(frozen: str, made: str) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_copied_optimizer_leaves_frozen_parameters_out(frozen: str, name: str) -> None:
     net = Net()
     for parameter in FROZEN[frozen](net):
         parameter.requires_grad_(False)
-    original = OPTIMIZERS[made](net)
-    given = [(name, nn.Parameter(p.detach().clone())) for name, p in net.named_parameters() if p.requires_grad]
-    found = SameOptimizer(original, net)(given)
-    held = [parameter for group in found.param_groups for parameter in group["params"]]
-    assert {id(p) for p in held} == {id(p) for _, p in given} and len(held) == len(given)
-    assert len(found.param_groups) == len(original.param_groups)  # schedules count them
-    names = [name for group in found.param_groups for name in group.get("param_names", ())]
-    assert names in ([], [name for name, _ in given])
+    original = OPTIMIZERS[name](net)
+    stand_ins = [(name, nn.Parameter(p.detach().clone())) for name, p in net.named_parameters() if p.requires_grad]
+    copied = SameOptimizer(original, net)(stand_ins)
+    parameters = [parameter for group in copied.param_groups for parameter in group["params"]]
+    assert {id(p) for p in parameters} == {id(p) for _, p in stand_ins} and len(parameters) == len(stand_ins)
+    assert len(copied.param_groups) == len(original.param_groups)  # schedules count them
+    names = [name for group in copied.param_groups for name in group.get("param_names", ())]
+    assert names in ([], [name for name, _ in stand_ins])
     assert sum(len(group["params"]) for group in original.param_groups) == len(list(net.parameters()))  # untouched
 
 
-@pytest.mark.parametrize(("frozen", "made"), [("the trunk", "named"), ("all biases", "wrapped")])
-def test_a_loop_with_frozen_parameters_trains_as_torch_does(frozen: str, made: str) -> None:
+@pytest.mark.parametrize(("frozen", "name"), [("the trunk", "named"), ("all biases", "wrapped")])
+def test_a_loop_with_frozen_parameters_trains_as_torch_does(frozen: str, name: str) -> None:
     net = Net()
     for parameter in FROZEN[frozen](net):
         parameter.requires_grad_(False)
     reference, expected = copy.deepcopy(net), []
-    optimizer = OPTIMIZERS[made](reference)
+    optimizer = OPTIMIZERS[name](reference)
     for batch in batches():
         optimizer.zero_grad()
         loss = reference(**batch)
@@ -96,15 +98,15 @@ def test_a_loop_with_frozen_parameters_trains_as_torch_does(frozen: str, made: s
     accelerator: Any = parallelize(Accelerator(cpu=True), "1 cpu")
     load: Any = torch.utils.data.DataLoader
     loader = load(batches(), batch_size=None)
-    model, stepper, loader = accelerator.prepare(net, OPTIMIZERS[made](net), loader)
-    found = []
+    model, stepper, loader = accelerator.prepare(net, OPTIMIZERS[name](net), loader)
+    losses = []
     for batch in loader:
         loss = model(**batch)
         accelerator.backward(loss)
         stepper.step()
         stepper.zero_grad()
-        found.append(loss.item())
-    assert found == pytest.approx(expected, rel=1e-5)
+        losses.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-5)
     trained = accelerator.unwrap_model(model).state_dict()
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(trained[name], value)

@@ -55,17 +55,17 @@ class Classifier(LightningModule):
 
 
 class Figures(Callback):
-    """What each step and each validation logs, and the rate."""
+    """Records the figures that each step and each validation logs, and the rate."""
 
     def __init__(self) -> None:
-        self.found: list[float] = []
+        self.logged: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
-        self.found += [float(trainer.callback_metrics["loss"]), trainer.optimizers[0].param_groups[0]["lr"]]
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.logged += [float(trainer.callback_metrics["loss"]), trainer.optimizers[0].param_groups[0]["lr"]]
 
     def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
         if not trainer.sanity_checking:
-            self.found += [float(trainer.callback_metrics[name]) for name in ("held_out", "accuracy")]
+            self.logged += [float(trainer.callback_metrics[name]) for name in ("held_out", "accuracy")]
 
 
 def loader(count: int, shuffle: bool) -> Any:
@@ -93,7 +93,7 @@ def fit(folder: Path, strategy: Any, steps: int, resumed: Path | None = None) ->
     )
     trainer.fit(module, loader(48, True), loader(16, False), ckpt_path=None if resumed is None else str(resumed))
     weights = {name: value.detach().numpy().copy() for name, value in module.state_dict().items()}
-    return {"figures": figures.found, "weights": weights}
+    return {"figures": figures.logged, "weights": weights}
 
 
 def script(folder: Path, strategy: Any) -> list[dict[str, Any]]:
@@ -106,8 +106,8 @@ def rank(folder: Path) -> list[dict[str, Any]] | None:
     me = dist.get_rank()
     os.environ |= {"RANK": str(me), "LOCAL_RANK": str(me), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    found = script(folder, lambda: AutoparStrategy(f"{RANKS} cpu"))
-    return found if me == 0 else None
+    result = script(folder, lambda: AutoparStrategy(f"{RANKS} cpu"))
+    return result if me == 0 else None
 
 
 @pytest.mark.slow
@@ -123,8 +123,8 @@ def test_figures_weights_and_resumption_are_those_of_one_process(tmp_path: Path)
 
 
 def looked_at(folder: Path, strategy: Any) -> list[Any]:
-    """What a run without validations leaves: the mean of the values of all steps, the last ones, and those of a
-    checkpoint that was loaded after it."""
+    """Return the outcome of a run without validations: the mean of the values of all steps, the last ones, and those of
+    a checkpoint that was loaded after it."""
     torch.manual_seed(3)
     module, seen = Classifier(), Seen()
     averaged = EMAWeightAveraging(decay=0.5, use_buffers=False)
@@ -145,8 +145,14 @@ def looked_at(folder: Path, strategy: Any) -> list[Any]:
     after = [float(value.detach().sum()) for value in module.parameters()]
     mine = torch.load(folder / "step=2.ckpt", weights_only=True)["current_model_state"]["layers.0.weight"]
     trainer.limit_val_batches = 1.0
-    found = trainer.validate(module, loader(16, False), ckpt_path=str(folder / "step=2.ckpt"), verbose=False)
-    return [*after, *seen.sums, float(mine.sum()), *found[0].values(), type(trainer.optimizers[0]).__name__ == "AdamW"]
+    metrics = trainer.validate(module, loader(16, False), ckpt_path=str(folder / "step=2.ckpt"), verbose=False)
+    return [
+        *after,
+        *seen.sums,
+        float(mine.sum()),
+        *metrics[0].values(),
+        type(trainer.optimizers[0]).__name__ == "AdamW",
+    ]
 
 
 class Seen(Callback):
@@ -190,7 +196,7 @@ class LooksAtEpoch(Classifier):
 
 
 class ClipsItself(Classifier):
-    def configure_gradient_clipping(self, *given: Any, **named: Any) -> None:
+    def configure_gradient_clipping(self, *args: Any, **named: Any) -> None:
         pass
 
 

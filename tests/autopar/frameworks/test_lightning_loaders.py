@@ -46,10 +46,10 @@ class OfTwo(LightningModule):
 
 class Losses(Callback):
     def __init__(self) -> None:
-        self.found: list[float] = []
+        self.values: list[float] = []
 
-    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
-        self.found.append(float(trainer.callback_metrics["loss"]))
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.values.append(float(trainer.callback_metrics["loss"]))
 
 
 def loaders() -> dict[str, Any]:
@@ -75,10 +75,10 @@ def shortest() -> Any:
 
 def losses(make: Callable[[], Any], strategy: Any) -> list[float]:
     torch.manual_seed(3)
-    found = Losses()
-    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=5, callbacks=[found], **QUIET)
+    recorder = Losses()
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=5, callbacks=[recorder], **QUIET)
     trainer.fit(OfTwo(), make())
-    return found.found
+    return recorder.values
 
 
 def rank(make: Callable[[], Any]) -> list[float]:
@@ -104,7 +104,7 @@ def test_two_ranks_have_them_too() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: CombinedLoader(loaders(), "max_size"), "every step has a batch of each loader"),
+        (lambda: CombinedLoader(loaders(), "max_size"), "every step needs a batch of each loader"),
         (lambda: [loaders()["a"]], "a list of loaders has several"),
         (lambda: {"a": loaders()["a"], "b": one_time()}, "must be able to start again"),
     ],

@@ -19,7 +19,7 @@ from autopar.frameworks.script_callbacks import LookingHandler, holds_more, may_
 logger = logging.getLogger(__name__)
 layer = nn.Linear(2, 2)
 holder: Any = type("Holder", (), {})()
-holder.held = layer
+holder.layer = layer
 
 
 def norm_of_it() -> float:
@@ -47,7 +47,7 @@ def itself(count: int) -> int:
         (lambda control, **named: named["model"], True),
         (lambda control, **named: norm_of_it(), True),
         (lambda control, **named: norm_by_another(), True),
-        (lambda control, **named: holder.held, True),
+        (lambda control, **named: holder.layer, True),
         (lambda control, **named: own_module.__doc__, True),
         (len, True),
     ],
@@ -57,21 +57,21 @@ def test_a_function_may_look_by_its_code_and_by_what_it_calls(function: Callable
 
 
 def test_an_object_holds_more_than_plain_values() -> None:
-    held: Any = type("Callback", (), {})()
-    held.losses, held.best = [1.0, 2.0], {"step": 3}
-    assert not holds_more(held)
-    held.average = [layer.weight]
-    assert holds_more(held)
+    callback: Any = type("Callback", (), {})()
+    callback.losses, callback.best = [1.0, 2.0], {"step": 3}
+    assert not holds_more(callback)
+    callback.average = [layer.weight]
+    assert holds_more(callback)
 
 
 class Late(TrainerCallback):
     """Holds what it is given, which may be in the midst of training."""
 
-    def __init__(self, held: Any = None) -> None:
-        self.held = held
+    def __init__(self, average: Any = None) -> None:
+        self.average = average
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        print(self.held)
+        print(self.average)
 
 
 class ByHelper(TrainerCallback):
@@ -86,8 +86,8 @@ def test_objects_of_one_class_are_asked_one_by_one_and_each_time() -> None:
     handler = LookingHandler.__new__(LookingHandler)
     handler.looked = {}
     first, second = Late(), Late(layer)
-    assert [handler._looks(each, "on_step_end") for each in (first, second)] == [False, True]
-    first.held = layer
+    assert [handler._looks(callback, "on_step_end") for callback in (first, second)] == [False, True]
+    first.average = layer
     assert handler._looks(first, "on_step_end") and not handler._looks(first, "on_epoch_end")
 
 

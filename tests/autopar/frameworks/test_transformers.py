@@ -44,17 +44,17 @@ CONFIG = LlamaConfig(
 def samples(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
     """Sequences of which each has another number of targets."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    rows = []
     for number in range(count):
         ids = torch.randint(WORDS, (LENGTH,), generator=generator)
         labels = torch.where(torch.arange(LENGTH) < number % 9, -100, ids)
-        found.append({"input_ids": ids, "labels": labels})
-    return found
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
 
 
 def trainer_of(folder: Path, kind: type[Trainer] = Trainer, model: Any = None, **named: Any) -> Trainer:
     torch.manual_seed(0)
-    given = named.pop("trainer", {})
+    arguments = named.pop("trainer", {})
     settings: dict[str, Any] = dict(
         output_dir=str(folder),
         per_device_train_batch_size=4,
@@ -80,7 +80,7 @@ def trainer_of(folder: Path, kind: type[Trainer] = Trainer, model: Any = None, *
         args=args,
         train_dataset=samples(40, 1),
         eval_dataset=samples(16, 2),
-        **given,
+        **arguments,
     )
 
 
@@ -92,24 +92,24 @@ def script(folder: Path, adapt: Callable[[Trainer], Trainer]) -> dict[str, Any]:
     """Trains over an epoch's end, trains on from the checkpoint of step 3, predicts, and saves."""
     trainer = adapt(trainer_of(folder / "run"))
     trainer.train()
-    found: dict[str, Any] = {"whole": numbers(trainer)}
+    figures: dict[str, Any] = {"whole": numbers(trainer)}
     trainer.save_model(str(folder / "saved"))
     again = adapt(trainer_of(folder / "again", load_best_model_at_end=True))
     again.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-3"))
-    found["resumed"] = numbers(again)
-    found["after"] = again.evaluate()["eval_loss"]
-    found["logits"] = again.predict(samples(4, 3)).predictions
-    found["weights"] = {name: value.detach().numpy().copy() for name, value in trainer.model.state_dict().items()}
-    found["rows"] = trainer.get_total_train_batch_size(trainer.args)
-    return found
+    figures["resumed"] = numbers(again)
+    figures["after"] = again.evaluate()["eval_loss"]
+    figures["logits"] = again.predict(samples(4, 3)).predictions
+    figures["weights"] = {name: value.detach().numpy().copy() for name, value in trainer.model.state_dict().items()}
+    figures["rows"] = trainer.get_total_train_batch_size(trainer.args)
+    return figures
 
 
 def rank(folder: Path) -> dict[str, Any] | None:
     me = dist.get_rank()
     os.environ |= {"RANK": str(me), "LOCAL_RANK": str(me), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    found = script(folder, lambda trainer: parallelize(trainer, f"{RANKS} cpu", constraints={"pp": 2, "dp": 2}))
-    return found if me == 0 else None
+    figures = script(folder, lambda trainer: parallelize(trainer, f"{RANKS} cpu", constraints={"pp": 2, "dp": 2}))
+    return figures if me == 0 else None
 
 
 @pytest.mark.slow
@@ -134,27 +134,27 @@ def test_losses_files_and_resumption_are_those_of_one_process(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_an_optimiser_and_a_schedule_of_ones_own_are_taken(tmp_path: Path) -> None:
-    found = []
+    figures = []
     for adapt in (lambda trainer: trainer, lambda trainer: parallelize(trainer, "1 cpu")):
         torch.manual_seed(0)
         model = LlamaForCausalLM(CONFIG)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        given = {"optimizers": (optimizer, schedule)}
-        trainer = adapt(trainer_of(tmp_path, model=model, trainer=given, eval_strategy="no", save_strategy="no"))
+        arguments = {"optimizers": (optimizer, schedule)}
+        trainer = adapt(trainer_of(tmp_path, model=model, trainer=arguments, eval_strategy="no", save_strategy="no"))
         trainer.train()
-        found.append(numbers(trainer))
-    for ours, theirs in zip(*reversed(found), strict=True):
+        figures.append(numbers(trainer))
+    for ours, theirs in zip(*reversed(figures), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 class OwnLoss(Trainer):
-    def compute_loss(self, *given: Any, **named: Any) -> Any:
-        return 2 * super().compute_loss(*given, **named)
+    def compute_loss(self, *args: Any, **named: Any) -> Any:
+        return 2 * super().compute_loss(*args, **named)
 
 
 class Looks(TrainerCallback):
-    def on_pre_optimizer_step(self, *given: Any, **named: Any) -> None:
+    def on_pre_optimizer_step(self, *args: Any, **named: Any) -> None:
         pass
 
 
@@ -168,7 +168,7 @@ class Looks(TrainerCallback):
         ({"torch_compile": True}, "torch_compile"),
         ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy"),
         ({"kind": OwnLoss}, "compute_loss is overridden"),
-        ({"trainer": {"compute_loss_func": lambda *given, **named: None}}, "compute_loss_func"),
+        ({"trainer": {"compute_loss_func": lambda *args, **options: None}}, "compute_loss_func"),
         ({"trainer": {"callbacks": [Looks()]}}, "gradients before the update"),
         ({"model": LlamaForSequenceClassification}, "gradient_accumulation_steps=2"),
     ],
@@ -212,12 +212,12 @@ def test_processes_that_the_arguments_do_not_know_of_are_refused(
 ) -> None:
     trainer = trainer_of(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(AutoparError, match="do not know of the processes"):
+    with pytest.raises(AutoparError, match="do not know of the launched processes"):
         parallelize(trainer, "4 cpu")
 
 
 def test_what_does_not_bear_on_the_plan_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AutoparError, match="bears on the plan"):
+    with pytest.raises(AutoparError, match="takes options of the plan"):
         parallelize(trainer_of(tmp_path), "1 cpu", steps=3)
 
 
@@ -255,16 +255,16 @@ class ByName(TrainerCallback):
 
 
 class Logging(Trainer):
-    def log(self, logs: dict[str, float], *given: Any, **named: Any) -> None:
-        super().log(logs | {"total": total(self.model)}, *given, **named)
+    def log(self, logs: dict[str, float], *args: Any, **named: Any) -> None:
+        super().log(logs | {"total": total(self.model)}, *args, **named)
 
 
 def seen_values(folder: Path, adapt: Callable[[Trainer], Trainer]) -> list[float]:
-    """What callbacks and a subclass find in the model while it is trained."""
+    """Return the values that callbacks and a subclass see in the model while it trains."""
     trainer = adapt(trainer_of(folder, Logging, eval_strategy="no", save_strategy="no"))
     callbacks = Averaging(Average(trainer.model)), ByName()
-    for each in callbacks:
-        trainer.add_callback(each)
+    for callback in callbacks:
+        trainer.add_callback(callback)
     trainer.train()
     logged = [entry["total"] for entry in trainer.state.log_history]
     return callbacks[0].average.seen + callbacks[1].seen + logged
@@ -289,8 +289,8 @@ def test_values_are_not_gathered_for_a_callback_that_only_counts(tmp_path: Path)
     trainer = parallelize(trainer_of(tmp_path, eval_strategy="no", save_strategy="no", max_steps=2), "1 cpu")
     trainer.add_callback(Watching())
     gathered: list[int] = []
-    own = trainer.callback_handler.take_values
-    trainer.callback_handler.take_values = lambda: (gathered.append(1), own())
+    take = trainer.callback_handler.take_values
+    trainer.callback_handler.take_values = lambda: (gathered.append(1), take())
     trainer.train()
     assert not gathered
 
@@ -310,8 +310,8 @@ def stopping_rank(folder: Path) -> list[bool]:
     trainer = parallelize(trainer_of(folder), "2 cpu")
     trainer.add_callback(StopsAlone())
     handler, control = trainer.callback_handler, trainer.control
-    found = handler.on_step_end(trainer.args, trainer.state, control)
-    return [found.should_training_stop, found.should_epoch_stop]
+    agreed = handler.on_step_end(trainer.args, trainer.state, control)
+    return [agreed.should_training_stop, agreed.should_epoch_stop]
 
 
 @pytest.mark.distributed

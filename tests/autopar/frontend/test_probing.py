@@ -136,13 +136,13 @@ class Square(torch.autograd.Function):
         return 2 * x * gradient
 
 
-class Beside:
+class TorchrunRank:
     """A thread that trains while a model is traced: it runs, start to end, within every forward."""
 
     def __init__(self) -> None:
         self.gradients: list[float] = []
 
-    def __deepcopy__(self, memo: Any) -> Beside:
+    def __deepcopy__(self, memo: Any) -> TorchrunRank:
         return self
 
     def train(self) -> None:
@@ -162,6 +162,6 @@ class Beside:
 
 
 def test_another_thread_trains_on() -> None:
-    beside = Beside()
+    beside = TorchrunRank()
     autopar.compile(Line(beside), "2 cpu", example_inputs={"x": torch.randn(ROWS, 8)})
     assert beside.gradients and set(beside.gradients) == {7.0}

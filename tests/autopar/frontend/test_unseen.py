@@ -65,7 +65,7 @@ def test_draws_are_those_of_the_single_process(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("a generator of its own", "torch.Generator of its own"),
+        ("a generator of its own", "from a torch.Generator"),
         ("numbers drawn by rejection", "as many numbers for an element as their values ask for"),
         ("an array of numpy's numbers", "numpy.random.rand"),
         ("a layer skipped at random", r"drawn by.*random\.random"),

@@ -85,7 +85,7 @@ def test_names_without_the_base_models_prefix_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda state: state.pop("model.norm.weight"), "are missing or of another shape, such as model.norm.weight"),
+    (lambda state: state.pop("model.norm.weight"), "missing or of another shape, such as model.norm.weight"),
     (lambda state: state.update({"model.norm.weight": torch.ones(16)}), r"model.norm.weight \[16\] for \[32\]"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(change: Any, message: str, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 def test_what_transformers_converts_is_loaded_by_it_with_a_word(kind: str, tmp_path: Path) -> None:
     """Stacked experts, tied names with two values, other files: whole, and never wrong."""
     if kind == "experts":
-        model, reason = model_of("MixtralForCausalLM", num_local_experts=4, num_key_value_heads=2), "is converted"
+        model, reason = model_of("MixtralForCausalLM", num_local_experts=4, num_key_value_heads=2), "converts model"
         model.save_pretrained(tmp_path)
     else:
         model, reason = model_of("LlamaForCausalLM", tie_word_embeddings=True), "differ in the files"

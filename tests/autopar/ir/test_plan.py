@@ -59,13 +59,13 @@ def test_choices_survive_compression_and_yaml(name: str, mesh: str, seed: int) -
 def test_options_with_equal_labels_are_told_apart() -> None:
     """A product is linear in either factor, so it has two options P."""
     it = setting("llama", "tp2")
-    found = 0
+    plan = 0
     for key, operator in it.operators.items():
         options = options_of(operator, Mesh.parse("tp2"))
         written = [labels_of(options, index) for index in range(len(options))]
         assert len(set(written)) == len(options), key
-        found += any(label.endswith("#2") for labels in written for label in labels)
-    assert found
+        plan += any(label.endswith("#2") for labels in written for label in labels)
+    assert plan
 
 
 def test_the_best_plan_is_short() -> None:
@@ -121,7 +121,7 @@ def test_unreadable_entries_name_line_and_alternatives(text: str, says: str) -> 
         (lambda t: t.replace("micro_batches: 1\n", ""), "micro_batches"),
         (lambda t: t.replace("micro_batches: 1\n", "micro_batches: some\n"), "micro_batches"),
         (lambda t: t.replace("global_batch_size: 8\n", "global_batch_size: []\n"), "global_batch_size"),
-        (lambda t: t + "\n  : : [", "not YAML"),
+        (lambda t: t + "\n  : : [", "not valid YAML"),
         (lambda t: "just text", "not a plan"),
         (lambda t: re.sub(r"(?s)top:.*?layers:", "top: none\nlayers:", t), "top"),
     ],
@@ -149,11 +149,11 @@ def with_layer(**changes: dict[str, Any]) -> Plan:
         ({"tensors": {"nothing": (R, R)}}, ["no call named 'nothing'"]),
         (
             {"parameters": {"self_attn.q_proj.weight": Stored((R, S(2)))}},
-            ["cannot be cut", "q_proj", "tp=S(2)", "(512, 512)"],
+            ["does not divide", "q_proj", "tp=S(2)", "(512, 512)"],
         ),
         (
             {"parameters": {"self_attn.q_proj.weight": Stored((R, S(0)), 3)}},
-            ["q_proj", "cannot lie so", "dp=R tp=S(0)", "dp=Rp tp=S(0)"],
+            ["q_proj", "is not a legal placement", "dp=R tp=S(0)", "dp=Rp tp=S(0)"],
         ),
         ({"parameters": {"self_attn.r_proj.weight": Stored((R, R))}}, ["r_proj", "not in the model"]),
     ],

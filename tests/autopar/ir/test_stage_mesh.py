@@ -38,9 +38,9 @@ def laid(draw: st.DrawFn) -> tuple[tuple[Cluster, ...], tuple[StageMesh, ...]]:
 
 @given(laid())
 def test_pipeline_ranks_tile_the_ranks_and_none_that_fits_a_node_lies_across_two(
-    found: tuple[tuple[Cluster, ...], tuple[StageMesh, ...]],
+    groups_and_meshes: tuple[tuple[Cluster, ...], tuple[StageMesh, ...]],
 ) -> None:
-    groups, stage_meshes = found
+    groups, stage_meshes = groups_and_meshes
     firsts = first_ranks(stage_meshes)
     spans = sorted(
         (first, first + stage_mesh.mesh.num_ranks, stage_mesh)

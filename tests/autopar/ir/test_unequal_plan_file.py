@@ -33,7 +33,7 @@ def mixed_plan() -> Plan:
     search = UnequalSearch(request)
     configs = [config for config in search.configs() if str(config.stage_meshes[0]) == "dp2"]
     solved = [StageProblem.of(search.costs, config).solve() for config in configs]
-    return candidate_of(min(solved, key=lambda found: found.objective), request).plan
+    return candidate_of(min(solved, key=lambda solution: solution.objective), request).plan
 
 
 def test_a_plan_file_is_read_back_and_priced_alike() -> None:

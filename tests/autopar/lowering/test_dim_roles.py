@@ -54,30 +54,30 @@ def defined(text: str) -> dict[str, int]:
 
 def named_views(program: Program) -> list[tuple[str, ...]]:
     """The sizes that calls are given, those without a name as `_`."""
-    found, _ = with_sizes(program)
-    bodies = [found.root.body, *(layer.body for layer in found.layers)]
+    named, _ = with_sizes(program)
+    bodies = [named.root.body, *(layer.body for layer in named.layers)]
     sizes = [s.args[1] for body in bodies for s in body if isinstance(s, Call) and s.target[5:9] in ("view", "resh")]
-    return [tuple(each.text if isinstance(each, Raw) else "_" for each in of) for of in sizes]
+    return [tuple(size.text if isinstance(size, Raw) else "_" for size in of) for of in sizes]
 
 
 def check_values(program: Program) -> set[str]:
     """All names that calls are given are, evaluated, what one rank has of that dim of their result."""
-    found, lines = with_sizes(program)
+    named, lines = with_sizes(program)
     values, used = defined("\n".join(lines.values())), set()
     ranks = dict(zip(program.axes, program.axis_sizes, strict=True))
-    for cls in (found.root, *found.layers):
+    for cls in (named.root, *named.layers):
         for call in (s for s in cls.body if isinstance(s, Call)):
-            held = call.results[0].type
-            shape = list(held.shape)
-            for axis, text in held.placements:
+            result_type = call.results[0].type
+            shape = list(result_type.shape)
+            for axis, text in result_type.placements:
                 kind, dim, _ = parse_placement(text)
                 if kind == "S":
                     shape[dim] //= ranks[axis]
-            for given in (a for a in call.args if isinstance(a, tuple) and any(isinstance(each, Raw) for each in a)):
-                assert [values[n.text] if isinstance(n, Raw) else n for n in given if n != -1] == [
-                    size for n, size in zip(given, shape, strict=True) if n != -1
+            for sizes in (a for a in call.args if isinstance(a, tuple) and any(isinstance(item, Raw) for item in a)):
+                assert [values[n.text] if isinstance(n, Raw) else n for n in sizes if n != -1] == [
+                    size for n, size in zip(sizes, shape, strict=True) if n != -1
                 ]
-                used |= {n.text for n in given if isinstance(n, Raw)}
+                used |= {n.text for n in sizes if isinstance(n, Raw)}
     return used
 
 
@@ -211,9 +211,9 @@ def test_heads_of_several_numbers_have_no_name() -> None:
 
 @pytest.mark.parametrize("num_rows", [8, 16])
 def test_rows_of_windows_are_not_the_batch(num_rows: int) -> None:
-    found = views_of(Windows(), num_rows)
-    assert found[0] == ("_", "SEQUENCE", "_") and found[1] == ("_", "SEQUENCE", "HEADS", "HEAD_DIM")
-    assert found[-1] == ("BATCH", "_", "_")
+    views = views_of(Windows(), num_rows)
+    assert views[0] == ("_", "SEQUENCE", "_") and views[1] == ("_", "SEQUENCE", "HEADS", "HEAD_DIM")
+    assert views[-1] == ("BATCH", "_", "_")
 
 
 def test_dims_that_no_attention_reads_have_no_name() -> None:
@@ -266,10 +266,10 @@ class _TwoCases(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.own, self.cross = _Attention(), _Attention()
+        self.self_attention, self.cross = _Attention(), _Attention()
 
     def forward(self, x: Tensor, X: Tensor) -> Tensor:  # noqa: N803
-        return self.cross(self.own(x, x), X).square().mean()
+        return self.cross(self.self_attention(x, x), X).square().mean()
 
 
 @pytest.mark.parametrize(

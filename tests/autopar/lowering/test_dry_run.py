@@ -81,7 +81,7 @@ FAULTS = {
         "view",
     ),
     "wrong sizes": (
-        planted("q.view(BATCH, SEQUENCE, HEADS, HEAD_DIM)", "q.view(BATCH, SEQUENCE, HEADS, 7)"),
+        planted("query.view(BATCH, SEQUENCE, HEADS, HEAD_DIM)", "query.view(BATCH, SEQUENCE, HEADS, 7)"),
         "invalid",
     ),
     "a dim too many": (planted("HEAD_DIM).transpose(1, 2)", "HEAD_DIM).transpose(1, 4)"), "out of range"),
@@ -102,7 +102,7 @@ FAULTS = {
     ),
     "a parameter that does not divide": (planted('(48,), dp="Rp", tp="S(0)"', '(47,), dp="Rp", tp="S(0)"'), "divide"),
     "another device": (planted("F.gelu(up)", "F.gelu(up + torch.ones(1))"), "device"),
-    "fewer results than there are": (planted("q, k, v = ", "q, k = "), "unpack"),
+    "fewer results than there are": (planted("query, key, value = ", "query, key = "), "unpack"),
     "a call that backward cannot follow": (planted("F.gelu(up)", "F.gelu(up.exp().exp_().add_(1))"), "backward"),
 }
 
@@ -131,9 +131,9 @@ def test_faults_of_emission_are_caught(name: str, monkeypatch: pytest.MonkeyPatc
     program, text = sharded().program, plant(sharded().files["model.py"])
     if "torch." in text and "\nimport torch\n" not in text:
         text = swapped(text, "\nfrom .", "\nimport torch\nfrom .")
-    with pytest.raises(EmissionError) as found:
+    with pytest.raises(EmissionError) as raised:
         dry_run(program, {"model.py": text})
-    assert word in str(found.value)
+    assert word in str(raised.value)
     monkeypatch.setattr(assembly, "emit_model", lambda _: text)
     with pytest.raises(InternalError, match="autopar emitted a program that cannot run"):
         files_of(program)
@@ -172,21 +172,21 @@ def test_inputs_and_results_of_stages_have_their_own_dtypes() -> None:
 
 def test_a_layer_is_given_what_it_returned_only_where_another_follows() -> None:
     batch = {"x": torch.zeros(8, 64)}
-    made = autopar.compile(Wide(), IDEAL, example_inputs=batch, constraints={"tp": 4}, kernels="off")
-    text = swapped(made.files["model.py"], "return F.relu(linear)", "return tp.all_gather(F.relu(linear), dim=1)")
-    dry_run(made.program, {"model.py": swapped(text, "for i in range(3)", "for i in range(1)")})
+    layers = autopar.compile(Wide(), IDEAL, example_inputs=batch, constraints={"tp": 4}, kernels="off")
+    text = swapped(layers.files["model.py"], "return F.relu(linear)", "return tp.all_gather(F.relu(linear), dim=1)")
+    dry_run(layers.program, {"model.py": swapped(text, "for i in range(3)", "for i in range(1)")})
     for count in (2, 3):
         with pytest.raises(EmissionError, match="linear"):
-            dry_run(made.program, {"model.py": swapped(text, "for i in range(3)", f"for i in range({count})")})
+            dry_run(layers.program, {"model.py": swapped(text, "for i in range(3)", f"for i in range({count})")})
 
 
 def test_the_line_and_the_reason_are_named() -> None:
     text = swapped(sharded().files["model.py"], "F.linear(gelu,", "F.linear(gelu[:, :, :60],")
     number = next(n for n, line in enumerate(text.splitlines(), 1) if ":60]" in line)
-    with pytest.raises(EmissionError) as found:
+    with pytest.raises(EmissionError) as raised:
         dry_run(sharded().program, {"model.py": text})
-    assert found.value.where == f"model.py, line {number}"
-    assert "60" in found.value.problem and found.value.call.startswith("down = F.linear(gelu[:, :, :60]")
+    assert raised.value.where == f"model.py, line {number}"
+    assert "60" in raised.value.problem and raised.value.call.startswith("down = F.linear(gelu[:, :, :60]")
 
 
 def test_the_line_of_a_failing_backward_is_named() -> None:

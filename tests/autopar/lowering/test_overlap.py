@@ -67,6 +67,6 @@ def for_use() -> autopar.CompiledProgram:
 @pytest.mark.slow
 def test_gpus_overlap_and_compiled_layers_do_not(for_use: autopar.CompiledProgram) -> None:
     assert for_use.source.count("overlapped.addmm(") == 2
-    own = {"kernels": "off", "precision": "bf16", "plan": for_use.plan}
-    inductor = compiled("gpt2", GPUS, {"tp": 8}, backend="inductor", **own)
+    options = {"kernels": "off", "precision": "bf16", "plan": for_use.plan}
+    inductor = compiled("gpt2", GPUS, {"tp": 8}, backend="inductor", **options)
     assert "overlapped" not in inductor.source and inductor.source.count("tp.for_use(") == 2

@@ -94,10 +94,10 @@ def run_stages(stages: tuple[StageGraph, ...], tensors: dict[str, Tensor], batch
     sent: list[dict[str, Tensor]] = []
     for stage in stages:
         inner = {p.name for p in stage.graph.parameters}
-        received = {n: next(held[n] for held in reversed(sent) if n in held) for n, _ in stage.received}
+        received = {n: next(kept[n] for kept in reversed(sent) if n in kept) for n, _ in stage.received}
         values = received | {i.name: batch[i.name] for i in stage.graph.inputs if i.name not in received}
-        held = {n: tensor for n, tensor in tensors.items() if n in inner}
-        results = [run_graph(replace(stage.graph, loss=ref), held, values) for ref in stage.results]
+        kept = {n: tensor for n, tensor in tensors.items() if n in inner}
+        results = [run_graph(replace(stage.graph, loss=ref), kept, values) for ref in stage.results]
         if stage.has_loss:
             assert stage is stages[-1]
             return results[0]
@@ -125,10 +125,10 @@ def test_stages_in_a_row_give_the_whole_graphs_loss_and_gradients(name: str) -> 
         assert len(stages) == len(cut)
         loss = run_stages(stages, tensors, batch)
         assert torch.equal(loss, whole), cut
-        for expected, found in zip(want, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
-            assert (expected is None) == (found is None)
+        for expected, gradient in zip(want, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
+            assert (expected is None) == (gradient is None)
             if expected is not None:
-                assert (found - expected).norm() <= 1e-5 * expected.norm() + 1e-7
+                assert (gradient - expected).norm() <= 1e-5 * expected.norm() + 1e-7
 
 
 @pytest.mark.parametrize("name", LAYERED)
@@ -142,8 +142,8 @@ def test_every_call_and_layer_is_in_one_stage_and_names_are_unique(name: str) ->
         runs = [p for s in stages for p in s.graph.body if isinstance(p, LayerRun)]
         assert [path for run in runs for path in run.instances] == layers
         assert len({run.name for run in runs}) == len(runs)
-        own = [p.name for s in stages for p in s.graph.body if not isinstance(p, LayerRun)]
-        assert [n for n in own if n not in repeated] == calls
+        calls_here = [p.name for s in stages for p in s.graph.body if not isinstance(p, LayerRun)]
+        assert [n for n in calls_here if n not in repeated] == calls
         seen: dict[str, int] = {}
         for stage in stages:
             assert {n: c for n, c in stage.first_layer.items() if c} == seen
@@ -172,7 +172,7 @@ def test_tables_between_runs_are_no_stage() -> None:
     model, x = TwoTables(), torch.rand(4, 8)
     graph = trace(model, (x,))
     assert chain(graph) == ("top 0", *("Block",) * 3, "top 1", *("Block",) * 3, "top 2")
-    with pytest.raises(PlanError, match="nothing to compute"):
+    with pytest.raises(PlanError, match="computes only masks and tables"):
         stage_graphs(graph, (0, 4, 5))
     for cut in ((0, 4), (0, 5), (0, 2, 6)):
         loss = run_stages(stage_graphs(graph, cut), tensors_of(model), {"x": x})

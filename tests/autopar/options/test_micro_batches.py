@@ -64,11 +64,11 @@ def check(model: nn.Module, batch: Mapping[str, Tensor], loss_fn: Loss | None, *
             continue
         names = list(batch)
         whole = loss_fn(model(batch[names[0]]), *(batch[n] for n in names[1:])) if loss_fn else model(**batch)
-        found = loss_in_micro_batches(graphs(ROWS // count), model, batch, count)
-        torch.testing.assert_close(found.to(whole.dtype), whole, rtol=1e-6, atol=1e-9)
+        loss = loss_in_micro_batches(graphs(ROWS // count), model, batch, count)
+        torch.testing.assert_close(loss.to(whole.dtype), whole, rtol=1e-6, atol=1e-9)
         parameters = [p for p in model.parameters() if p.requires_grad]
         expected = torch.autograd.grad(whole, parameters, allow_unused=True)
-        gradients = torch.autograd.grad(found, parameters, allow_unused=True)
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
         for want, have in zip(expected, gradients, strict=True):
             if want is not None:
                 assert have is not None
@@ -149,7 +149,7 @@ def gram_matrix(scores: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
 
 
 def sums_in_sums(scores: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-    """What is summed up of a sum that is known and of one that is not has to be known, too."""
+    """A sum computed from a complete sum and an incomplete one must be complete, too."""
     first = (scores.pow(2).mean() + mask.mean()).log()
     return (first + scores.mean().exp() + scores.sigmoid().mean()).square() * (first + scores.mean())
 
@@ -301,13 +301,13 @@ class Masked(nn.Module):
         self.table = nn.Parameter(torch.ones(LENGTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        made = {
+        rows = {
             "rows": torch.ones(x.shape[0], 1, 1),
             "like": torch.ones_like(x[:, :1]),
             "positions": torch.ones(1, x.shape[1], 1),
             "table": self.table,
         }[self.what]
-        return (self.linear(x) * F.dropout(made, 0.5)).square().mean()
+        return (self.linear(x) * F.dropout(rows, 0.5)).square().mean()
 
 
 @pytest.mark.parametrize("what", ["rows", "like", "positions", "table"])
@@ -361,7 +361,7 @@ def test_a_pin_to_more_micro_batches_is_refused_with_the_call_and_its_module() -
 @pytest.mark.slow
 def test_the_search_under_memory_pressure_keeps_one_micro_batch_where_the_loss_needs_it() -> None:
     """With the least memory that does, a loss that adds up is cut into micro-batches and one that does not is not."""
-    found = {}
+    counts = {}
     for name in ("masked mean", "exp of the mean", "centred on the batch"):
         free = compiled(kind_of(name)).plan
         for share in (0.95, 0.9, 0.85, 0.8, 0.75, 0.7):
@@ -369,9 +369,9 @@ def test_the_search_under_memory_pressure_keeps_one_micro_batch_where_the_loss_n
                 plan = compiled(kind_of(name), memory=int(free.prediction.peak_bytes * share)).plan
             except InfeasibleError:
                 break
-            found[name] = max(found.get(name, 1), plan.num_micro_batches)
-    assert found["masked mean"] > 1 and found["exp of the mean"] > 1
-    assert found.get("centred on the batch", 1) == 1
+            counts[name] = max(counts.get(name, 1), plan.num_micro_batches)
+    assert counts["masked mean"] > 1 and counts["exp of the mean"] > 1
+    assert counts.get("centred on the batch", 1) == 1
 
 
 def test_an_infeasible_answer_says_why_the_batch_is_not_cut() -> None:

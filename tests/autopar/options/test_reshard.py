@@ -30,9 +30,9 @@ def ranks(sizes: Rank) -> list[Rank]:
 
 
 @cache
-def held(length: int, dim: int, placements: Placements, sizes: Rank, rank: Rank) -> list[int]:
+def elements_of(length: int, dim: int, placements: Placements, sizes: Rank, rank: Rank) -> list[int]:
     """The elements of a dim that a rank holds, in order: in every section, the digit of its axes in mixed radix."""
-    found = []
+    elements = []
     shards = [(axis, p.sections) for axis, p in enumerate(placements) if p.is_shard and p.dim == dim]
     axes_of = {count: [axis for axis, other in shards if other == count] for _, count in shards}
     for element in range(length):
@@ -44,12 +44,12 @@ def held(length: int, dim: int, placements: Placements, sizes: Rank, rank: Rank)
                 part, digit = divmod(part, sizes[axis])
                 keep = keep and digit == rank[axis]
         if keep:
-            found.append(element)
-    return found
+            elements.append(element)
+    return elements
 
 
 def part_of(whole: Array, placements: Placements, sizes: Rank, rank: Rank) -> Array:
-    index = [held(length, dim, placements, sizes, rank) for dim, length in enumerate(whole.shape)]
+    index = [elements_of(length, dim, placements, sizes, rank) for dim, length in enumerate(whole.shape)]
     return whole[np.ix_(*index)]
 
 
@@ -76,7 +76,7 @@ def join(parts: list[Array], dim: int, sections: int) -> Array:
 
 
 def apply(step: Step, parts: dict[Rank, Array], sizes: Rank) -> dict[Rank, Array]:
-    """What the step means, for every group of ranks that differ on its axis only."""
+    """Apply the step by its definition to every group of ranks that differ only on its axis."""
     axis, size, source, target = step.axis, sizes[step.axis], step.source, step.target
     result = {}
     for rank in parts:
@@ -163,7 +163,7 @@ def test_divides_and_local_shape_agree_with_counting(data: st.DataObject) -> Non
     if len({k for k, _ in shards}) == 1:
         assert divides((length,), placements, sizes) == (length % (shards[0][0] * ways) == 0)
     if divides((length,), placements, sizes):
-        parts = [held(length, 0, placements, sizes, rank) for rank in ranks(sizes)]
+        parts = [elements_of(length, 0, placements, sizes, rank) for rank in ranks(sizes)]
         assert {len(part) for part in parts} == {length // ways}
         assert sorted(sum(parts, [])) == sorted(list(range(length)) * (math.prod(sizes) // ways))
         assert local_shape((length,), placements, sizes) == (length // ways,)

@@ -33,20 +33,20 @@ addEventListener("securitypolicyviolation", (event) => problems.push("blocked: "
 
 AFTER = """<script>{
 const pixel = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-function rgb(colour) {  // of any form that CSS knows
+function rgb(color) {  // of any form that CSS knows
   pixel.clearRect(0, 0, 1, 1);
-  pixel.fillStyle = colour;
+  pixel.fillStyle = color;
   pixel.fillRect(0, 0, 1, 1);
   return [...pixel.getImageData(0, 0, 1, 1).data];
 }
-function luminance(colour) {
-  const [r, g, b] = colour.map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+function luminance(color) {
+  const [r, g, b] = color.map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 }
 function behind(node) {
   for (let at = node; at; at = at.parentElement) {
-    const colour = rgb(getComputedStyle(at).backgroundColor);
-    if (colour[3] === 255) return colour;
+    const color = rgb(getComputedStyle(at).backgroundColor);
+    if (color[3] === 255) return color;
   }
   return [255, 255, 255, 255];
 }

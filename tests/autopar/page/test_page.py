@@ -299,5 +299,5 @@ def test_large_clusters_are_summarised() -> None:
     page = page_text(program)
     assert page.count('<figure class="node">') <= 16
     assert "one data-parallel replica, 48 ranks on 6 nodes" in words_of(page)
-    assert "The cluster holds 4 of them, on 24 nodes" in words_of(page)
+    assert "The cluster has 4 of them, on 24 nodes" in words_of(page)
     assert len(render_report(program, 80).splitlines()) < 90

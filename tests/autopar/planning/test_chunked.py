@@ -7,7 +7,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
 from autopar.planning import chunked
 from autopar.planning.bounds import stored_bound
 from autopar.planning.chunked import cuts_by_mode
@@ -62,3 +65,14 @@ def test_pinned_schedules_are_refined_until_no_bound_is_below_the_best(
     found = [each.objective for each in chunked.refined(search, ())]
     assert len(found) == num_refined
     assert all(bound > min(found) for bound in bounds[num_refined:])
+
+
+def test_interleaved_may_have_one_stage_per_pipeline_rank() -> None:
+    """It has no closed form then either, though devices wait for calls of their hosts."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)))
+    pins = {"pp": 2, "schedule": "interleaved", "micro_batches": 4, "chunks": 1}
+    inputs = (torch.randn(16, 64),)
+    plan = autopar.compile(
+        model, "2 l4", example_inputs=inputs, loss_fn=lambda output: output.sum(), constraints=pins
+    ).plan
+    assert len(plan.pipeline.stages) == plan.pipeline.num_pipeline_ranks == 2

@@ -16,7 +16,8 @@ from autopar.errors import ConstraintError
 from autopar.ir.chain import chain, most_stages, uncut
 from autopar.settings.compile_options import CompileOptions
 from search.inter_op import solve_pipeline
-from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, Point, Submesh, one_forward_one_backward
+from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, Point, Submesh
+from tests.search.pipeline_problems import one_forward_one_backward
 
 
 class Padded(nn.Module):

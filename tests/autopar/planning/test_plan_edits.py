@@ -17,7 +17,7 @@ import autopar
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.options.assignment import compress, expand
-from autopar.options.offers import Offers
+from autopar.options.legal_placements import LegalPlacements
 from autopar.options.strategies import options_of
 from autopar.options.validate import check_scopes
 from autopar.plan import Plan
@@ -37,9 +37,11 @@ def text_of(name: str, mesh: str) -> str:
 
 
 @cache
-def offers_of(name: str, mesh: str) -> Offers:
+def offers_of(name: str, mesh: str) -> LegalPlacements:
     it, where = setting(name, mesh), Mesh.parse(mesh)
-    return Offers(it.graph, {key: options_of(operator, where) for key, operator in it.operators.items()}, where)
+    return LegalPlacements(
+        it.graph, {key: options_of(operator, where) for key, operator in it.operators.items()}, where
+    )
 
 
 def expanded(data: Any, name: str = "llama", mesh: str = "dp2 x tp2") -> None:
@@ -94,20 +96,20 @@ def layer(data: Any) -> Any:
 
 EDITS = [
     (lambda d: d["top"].pop("inputs"), "leaves out input_ids, labels"),
-    (lambda d: d["top"]["inputs"].update(input_ids="dp=Rp tp=R"), "cannot lie so"),
-    (lambda d: d["top"]["inputs"].update(input_ids="dp=S(1) tp=R"), "cannot lie so"),
+    (lambda d: d["top"]["inputs"].update(input_ids="dp=Rp tp=R"), "is not a legal placement"),
+    (lambda d: d["top"]["inputs"].update(input_ids="dp=S(1) tp=R"), "is not a legal placement"),
     (lambda d: d["top"]["inputs"].update(nothing="dp=R tp=R"), "no input named 'nothing'"),
     (lambda d: layer(d)["inputs"].pop("hidden"), "leaves out hidden"),
-    (lambda d: layer(d)["inputs"].update(hidden="dp=S(0) tp=S(9)"), "cannot be cut into equal parts"),
+    (lambda d: layer(d)["inputs"].update(hidden="dp=S(0) tp=S(9)"), "does not divide into equal shards"),
     (lambda d: layer(d)["parameters"].update(hidden="dp=R tp=R"), "no parameter or buffer named 'hidden'"),
-    (lambda d: layer(d)["parameters"].update({"mlp.up_proj.weight": "dp=S(0) tp=R"}), "cannot lie so"),
+    (lambda d: layer(d)["parameters"].update({"mlp.up_proj.weight": "dp=S(0) tp=R"}), "is not a legal placement"),
     (lambda d: layer(d)["tensors"].update({"linear[7]": "dp=R tp=R"}), "linear"),
     (lambda d: layer(d)["tensors"].update({"linear_6": "dp=S(0) tp=S(0)"}), "no result with several uses"),
     (lambda d: d["layers"].update(Blocks=d["layers"].pop(BLOCK)), "no decisions for layer class"),
     (lambda d: d["layers"].update(Blocks=layer(d)), "no layer class 'Blocks'"),
     (lambda d: d["layers"].update({7: d["layers"].pop(BLOCK)}), "is not a name"),
-    (lambda d: d.update(precision="fp17"), "not one that autopar has"),
-    (lambda d: d.update(precision=32), "not one that autopar has"),
+    (lambda d: d.update(precision="fp17"), "is unknown"),
+    (lambda d: d.update(precision=32), "is unknown"),
     (lambda d: d.update(micro_batches="1"), "not a count"),
     (lambda d: d.update(mesh=3), "not a line of text"),
     (lambda d: d.update(mesh="dp2 x sp2"), "unknown axis"),
@@ -122,7 +124,7 @@ EDITS = [
     (lambda d: d.update(pipeline={"stages": True}), "not a list"),
     (lambda d: d.update(pipeline={"stages": [{"blocks": "0-²"}]}), "not a range"),
     (lambda d: d.update(pipeline={"stages": [{"blocks": "0-9", "recompute": {BLOCK: "full ²"}}]}), "cannot read"),
-    (lambda d: d.update(pipeline={"stages": [{"blocks": "0-9"}], "schedule": "none"}), "not one that autopar has"),
+    (lambda d: d.update(pipeline={"stages": [{"blocks": "0-9"}], "schedule": "none"}), "is unknown"),
     (lambda d: d.update(pipeline={"stages": [{"blocks": "0-9"}], "offload": "nvme:x"}), "is unknown"),
     (lambda d: d.update(pipeline={"stages": [{"blocks": "0-9"}], "offload": 'nvme:/x"\nimport os'}), "line of text"),
 ]  # fmt: skip
@@ -145,7 +147,9 @@ def test_a_parameter_that_is_not_trained_has_no_zero_stage() -> None:
     for scope in data["layers"].values():
         for name in frozen & scope["parameters"].keys():
             scope["parameters"][name] = "dp=Rp zero=2"
-            assert "not trained" in refusal(data, "gpt2", "dp4") or "cannot lie so" in refusal(data, "gpt2", "dp4")
+            assert "not trained" in refusal(data, "gpt2", "dp4") or "is not a legal placement" in refusal(
+                data, "gpt2", "dp4"
+            )
     weight = next(iter(data["top"]["parameters"]))
     data["top"]["parameters"][weight] = "dp=R zero=2"
     assert "instead" in refusal(data, "gpt2", "dp4")

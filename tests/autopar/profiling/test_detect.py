@@ -125,7 +125,7 @@ def test_the_smallest_memory_counts_and_kinds_do_not_mix(gpus: Callable[..., Non
 def test_fewer_gpus_can_be_taken_but_not_more(gpus: Callable[..., None]) -> None:
     gpus(*[("NVIDIA L4", 22 * GIB)] * 4)
     assert detect(2).num_devices == 2
-    with pytest.raises(ClusterError, match="fewer visible GPUs"):
+    with pytest.raises(ClusterError, match="num_devices exceeds the visible GPUs"):
         detect(8)
     with pytest.raises(ClusterError, match="at least one"):
         detect(0)

@@ -139,7 +139,7 @@ def test_other_plans_are_said_rightly(program: CompiledProgram) -> None:
         example_inputs=load_model("examples.models:gpt2", meta=True, **SIZES).inputs,
         plan=program.plan,
     )
-    assert "Other plans: none was tried, the plan was given" in given.report()
+    assert "Other plans: none; the plan was given" in given.report()
     assert "the plan was given" not in searched
     assert given.plan.prediction.step_seconds == pytest.approx(program.plan.prediction.step_seconds, rel=1e-9)
 
@@ -164,6 +164,6 @@ def test_commands(tmp_path: Path) -> None:
     run("report", str(other), "--model", words[0], "--timeline", str(out))
     assert len(by_pipeline_rank(json.loads(out.read_text()))) == 2
     text = run("explain", str(other), "--model", words[0], "--seconds", "1")
-    assert "What binds" in text and "The plan was given; the search finds a faster one" in text
+    assert "What binds" in text and "You gave this plan; the search finds a faster one" in text
     failed = CliRunner().invoke(app, ["explain", str(one)])
     assert failed.exit_code == 2 and "--model" in failed.output

@@ -1,4 +1,4 @@
-"""What one rank calls, written out by hand for the cases that matter in models."""
+"""The call of one rank, written out by hand for the cases that matter in models."""
 
 from __future__ import annotations
 

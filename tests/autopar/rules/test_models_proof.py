@@ -25,22 +25,22 @@ def calls_of(name: str, dropout: float) -> Calls:
     """The model's calls by op, constants and input metas."""
     example = EXAMPLES[name](dropout=dropout)
     graph = trace(example.model, example.inputs, example.loss_fn)
-    found: Calls = {}
+    nodes: Calls = {}
     for scope in scopes_of(graph):
         for node in scope.nodes:
             metas = tuple(scope.metas[ref] for ref in node.inputs)
             constants = map_refs((node.args, tuple(value for _, value in node.kwargs)), lambda _: "tensor")
-            found.setdefault((node.op, repr(constants), metas), (node, metas))
-    return found
+            nodes.setdefault((node.op, repr(constants), metas), (node, metas))
+    return nodes
 
 
 @pytest.fixture(scope="module")
 def calls() -> Calls:
-    found: Calls = {}
+    by_key: Calls = {}
     for name in EXAMPLES:
         for dropout in (0.0, 0.1):
-            found = calls_of(name, dropout) | found
-    return found
+            by_key = calls_of(name, dropout) | by_key
+    return by_key
 
 
 def test_every_op_has_a_rule(calls: Calls) -> None:

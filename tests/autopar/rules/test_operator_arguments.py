@@ -55,8 +55,8 @@ def test_all_are_exact():
 
 
 def wrong(calls) -> list[str]:
-    found = [(text_of(call), attempt(call)) for call in calls]
-    return [f"{text}: {result.detail}" for text, result in found if result.outcome not in ("right", "refused")]
+    faults = [(text_of(call), attempt(call)) for call in calls]
+    return [f"{text}: {result.detail}" for text, result in faults if result.outcome not in ("right", "refused")]
 
 
 @cache

@@ -46,12 +46,12 @@ def test_every_shared_factor_is_right(pair: tuple[tuple[int, ...], tuple[int, ..
 @given(shape_pairs())
 def test_factors_multiply_to_the_dims(pair: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     source, target = pair
-    found = view_factors(source, target)
-    for shape, dims in ((source, found.source), (target, found.target)):
-        assert tuple(math.prod(found.sizes[f] for f in dim) for dim in dims) == shape
-    shared = {f for dim in found.source for f in dim} & {f for dim in found.target for f in dim}
-    assert shared.isdisjoint(found.blocked)
-    assert shared | found.blocked == set(found.sizes)
+    factors = view_factors(source, target)
+    for shape, dims in ((source, factors.source), (target, factors.target)):
+        assert tuple(math.prod(factors.sizes[f] for f in dim) for dim in dims) == shape
+    shared = {f for dim in factors.source for f in dim} & {f for dim in factors.target for f in dim}
+    assert shared.isdisjoint(factors.blocked)
+    assert shared | factors.blocked == set(factors.sizes)
 
 
 @pytest.mark.parametrize(
@@ -68,19 +68,19 @@ def test_usual_views_lose_no_factor(source: tuple[int, ...], target: tuple[int, 
 
 
 def test_what_has_no_common_loop_is_blocked() -> None:
-    found = view_factors((2, 3), (3, 2))
-    assert found.blocked == frozenset(found.sizes)
-    assert all(len(dim) == 1 for dim in (*found.source, *found.target))
+    factors = view_factors((2, 3), (3, 2))
+    assert factors.blocked == frozenset(factors.sizes)
+    assert all(len(dim) == 1 for dim in (*factors.source, *factors.target))
 
 
 def test_common_loops_at_both_ends_of_an_opaque_middle() -> None:
     """(2, 2*3) and (2*3, 2): the major 2 is shared, then 2*3 against 3*2 shares nothing from either end."""
-    found = view_factors((10, 21, 22), (14, 15, 22))
-    (major,) = set(found.source[0]) & set(found.target[0])
-    assert found.sizes[major] == 2
-    (minor,) = set(found.source[1]) & set(found.target[1])
-    assert found.sizes[minor] == 3
-    assert found.source[2] == found.target[2]
+    factors = view_factors((10, 21, 22), (14, 15, 22))
+    (major,) = set(factors.source[0]) & set(factors.target[0])
+    assert factors.sizes[major] == 2
+    (minor,) = set(factors.source[1]) & set(factors.target[1])
+    assert factors.sizes[minor] == 3
+    assert factors.source[2] == factors.target[2]
 
 
 def test_unequal_counts_are_refused() -> None:

@@ -151,12 +151,12 @@ def test_equal_to_one_process(model: type[Encoder], cluster: str, pins: dict[str
 def test_programs_for_several_values(model: type[Encoder]) -> None:
     """A step that has a program for each value is equal to one process, and refuses others before it takes them."""
     batches = [inputs_of(model, index) for index in range(4)]
-    own = model()
-    theirs = copy.deepcopy(own)
-    compiled = autopar.compile(own, "1 cpu", example_inputs=batches[0], loss_fn=F.cross_entropy, optimizer=sgd)
+    module = model()
+    theirs = copy.deepcopy(module)
+    compiled = autopar.compile(module, "1 cpu", example_inputs=batches[0], loss_fn=F.cross_entropy, optimizer=sgd)
     assert compiled.program.any.guards
     options: dict[str, Any] = {"loss_fn": F.cross_entropy, "optimizer": sgd, "plan": compiled.plan}
-    also = [autopar.compile(own, "1 cpu", example_inputs=batches[1], **options)] if has_several(model) else []
+    also = [autopar.compile(module, "1 cpu", example_inputs=batches[1], **options)] if has_several(model) else []
     step = compiled.build(device="cpu", also=also)
     losses = [float(step(step.local_batch(batch))) for batch in batches]
     assert losses == pytest.approx(eager_losses(theirs, batches), rel=1e-5)
@@ -168,9 +168,9 @@ def has_several(model: type[Encoder]) -> bool:
 
 @pytest.mark.parametrize("model", list(filter(has_several, MODELS)))
 def test_other_values_are_refused(model: type[Encoder]) -> None:
-    own = model()
-    before = copy.deepcopy(own.state_dict())
-    compiled = autopar.compile(own, "1 cpu", example_inputs=inputs_of(model), loss_fn=F.cross_entropy, optimizer=sgd)
+    module = model()
+    before = copy.deepcopy(module.state_dict())
+    compiled = autopar.compile(module, "1 cpu", example_inputs=inputs_of(model), loss_fn=F.cross_entropy, optimizer=sgd)
     step = compiled.build(device="cpu")
     for call in (step, step.local_batch, step.evaluate):
         with pytest.raises(ValueError, match="values of the batch decide what forward does"):
@@ -182,14 +182,14 @@ def test_other_values_are_refused(model: type[Encoder]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [Longest, Repaired])
 def test_trainer_makes_a_program_for_each_value(model: type[Encoder]) -> None:
-    batches, own = [inputs_of(model, index) for index in range(4)], model()
-    theirs = copy.deepcopy(own)
+    batches, module = [inputs_of(model, index) for index in range(4)], model()
+    theirs = copy.deepcopy(module)
 
     def data(start: int) -> Iterator[Batch]:
         return iter(batches[start // 8 :])
 
     config = TrainerConfig(cluster="1x2 cpu", steps=4, log_every=0)
-    result = Trainer(own, config, data, loss_fn=F.cross_entropy, optimizer=sgd).fit()
+    result = Trainer(module, config, data, loss_fn=F.cross_entropy, optimizer=sgd).fit()
     assert result.losses == pytest.approx(eager_losses(theirs, batches), rel=1e-5)
 
 
@@ -392,14 +392,14 @@ class Limited(Encoder):
 
 
 def test_numbers_of_the_model_are_followed_beside_values() -> None:
-    batches, own = [inputs_of(Longest, index) for index in (0, 0, 1, 1)], Limited()
-    theirs = copy.deepcopy(own)
-    compiled = autopar.compile(own, "1 cpu", example_inputs=batches[0], loss_fn=F.cross_entropy, optimizer=sgd)
+    batches, module = [inputs_of(Longest, index) for index in (0, 0, 1, 1)], Limited()
+    theirs = copy.deepcopy(module)
+    compiled = autopar.compile(module, "1 cpu", example_inputs=batches[0], loss_fn=F.cross_entropy, optimizer=sgd)
     options: dict[str, Any] = {"loss_fn": F.cross_entropy, "optimizer": sgd, "plan": compiled.plan}
-    step = compiled.build(device="cpu", also=[autopar.compile(own, "1 cpu", example_inputs=batches[2], **options)])
+    step = compiled.build(device="cpu", also=[autopar.compile(module, "1 cpu", example_inputs=batches[2], **options)])
     losses, expected, optimizer = list[float](), list[float](), sgd(theirs.parameters())
     for batch, scale in zip(batches, (1.0, 2.0, 2.0, 3.0), strict=True):
-        own.scale = theirs.scale = scale
+        module.scale = theirs.scale = scale
         losses.append(float(step(step.local_batch(batch))))
         loss = F.cross_entropy(theirs(batch["x"], batch["lengths"]), batch["y"])
         optimizer.zero_grad()
@@ -419,16 +419,16 @@ class ByLength(Encoder):
 
 
 def test_numbers_that_other_programs_read_are_followed() -> None:
-    whole, own = inputs_of(Longest), ByLength()
+    whole, module = inputs_of(Longest), ByLength()
     batches = [{"x": whole["x"][:, :length], "y": whole["y"]} for length in (4, 6, 4, 6)]
-    theirs = copy.deepcopy(own)
-    compiled = autopar.compile(own, "1 cpu", example_inputs=batches[0], loss_fn=F.cross_entropy, optimizer=sgd)
+    theirs = copy.deepcopy(module)
+    compiled = autopar.compile(module, "1 cpu", example_inputs=batches[0], loss_fn=F.cross_entropy, optimizer=sgd)
     options: dict[str, Any] = {"loss_fn": F.cross_entropy, "optimizer": sgd, "plan": compiled.plan}
-    other = autopar.compile(own, "1 cpu", example_inputs=batches[1], **options)
-    own.scale = theirs.scale = 2.0
+    other = autopar.compile(module, "1 cpu", example_inputs=batches[1], **options)
+    module.scale = theirs.scale = 2.0
     step = compiled.build(device="cpu", also=[other])
     losses = [float(step(step.local_batch(batch))) for batch in batches[:3]]
-    own.scale = 3.0
+    module.scale = 3.0
     losses.append(float(step(step.local_batch(batches[3]))))
     optimizer, expected = sgd(theirs.parameters()), list[float]()
     for batch in batches:
@@ -456,5 +456,5 @@ def test_batches_that_are_accumulated_are_refused(model: type[Encoder], name: st
     """Joined they are one call, of one longest sequence and one count, where each batch had its own."""
     config = TrainerConfig(cluster="1x2 cpu", steps=1, gradient_accumulation_steps=2, log_every=0)
     trainer = Trainer(model(), config, lambda start: iter([inputs_of(Longest)] * 2), loss_fn=F.cross_entropy)
-    with pytest.raises(ConstraintError, match=f"are one call of it\n.*{name}"):
+    with pytest.raises(ConstraintError, match=f"go through one call of it\n.*{name}"):
         trainer.fit()

@@ -28,8 +28,8 @@ def home_of(compiled: autopar.CompiledProgram) -> str:
 
 
 def test_ranks_import_the_package_of_their_parent() -> None:
-    found = run_ranks(home_of, (program(),), 2)
-    assert found[0] == found[1] and not Path(found[0]).exists()
+    homes = run_ranks(home_of, (program(),), 2)
+    assert homes[0] == homes[1] and not Path(homes[0]).exists()
 
 
 def test_a_shared_package_is_imported_once_and_compiled(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ FOLLOWED = (scales_layers, scales_the_last, reaches_one, sets_a_tuple, sets_a_nu
 
 
 def eager(change: Change, data: list[dict[str, Tensor]]) -> list[float]:
-    model, found = Net(), []
+    model, losses = Net(), []
     optimizer = sgd(model.parameters())
     for number, batch in enumerate(data):
         change(model, number)
@@ -92,16 +92,16 @@ def eager(change: Change, data: list[dict[str, Tensor]]) -> list[float]:
         loss = model(**batch)
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
 def train(step: Any, model: nn.Module, change: Change, data: list[dict[str, Tensor]]) -> list[float]:
-    found = []
+    losses = []
     for number, batch in enumerate(data):
         change(model, number)
-        found.append(float(step(step.local_batch(batch))))
-    return found
+        losses.append(float(step(step.local_batch(batch))))
+    return losses
 
 
 def all_at_once(model: Any, step: int) -> None:
@@ -149,8 +149,8 @@ def test_a_plan_is_refitted_to_them(change: Change) -> None:
 def test_they_are_followed_under_plans(change: Change, plan: dict[str, Any]) -> None:
     data, model = batches(4), Net()
     compiled = autopar.compile(model, "2 cpu", example_inputs=data[0], optimizer=sgd, constraints=plan)
-    found = compiled.launch(train, model, change, data)
-    assert found[0] == pytest.approx(eager(change, data), rel=1e-5)
+    by_rank = compiled.launch(train, model, change, data)
+    assert by_rank[0] == pytest.approx(eager(change, data), rel=1e-5)
 
 
 def without_blocks(self: Any, x: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ REPLACED = {
 def test_replaced_code_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     data = batches(4)
     for replace in REPLACED.values():
-        found = []
+        runs = []
         for kind in ("eager", "program"):
             model = Net()
             optimizer, step = sgd(model.parameters()), None
@@ -198,8 +198,8 @@ def test_replaced_code_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
                     loss.backward()
                     optimizer.step()
                     losses.append(loss.item())
-            found.append(losses)
-        assert found[1] == pytest.approx(found[0], rel=1e-5)
+            runs.append(losses)
+        assert runs[1] == pytest.approx(runs[0], rel=1e-5)
 
 
 class Parts(Net):
@@ -231,7 +231,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def eager_parts(data: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
-    model, found = Parts(), []
+    model, losses = Parts(), []
     optimizer = adamw(model.parameters())
     for number, batch in enumerate(data):
         leaves_parts_out(model, number)
@@ -239,19 +239,19 @@ def eager_parts(data: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, T
         loss = model(**batch)
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found, model.state_dict()
+        losses.append(loss.item())
+    return losses, model.state_dict()
 
 
 def train_parts(step: Any, model: nn.Module, data: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
     return train(step, model, leaves_parts_out, data), step.full_state_dict()
 
 
-def assert_equal_parts(found: tuple[list[float], dict[str, Tensor]], data: list[dict[str, Tensor]]) -> None:
+def assert_equal_parts(outcome: tuple[list[float], dict[str, Tensor]], data: list[dict[str, Tensor]]) -> None:
     losses, state = eager_parts(data)
-    assert found[0] == pytest.approx(losses, rel=1e-5)
+    assert outcome[0] == pytest.approx(losses, rel=1e-5)
     for name, value in state.items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(outcome[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_parts_that_a_flag_leaves_out_are_not_updated() -> None:
@@ -260,7 +260,7 @@ def test_parts_that_a_flag_leaves_out_are_not_updated() -> None:
     step = compiled.build(first_step_check=False)
     assert_equal_parts(train_parts(step, model, data), data)
     model.averages = True
-    with pytest.raises(ModelError, match="forward now updates buffers that it did not: mean"):
+    with pytest.raises(ModelError, match="forward now updates buffers that it did not update before: mean"):
         step(step.local_batch(data[0]))
 
 

@@ -118,9 +118,9 @@ def batches(count: int = 4) -> list[dict[str, Tensor]]:
     return [{"x": torch.randn(8, 8, generator=generator)} for _ in range(count)]
 
 
-def eager(model: nn.Module, change: Callable[[Any, int], None], given: list[dict[str, Tensor]]) -> list[float]:
+def eager(model: nn.Module, change: Callable[[Any, int], None], data: list[dict[str, Tensor]]) -> list[float]:
     optimizer, losses = sgd(model.parameters()), []
-    for number, batch in enumerate(given):
+    for number, batch in enumerate(data):
         change(model, number)
         optimizer.zero_grad()
         loss = model(**batch)
@@ -130,9 +130,9 @@ def eager(model: nn.Module, change: Callable[[Any, int], None], given: list[dict
     return losses
 
 
-def by_program(step: Any, model: nn.Module, change: Any, given: list[dict[str, Tensor]]) -> list[float]:
+def by_program(step: Any, model: nn.Module, change: Any, data: list[dict[str, Tensor]]) -> list[float]:
     losses = []
-    for number, batch in enumerate(given):
+    for number, batch in enumerate(data):
         change(model, number)
         losses.append(float(step(step.local_batch(batch)).detach()))
     return losses
@@ -141,14 +141,14 @@ def by_program(step: Any, model: nn.Module, change: Any, given: list[dict[str, T
 @pytest.mark.parametrize(("make", "change"), CASES)
 def test_values_of_buffers_may_decide(make: Callable[[], nn.Module], change: Callable[[Any, int], None]) -> None:
     torch.manual_seed(0)
-    model, given = make(), batches()
-    expected = eager(copy.deepcopy(model), change, given)
-    compiled = autopar.compile(model, "1 cpu", example_inputs=given[0], optimizer=sgd)
-    assert by_program(compiled.build(), model, change, given) == pytest.approx(expected, rel=1e-5)
+    model, data = make(), batches()
+    expected = eager(copy.deepcopy(model), change, data)
+    compiled = autopar.compile(model, "1 cpu", example_inputs=data[0], optimizer=sgd)
+    assert by_program(compiled.build(), model, change, data) == pytest.approx(expected, rel=1e-5)
 
 
-def run(step: Any, compiled: Any, given: list[dict[str, Tensor]]) -> list[float]:
-    return by_program(step, compiled.model, other_kind, given)
+def run(step: Any, compiled: Any, data: list[dict[str, Tensor]]) -> list[float]:
+    return by_program(step, compiled.model, other_kind, data)
 
 
 @pytest.mark.slow
@@ -156,30 +156,30 @@ def run(step: Any, compiled: Any, given: list[dict[str, Tensor]]) -> list[float]
 @pytest.mark.parametrize("pins", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 3}])
 def test_under_plans(pins: dict[str, int]) -> None:
     torch.manual_seed(0)
-    model, given = Codebook(), batches()
-    expected = eager(copy.deepcopy(model), other_kind, given)
-    compiled = autopar.compile(model, "2 cpu", example_inputs=given[0], optimizer=sgd, constraints=pins)
-    for found in compiled.launch(run, compiled, given):
-        assert found == pytest.approx(expected, rel=1e-5)
+    model, data = Codebook(), batches()
+    expected = eager(copy.deepcopy(model), other_kind, data)
+    compiled = autopar.compile(model, "2 cpu", example_inputs=data[0], optimizer=sgd, constraints=pins)
+    for losses in compiled.launch(run, compiled, data):
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("updates", [False, True])
 def test_a_checkpoints_value_decides(updates: bool, tmp_path: Path) -> None:
     """As `load_state_dict` would have it, also where the step's values are then written to the model."""
     torch.manual_seed(0)
-    model, given = Codebook(), batches(6)
+    model, data = Codebook(), batches(6)
     fresh = copy.deepcopy(model)
-    expected = eager(copy.deepcopy(model), other_kind, given)
-    compiled = autopar.compile(model, "1 cpu", example_inputs=given[0], optimizer=sgd)
+    expected = eager(copy.deepcopy(model), other_kind, data)
+    compiled = autopar.compile(model, "1 cpu", example_inputs=data[0], optimizer=sgd)
     step = compiled.build()
-    by_program(step, model, other_kind, given[:4])
+    by_program(step, model, other_kind, data[:4])
     compiled.save_checkpoint(step, tmp_path / "checkpoint")
-    again = autopar.compile(fresh, "1 cpu", example_inputs=given[0], optimizer=sgd)
+    again = autopar.compile(fresh, "1 cpu", example_inputs=data[0], optimizer=sgd)
     resumed = again.build()
     again.load_checkpoint(resumed, tmp_path / "checkpoint")
     if updates:
         again.update_model(resumed)
-    assert by_program(resumed, fresh, nothing, given[4:]) == pytest.approx(expected[4:], rel=1e-5)
+    assert by_program(resumed, fresh, nothing, data[4:]) == pytest.approx(expected[4:], rel=1e-5)
 
 
 class Initialized(nn.Module):
@@ -222,7 +222,7 @@ def test_what_one_program_cannot_have_is_refused(make: Callable[[], nn.Module]) 
 
 
 def test_a_block_that_becomes_unlike_the_others_is_refused() -> None:
-    model, given = Blocks(True, True, True), batches()
-    compiled = autopar.compile(model, "1 cpu", example_inputs=given[0], optimizer=sgd)
+    model, data = Blocks(True, True, True), batches()
+    compiled = autopar.compile(model, "1 cpu", example_inputs=data[0], optimizer=sgd)
     with pytest.raises(autopar.errors.ModelError, match="is_bounded"):
-        by_program(compiled.build(), model, bounds_the_last, given)
+        by_program(compiled.build(), model, bounds_the_last, data)

@@ -78,7 +78,7 @@ def first_loss(step: Any, inputs: dict[str, Tensor] | None = None) -> float:
 class WrongBias:
     """Where values come from, with a mistake."""
 
-    def __init__(self, model: nn.Module, *given: Any) -> None:
+    def __init__(self, model: nn.Module, *args: Any) -> None:
         self.model = model
 
     def __call__(self, name: str) -> Tensor:
@@ -112,12 +112,12 @@ def test_the_first_loss_is_compared_with_the_models(
     assert torch.equal(torch.get_rng_state(), drawn[0]) and random.getstate() == drawn[1]
     assert (np.random.get_state()[1] == drawn[2]).all()  # type: ignore[index]
     assert all(torch.equal(value, states[name]) for name, value in model.state_dict().items())
-    found = re.findall(r"loss (\S+), of the model itself (\S+)", caplog.text)
+    matches = re.findall(r"loss (\S+), of the model itself (\S+)", caplog.text)
     same = Net(norm=norm)
     with SameDropout(5, 0):
         expected = float(same(**batch()).detach())
     close = 1e-5 if precision == "fp32" else 0.01
-    assert len(found) == 1 and [float(each) for each in found[0]] == pytest.approx([expected] * 2, rel=close)
+    assert len(matches) == 1 and [float(number) for number in matches[0]] == pytest.approx([expected] * 2, rel=close)
     without = program.build(seed=5, first_step_check=False)
     assert losses == [first_loss(without), first_loss(without)]
 
@@ -173,9 +173,9 @@ def test_what_was_changed_since_is_no_error(
 def test_batches_that_wait_and_those_that_are_evaluated_are_not_the_first(caplog: pytest.LogCaptureFixture) -> None:
     step = compiled(Net()).build(first_step_check=True)
     others = [{name: value + number for name, value in batch().items()} for number in range(1, 40)]
-    for each in others[:20]:
-        step.evaluate(step.local_batch(each))
-    waiting = [step.local_batch(each) for each in others]
+    for later in others[:20]:
+        step.evaluate(step.local_batch(later))
+    waiting = [step.local_batch(later) for later in others]
     with caplog.at_level(logging.INFO, "autopar"):
         step(waiting[0])
     assert "of the model itself" in caplog.text
@@ -195,18 +195,18 @@ def test_rounding_and_random_numbers_of_the_models_own_are_no_error() -> None:
     inputs = {"x": torch.randn(64, 4)}
     program = compiled(Cancelling(), inputs)
     first_loss(program.build(first_step_check=True), inputs)
-    own = _Model(program, name_inputs(program.model, inputs, None), torch.device("cpu"), 0, 0)
-    assert own.compute() == ""
-    rounding = abs(own._loss(is_wider=True) - own.loss)
-    assert 3.9 * rounding > first_step.UNIT * abs(own.loss)  # more than fp32 explains without asking the model
-    assert own.error_of(own.loss + 3.9 * rounding) is None
-    assert own.error_of(own.loss + 4.1 * rounding) is not None
-    assert own.error_of(float("nan")) is not None
-    own.loss = float("nan")
-    assert own.error_of(float("inf")) is None and own.error_of(1.0) is not None
-    own.compute()
-    program.model.register_forward_hook(lambda module, given, output: output + 1.0 + random.random())
-    assert own.error_of(own.loss + 0.5) is None
+    reference = _Model(program, name_inputs(program.model, inputs, None), torch.device("cpu"), 0, 0)
+    assert reference.compute() == ""
+    rounding = abs(reference._loss(is_wider=True) - reference.loss)
+    assert 3.9 * rounding > first_step.UNIT * abs(reference.loss)  # more than fp32 explains without asking the model
+    assert reference.error_of(reference.loss + 3.9 * rounding) is None
+    assert reference.error_of(reference.loss + 4.1 * rounding) is not None
+    assert reference.error_of(float("nan")) is not None
+    reference.loss = float("nan")
+    assert reference.error_of(float("inf")) is None and reference.error_of(1.0) is not None
+    reference.compute()
+    program.model.register_forward_hook(lambda module, args, output: output + 1.0 + random.random())
+    assert reference.error_of(reference.loss + 0.5) is None
 
 
 def test_where_it_does_not_fit_or_takes_long_it_is_left_out(
@@ -218,8 +218,8 @@ def test_where_it_does_not_fit_or_takes_long_it_is_left_out(
     assert request is not None
     peak = int(program.plan.prediction.peak_bytes)
     needed = int(first_step.needed_bytes(program))
-    held = sum(each.numel() * 4 for each in (*Net().parameters(), *Net().norm.buffers()))
-    assert needed > held
+    model_bytes = sum(tensor.numel() * 4 for tensor in (*Net().parameters(), *Net().norm.buffers()))
+    assert needed > model_bytes
     for memory, fits in ((peak + needed - 1, False), (peak + needed, True), (peak // 2, False)):
         limited = replace(request, constraints=replace(request.constraints, memory_bytes=memory))
         assert (why_not(replace(program, request=limited)) == "") == fits
@@ -265,12 +265,12 @@ def test_the_setting_is_true_false_or_null() -> None:
 @pytest.mark.distributed
 def test_training_is_bit_for_bit_what_it_is_without() -> None:
     """With dropout, running statistics and sharded parameters."""
-    found = []
+    outcomes = []
     for wanted in (True, False):
         model = Net()
         result = trainer(model, {"dp": 2, "zero": 3}, first_step_check=wanted).fit()
-        found.append((result.losses, {name: value.clone() for name, value in model.state_dict().items()}))
-    (with_it, after), (without, other) = found
+        outcomes.append((result.losses, {name: value.clone() for name, value in model.state_dict().items()}))
+    (with_it, after), (without, other) = outcomes
     assert with_it == without and len(with_it) == 3
     assert all(torch.equal(value, other[name]) for name, value in after.items())
 
@@ -298,8 +298,8 @@ class Ignoring(Net):
 
 
 def own_loop(program: CompiledProgram, ignoring: CompiledProgram | None) -> list[str]:
-    """What becomes of the first step with batches of several kinds, on each rank."""
-    found = []
+    """Return the errors of the first step with batches of several kinds, on each rank."""
+    errors = []
     rank = torch.distributed.get_rank()
     other = {name: value + rank for name, value in batch().items()}
     tried: list[tuple[CompiledProgram, Callable[[Any], dict[str, Tensor]]]] = [
@@ -312,14 +312,14 @@ def own_loop(program: CompiledProgram, ignoring: CompiledProgram | None) -> list
         unknown = {"unknown": torch.zeros(2)} if rank else {}
         tried.append((program, lambda step: {**step.local_batch(batch()), **unknown}))
         tried.append((ignoring, lambda step: program.local_batch(batch())))
-    for each, part in tried:
-        step = each.build(first_step_check=True)
+    for compiled, part in tried:
+        step = compiled.build(first_step_check=True)
         try:
             float(step(part(step)))
-            found.append("")
+            errors.append("")
         except (ConstraintError, TrainingError, ValueError) as error:
-            found.append(str(error))
-    return found
+            errors.append(str(error))
+    return errors
 
 
 @pytest.mark.slow
@@ -348,15 +348,15 @@ def test_a_wrong_number_is_found_however_batches_are_cut(monkeypatch: pytest.Mon
 def test_a_wrong_line_of_a_program_is_found() -> None:
     """A partial sum that is not added up."""
     shards = {"first.*": {"tp": "S(0)"}, "last.weight": {"tp": "S(1)"}}
-    own = trainer(Net(norm=nn.LayerNorm), {"tp": 2, "parameters": shards}, steps=1)
-    program = own.compile()
-    assert len(own.fit().losses) == 1
+    faulty = trainer(Net(norm=nn.LayerNorm), {"tp": 2, "parameters": shards}, steps=1)
+    program = faulty.compile()
+    assert len(faulty.fit().losses) == 1
     right = program.files["model.py"]
     wrong = re.sub(r"tp\.all_reduce\((\w+)[^)]*\)", r"\1", right, count=1)
     assert wrong != right, right
-    own._program = replace(program, files={**program.files, "model.py": wrong})
+    faulty._program = replace(program, files={**program.files, "model.py": wrong})
     with pytest.raises(TrainingError, match="is not the model's own"):
-        own.fit()
+        faulty.fit()
 
 
 @pytest.mark.distributed

@@ -51,8 +51,8 @@ class Whole(Doubling):
 class Targets(Doubling):
     """Takes its tensors by their places, of which the last stage takes the first."""
 
-    def forward(self, *given: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(given[1], given[0])
+    def forward(self, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(tensors[1], tensors[0])
 
 
 class Output(Doubling):
@@ -72,16 +72,16 @@ NAMES |= {"weight": WEIGHT}
 
 
 def said_of(step: Any, part: Mapping[str, Tensor]) -> list[str]:
-    """What the first step logs, or raises."""
-    found: list[str] = []
+    """Return the first step's log lines, or its error."""
+    messages: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("autopar")
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     with contextlib.suppress(RuntimeError):
         step(part)
     logger.removeHandler(handler)
-    return found
+    return messages
 
 
 def by_hand(program: CompiledProgram) -> list[str]:
@@ -113,18 +113,21 @@ def test_parts_cut_by_hand_are_compared_whatever_form_the_example_has(
 def test_the_order_of_a_batch_is_the_examples() -> None:
     inputs = {"x": X, "y": Y, "weight": WEIGHT}
     program = autopar.compile(Output(), "1 cpu", example_inputs=inputs, loss_fn=weighted)
-    own = weighted(program.model(X), Y, WEIGHT).item()
+    expected = weighted(program.model(X), Y, WEIGHT).item()
     step = program.build()
     loss = step(step.local_batch({"weight": WEIGHT, "y": Y, "x": X}))
-    assert loss.item() == pytest.approx(own, rel=1e-6)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("is_cut_by_hand", [False, True])
 def test_what_the_program_was_made_with_may_be_left_out(is_cut_by_hand: bool) -> None:
-    made = autopar.compile(Doubling(), "1 cpu", example_inputs={"x": X, "y": Y, "doubles": True, "weight": WEIGHT})
-    for given, expected in (({"weight": WEIGHT}, "first step: loss"), ({}, "the first step is not checked: the batch")):
-        step = made.build()
-        whole = {"x": X, "y": Y, **given}
+    compiled = autopar.compile(Doubling(), "1 cpu", example_inputs={"x": X, "y": Y, "doubles": True, "weight": WEIGHT})
+    for values, expected in (
+        ({"weight": WEIGHT}, "first step: loss"),
+        ({}, "the first step is not checked: the batch"),
+    ):
+        step = compiled.build()
+        whole = {"x": X, "y": Y, **values}
         (said,) = said_of(step, whole if is_cut_by_hand else step.local_batch(whole))
         assert said.startswith(expected), said
 

@@ -60,7 +60,7 @@ def work(step: Any, kind: str) -> float:
     """Four steps, in the third of which rank 1 does what `kind` says."""
     loss, is_odd = torch.zeros(()), dist.get_rank() == 1
     for number in range(4):
-        given = batch(number)
+        data = batch(number)
         if number == 2 and is_odd:
             if kind == "sleeps":
                 time.sleep(600)
@@ -71,8 +71,8 @@ def work(step: Any, kind: str) -> float:
             if kind == "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
         if number == 2 and kind == "forward":
-            given = {"x": 1000 + 0 * given["x"], "y": given["y"]}
-        local = step.local_batch(given)
+            data = {"x": 1000 + 0 * data["x"], "y": data["y"]}
+        local = step.local_batch(data)
         if number == 2 and is_odd and kind == "gradients":
             step.forward_backward(local)
             step.gradients()
@@ -146,12 +146,12 @@ def of_rank_one(start: int, change: str) -> Any:
     number = start // 12
     while True:
         is_odd = number == 2 and dist.is_initialized() and dist.get_rank() == 1
-        given = batch(number, 8 if is_odd and change == "rows" else 12)
+        data = batch(number, 8 if is_odd and change == "rows" else 12)
         if is_odd and change == "dtype":
-            given = {name: value.double() for name, value in given.items()}
+            data = {name: value.double() for name, value in data.items()}
         if is_odd and change == "names":
-            given["z"] = given["x"]
-        yield given
+            data["z"] = data["x"]
+        yield data
         number += 1
 
 

@@ -162,11 +162,11 @@ def batches(names: tuple[str, ...] = ("x",)) -> list[dict[str, Tensor]]:
 
 
 def trained(
-    model: nn.Module, loss_fn: Any, given: list[dict[str, Tensor]], evaluates: bool = False
+    model: nn.Module, loss_fn: Any, data: list[dict[str, Tensor]], evaluates: bool = False
 ) -> tuple[list[float], Any]:
     """The losses of one process, with an evaluation in the middle."""
     optimizer, losses = sgd(model.parameters()), []
-    for number, batch in enumerate(given):
+    for number, batch in enumerate(data):
         if evaluates and number == 2:
             model.eval()
             with torch.no_grad():
@@ -185,9 +185,9 @@ def numbers(model: nn.Module) -> list[Any]:
     return [v for m in model.modules() for k, v in vars(m).items() if isinstance(v, plain) and not k.startswith("_")]
 
 
-def by_program(step: Any, compiled: Any, given: list[dict[str, Tensor]], evaluates: bool) -> tuple[list[float], Any]:
+def by_program(step: Any, compiled: Any, data: list[dict[str, Tensor]], evaluates: bool) -> tuple[list[float], Any]:
     losses = []
-    for number, batch in enumerate(given):
+    for number, batch in enumerate(data):
         if evaluates and number == 2:
             step.evaluate(step.local_batch(batch))
         losses.append(float(step(step.local_batch(batch)).detach()))
@@ -201,26 +201,26 @@ QUICK = (Annealed, Held)
 @pytest.mark.parametrize("make", [*QUICK, *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS if m not in QUICK)])
 def test_numbers_that_forward_changes_are_followed(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    model, given = make(), batches()
+    model, data = make(), batches()
     evaluates = make not in (Alternating, Annealed)  # in evaluation these two compute something else
-    expected, left = trained(copy.deepcopy(model), None, given, evaluates)
-    compiled = autopar.compile(model, "1 cpu", example_inputs=given[0], optimizer=sgd)
-    found, own = by_program(compiled.build(), compiled, given, evaluates)
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert own == pytest.approx(left)
+    expected, left = trained(copy.deepcopy(model), None, data, evaluates)
+    compiled = autopar.compile(model, "1 cpu", example_inputs=data[0], optimizer=sgd)
+    losses, numbers = by_program(compiled.build(), compiled, data, evaluates)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert numbers == pytest.approx(left)
 
 
 @pytest.mark.parametrize("kind", [Loss, LossObject])
 def test_numbers_that_a_loss_changes_are_followed(kind: Callable[[], Any]) -> None:
     torch.manual_seed(0)
-    model, loss_fn, given = nn.Linear(8, 8), kind(), batches(("x", "target"))
-    expected, _ = trained(copy.deepcopy(model), copy.deepcopy(loss_fn), given)
-    example = {"input": given[0]["x"], "target": given[0]["target"]}
+    model, loss_fn, data = nn.Linear(8, 8), kind(), batches(("x", "target"))
+    expected, _ = trained(copy.deepcopy(model), copy.deepcopy(loss_fn), data)
+    example = {"input": data[0]["x"], "target": data[0]["target"]}
     compiled = autopar.compile(model, "1 cpu", example_inputs=example, loss_fn=loss_fn, optimizer=sgd)
-    named = [{"input": each["x"], "target": each["target"]} for each in given]
-    found, _ = by_program(compiled.build(), compiled, named, False)
-    assert found == pytest.approx(expected, rel=1e-5)
-    assert loss_fn.calls == len(given)
+    named = [{"input": item["x"], "target": item["target"]} for item in data]
+    losses, _ = by_program(compiled.build(), compiled, named, False)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert loss_fn.calls == len(data)
 
 
 class ByEpoch(nn.Module):
@@ -239,11 +239,11 @@ class ByEpoch(nn.Module):
 
 def test_what_forward_does_once_by_a_number_of_the_script_stays() -> None:
     torch.manual_seed(0)
-    model, given = ByEpoch(), batches()
+    model, data = ByEpoch(), batches()
     reference = copy.deepcopy(model)
-    compiled = autopar.compile(model, "1 cpu", example_inputs=given[0], optimizer=sgd)
+    compiled = autopar.compile(model, "1 cpu", example_inputs=data[0], optimizer=sgd)
     step, optimizer = compiled.build(), sgd(reference.parameters())
-    for epoch, batch in enumerate(given):
+    for epoch, batch in enumerate(data):
         model.epoch = reference.epoch = epoch
         optimizer.zero_grad()
         loss = reference(**batch)
@@ -257,12 +257,12 @@ def test_what_forward_does_once_by_a_number_of_the_script_stays() -> None:
 @pytest.mark.parametrize("pins", [{"dp": 2, "micro_batches": 2}, {"pp": 2, "micro_batches": 2}, {"tp": 2}])
 def test_a_step_of_several_micro_batches_on_several_ranks_is_one_call(pins: dict[str, int]) -> None:
     torch.manual_seed(0)
-    model, given = Layers(), batches()
-    expected, left = trained(copy.deepcopy(model), None, given, evaluates=True)
-    compiled = autopar.compile(model, "2 cpu", example_inputs=given[0], optimizer=sgd, constraints=pins)
-    for found, own in compiled.launch(by_program, compiled, given, True):
-        assert found == pytest.approx(expected, rel=1e-5)
-        assert own == pytest.approx(left)
+    model, data = Layers(), batches()
+    expected, left = trained(copy.deepcopy(model), None, data, evaluates=True)
+    compiled = autopar.compile(model, "2 cpu", example_inputs=data[0], optimizer=sgd, constraints=pins)
+    for losses, numbers in compiled.launch(by_program, compiled, data, True):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert numbers == pytest.approx(left)
 
 
 @pytest.mark.slow

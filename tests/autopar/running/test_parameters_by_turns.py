@@ -28,10 +28,10 @@ class Adversaries(nn.Module):
         self.turn, self.weight = turn, 1.0
 
     def forward(self, real: Tensor, noise: Tensor) -> Tensor:
-        made = self.maker(noise)
+        fake = self.maker(noise)
         if self.turn == "maker":
-            return F.softplus(-self.critic(made)).mean()
-        loss = F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(made.detach())).mean()
+            return F.softplus(-self.critic(fake)).mean()
+        loss = F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(fake.detach())).mean()
         return self.weight * loss
 
 
@@ -63,7 +63,7 @@ class Stages(nn.Module):
     def forward(self, real: Tensor, noise: Tensor) -> Tensor:
         for layer in self.layers[: self.depth]:
             real = torch.relu(layer(real))
-        return F.mse_loss(torch.stack([self.heads[each](real) for each in self.active]).sum(0), noise)
+        return F.mse_loss(torch.stack([self.heads[index](real) for index in self.active]).sum(0), noise)
 
 
 def takes_turns(model: Any, step: int) -> None:
@@ -113,13 +113,13 @@ MARKED = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) 
 
 
 def eager(model: nn.Module, change: Change, optimizer: Any, data: list[dict[str, Tensor]]) -> Found:
-    made, losses = optimizer(model.parameters()), []
+    updater, losses = optimizer(model.parameters()), []
     for number, batch in enumerate(data):
         change(model, number)
-        made.zero_grad()
+        updater.zero_grad()
         loss = model(**batch)
         loss.backward()
-        made.step()
+        updater.step()
         losses.append(loss.item())
     return losses, model.state_dict()
 
@@ -132,10 +132,10 @@ def train(step: Any, model: nn.Module, change: Change, data: list[dict[str, Tens
     return losses, step.full_state_dict()
 
 
-def assert_equal(found: Found, right: Found) -> None:
-    assert found[0] == pytest.approx(right[0], rel=1e-5)
+def assert_equal(outcome: Found, right: Found) -> None:
+    assert outcome[0] == pytest.approx(right[0], rel=1e-5)
     for name, value in right[1].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(outcome[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("name", MARKED)
@@ -161,13 +161,13 @@ def test_parameters_by_turns_under_plans(name: str, plan: dict[str, Any]) -> Non
 
 def test_a_flag_that_alternates_needs_two_new_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for the other turn, and one for the first, of which it is known by then what else it reads."""
-    made, own = [], Remake.__call__
-    monkeypatch.setattr(Remake, "__call__", lambda self, program: made.append(1) or own(self, program))
+    programs, original = [], Remake.__call__
+    monkeypatch.setattr(Remake, "__call__", lambda self, program: programs.append(1) or original(self, program))
     model, data = Adversaries("critic"), batches(8)
     right = eager(copy.deepcopy(model), takes_turns, sgd, data)
     step = autopar.compile(model, "1 cpu", example_inputs=data[0], optimizer=sgd).build(first_step_check=False)
     assert_equal(train(step, model, takes_turns, data), right)
-    assert len(made) == 2
+    assert len(programs) == 2
 
 
 @pytest.mark.slow
@@ -193,5 +193,5 @@ def test_state_that_a_checkpoint_has_and_the_step_had_no_room_for_is_not_forgott
     resumed = other.build(first_step_check=False)
     other.load_checkpoint(resumed, tmp_path / "saved")
     model.is_helped = 1
-    with pytest.raises(ModelError, match="the checkpoint that was loaded has optimizer state of them"):
+    with pytest.raises(ModelError, match="the loaded checkpoint has optimizer state of them"):
         resumed(resumed.local_batch(data[3]))

@@ -68,7 +68,7 @@ def test_after_a_nested_backward_ranks_are_spawned(tmp_path: Path) -> None:
     code, said = run("spawn", tmp_path)
     assert code == 0 and "before: ''" in said and "after: 'processes cannot be forked here, since autograd" in said
     launched = next(line for line in said.splitlines() if line.startswith("launched:"))
-    *ranks, one = (float(each.strip("[],")) for each in launched.split()[1:])
+    *ranks, one = (float(word.strip("[],")) for word in launched.split()[1:])
     assert ranks == [pytest.approx(one, rel=1e-6)] * 2
 
 

@@ -1,4 +1,4 @@
-"""What a loop changes on the model between steps: the losses of one process, or a refusal before the step."""
+"""A loop changes the model between steps: the losses of one process, or a refusal before the step."""
 
 from __future__ import annotations
 
@@ -149,33 +149,33 @@ def as_before() -> Any:
     sets_class(None, None, 0)  # type: ignore[arg-type]
 
 
-def sgd(given: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(given, lr=0.2)
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.2)
 
 
 def eager(change: Change, data: list[dict[str, Tensor]]) -> list[float]:
     """The losses of one process."""
-    model, loss, found = Net(), Weighted(), []
+    model, loss, losses = Net(), Weighted(), []
     optimizer = sgd(model.parameters())
-    for number, each in enumerate(data):
+    for number, batch in enumerate(data):
         change(model, loss, number)
         optimizer.zero_grad()
         with SameDropout(0, number):
-            value = loss(model(each["x"]), each["target"])
+            value = loss(model(batch["x"]), batch["target"])
         value.backward()
         optimizer.step()
-        found.append(float(value))
-    return found
+        losses.append(float(value))
+    return losses
 
 
 def program(change: Change, data: list[dict[str, Tensor]]) -> list[float]:
     """The losses of a program in a loop of its own."""
-    model, loss, found = Net(), Weighted(), []
+    model, loss, losses = Net(), Weighted(), []
     step = autopar.compile(model, "1 cpu", example_inputs=data[0], loss_fn=loss, optimizer=sgd).build()
-    for number, each in enumerate(data):
+    for number, batch in enumerate(data):
         change(model, loss, number)
-        found.append(float(step(step.local_batch(each))))
-    return found
+        losses.append(float(step(step.local_batch(batch))))
+    return losses
 
 
 def all_at_once(model: Net, loss: Any, step: int) -> None:
@@ -202,15 +202,15 @@ def test_a_schedule_is_followed(change: Change) -> None:
 
 def test_a_schedule_needs_a_new_program_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is known which numbers of the program's text are the schedule's."""
-    made, own = [], Remake.__call__
-    monkeypatch.setattr(Remake, "__call__", lambda self, program: made.append(1) or own(self, program))
+    programs, original = [], Remake.__call__
+    monkeypatch.setattr(Remake, "__call__", lambda self, program: programs.append(1) or original(self, program))
     data = batches(6)
 
     def change(model: Net, loss: Any, step: int) -> None:
         model.temperature, model.config.penalty.rate = 1.73 + 0.1 * step, 0.11 * (step + 1)
 
     assert program(change, data) == pytest.approx(eager(change, data), rel=1e-5)
-    assert len(made) == 2
+    assert len(programs) == 2
 
 
 REFUSED: dict[str, Callable[[Net], Any]] = {
@@ -218,7 +218,7 @@ REFUSED: dict[str, Callable[[Net], Any]] = {
     "mode of the model": lambda model: model.eval(),
     "no parameter is left": lambda model: model.requires_grad_(False),
     "the parameters of inner": lambda model: setattr(model.inner, "bias", nn.Parameter(torch.zeros(16))),
-    "hooks": lambda model: model.inner.register_forward_hook(lambda module, given, output: output * 2),
+    "hooks": lambda model: model.inner.register_forward_hook(lambda module, args, output: output * 2),
 }
 
 
@@ -226,27 +226,27 @@ def test_what_cannot_be_followed_is_refused_before_the_step_by_name() -> None:
     data = batches(1)[0]
     compiled = autopar.compile(Net(), "1 cpu", example_inputs=data, loss_fn=Weighted(), optimizer=sgd)
     for name, change in REFUSED.items():
-        own: Any = compiled.model
-        before = own.outer, own.inner.bias
+        model: Any = compiled.model
+        before = model.outer, model.inner.bias
         step = compiled.build(first_step_check=False)
-        handle = change(own)
-        with pytest.raises(ModelError, match="changed between steps") as caught:
+        handle = change(model)
+        with pytest.raises(ModelError, match="cannot follow a change of the model") as caught:
             step(step.local_batch(data))
         assert name in str(caught.value) and step.rng.step == 0
-        own.outer, own.inner.bias = before
-        own.train().requires_grad_(True)
+        model.outer, model.inner.bias = before
+        model.train().requires_grad_(True)
         if name == "hooks":
             handle.remove()
         assert float(step(step.local_batch(data))) > 0  # as it was, it trains
 
 
 def hooks_of_all_modules(model: Net) -> Any:
-    return nn.modules.module.register_module_full_backward_hook(lambda module, given, out: None)
+    return nn.modules.module.register_module_full_backward_hook(lambda module, grad_input, grad_output: None)
 
 
 HOOKS: dict[str, Callable[[Net], Any]] = {
-    "backward hooks of inner": lambda model: model.inner.register_full_backward_hook(lambda *given: None),
-    "backward pre hooks of outer": lambda model: model.outer.register_full_backward_pre_hook(lambda *given: None),
+    "backward hooks of inner": lambda model: model.inner.register_full_backward_hook(lambda *args: None),
+    "backward pre hooks of outer": lambda model: model.outer.register_full_backward_pre_hook(lambda *args: None),
     "hooks of inner.weight's gradient": lambda model: model.inner.weight.register_hook(lambda gradient: gradient * 2),
     "hooks of outer.bias's gradient": lambda model: model.outer.bias.register_post_accumulate_grad_hook(
         lambda parameter: None
@@ -259,10 +259,10 @@ def test_hooks_that_are_added_between_steps_are_refused_until_they_are_removed()
     data = batches(1)[0]
     compiled = autopar.compile(Net(), "1 cpu", example_inputs=data, loss_fn=Weighted(), optimizer=sgd)
     step = compiled.build(first_step_check=False)
-    own: Any = compiled.model
+    model: Any = compiled.model
     for number, (name, add) in enumerate(HOOKS.items()):
-        handle = add(own)
-        with pytest.raises(ModelError, match="changed between steps") as caught:
+        handle = add(model)
+        with pytest.raises(ModelError, match="cannot follow a change of the model") as caught:
             step(step.local_batch(data))
         assert name in str(caught.value) and step.rng.step == number
         handle.remove()
@@ -273,8 +273,8 @@ def test_a_buffer_of_another_dtype_is_refused() -> None:
     data = batches(1)[0]
     compiled = autopar.compile(Net(), "1 cpu", example_inputs=data, loss_fn=Weighted(), optimizer=sgd)
     step = compiled.build(first_step_check=False)
-    own: Any = compiled.model
-    own.weights = own.weights.double()
+    model: Any = compiled.model
+    model.weights = model.weights.double()
     with pytest.raises(ModelError, match="weights"):
         step(step.local_batch(data))
 
@@ -320,8 +320,8 @@ def trainer(change: Change, model: Net, data: list[dict[str, Tensor]]) -> Traine
 @pytest.mark.parametrize("change", [anneals, fills_buffer, weighs_loss, sets_flag, freezes])
 def test_what_callbacks_change_on_rank_0_is_changed_on_all_ranks(change: Change) -> None:
     data, model = batches(4), Net()
-    found = trainer(change, model, data).fit().losses
-    assert list(found) == pytest.approx(eager(change, data), rel=1e-4)
+    losses = trainer(change, model, data).fit().losses
+    assert list(losses) == pytest.approx(eager(change, data), rel=1e-4)
     if change is anneals:
         assert model.temperature == 1.5 / 5  # as after a loop of one process
 
@@ -371,11 +371,11 @@ def changes_layers(model: Layered, step: int) -> None:
 
 
 def layered_losses(compiled: Any) -> list[float]:
-    step, found = compiled.build(), []
-    for number, each in enumerate(batches(5)):
+    step, losses = compiled.build(), []
+    for number, batch in enumerate(batches(5)):
         changes_layers(compiled.model, number)
-        found.append(float(step(step.local_batch(each))))
-    return found
+        losses.append(float(step(step.local_batch(batch))))
+    return losses
 
 
 @pytest.mark.slow
@@ -384,15 +384,15 @@ def layered_losses(compiled: Any) -> list[float]:
 def test_changes_are_followed_under_every_kind_of_plan(constraints: dict[str, Any]) -> None:
     model, right = Layered(), []
     optimizer = sgd(model.parameters())
-    for number, each in enumerate(batches(5)):
+    for number, batch in enumerate(batches(5)):
         changes_layers(model, number)
         optimizer.zero_grad()
         with SameDropout(0, number):
-            loss = model(**each)
+            loss = model(**batch)
         loss.backward()
         optimizer.step()
         right.append(float(loss))
     options: dict[str, Any] = {"optimizer": sgd, "constraints": constraints}
     compiled = autopar.compile(Layered(), "2 cpu", example_inputs=batches(1)[0], **options)
-    for found in run_ranks(layered_losses, (compiled,), 2):
-        assert found == pytest.approx(right, rel=1e-4)
+    for losses in run_ranks(layered_losses, (compiled,), 2):
+        assert losses == pytest.approx(right, rel=1e-4)

@@ -193,8 +193,8 @@ def timeouts_of(axes: tuple[str, ...], sizes: tuple[int, ...], parts: bool) -> s
 @pytest.mark.parametrize("parts", [False, True])
 def test_all_groups_of_a_mesh_wait_as_long_as_the_first(parts: bool) -> None:
     sizes = (2, 1, 2) if parts else (2, 2, 2)
-    found = run_ranks(timeouts_of, (("ddp", "dp", "tp"), sizes, parts), 8, group_seconds=777.0)
-    assert found == [{777.0}] * 8
+    timeouts = run_ranks(timeouts_of, (("ddp", "dp", "tp"), sizes, parts), 8, group_seconds=777.0)
+    assert timeouts == [{777.0}] * 8
 
 
 @dataclass(frozen=True)
@@ -250,12 +250,12 @@ def test_tensors_are_there_when_their_rank_is_gone(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     meeting = partial(launch._file_store, str(tmp_path / "store"), 1)
-    given = ((0, 1, 0, 1), meeting, 60.0, os.getpid(), sender, with_tensors, ())
-    rank = context.Process(target=launch._rank_main, args=given)
+    task = ((0, 1, 0, 1), meeting, 60.0, os.getpid(), sender, with_tensors, ())
+    rank = context.Process(target=launch._rank_main, args=task)
     rank.start()
     rank.join()
-    kind, found = receiver.recv()
-    assert kind == "ok" and found["rank"].tolist() == [0] * 4 and found["weight"].tolist() == [0.0, 1.0, 2.0]
+    kind, tensors = receiver.recv()
+    assert kind == "ok" and tensors["rank"].tolist() == [0] * 4 and tensors["weight"].tolist() == [0.0, 1.0, 2.0]
 
 
 def leave(code: int) -> None:

@@ -52,8 +52,8 @@ def looks_ahead(model: Any, step: int, kept: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def teaches(model: Any, step: int, kept: dict[str, Tensor]) -> None:
-    for own, other in zip(model.teacher.parameters(), model.first.parameters(), strict=True):
-        own.mul_(0.8).add_(other, alpha=0.2)
+    for parameter, other in zip(model.teacher.parameters(), model.first.parameters(), strict=True):
+        parameter.mul_(0.8).add_(other, alpha=0.2)
 
 
 def loads_the_best(model: Any, step: int, kept: dict[str, Tensor]) -> None:
@@ -106,13 +106,13 @@ def train(
     return losses, step.full_state_dict()
 
 
-def assert_equal(found: tuple[list[float], dict[str, Tensor]], right: tuple[list[float], dict[str, Tensor]]) -> None:
-    assert found[0] == pytest.approx(right[0], rel=1e-5)
+def assert_equal(outcome: tuple[list[float], dict[str, Tensor]], right: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert outcome[0] == pytest.approx(right[0], rel=1e-5)
     for name, value in right[1].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(outcome[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("write", WRITES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("write", WRITES, ids=lambda function: function.__name__)
 def test_written_values_are_trained_as_on_one_process(write: Write) -> None:
     model, data = Net(), batches(4)
     compiled = autopar.compile(model, "1 cpu", example_inputs=data[0], optimizer=sgd)
@@ -122,7 +122,7 @@ def test_written_values_are_trained_as_on_one_process(write: Write) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("plan", [{"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2, "micro_batches": 2}], ids=str)
-@pytest.mark.parametrize("write", [clips, looks_ahead, teaches], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("write", [clips, looks_ahead, teaches], ids=lambda function: function.__name__)
 def test_written_values_under_plans(write: Write, plan: dict[str, Any]) -> None:
     model, data = Net(), batches(4)
     compiled = autopar.compile(model, "2 cpu", example_inputs=data[0], optimizer=sgd, constraints=plan)
@@ -186,7 +186,7 @@ def test_a_model_whose_memory_is_wanted_goes_on_training() -> None:
         for parameter in model.parameters():
             parameter.data = torch.empty(0)
 
-    data, right = batches(2), eager(lambda *given: None, batches(2))[0]
+    data, right = batches(2), eager(lambda *args: None, batches(2))[0]
     for free in (moved, emptied):
         model = Net()
         model.register_buffer("scale", torch.ones(4))

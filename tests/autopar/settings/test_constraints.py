@@ -33,14 +33,14 @@ def test_no_bytes(text: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"zeroo": 2}, ["unknown constraint 'zeroo'", "did you mean 'zero'?"]),
-        ({"sp": 2}, ["unknown constraint 'sp'"]),
-        ({"dp": 0}, ["dp is a whole number of at least 1"]),
-        ({"tp": "two"}, ["tp is a whole number", "'two'"]),
+        ({"zeroo": 2}, ["unknown constraint\n  got: 'zeroo'", "did you mean 'zero'?"]),
+        ({"sp": 2}, ["unknown constraint\n  got: 'sp'"]),
+        ({"dp": 0}, ["dp must be a whole number of at least 1"]),
+        ({"tp": "two"}, ["tp must be a whole number", "'two'"]),
         ({"zero": 4}, ["ZeRO stage", "0, 1, 2 or 3"]),
         ({"micro_batches": 1.5}, ["micro_batches", "1.5"]),
         ({"parameters": {"*": {"tp": "S"}}}, ["parameters['*']", "S(dim)"]),
-        ({"parameters": {"*": "S(0)"}}, ["parameters['*']", "axis -> placement"]),
+        ({"parameters": {"*": "S(0)"}}, ["parameters['*']", "must map axes to placements"]),
         ({"activations": {"*": {"xp": "R"}}}, ["unknown axis", "xp", "cp or ep or ttp or tp"]),
     ],
 )

@@ -223,9 +223,9 @@ def test_plans_carry_it():
 @pytest.mark.parametrize(
     ("cluster", "precision", "message"),
     [
-        ("8 a100-80g", "bf16", "fp8 needs GPUs that multiply in fp8"),
-        ("1x8 h100-sxm + 1x8 a100-80g", "bf16", "fp8 needs GPUs that multiply in fp8"),
-        ("8 h100-sxm", "fp32", "products in fp8 have bf16 results"),
+        ("8 a100-80g", "bf16", "fp8 needs GPUs of compute capability"),
+        ("1x8 h100-sxm + 1x8 a100-80g", "bf16", "fp8 needs GPUs of compute capability"),
+        ("8 h100-sxm", "fp32", "fp8 needs bf16 on GPUs"),
     ],
 )
 def test_is_refused_before_anything_starts(cluster, precision, message):

@@ -319,7 +319,7 @@ def test_a_saved_program_has_the_path_of_its_optimiser(tmp_path):
     assert parameters == parameters_of(model())
     own = saved(DefaultAdamW(lr=0.02, weight_decay=0.5), tmp_path / "own")
     text = (own / "main.py").read_text()
-    assert "default=0.02" in text and "partial(torch.optim.AdamW, lr=given.lr, weight_decay=0.5, fused=True)" in text
+    assert "default=0.02" in text and "partial(torch.optim.AdamW, lr=args.lr, weight_decay=0.5, fused=True)" in text
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What is resumed with other settings: rates, seeds and optimisers that keep state of their own."""
+"""Resume with other settings: rates, seeds and optimizers that keep state of their own."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_what_an_optimiser_keeps_for_itself_is_refused(auto_parallel: bool, tmp_
         refused = pytest.raises(CheckpointError, match="Counting keeps something that its steps depend on")
         with contextlib.nullcontext() if in_groups else refused as caught:
             trainer.fit()
-        assert in_groups or caught.value.alternatives == ["another optimiser", "no checkpoint_directory"]
+        assert in_groups or caught.value.alternatives == ["another optimizer", "no checkpoint_directory"]
     assert [path.parent.name for path in tmp_path.glob("*/step-*")] == ["True"]
 
 
@@ -154,7 +154,7 @@ def test_a_run_resumed_where_its_schedule_is_at_the_first_rate_goes_on_with_it(
     losses = plain_losses(net, (0.0, 0.05, 0.1, 0.1, 0.1), (0,) * 5)
     wanted = {"schedule": {"name": "constant", "warmup_steps": 2}, "auto_parallel": is_parallel}
     config = replace(CONFIG, checkpoint_directory=str(tmp_path), **wanted)
-    found: list[float] = []
+    resumed: list[float] = []
     for steps in (2, 3, 5):
-        found += Trainer(copy.deepcopy(net), replace(config, steps=steps), [BATCH]).fit().losses
-    assert found == pytest.approx(losses, rel=1e-5)
+        resumed += Trainer(copy.deepcopy(net), replace(config, steps=steps), [BATCH]).fit().losses
+    assert resumed == pytest.approx(losses, rel=1e-5)

@@ -193,7 +193,7 @@ def test_another_models_checkpoint_is_refused(net: nn.Module, text: str, saved: 
 
 def test_another_optimisers_checkpoint_is_refused(saved: Path) -> None:
     net = Net()
-    with pytest.raises(CheckpointError, match="the checkpoint is AdamW's, and the optimiser is SGD"):
+    with pytest.raises(CheckpointError, match="the checkpoint is AdamW's, and the optimizer is SGD"):
         checkpoints.load_plain(net, torch.optim.SGD(net.parameters(), 0.1), saved / "step-00000002")
 
 
@@ -256,11 +256,11 @@ def test_a_ranks_full_disk_is_named_and_left_as_it_was(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # python has its signal ignored
     try:
-        with pytest.raises(CheckpointError, match=r"file system refuses: .*safetensors: File too large") as found:
+        with pytest.raises(CheckpointError, match=r"file system refuses: .*safetensors: File too large") as caught:
             checkpoints.write(tmp_path, 2, save, True, nothing)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "another model" not in str(found.value)
+    assert "another model" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -309,7 +309,7 @@ def test_what_cannot_be_saved_is_said_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     batches = [{"x": torch.ones(8, 4)}]
     config = replace(CONFIG, steps=50, checkpoint_directory=str(tmp_path / "file" / "run"))
-    with pytest.raises(OutputError, match="is no folder"):
+    with pytest.raises(OutputError, match="is not a folder"):
         Trainer(Net(), config, batches).fit()
     seen = []
 
@@ -319,7 +319,7 @@ def test_what_cannot_be_saved_is_said_at_the_start(tmp_path: Path) -> None:
             yield batches[0]
 
     config = replace(config, checkpoint_directory=str(tmp_path / "run"))
-    with pytest.raises(CheckpointError, match="the optimiser's state cannot be saved") as caught:
+    with pytest.raises(CheckpointError, match="the optimizer's state cannot be saved") as caught:
         Trainer(Net(), config, counted, optimizer=lambda params: Odd(params, 0.1)).fit()
-    assert caught.value.alternatives == ["another optimiser", "no checkpoint_directory"]
+    assert caught.value.alternatives == ["another optimizer", "no checkpoint_directory"]
     assert len(seen) <= 3

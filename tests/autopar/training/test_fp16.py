@@ -91,8 +91,8 @@ class Trace(NamedTuple):
     norms: list[float]
 
     def lines(self) -> list[str]:
-        found = (f"{math.log2(s):g}{'!' if w else ''}" for s, w in zip(self.scales, self.skipped, strict=True))
-        return [" ".join(found)]
+        lines = (f"{math.log2(s):g}{'!' if w else ''}" for s, w in zip(self.scales, self.skipped, strict=True))
+        return [" ".join(lines)]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -137,7 +137,7 @@ def _chunked(whole: dict[str, Tensor], count: int) -> Iterator[tuple[Tensor, ...
 
 
 def train(program: CompiledProgram, rule: LossScale = RULE, steps: int = STEPS) -> tuple[Trace, dict[str, Any]]:
-    """What one rank saw, and the trained state, in numbers."""
+    """Return the trace of one rank, and the trained state, as numbers."""
     step = program.build(max_grad_norm=NORM, loss_scale=rule)
     trace = Trace([], [], [], [])
     for number in range(steps):
@@ -165,16 +165,16 @@ def compiled(constraints: dict[str, Any], ranks: int = 4, **options: Any) -> Com
 
 def check(constraints: dict[str, Any], num_chunks: int, ranks: int = 4, **options: Any) -> None:
     program = compiled(constraints, ranks, **options)
-    found = run_ranks(train, (program,), ranks)
+    by_rank = run_ranks(train, (program,), ranks)
     expected, trained = one_process(num_chunks)
     print(f"\n{constraints} {options}: log2 of the scale after each step, ! where it was skipped")
     print(f"  one process   {expected.lines()[0]}")
-    for rank, (trace, _) in enumerate(found):
+    for rank, (trace, _) in enumerate(by_rank):
         print(f"  rank {rank}        {trace.lines()[0]}")
-    for trace, state in found:
+    for trace, state in by_rank:
         assert trace.scales == expected.scales and trace.skipped == expected.skipped
-        for own, one in ((trace.losses, expected.losses), (trace.norms, expected.norms)):
-            for number, (a, b) in enumerate(zip(own, one, strict=True)):
+        for values, one in ((trace.losses, expected.losses), (trace.norms, expected.norms)):
+            for number, (a, b) in enumerate(zip(values, one, strict=True)):
                 assert a == pytest.approx(b, rel=0.01) or not (math.isfinite(a) or math.isfinite(b)), number
         for name, value in trained.state_dict().items():
             assert (torch.tensor(state[name]) - value).norm() < 0.01 * value.norm(), name
@@ -227,26 +227,28 @@ def fit(config: TrainerConfig) -> tuple[Any, nn.Module]:
     return Trainer(trained, config, batches, weighted_loss, sgd).fit(), trained
 
 
-def check_near(found: nn.Module, expected: nn.Module, tolerance: float = 0.005) -> None:
+def check_near(model: nn.Module, expected: nn.Module, tolerance: float = 0.005) -> None:
     for name, value in expected.state_dict().items():
-        assert (found.state_dict()[name] - value).norm() <= tolerance * value.norm(), name
+        assert (model.state_dict()[name] - value).norm() <= tolerance * value.norm(), name
 
 
 @pytest.mark.parametrize("auto_parallel", [False, True])
 def test_a_trainer_on_one_process_is_torchs_loop(auto_parallel: bool) -> None:
     expected, trained = one_process(1, steps=CONFIG.steps)
-    result, own = fit(replace(CONFIG, auto_parallel=auto_parallel))
+    result, model = fit(replace(CONFIG, auto_parallel=auto_parallel))
     assert result.num_skipped == sum(expected.skipped)
     assert result.losses == pytest.approx(expected.losses, rel=1e-3)
-    check_near(own, trained)
+    check_near(model, trained)
 
 
 @pytest.mark.slow
 def test_bf16_trains_plainly_as_a_program_does() -> None:
     config = replace(CONFIG, precision="bf16", loss_scale=None, steps=6)
-    (one, alone), (other, own) = (fit(replace(config, auto_parallel=given)) for given in (False, True))
+    (one, alone), (other, parallel) = (
+        fit(replace(config, auto_parallel=auto_parallel)) for auto_parallel in (False, True)
+    )
     assert one.losses == pytest.approx(other.losses, rel=0.01) and one.num_skipped == other.num_skipped == 0
-    check_near(own, alone, 0.02)
+    check_near(parallel, alone, 0.02)
 
 
 @pytest.mark.parametrize(
@@ -258,11 +260,11 @@ def test_a_run_goes_on_with_the_scale_of_its_checkpoint(tmp_path: Path, auto_par
     expected, trained = one_process(2 if auto_parallel else 1, steps=config.steps)
     first, _ = fit(replace(config, steps=6))
     ranks = {"cluster": "2 cpu", "constraints": {"dp": 2, "zero": 3}} if auto_parallel else {}
-    second, own = fit(replace(config, **ranks))
+    second, resumed = fit(replace(config, **ranks))
     assert second.first_step == 6
     assert first.num_skipped == 6 and second.num_skipped == sum(expected.skipped) - 6
     assert second.losses == pytest.approx(expected.losses[6:], rel=1e-3)
-    check_near(own, trained)
+    check_near(resumed, trained)
 
 
 @pytest.mark.slow
@@ -271,8 +273,8 @@ def test_gradients_that_overflow_at_a_scale_of_one_stop_a_run() -> None:
     config = replace(CONFIG, loss_scale={"init_scale": 4}, steps=20)
 
     def heavy(start: int) -> Iterator[dict[str, Tensor]]:
-        for found in batches(start):
-            yield {**found, "target1": torch.full((ROWS,), 60000.0)}
+        for batch in batches(start):
+            yield {**batch, "target1": torch.full((ROWS,), 60000.0)}
 
     class Steep(Model):
         def forward(self, ids: Tensor) -> Tensor:
@@ -318,10 +320,10 @@ def test_verification_sees_an_error_beyond_half_precision(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"precision": "bf16", "loss_scale": {"init_scale": 2.0}}, "for precision 'fp16'"),
+        ({"precision": "bf16", "loss_scale": {"init_scale": 2.0}}, "needs precision 'fp16'"),
         ({"precision": "fp16", "loss_scale": {"init_scal": 2.0}}, "init_scale"),
         ({"precision": "fp16", "loss_scale": {"growth_interval": 0}}, "growth_interval"),
-        ({"precision": "fp16", "loss_scale": 1024}, "loss_scale is a mapping"),
+        ({"precision": "fp16", "loss_scale": 1024}, "loss_scale must be a mapping"),
         ({"precision": "half"}, "fp32, bf16, fp16"),
     ],
 )
@@ -331,15 +333,15 @@ def test_a_wrong_scale_is_refused_by_name(fields: dict[str, Any], text: str) -> 
 
 
 def test_fp8_is_refused_in_fp16() -> None:
-    with pytest.raises(ConstraintError, match="fp8 is combined with bf16"):
+    with pytest.raises(ConstraintError, match="fp8 does not work with fp16"):
         compiled({}, 1, fp8=True)
 
 
 def test_a_scale_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     path.write_text("precision: fp16\nloss_scale:\n  init_scale: 1024\n  growth_interval: 7\n")
-    found = TrainerConfig.from_file(path)
-    assert found.loss_scale == {"init_scale": 1024, "growth_interval": 7}
+    config = TrainerConfig.from_file(path)
+    assert config.loss_scale == {"init_scale": 1024, "growth_interval": 7}
 
 
 @pytest.mark.slow
@@ -348,8 +350,8 @@ def test_fp16_is_priced_by_what_devices_multiply_in() -> None:
     example = gpt2(layers=2, width=1024, num_heads=8, batch_size=16, seq_len=256)
 
     def prediction(cluster: str, precision: str) -> Any:
-        own = {"constraints": {"dp": 8}, "kernels": "off", "example_inputs": example.inputs}
-        return autopar.compile(example.model, cluster, precision=precision, **own).plan.prediction
+        settings = {"constraints": {"dp": 8}, "kernels": "off", "example_inputs": example.inputs}
+        return autopar.compile(example.model, cluster, precision=precision, **settings).plan.prediction
 
     ampere, volta = (
         [prediction(cluster, precision) for precision in ("fp16", "bf16")] for cluster in ("8 a100-80g", "8 v100-32g")

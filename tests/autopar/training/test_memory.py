@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.training.memory import Memory
+from autopar.training.measuring import Memory
 
 
 def test_on_cpus_beside_gpus_tensors_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autopar import Callback, Trainer, TrainerConfig, TrainState
 from autopar.errors import ConstraintError, TrainingError
 from autopar.launch import run_ranks
-from autopar.training.metrics import Means, found_by, metrics_of
+from autopar.training.metrics import Means, metric_values, metrics_of
 
 ROWS = 8
 CONFIG = TrainerConfig(auto_parallel=False, steps=4, learning_rate=0.1, log_every=0, evaluation={"every": 2})
@@ -31,8 +31,8 @@ class Net(nn.Module):
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.last(torch.tanh(self.first(x)))
-        return found
+        logits: Tensor = self.last(torch.tanh(self.first(x)))
+        return logits
 
 
 def batches(count: int, seed: int = 0, rows: int = ROWS) -> list[dict[str, Tensor]]:
@@ -49,9 +49,9 @@ def spread(logits: Tensor, batch: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"spread": float(logits.std(dim=-1).mean()), "rows": len(logits)}
 
 
-def by_hand(given: list[dict[str, Tensor]]) -> list[dict[str, float]]:
-    """What is evaluated after two steps and after four."""
-    model, found = Net(), []
+def by_hand(data: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """Return the evaluations after two steps and after four."""
+    model, records = Net(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=CONFIG.weight_decay)
     for step, batch in enumerate(batches(4), 1):
         optimizer.zero_grad()
@@ -59,12 +59,12 @@ def by_hand(given: list[dict[str, Tensor]]) -> list[dict[str, float]]:
         optimizer.step()
         if step % 2 == 0:
             with torch.no_grad():
-                logits = torch.cat([model(each["x"]) for each in given])
-                target = torch.cat([each["y"] for each in given])
+                logits = torch.cat([model(rows["x"]) for rows in data])
+                target = torch.cat([rows["y"] for rows in data])
                 right = float((logits.argmax(-1) == target).float().mean())
                 loss = float(F.cross_entropy(logits, target))
-                found.append({"loss": loss, "accuracy": right, "spread": float(logits.std(dim=-1).mean())})
-    return found
+                records.append({"loss": loss, "accuracy": right, "spread": float(logits.std(dim=-1).mean())})
+    return records
 
 
 class Seen(Callback):
@@ -79,25 +79,25 @@ class Seen(Callback):
 @pytest.mark.parametrize("config", [CONFIG, PARALLEL], ids=("one process", "tp2"))
 def test_metrics_are_those_of_the_loop_by_hand(config: TrainerConfig, tmp_path: Path) -> None:
     """Of batches of unequal numbers of rows, in all that tells them."""
-    given = [*batches(2, seed=9), *batches(1, seed=8, rows=4)]
-    expected, seen = by_hand(given), Seen()
+    data = [*batches(2, seed=9), *batches(1, seed=8, rows=4)]
+    expected, seen = by_hand(data), Seen()
     config = replace(config, logging={"directory": str(tmp_path)})
     result = Trainer(
         Net(),
         config,
         batches(4),
         loss_fn=F.cross_entropy,
-        eval_batches=given,
+        eval_batches=data,
         metrics=[accuracy, spread],
         callbacks=[seen],
     ).fit()
-    assert [each["step"] for each in result.evaluations] == [2, 4]
+    assert [evaluated["step"] for evaluated in result.evaluations] == [2, 4]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     told = [line for line in lines if "eval_loss" in line]
-    for want, *found in zip(expected, result.evaluations, told, seen.records, strict=True):
-        own, *records = found
-        assert {name: own[name] for name in want} == pytest.approx(want, rel=1e-4)
-        assert own["rows"] == pytest.approx((ROWS * ROWS * 2 + 4 * 4) / (2 * ROWS + 4))
+    for want, *others in zip(expected, result.evaluations, told, seen.records, strict=True):
+        evaluation, *records = others
+        assert {name: evaluation[name] for name in want} == pytest.approx(want, rel=1e-4)
+        assert evaluation["rows"] == pytest.approx((ROWS * ROWS * 2 + 4 * 4) / (2 * ROWS + 4))
         for record in records:
             assert {name: record[f"eval_{name}"] for name in want} == pytest.approx(want, rel=1e-4)
 
@@ -137,22 +137,22 @@ class OwnLoss(Net):
 
 
 def test_what_cannot_be_measured_is_refused_before_anything_is_started() -> None:
-    given = batches(1)
+    data = batches(1)
     with pytest.raises(ConstraintError, match="metrics need eval_batches"):
-        Trainer(Net(), replace(CONFIG, evaluation={}), given, loss_fn=F.cross_entropy, metrics=accuracy)
+        Trainer(Net(), replace(CONFIG, evaluation={}), data, loss_fn=F.cross_entropy, metrics=accuracy)
     with pytest.raises(ConstraintError, match="metrics are functions"):
-        Trainer(Net(), CONFIG, given, loss_fn=F.cross_entropy, eval_batches=given, metrics=["accuracy"])  # type: ignore[list-item]
+        Trainer(Net(), CONFIG, data, loss_fn=F.cross_entropy, eval_batches=data, metrics=["accuracy"])  # type: ignore[list-item]
     section = {"patience": 1, "metric": "accuracy"}
     with pytest.raises(ConstraintError, match="none of the metrics"):
-        Trainer(Net(), replace(CONFIG, evaluation=section), given, eval_batches=given)
+        Trainer(Net(), replace(CONFIG, evaluation=section), data, eval_batches=data)
     single = replace(PARALLEL, cluster="1 cpu", constraints=None)
     for config in (single, CONFIG):
-        with pytest.raises(ConstraintError, match="metrics are of logits"):
-            Trainer(OwnLoss(), config, given, eval_batches=given, metrics=accuracy).fit()
+        with pytest.raises(ConstraintError, match="metrics need logits"):
+            Trainer(OwnLoss(), config, data, eval_batches=data, metrics=accuracy).fit()
     seen = Seen()
     config = replace(CONFIG, evaluation={"metric": "precision"})
     with pytest.raises(ConstraintError, match="none of the metrics") as caught:
-        Trainer(Net(), config, given, F.cross_entropy, eval_batches=given, metrics=accuracy, callbacks=[seen]).fit()
+        Trainer(Net(), config, data, F.cross_entropy, eval_batches=data, metrics=accuracy, callbacks=[seen]).fit()
     assert "accuracy" in str(caught.value) and not seen.records
 
 
@@ -162,12 +162,15 @@ def test_functions_that_give_no_metrics_are_named() -> None:
     def wrong(value: Any) -> Any:
         return lambda logits, batch: value
 
-    assert found_by(metrics_of([wrong({"a": True}), wrong({"b": torch.tensor(2)})]), logits, batch) == {"a": 1, "b": 2}
+    assert metric_values(metrics_of([wrong({"a": True}), wrong({"b": torch.tensor(2)})]), logits, batch) == {
+        "a": 1,
+        "b": 2,
+    }
     for value in (0.5, {"a": "x"}, {"a": torch.zeros(2)}, {1: 0.5}, {"loss": 0.5}):
         with pytest.raises(ConstraintError, match="one number each"):
-            found_by(metrics_of(wrong(value)), logits, batch)
+            metric_values(metrics_of(wrong(value)), logits, batch)
     with pytest.raises(ConstraintError, match="one number each"):
-        found_by([wrong({"a": 1}), wrong({"a": 2})], logits, batch)
+        metric_values([wrong({"a": 1}), wrong({"a": 2})], logits, batch)
     means = Means()
     means.add({"a": 1.0}, 3)
     with pytest.raises(ConstraintError, match="same names"):
@@ -175,18 +178,18 @@ def test_functions_that_give_no_metrics_are_named() -> None:
 
 
 def told(_: int) -> tuple[dict[str, float], str]:
-    """What every rank gets of a function that differs between them, and of one that fails on rank 0 alone."""
+    """Return a rank's values of a function that differs by rank, and of one that fails on rank 0 alone."""
     logits, rank = torch.zeros(2, 3), dist.get_rank()
 
     def fails(logits: Tensor, batch: Any) -> dict[str, float]:
         raise ZeroDivisionError(f"rank {rank}")
 
-    found = found_by([lambda logits, batch: {"rank": rank}], logits, {})
+    values = metric_values([lambda logits, batch: {"rank": rank}], logits, {})
     try:
-        found_by([fails], logits, {})
+        metric_values([fails], logits, {})
     except (ZeroDivisionError, TrainingError) as error:
-        return found, type(error).__name__
-    return found, ""
+        return values, type(error).__name__
+    return values, ""
 
 
 @pytest.mark.distributed
@@ -208,6 +211,6 @@ class Counting(Net):
 @pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, auto_parallel=True, cluster="1 cpu")])
 def test_what_forward_counts_is_steps_and_no_evaluations(config: TrainerConfig) -> None:
     model = Counting()
-    given = batches(4)
-    Trainer(model, config, given, F.cross_entropy, eval_batches=given[:1], metrics=accuracy).fit()
+    data = batches(4)
+    Trainer(model, config, data, F.cross_entropy, eval_batches=data[:1], metrics=accuracy).fit()
     assert float(model.count) == config.steps

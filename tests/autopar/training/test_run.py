@@ -1,4 +1,4 @@
-"""What a Trainer does beside steps: schedules, evaluation, callbacks, logs, joined batches; against loops by hand."""
+"""A Trainer's work besides steps: schedules, evaluation, callbacks, logs, joined batches; against loops by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plateau(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def by_hand(
-    steps: int, make: Any, given: list[dict[str, Tensor]], schedule: Any = None, every: int = 0, clip: float = math.inf
+    steps: int, make: Any, data: list[dict[str, Tensor]], schedule: Any = None, every: int = 0, clip: float = math.inf
 ) -> tuple[nn.Module, list[float], list[float]]:
     """The model, its losses and rates, of a loop as a user writes it."""
     model = Net()
@@ -56,7 +56,7 @@ def by_hand(
     for step in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.zero_grad()
-        loss = model(**given[step % len(given)])
+        loss = model(**data[step % len(data)])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -86,21 +86,21 @@ def test_any_schedule_of_torch_is_that_of_the_loop_by_hand(config: TrainerConfig
     _, losses, rates = by_hand(6, adamw, batches(), one_cycle)
     config = replace(config, checkpoint_directory=str(tmp_path), checkpoint_every=3)
     Trainer(Net(), replace(config, steps=3), batches(), schedule=one_cycle).fit()
-    found = Trainer(Net(), config, batches(), schedule=one_cycle).fit()  # goes on
-    assert found.first_step == 3 and found.losses == pytest.approx(losses[3:], rel=1e-5)
+    result = Trainer(Net(), config, batches(), schedule=one_cycle).fit()  # goes on
+    assert result.first_step == 3 and result.losses == pytest.approx(losses[3:], rel=1e-5)
     records = read_records(tmp_path / "metrics.jsonl")
-    assert [each["step"] for each in records] == [1, 2, 3, 4, 5, 6]
-    assert [each["learning_rate"] for each in records] == pytest.approx(rates, rel=1e-12)
-    assert [each["loss"] for each in records] == pytest.approx(losses, rel=1e-5)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record["learning_rate"] for record in records] == pytest.approx(rates, rel=1e-12)
+    assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-5)
 
 
 def test_a_schedule_that_waits_for_the_loss_takes_that_of_evaluations() -> None:
     model, losses, rates = by_hand(6, adamw, batches(), plateau, every=2)
     config = replace(CONFIG, evaluation={"every": 2}, logging={})
-    found = Trainer(model := Net(), config, batches(), schedule=plateau, eval_batches=batches(3, seed=9)).fit()
-    assert found.losses == pytest.approx(losses, rel=1e-6) and found.model is model
-    assert [each["step"] for each in found.evaluations] == [2, 4, 6]
-    assert found.evaluations[-1]["loss"] == pytest.approx(evaluated(model), rel=1e-6)
+    result = Trainer(model := Net(), config, batches(), schedule=plateau, eval_batches=batches(3, seed=9)).fit()
+    assert result.losses == pytest.approx(losses, rel=1e-6) and result.model is model
+    assert [record["step"] for record in result.evaluations] == [2, 4, 6]
+    assert result.evaluations[-1]["loss"] == pytest.approx(evaluated(model), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "inverse-sqrt", "constant"])
@@ -112,17 +112,19 @@ def test_named_schedules_are_those_of_transformers(name: str) -> None:
     config = replace(CONFIG, steps=40, schedule={"name": name, "warmup_steps": 8})
     ours = schedule_of(config)
     assert ours is not None
-    made = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0) for _ in range(2)]
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0) for _ in range(2)]
     theirs: Any = {
         "linear": lambda o: transformers.get_linear_schedule_with_warmup(o, 8, 40),
         "cosine": lambda o: transformers.get_cosine_schedule_with_warmup(o, 8, 40),
         "inverse-sqrt": lambda o: transformers.get_inverse_sqrt_schedule(o, 8),
         "constant": lambda o: transformers.get_constant_schedule_with_warmup(o, 8),
     }[name]
-    first, second = ours(made[0]), theirs(made[1])
+    first, second = ours(optimizers[0]), theirs(optimizers[1])
     for _ in range(40):
-        assert made[0].param_groups[0]["lr"] == pytest.approx(made[1].param_groups[0]["lr"], rel=1e-9, abs=1e-12)
-        for optimizer, scheduler in zip(made, (first, second), strict=True):
+        assert optimizers[0].param_groups[0]["lr"] == pytest.approx(
+            optimizers[1].param_groups[0]["lr"], rel=1e-9, abs=1e-12
+        )
+        for optimizer, scheduler in zip(optimizers, (first, second), strict=True):
             optimizer.step()
             scheduler.step()
 
@@ -146,8 +148,8 @@ def test_successive_batches_are_one_step(config: TrainerConfig) -> None:
     small = batches(6, ROWS // 2)
     whole = [{n: torch.cat([small[i][n], small[i + 1][n]]) for n in ("x", "y")} for i in (0, 2, 4)]
     _, losses, _ = by_hand(6, adamw, whole)
-    found = Trainer(Net(), replace(config, gradient_accumulation_steps=2), small).fit()
-    assert found.losses == pytest.approx(losses, rel=1e-5) and found.num_samples == 6 * ROWS
+    result = Trainer(Net(), replace(config, gradient_accumulation_steps=2), small).fit()
+    assert result.losses == pytest.approx(losses, rel=1e-5) and result.num_samples == 6 * ROWS
 
 
 def test_batches_that_do_not_join_are_refused() -> None:
@@ -186,10 +188,10 @@ class Watch(Callback):
 def test_callbacks_see_all_and_end_training(config: TrainerConfig, tmp_path: Path) -> None:
     watch = Watch(stop_at=4)
     config = replace(config, checkpoint_directory=str(tmp_path), evaluation={"every": 3})
-    found = Trainer(Net(), config, batches(), callbacks=[watch], eval_batches=batches(3, seed=9)).fit()
-    assert watch.losses == list(found.losses) and len(found.losses) == 4
+    result = Trainer(Net(), config, batches(), callbacks=[watch], eval_batches=batches(3, seed=9)).fit()
+    assert watch.losses == list(result.losses) and len(result.losses) == 4
     assert watch.events == ["start 0", "evaluation 3", "evaluation 4", "checkpoint step-00000004", "end 4"]
-    assert "Watch" in found.stopped and found.checkpoint == tmp_path / "step-00000004"
+    assert "Watch" in result.stopped and result.checkpoint == tmp_path / "step-00000004"
     with pytest.raises(ConstraintError, match="a class"):
         Trainer(Net(), CONFIG, batches(), callbacks=[Watch])  # type: ignore[list-item]
 
@@ -234,8 +236,8 @@ def test_a_stream_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
     listed = Trainer(Net(), replace(CONFIG, steps=6), [batches(1, seed=at)[0] for at in range(1, 7)]).fit()
     assert whole.losses == listed.losses  # the look at the first batch took none
     Trainer(Net(), replace(config, steps=2), Stream()).fit()
-    found = Trainer(Net(), config, Stream()).fit()
-    assert found.first_step == 2 and found.losses == pytest.approx(whole.losses[2:], rel=1e-6)
+    result = Trainer(Net(), config, Stream()).fit()
+    assert result.first_step == 2 and result.losses == pytest.approx(whole.losses[2:], rel=1e-6)
 
 
 def test_what_cannot_be_saved_is_told_after_the_first_step(tmp_path: Path) -> None:
@@ -271,11 +273,11 @@ def test_tensorboard_has_what_the_lines_have(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = replace(CONFIG, logging={"directory": str(tmp_path), "tensorboard": True}, evaluation={"every": 3})
-    found = Trainer(Net(), config, batches(), eval_batches=batches(1)).fit()
+    result = Trainer(Net(), config, batches(), eval_batches=batches(1)).fit()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [each.value for each in events.Scalars("loss")] == pytest.approx(found.losses, rel=1e-6)
-    assert [each.step for each in events.Scalars("eval_loss")] == [3, 6]
+    assert [scalar.value for scalar in events.Scalars("loss")] == pytest.approx(result.losses, rel=1e-6)
+    assert [scalar.step for scalar in events.Scalars("eval_loss")] == [3, 6]
     with pytest.raises(ConstraintError, match=r"needs logging\.directory"):
         Trainer(Net(), replace(CONFIG, logging={"tensorboard": True}), batches()).fit()
 
@@ -287,7 +289,7 @@ def test_every_rank_writes_the_trace_of_the_window(tmp_path: Path) -> None:
     Trainer(Net(), config, batches()).fit()
     for rank in range(2):
         events = json.loads((tmp_path / f"rank_{rank}.json").read_text())["traceEvents"]
-        steps = [each["name"] for each in events if str(each.get("name")).startswith("ProfilerStep#")]
+        steps = [event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep#")]
         assert steps and set(steps) == {"ProfilerStep#1"}
 
 
@@ -315,7 +317,7 @@ class Tokens(nn.Module):
 def token_batches(*shapes: tuple[int, int]) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     ids = [torch.randint(32, shape, generator=generator) for shape in shapes]
-    return [{"ids": each, "labels": torch.where(each < 3, -100, each)} for each in ids]
+    return [{"ids": tokens, "labels": torch.where(tokens < 3, -100, tokens)} for tokens in ids]
 
 
 @pytest.mark.slow
@@ -330,18 +332,18 @@ def token_batches(*shapes: tuple[int, int]) -> list[dict[str, Tensor]]:
 )
 def test_batches_of_other_shapes_train_as_on_one_process(constraints: dict[str, Any], tmp_path: Path) -> None:
     """Lengths in buckets, a short batch, and (once) a resumption in the middle of an epoch."""
-    given, held_out = token_batches((8, 12), (4, 6), (8, 12)), token_batches((4, 6), (8, 3))
+    data, held_out = token_batches((8, 12), (4, 6), (8, 12)), token_batches((4, 6), (8, 3))
     section = {"name": "sgd", "arguments": {"momentum": 0.9}}  # AdamW makes large what is round-off (biases of keys)
     config = replace(CONFIG, steps=8, learning_rate=0.1, optimizer=section, evaluation={"every": 4})
-    plain = Trainer(Tokens(), config, given, eval_batches=held_out).fit()
+    plain = Trainer(Tokens(), config, data, eval_batches=held_out).fit()
     parallel = replace(config, auto_parallel=True, cluster="2 cpu", constraints=constraints)
     parallel = replace(parallel, checkpoint_directory=str(tmp_path))
     if done := 3 if "zero" in constraints else 0:
-        Trainer(Tokens(), replace(parallel, steps=done), given, eval_batches=held_out).fit()
-    found = Trainer(model := Tokens(), parallel, given, eval_batches=held_out).fit()
-    assert found.first_step == done and found.losses == pytest.approx(plain.losses[done:], rel=2e-5)
-    assert found.num_samples == plain.num_samples == 2 * 20 + 12
-    for ours, theirs in zip(found.evaluations, plain.evaluations, strict=True):
+        Trainer(Tokens(), replace(parallel, steps=done), data, eval_batches=held_out).fit()
+    result = Trainer(model := Tokens(), parallel, data, eval_batches=held_out).fit()
+    assert result.first_step == done and result.losses == pytest.approx(plain.losses[done:], rel=2e-5)
+    assert result.num_samples == plain.num_samples == 2 * 20 + 12
+    for ours, theirs in zip(result.evaluations, plain.evaluations, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-5)
     assert plain.model is not None
     for name, value in plain.model.state_dict().items():
@@ -355,7 +357,7 @@ def test_batches_of_other_shapes_in_fp16_skip_and_warm_up_as_on_one_process() ->
 
     The second is far from where gradients overflow, which ranks with fewer rows reach later than one process does.
     """
-    given = token_batches((8, 12), (8, 6), (4, 12))
+    data = token_batches((8, 12), (8, 6), (4, 12))
     config = replace(
         CONFIG,
         steps=6,
@@ -364,17 +366,17 @@ def test_batches_of_other_shapes_in_fp16_skip_and_warm_up_as_on_one_process() ->
         optimizer={"name": "sgd", "arguments": {"momentum": 0.9}},  # as in the test before
         schedule={"name": "linear", "warmup_steps": 2},
     )
-    plain = Trainer(Tokens(), config, given).fit()
+    plain = Trainer(Tokens(), config, data).fit()
     parallel = replace(config, auto_parallel=True, cluster="2 cpu", constraints={"dp": 2, "zero": 3})
-    found = Trainer(Tokens(), parallel, given).fit()
-    assert found.num_skipped == plain.num_skipped > 0
-    assert found.losses == pytest.approx(plain.losses, rel=2e-3)
+    result = Trainer(Tokens(), parallel, data).fit()
+    assert result.num_skipped == plain.num_skipped > 0
+    assert result.losses == pytest.approx(plain.losses, rel=2e-3)
 
 
 def test_rows_that_ranks_cannot_share_are_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.launch.mp.get_context", lambda _: pytest.fail("a rank was started"))
     uneven = [*batches(1), *batches(1, rows=7)]
-    with pytest.raises(DataError, match="shared out among the data-parallel ranks"):
+    with pytest.raises(DataError, match="divided among the data-parallel ranks"):
         Trainer(Net(), PARALLEL, uneven).fit()
     loader: Any = torch.utils.data.DataLoader([{"x": b["x"][0], "y": b["y"][0]} for b in batches(11)], batch_size=8)
     with pytest.raises(DataError, match="3 rows on dp2"):

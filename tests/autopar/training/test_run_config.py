@@ -1,4 +1,4 @@
-"""What a TrainerConfig refuses, dumps and takes from files, and what callbacks note."""
+"""A TrainerConfig refuses, dumps and reads settings; callbacks keep their attributes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import yaml
 
 from autopar import Callback, Trainer, TrainerConfig, TrainState
 from autopar.errors import ConstraintError, OutputError
-from autopar.training.callbacks import note, noted
+from autopar.training.callbacks import sendable_attributes, set_attributes
 from codegen.runtime.loss_scale import LossScale
 from tests.autopar.training.test_run import CONFIG, PARALLEL, Net, batches
 
 
 @pytest.mark.parametrize(
-    ("section", "given", "said"),
+    ("section", "eval_data", "said"),
     [
         ({"every": 5, "metric": "acc"}, batches(1), "none of the metrics"),
         ({}, lambda start: iter(batches()), "has no end"),
@@ -31,9 +31,9 @@ from tests.autopar.training.test_run import CONFIG, PARALLEL, Net, batches
         ({"every": 2}, None, "needs eval_batches"),
     ],
 )
-def test_evaluations_that_cannot_be_made_are_refused_before_training(section: Any, given: Any, said: str) -> None:
+def test_evaluations_that_cannot_be_made_are_refused_before_training(section: Any, eval_data: Any, said: str) -> None:
     with pytest.raises(ConstraintError, match=said):
-        Trainer(Net(), replace(CONFIG, evaluation=section), batches(), eval_batches=given)
+        Trainer(Net(), replace(CONFIG, evaluation=section), batches(), eval_batches=eval_data)
 
 
 def test_folders_that_cannot_be_written_are_refused_before_training(tmp_path: Path) -> None:
@@ -71,11 +71,11 @@ class Slotted(Callback):
 def test_what_callbacks_note_comes_back_to_each_of_them() -> None:
     """As `fit` takes it from rank 0: what cannot be sent is left as it was, and moves nothing to another callback."""
     theirs, ours = (Locked(), Slotted(), Locked()), (Locked(), Slotted(), Locked())
-    for index, each in enumerate(theirs):
+    for index, callback in enumerate(theirs):
         for _ in range(index + 1):
-            each.on_step(TrainState(1, 2, 0, {"loss": 0.5}))
+            callback.on_step(TrainState(1, 2, 0, {"loss": 0.5}))
     lock = ours[0].lock
-    note(ours, pickle.loads(pickle.dumps(noted(theirs))))
+    set_attributes(ours, pickle.loads(pickle.dumps(sendable_attributes(theirs))))
     assert (ours[0].steps, ours[1].seen, ours[2].steps) == (1, [0.5, 0.5], 3)
     assert ours[0].lock is lock and not hasattr(ours[1], "steps")
 
@@ -97,8 +97,8 @@ def test_the_dump_has_what_python_may_give(tmp_path: Path) -> None:
 
 
 def test_a_whole_section_may_be_overridden_with_its_rate() -> None:
-    found = TrainerConfig.from_mapping({"learning_rate": 0.5}, overrides=["optimizer={name: sgd, lr: 0.25}"])
-    assert (found.optimizer.name, found.learning_rate) == ("sgd", 0.25)
+    config = TrainerConfig.from_mapping({"learning_rate": 0.5}, overrides=["optimizer={name: sgd, lr: 0.25}"])
+    assert (config.optimizer.name, config.learning_rate) == ("sgd", 0.25)
 
 
 def test_sections_are_checked() -> None:
@@ -122,13 +122,13 @@ def test_overrides_go_over_a_file(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("steps: 5\noptimizer: {name: sgd, lr: 1e-3}\nconstraints: {tp: 2}\n")
     overrides = ["optimizer.lr=3e-4", "constraints.dp=2", "cluster=4 cpu", "schedule.name=linear", "steps=7"]
-    found = TrainerConfig.from_file(file, overrides)
-    assert found.learning_rate == 3e-4 and found.optimizer.name == "sgd" and found.steps == 7
-    assert found.constraints == {"tp": 2, "dp": 2} and found.cluster == "4 cpu" and found.schedule.name == "linear"
+    config = TrainerConfig.from_file(file, overrides)
+    assert config.learning_rate == 3e-4 and config.optimizer.name == "sgd" and config.steps == 7
+    assert config.constraints == {"tp": 2, "dp": 2} and config.cluster == "4 cpu" and config.schedule.name == "linear"
     for wrong in ("steps", "=3", "steps.x=3", "optimizer.betas=1"):
         with pytest.raises(ConstraintError):
             TrainerConfig.from_file(file, [wrong])
-    with pytest.raises(ConstraintError, match="learning_rate is there twice"):
+    with pytest.raises(ConstraintError, match="learning_rate is set twice"):
         TrainerConfig.from_mapping({"learning_rate": 0.1, "optimizer": {"lr": 0.2}})
 
 

@@ -147,8 +147,8 @@ def test_a_plain_run_ends_with_a_checkpoint_and_goes_on(kind: str, step: int, tm
     before = signal.getsignal(signal.SIGTERM)
     assert run(tmp_path / "run", kind) == 143
     assert signal.getsignal(signal.SIGTERM) is before
-    found = latest(tmp_path / "run")
-    assert found is not None and found.name.endswith(str(step))
+    checkpoint = latest(tmp_path / "run")
+    assert checkpoint is not None and checkpoint.name.endswith(str(step))
     assert run(tmp_path / "run", kind) is None
     assert trace(tmp_path / "run") == whole(True)
 
@@ -161,8 +161,8 @@ def test_a_plain_run_ends_with_a_checkpoint_and_goes_on(kind: str, step: int, tm
 )
 def test_ranks_end_together_whoever_is_told(kind: str, rank: int | None, step: int, tmp_path: Path) -> None:
     assert run(tmp_path / "run", kind, rank, plain=False) == 143
-    found = latest(tmp_path / "run")
-    assert found is not None and found.name.endswith(str(step))
+    checkpoint = latest(tmp_path / "run")
+    assert checkpoint is not None and checkpoint.name.endswith(str(step))
     assert run(tmp_path / "run", kind, rank, plain=False) is None
     assert trace(tmp_path / "run") == whole(False)
 
@@ -182,11 +182,11 @@ def test_without_a_checkpoint_directory_the_run_just_ends(tmp_path: Path) -> Non
 
 def test_a_run_in_another_thread_is_not_disturbed(tmp_path: Path) -> None:
     """Only the main thread can hear signals; training works without."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(run(tmp_path / "run", "")))
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(run(tmp_path / "run", "")))
     thread.start()
     thread.join()
-    assert found == [None]
+    assert results == [None]
 
 
 def test_a_handler_of_the_scripts_own_is_called_too(tmp_path: Path) -> None:

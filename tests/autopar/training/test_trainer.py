@@ -161,14 +161,14 @@ def trained_under_launcher(constraints: dict[str, int]) -> dict[str, Any]:
     return {name: value.detach().clone().numpy() for name, value in model.state_dict().items()}
 
 
-def require_trained(found: dict[str, Any]) -> None:
+def require_trained(values: dict[str, Any]) -> None:
     """As three steps of a plain loop leave the model."""
     example = gpt2()
     before = copy.deepcopy(example.model.state_dict())
     expected = reference_model(example, 3, [], sgd).state_dict()
-    assert found.keys() == expected.keys()
+    assert values.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(torch.from_numpy(found[name]), value, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(torch.from_numpy(values[name]), value, rtol=1e-4, atol=1e-5, msg=name)
     moved = [name for name, value in expected.items() if (value - before[name]).abs().max() > 1e-2]
     assert len(moved) > len(expected) / 2, "values that a model which was not trained would have, too"
 
@@ -183,8 +183,8 @@ def require_trained(found: dict[str, Any]) -> None:
     ],
 )
 def test_every_rank_of_a_launcher_has_the_trained_model(constraints: dict[str, int]) -> None:
-    for found in run_ranks(trained_under_launcher, (constraints,), 2):
-        require_trained(found)
+    for values in run_ranks(trained_under_launcher, (constraints,), 2):
+        require_trained(values)
 
 
 TORCHRUN = """
@@ -232,7 +232,7 @@ def test_another_models_checkpoint_is_refused_before_ranks_are_started(
                 fit(other, config)
         with pytest.raises(CheckpointError, match="has shape .* in the checkpoint, .* in the program"):
             fit(gpt2(width=16), config)
-        with pytest.raises(CheckpointError, match="the checkpoint is AdamW's, and the optimiser is SGD"):
+        with pytest.raises(CheckpointError, match="the checkpoint is AdamW's, and the optimizer is SGD"):
             Trainer(gpt2().model, config, batches, optimizer=sgd).fit()
     assert fit(gpt2(), replace(config, steps=2)).first_step == 1
     # One that is damaged is passed over, whosever it is: ranks would not have read it either.
@@ -287,7 +287,7 @@ def test_batches_that_cannot_start_again_are_refused() -> None:
         Trainer(gpt2().model, CONFIG, iter([]))
     with pytest.raises(ConstraintError, match="there are no batches"):
         next(batches_from([], 0))
-    with pytest.raises(ConstraintError, match="number of the sample to begin at"):
+    with pytest.raises(ConstraintError, match="number of its first sample"):
         Trainer(gpt2().model, CONFIG, lambda: iter([]))
     with pytest.raises(ConstraintError, match="gives no batches"):
         next(batches_from(lambda start: None, 0))

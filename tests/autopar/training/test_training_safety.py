@@ -1,4 +1,4 @@
-"""What a Trainer refuses, skips and leaves behind: batches that do not fit, steps that are not finite, the model."""
+"""A Trainer refuses, skips and leaves behind: batches that do not fit, steps that are not finite, the model."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class Batches:
     def __call__(self, start: int) -> Iterator[dict[str, Any]]:
         step = start // ROWS
         while True:
-            found = batch(step)
+            values = batch(step)
             if step in self.spoiled:
-                found["x"][3, 4] = self.value
-            yield found
+                values["x"][3, 4] = self.value
+            yield values
             step += 1
 
 
@@ -95,9 +95,9 @@ def net() -> nn.Module:
     return Net()
 
 
-def check_equal(found: nn.Module, expected: nn.Module) -> None:
+def check_equal(model: nn.Module, expected: nn.Module) -> None:
     for name, value in expected.state_dict().items():
-        torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def slow(*values: Any) -> Any:
@@ -208,38 +208,38 @@ class Changed:
             yield self.change(batch(1))
 
 
-def with_mask(found: dict[str, Any]) -> dict[str, Any]:
-    return {**found, "mask": torch.ones(ROWS)}
+def with_mask(values: dict[str, Any]) -> dict[str, Any]:
+    return {**values, "mask": torch.ones(ROWS)}
 
 
-def shorter(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: value[:5] for name, value in found.items()}
+def shorter(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value[:5] for name, value in values.items()}
 
 
-def empty(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: value[:0] for name, value in found.items()}
+def empty(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value[:0] for name, value in values.items()}
 
 
-def doubled(found: dict[str, Any]) -> dict[str, Any]:
-    return {**found, "x": found["x"].double()}
+def doubled(values: dict[str, Any]) -> dict[str, Any]:
+    return {**values, "x": values["x"].double()}
 
 
-def wider(found: dict[str, Any]) -> dict[str, Any]:
-    return {**found, "x": torch.cat([found["x"], found["x"]], 1)}
+def wider(values: dict[str, Any]) -> dict[str, Any]:
+    return {**values, "x": torch.cat([values["x"], values["x"]], 1)}
 
 
-def without_target(found: dict[str, Any]) -> dict[str, Any]:
-    return {"x": found["x"]}
+def without_target(values: dict[str, Any]) -> dict[str, Any]:
+    return {"x": values["x"]}
 
 
-def as_numbers(found: dict[str, Any]) -> dict[str, Any]:
-    return {**found, "x": found["x"].tolist()}
+def as_numbers(values: dict[str, Any]) -> dict[str, Any]:
+    return {**values, "x": values["x"].tolist()}
 
 
-def own_rows(found: dict[str, Any]) -> dict[str, Any]:
+def own_rows(values: dict[str, Any]) -> dict[str, Any]:
     """As a loader that every rank shuffles for itself."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return {name: value.roll(rank, 0) for name, value in found.items()}
+    return {name: value.roll(rank, 0) for name, value in values.items()}
 
 
 BAD = [
@@ -271,7 +271,7 @@ def test_a_batch_that_does_not_fit_is_one_clear_error(change: Any, text: str, co
     assert step.rng.step == 0
 
 
-@pytest.mark.parametrize(("change", "text"), [BAD[0], *(slow(*each) for each in BAD[2:])])
+@pytest.mark.parametrize(("change", "text"), [BAD[0], *(slow(*case) for case in BAD[2:])])
 def test_fit_refuses_a_batch_that_does_not_fit(change: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
         Trainer(net(), replace(CONFIG, cluster="1 cpu"), Changed(change), F.cross_entropy).fit()
@@ -300,17 +300,17 @@ def step_with_other_part(compiled: Any) -> str:
 def test_local_batches_of_one_shard_must_agree() -> None:
     """Every rank is told, none hangs."""
     compiled = autopar.compile(net(), "2 cpu", example_inputs=batch(0), loss_fn=F.cross_entropy, constraints={"tp": 2})
-    found = run_ranks(step_with_other_part, (compiled,), 2)
-    assert all("their parts of x are of the same rows" in text for text in found)
+    errors = run_ranks(step_with_other_part, (compiled,), 2)
+    assert all("their parts of x are of the same rows" in text for text in errors)
 
 
 def test_values_that_are_no_tensors_are_part_of_the_program() -> None:
-    given = {**batch(0), "scale": 2.0}
-    compiled = autopar.compile(net(), "1 cpu", example_inputs=given, loss_fn=F.cross_entropy)
-    compiled.local_batch(given)
+    values = {**batch(0), "scale": 2.0}
+    compiled = autopar.compile(net(), "1 cpu", example_inputs=values, loss_fn=F.cross_entropy)
+    compiled.local_batch(values)
     compiled.local_batch(batch(0))  # left out, it is what it was
     with pytest.raises(DataError, match="made for scale=2.0 alone"):
-        compiled.local_batch({**given, "scale": 3.0})
+        compiled.local_batch({**values, "scale": 3.0})
     for value in (object(), [torch.ones(2)], {"a": math.nan}):
         with pytest.raises(TraceError, match="every input of the batch is a tensor"):
             with_inputs_of(compiled.program, {**batch(0), "scale": value})
@@ -346,8 +346,8 @@ def test_a_loader_of_tuples_trains_as_one_process() -> None:
 
     one, two = net(), net()
     expected = Trainer(one, replace(CONFIG, auto_parallel=False), shuffled(), F.cross_entropy).fit()
-    found = Trainer(two, replace(CONFIG, constraints={"dp": 2}), shuffled(), F.cross_entropy).fit()
-    assert found.losses == pytest.approx(expected.losses, rel=1e-4)
+    result = Trainer(two, replace(CONFIG, constraints={"dp": 2}), shuffled(), F.cross_entropy).fit()
+    assert result.losses == pytest.approx(expected.losses, rel=1e-4)
     check_equal(two, one)
 
 
@@ -373,7 +373,7 @@ def with_momentum(parameters: Any) -> torch.optim.Optimizer:
 
 def losses_and_state(compiled: Any, batches: list[dict[str, Tensor]]) -> tuple[list[float], dict[str, Any]]:
     step = compiled.build(non_finite="ignore")
-    losses = [float(step(compiled.local_batch(each))) for each in batches]
+    losses = [float(step(compiled.local_batch(batch))) for batch in batches]
     return losses, {name: value.numpy() for name, value in step.full_state_dict().items()}
 
 
@@ -395,16 +395,16 @@ def test_a_batch_without_targets_is_as_on_one_process(constraints: dict[str, Any
     model = Tagger()
     plain = copy.deepcopy(model)
     optimizer, losses = with_momentum(plain.parameters()), []
-    for each in batches:
+    for batch in batches:
         optimizer.zero_grad()
-        loss = plain(**each)
+        loss = plain(**batch)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
     options = {"optimizer": with_momentum, "constraints": constraints, "kernels": kernels}
     compiled = autopar.compile(model, "2 cpu", example_inputs=batches[0], **options)
-    found, state = run_ranks(losses_and_state, (compiled, batches), 2)[0]
-    assert found == pytest.approx(losses, rel=1e-5, nan_ok=True) and math.isnan(found[1])
+    by_rank, state = run_ranks(losses_and_state, (compiled, batches), 2)[0]
+    assert by_rank == pytest.approx(losses, rel=1e-5, nan_ok=True) and math.isnan(by_rank[1])
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(torch.as_tensor(state[name]), value, rtol=1e-4, atol=1e-6, msg=name)
 

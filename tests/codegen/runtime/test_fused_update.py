@@ -53,9 +53,9 @@ def test_the_programs_own_script(kernels: str) -> None:
     program = mlp(kernels=kernels, constraints={"dp": 2}).program
     text = emit_main(program)
     ast.parse(text)
-    assert ("partial(FusedAdamW, lr=given.lr)" in text) == ("runtime.fused_adamw" in text) == (kernels == "on")
+    assert ("partial(FusedAdamW, lr=args.lr)" in text) == ("runtime.fused_adamw" in text) == (kernels == "on")
     assert ("kernels=FusedUpdate()" in emit_program(program)) == (kernels == "on")
-    assert ("partial(torch.optim.AdamW, lr=given.lr, fused=True)" in text) == (kernels == "off")
+    assert ("partial(torch.optim.AdamW, lr=args.lr, fused=True)" in text) == (kernels == "off")
 
 
 def test_hosts_update_with_torch() -> None:

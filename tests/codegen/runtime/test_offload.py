@@ -223,7 +223,7 @@ def test_foreign_optimizers_are_called_once() -> None:
 def test_refuses_what_it_cannot_do() -> None:
     mesh = Mesh.create((), ())
     for place in ("disk", "nvme:", "hosts"):
-        with pytest.raises(ValueError, match="the optimiser is offloaded to"):
+        with pytest.raises(ValueError, match="the optimizer is offloaded to"):
             make_step(mesh, offload_optimizer=place)
     with pytest.raises(ValueError, match="the step needs offload"):
         step = Step(make_sharing(4, []), mesh, optimizer_factory=partial(make_optimizer, "sgd"))

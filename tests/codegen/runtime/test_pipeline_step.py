@@ -12,7 +12,7 @@ from codegen.runtime.loss_scale import LossScale
 from codegen.runtime.pipeline import Pipeline
 from codegen.runtime.step import Step
 from cost_models.schedules.actions import schedule_text
-from cost_models.schedules.generate import make_schedule, placement
+from cost_models.schedules.generate import SCHEDULES, make_schedule, placement
 from tests.codegen.runtime.features import features, staged
 from tests.codegen.runtime.mlp_program import make_optimizer
 from tests.codegen.runtime.pipeline_program import (
@@ -26,7 +26,6 @@ from tests.codegen.runtime.ranks import run_ranks
 
 ROWS = 16
 NUM_STEPS = 2  # the second begins with an optimiser's state, with other parameters and with dropout of its own
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
 
 
 def make_step(

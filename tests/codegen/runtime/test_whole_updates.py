@@ -149,7 +149,7 @@ def test_masters_of_bf16_programs_are_updated_in_fp32() -> None:
 def check_refused(rank: int, world_size: int) -> None:
     mesh = Mesh.create(("dp",), (2,))
     offloaded = partial(make_step, mesh, **features(mesh, offload_optimizer="host"))
-    with pytest.raises(OptimizerError, match="the optimiser is offloaded"):
+    with pytest.raises(OptimizerError, match="the optimizer is offloaded"):
         offloaded(3)
     with pytest.raises(OptimizerError, match="couples all parameters"):
         make_step(mesh, 1, clipped)
