@@ -1,4 +1,4 @@
-"""Allocations alive during one unit's forward or backward: results in variables, and gradients on their way."""
+"""Allocations alive during a unit's forward or backward: results in variables, and gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.costs.events import Key
 
 @dataclass(slots=True)
 class Gradients:
-    """Gradients that are alive. Several keys may share one allocation."""
+    """Live gradients. Several keys may share one allocation."""
 
     of: dict[Key, int] = field(default_factory=dict)
     sizes: dict[int, float] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Gradients:
             self.total -= self.sizes[number]
 
     def add(self, key: Key, number: int) -> None:
-        """The gradient `number` of `key`, added to one that is there: in place, or anew if others hold that."""
+        """Add gradient `number` to that of `key`: in place, or in a new allocation if other keys share the old one."""
         self.hold(number)
         if key not in self.of:
             self.of[key] = number
@@ -48,7 +48,7 @@ class Gradients:
 
 @dataclass(slots=True)
 class Variables:
-    """Results that nothing keeps, which live as long as a variable has them or a view of them."""
+    """Results that nothing keeps. Each lives as long as a variable refers to it or to a view of it."""
 
     of: dict[str, Key] = field(default_factory=dict)
     sizes: dict[Key, float] = field(default_factory=dict)
@@ -59,17 +59,17 @@ class Variables:
         self.total += num_bytes
 
     def assign(self, name: str, key: Key) -> None:
-        """`name` has `key` from now on, and no longer what it had."""
+        """Point `name` at `key` instead of its former result."""
         old, self.of[name] = self.of.get(name), key
         if old is not None:
             self.drop_unnamed([old])
 
     def drop_unnamed(self, keys: Iterable[Key]) -> None:
-        """Frees those of `keys` that no variable has."""
+        """Free those of `keys` that no variable refers to."""
         for key in set(keys) - set(self.of.values()):
             self.total -= self.sizes.pop(key, 0.0)
 
     def forget(self, names: Collection[str]) -> None:
-        """Variables that are gone."""
+        """Remove variables."""
         gone = [self.of.pop(name) for name in names if name in self.of]
         self.drop_unnamed(gone)

@@ -1,19 +1,19 @@
-"""What attention over keys of several ranks takes (codegen/runtime/context_attention.py): seconds, and bytes beside.
+"""Seconds and memory of attention over keys of several ranks (codegen/runtime/context_attention.py).
 
-n ranks have L queries and M keys each. Causal attention is cut in stripes: every rank sees half of each part. b: bytes
-of this rank's keys and values, B = n b those of all; w: of gradients of the former as they travel in the ring; f(m),
-g(m): seconds of a flash kernel over m keys, forward and backward, f' and g' those under the diagonal of a causal mask.
+n ranks have L queries and M keys each. Causal attention is cut in stripes: every rank sees half of each block. b: bytes
+of this rank's keys and values; B = n b: of all. w: bytes of the gradients of b as they travel in the ring. f(m), g(m):
+seconds of a flash kernel over m keys, forward and backward; f', g': the same under the diagonal of a causal mask.
 
                  forward                                       backward
     all_gather   all_gather(B) + n f'                          all_gather(B) + n g' + reduce_scatter(B)
     ring         each of n steps but the last as long as the   the same with g', p2p(b) + p2p(w), and p2p(w) at the end
                  longer of its f' and of p2p(b)
 
-and without a mask f(n M) or f(M), and g alike. Of a window the kernels have the keys of its tiles, and where ranks hold
-consecutive parts, those exchange with their neighbours what it reaches (NearCall). To these come the copies: keys and
-values are packed into one line, those that arrive together are joined along the sequence, results are merged in fp32.
-What torch's flash kernels do not take is computed by formulas (attention_blocks.py), whose scores of all queries and
-keys at hand are in memory, of a window those of a tile.
+Without a mask these are f(n M) or f(M), and g alike. With a window the kernels read the keys of its tiles. Where ranks
+have consecutive blocks, neighbors exchange the keys that the window reaches (NearCall). Copies come on top: keys and
+values are packed into one buffer, blocks that arrive together are joined along the sequence, results are merged in
+fp32. Where torch's flash kernels do not apply, attention_blocks.py computes formulas. These have the scores of all
+local queries and keys in memory, or of one tile of a window.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from cost_models import collective
 CollectiveSeconds = Callable[[collective.Kind, int, float], float]
 MemorySeconds = Callable[[float], float]
 AttentionSeconds = Callable[[int, bool], tuple[float, float]]
-"""(keys, whether the mask's diagonal runs through them) -> (forward, backward) of a kernel with the rank's queries."""
+"""(keys, whether the mask's diagonal runs through them) -> (forward, backward) seconds of a kernel with the rank's
+queries."""
 
 WIDE_BYTES = 4
-"""Bytes of an element of what is merged or travels as a sum; 8 for float64."""
+"""Bytes of an element that is merged or travels as a sum; 8 for float64."""
 
 SCORES_HELD = (3, 4)
 SCORES_MOVED = (6, 10)
-"""Tensors of the scores' size that the formulas hold at once, and read and write, forward and backward: counted in
+"""Tensors of the scores' size that the formulas keep in memory, and read and write, forward and backward: counted in
 attention_blocks.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """How a framework exchanges keys and values.
+    """Exchange rules of a framework for keys and values.
 
-    copies: they are packed and joined, and results merged, in tensors of their own. widens: gradients travel and are
-    added up in fp32. one_message: in a ring they travel in one message with keys and values. sends_again: an exchange
-    is repeated where recomputation keeps the results of attention.
+    copies: it packs, joins and merges in separate tensors. widens: gradients travel and are summed in fp32.
+    one_message: in a ring gradients travel in one message with keys and values. sends_again: an exchange is repeated
+    where recomputation keeps the results of attention.
     """
 
     copies: bool = True
@@ -62,15 +63,15 @@ GENERATED = Habits()
 """Generated programs (codegen/runtime/context_attention.py)."""
 
 PUBLISHED = Habits(copies=False, widens=False, one_message=True, sends_again=False)
-"""Frameworks as they are published: an exchange is what crosses the links. A. Dubey et al., "The Llama 3 Herd of
-Models" (2024), section 3.3.2; H. Liu, M. Zaharia, P. Abbeel, "Ring Attention with Blockwise Transformers" (2023),
-section 3."""
+"""Published frameworks: an exchange costs only what crosses the links. A. Dubey et al., "The Llama 3 Herd of Models"
+(2024), section 3.3.2; H. Liu, M. Zaharia, P. Abbeel, "Ring Attention with Blockwise Transformers" (2023), section
+3."""
 
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """Seconds of a call's forward or backward. kernels: of attention. copies: in memory. sent: by kind of collective,
-    what no kernel hides. hidden: what runs beside kernels, which takes no time."""
+    """Seconds of a call's forward or backward. kernels: of attention. copies: in memory. sent: exposed communication
+    by kind of collective. hidden: communication overlapped with kernels, which takes no time."""
 
     kernels: float
     copies: float
@@ -79,16 +80,16 @@ class Direction:
 
     @property
     def seconds(self) -> float:
-        """What the direction takes."""
+        """Return the seconds of the direction."""
         return self.kernels + self.copies + sum(self.sent.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ContextCall:
-    """One call on one rank. axis: its number; size: n; heads: batch x heads; queries, keys: L and M; part: b;
-    wide_part: w; result, wide_result: bytes of the result, and of it in fp32; scores: those of the queries and the keys
-    of one rank, 0 where a flash kernel computes. tile_keys: of a window, the keys that kernels have for each
-    query. num_tiles: of those with scores, one after the other."""
+    """An attention call on one rank. axis: its number; size: n; heads: batch x heads; queries, keys: L and M; part:
+    b; wide_part: w; result, wide_result: bytes of the result, and of its fp32 form; scores: elements for the
+    queries and keys of one rank, 0 for a flash kernel. tile_keys: with a window, the keys that kernels read for
+    each query. num_tiles: tiles with scores, one after the other."""
 
     exchange: str
     axis: int
@@ -109,31 +110,31 @@ class ContextCall:
 
     @property
     def whole(self) -> float:
-        """Bytes of the whole keys and values, B in the formulas above."""
+        """Return the bytes of all ranks' keys and values, B in the formulas above."""
         return self.size * self.part
 
     @property
     def num_blocks(self) -> int:
-        """Number of kernels of the forward."""
+        """Return the number of kernels of the forward."""
         is_striped_window = self.tile_keys is not None and self.is_striped
         return self.size if self.exchange == "ring" or self.is_causal or is_striped_window else 1
 
     @property
     def parts_at_once(self) -> int:
-        """Of how many ranks a kernel has the keys; of a window those of its tiles, which `scores` counts."""
+        """Return how many ranks' keys a kernel reads. For a window `scores` already counts those of its tiles."""
         return self.size // self.num_blocks if self.tile_keys is None else 1
 
     def seconds(
         self, collectives: CollectiveSeconds, memory: MemorySeconds, attention: AttentionSeconds
     ) -> tuple[float, float]:
-        """Seconds (forward, backward) of the call. memory: seconds to move so many bytes."""
+        """Return the seconds (forward, backward) of the call. memory: seconds to move a number of bytes."""
         forward, backward = self.directions(collectives, memory, attention)
         return forward.seconds, backward.seconds
 
     def directions(
         self, collectives: CollectiveSeconds, memory: MemorySeconds, attention: AttentionSeconds
     ) -> tuple[Direction, Direction]:
-        """Return what forward and backward take, by what takes it."""
+        """Return the forward and the backward, split by cause."""
         num_scores = self.parts_at_once * self.num_blocks * self.scores
         in_scores = [memory(n * num_scores) if self.scores else 0.0 for n in SCORES_MOVED]
         copied = memory if self.habits.copies else _nothing
@@ -171,7 +172,7 @@ class ContextCall:
         )
 
     def again_seconds(self, collectives: CollectiveSeconds, memory: MemorySeconds) -> float:
-        """Seconds of a forward that runs again where the results of its kernels are kept."""
+        """Return the seconds of a recomputed forward where the results of its kernels are kept."""
         if not self.habits.sends_again:
             return 0.0
         around = memory(2 * self.part) + self._merging(memory)
@@ -183,7 +184,7 @@ class ContextCall:
         return (self.num_blocks - 1) * memory(self.result + 3 * self.wide_result)
 
     def forward_temporary(self) -> float:
-        """Bytes beside arguments and result at the forward's peak."""
+        """Return the temporary bytes at the forward's peak, without arguments and result."""
         if not self.habits.copies:
             return 2 * self.part if self.exchange == "ring" else self.whole
         merged, scores = self.result + 3 * self.wide_result, SCORES_HELD[0] * self.scores / self.num_tiles
@@ -194,8 +195,9 @@ class ContextCall:
         return self.whole + max(joined + before + self.parts_at_once * scores, merged * self.is_causal)
 
     def backward_temporary(self) -> float:
-        """Bytes beside what is kept, the result's gradient and those of the arguments at the backward's peak."""
-        if not self.habits.copies:  # of all that travels, what is in use and what arrives
+        """Return the temporary bytes at the backward's peak, without kept tensors and gradients of result and
+        arguments."""
+        if not self.habits.copies:  # of all that travels: the block in use and the one that arrives
             return 2 * (self.part + self.wide_part) if self.exchange == "ring" else 2 * self.whole
         sums = self.result + (self.wide_result if self.wide_result > self.result else 0.0)
         scores = SCORES_HELD[1] * self.scores / self.num_tiles
@@ -207,10 +209,10 @@ class ContextCall:
 
 @dataclass(frozen=True, slots=True)
 class NearCall:
-    """One call on one rank of attention over windows, in consecutive parts. axis, size, heads, queries, keys, part,
-    wide_result: as in ContextCall. tile_keys: the keys that kernels have for each query. near: bytes of keys and values
-    that come from the neighbours, wide_near: of their gradients; wide_part: of those of own ones as they are added up.
-    scores: as in ContextCall, those of all tiles. num_blocks: kernels that each query is in."""
+    """A call of attention over windows in consecutive blocks, on one rank. axis, size, heads, queries, keys, part,
+    wide_result: as in ContextCall. tile_keys: the keys that kernels read for each query. near: bytes of keys and
+    values from the neighbors; wide_near: of their gradients; wide_part: of the local gradients as they are
+    summed. scores: as in ContextCall, of all tiles. num_blocks: kernels per query."""
 
     axis: int
     size: int
@@ -230,14 +232,14 @@ class NearCall:
     def seconds(
         self, collectives: CollectiveSeconds, memory: MemorySeconds, attention: AttentionSeconds
     ) -> tuple[float, float]:
-        """Seconds (forward, backward) of the call: as of a ContextCall."""
+        """Return the seconds (forward, backward) of the call, as ContextCall does."""
         forward, backward = self.directions(collectives, memory, attention)
         return forward.seconds, backward.seconds
 
     def directions(
         self, collectives: CollectiveSeconds, memory: MemorySeconds, attention: AttentionSeconds
     ) -> tuple[Direction, Direction]:
-        """Return what forward and backward take, by what takes it."""
+        """Return the forward and the backward, split by cause."""
         f, g = attention(self.tile_keys, False)
         in_scores = [memory(n * self.scores) if self.scores else 0.0 for n in SCORES_MOVED]
         once = collectives("p2p", self.axis, self.near) if self.near else 0.0
@@ -251,25 +253,26 @@ class NearCall:
         )
 
     def again_seconds(self, collectives: CollectiveSeconds, memory: MemorySeconds) -> float:
-        """Seconds of a forward that runs again where the results of its kernels are kept."""
+        """Return the seconds of a recomputed forward where the results of its kernels are kept."""
         if not self.near:
             return 0.0
         return collectives("p2p", self.axis, self.near) + memory(4 * self.near + 2 * self.part)
 
     def forward_temporary(self) -> float:
-        """Bytes beside arguments and result at the forward's peak."""
+        """Return the temporary bytes at the forward's peak, without arguments and result."""
         joined = 2 * self.near + self.part if self.near else 0.0
         return joined + self.wide_result + SCORES_HELD[0] * self.scores / self.num_tiles
 
     def backward_temporary(self) -> float:
-        """Bytes beside what is kept, the result's gradient and those of the arguments at the backward's peak."""
+        """Return the temporary bytes at the backward's peak, without kept tensors and gradients of result and
+        arguments."""
         joined = 2 * self.near + self.part if self.near else 0.0
         sums = self.wide_part + self.wide_near + self.wide_result
         return joined + sums + SCORES_HELD[1] * self.scores / self.num_tiles
 
 
 def seen_keys(operator: Operator) -> int:
-    """How many keys attention on one rank computes scores of, for each query."""
+    """Return for how many keys attention on one rank computes scores, per query."""
     window, queries, keys = window_of(operator.node), *(meta.shape[-2] for meta in operator.inputs[:2])
     if window is None:
         return keys
@@ -281,14 +284,14 @@ _mask_sizes = cache(Window.mask_sizes)
 
 
 def window_tiles(operator: Operator) -> tuple[int, int]:
-    """(tiles of attention over windows of a whole sequence, elements of all masks that they need)"""
+    """Return (tiles of attention over windows of a whole sequence, elements of all their masks)."""
     window = window_of(operator.node)
     return (1, 0) if window is None else _mask_sizes(window, operator.inputs[0].shape[-2])
 
 
 def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> ContextCall | NearCall | None:
-    """The call of one rank if the option cuts its keys along the sequence, else None. on_cpu: whose flash kernel takes
-    all dtypes."""
+    """Return the call of one rank if the option cuts its keys along the sequence, else None. on_cpu: a CPU's flash
+    kernel takes all dtypes."""
     axis = next((number for number, own in enumerate(option.axes) if own.lowering in EXCHANGES), None)
     if axis is None:
         return None
@@ -306,7 +309,7 @@ def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks that share a sequence. axis: their number in the mesh, size: how many; queries: of one rank."""
+    """The ranks that share a sequence. axis: their number in the mesh; size: how many; queries: of one rank."""
 
     exchange: str
     axis: int
@@ -319,7 +322,7 @@ class Ranks:
 def call_of(
     operator: Operator, option: Option, mesh: Mesh, ranks: Ranks, elements: int, on_cpu: bool
 ) -> ContextCall | NearCall:
-    """The call of one rank. elements: of its own keys and values. on_cpu: as for `context_call`."""
+    """Return the call of one rank. elements: of its local keys and values. on_cpu: as for `context_call`."""
     query, key = operator.inputs[:2]
     size, queries, output = ranks.size, ranks.queries, operator.node.outputs[0]
     keys = key.shape[-2] // size
@@ -378,8 +381,8 @@ def _nothing(num_bytes: float) -> float:
 
 @cache
 def _pieces(window: Window, queries: int, size: int, is_striped: bool) -> tuple[int, int]:
-    """(keys that kernels have for each query, how many need a mask) of the last rank, with the keys of one rank in
-    stripes, else with all that it sees."""
+    """Return (keys that kernels read for each query, how many need a mask) of the last rank: with the keys of one
+    rank in stripes, else with all visible keys."""
     at, stride, held = (size - 1, size, queries) if is_striped else ((size - 1) * queries, 1, size * queries)
     own, keys, length = Positions(at, queries, stride), Positions(0, held, stride), queries * size
     num_masked = sum(piece.kind == "masked" for piece in window.pieces(own, keys, length))

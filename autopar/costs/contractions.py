@@ -1,4 +1,4 @@
-"""Matmuls and attention: their arithmetic, and its seconds at local sizes."""
+"""FLOPs and seconds of matmuls and attention at local sizes."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from autopar.rules.experts import EXPERT_LINEAR
 from cost_models import compute, routing
 
 VALUE_FEATURES = "f"
-"""The factor of values and result that attention's scores lack (rules/attention.py)."""
+"""The factor of values and result that the scores of attention lack (rules/attention.py)."""
 
 FLASH = "fa2"
-"""What torch's own fused attention is on GPUs (T. Dao, "FlashAttention-2" (2023))."""
+"""The algorithm of torch's fused attention on GPUs (T. Dao, "FlashAttention-2" (2023))."""
 
 
 @dataclass
 class Contractions(Rates):
-    """Prices of calls whose flops count.
+    """Prices of calls whose FLOPs count.
 
-    by_node: (scope, call) of the layers of experts of one program whose rows cross between nodes once per node
-    (emitted.py); None while there is no program, and they do where their mixture may and it pays.
+    by_node: (scope, call) of a program's expert layers whose rows cross between nodes once per node (emitted.py).
+    None without a program: then rows cross so wherever their mixture may and it pays.
     """
 
     by_node: frozenset[tuple[str, str]] | None = None
 
     def contraction_seconds(self, operator: Operator, option: Option, num_bytes: float) -> tuple[float, float]:
-        """(forward, backward) of one matmul or attention that reads and writes num_bytes. Of a matmul the backward has
-        a product for each of its two factors that is trained."""
+        """Return the seconds (forward, backward) of a matmul or attention that reads and writes num_bytes. A
+        matmul's backward has a product for each trained factor."""
         rule = operator.rule
         ways = math.prod(n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if rule.sharded_by(a.label, n))
         flops = contraction_flops(operator) / ways
         dtype = self.dtype_name(operator.node.outputs[0])
         if base_name(operator.node.op) in ATTENTION:
-            # Ranks that share the features of the values have all scores each, which are half of the work.
+            # Ranks that share the features of the values compute all scores each: half of the work.
             widths = [n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if a.label == VALUE_FEATURES]
             flops *= (1 + math.prod(widths)) / 2
             forward, backward = self._attention_seconds(operator, option, flops, num_bytes, dtype)
@@ -74,16 +74,17 @@ class Contractions(Rates):
         return forward, backward
 
     def sorted_bytes(self, operator: Operator, option: Option) -> float:
-        """Bytes of the sorted rows that go into and come out of the experts' products (codegen/runtime/experts.py)."""
+        """Return the bytes of the sorted rows that enter and leave the experts' products
+        (codegen/runtime/experts.py)."""
         pairs = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
         return float(sum(num_local(meta, lies, self.mesh) * meta.dtype.itemsize for meta, lies in pairs))
 
     def routed(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """(what the fullest rank has to compute by the mean, seconds in which rows reach their experts and return).
+        """Return (load of the fullest rank relative to the mean, seconds in which rows reach their experts and return).
 
-        Rows are sorted by expert and put back; where ranks have experts each, they travel to them and back, and are
-        sorted again there (codegen/runtime/experts.py). Their gradients do the same. Of rows that cross between nodes
-        once per node see expert_exchange.py.
+        Rows are sorted by expert and put back. Where ranks have different experts, rows travel there and back, and
+        are sorted again there (codegen/runtime/experts.py). Their gradients do the same. expert_exchange.py prices
+        rows that cross between nodes once per node.
         """
         parts = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
         ways = zip(parts, (operator.route.dispatches, operator.route.returns), strict=True)
@@ -100,13 +101,13 @@ class Contractions(Rates):
         return load, exchanges + self.memory_seconds(2 * (1 + load) * sum(moved))
 
     def neighbours(self, num_experts: int, choices: int, axes: tuple[str, ...]) -> int:
-        """How many ranks in a row of these axes as one share a node, where rows of such a mixture cross between nodes
-        once per node; 0 where they go straight."""
+        """Return how many consecutive ranks of these flattened axes share a node, if rows of such a mixture cross
+        between nodes once per node; 0 if rows go straight."""
         nodes = self._nodes(tuple(map(self.mesh.axes.index, axes)))
         return nodes.neighbours if nodes is not None and pays(nodes, num_experts, choices, self.cluster) else 0
 
     def crosses_once(self, operator: Operator, option: Option) -> bool:
-        """Whether the rows of a layer of experts cross between nodes once per node."""
+        """Return whether the rows of an expert layer cross between nodes once per node."""
         axes, choices = routed_axes(option.axes), operator.route.choices
         if self.by_node is not None:
             return (operator.scope, operator.node.name) in self.by_node
@@ -114,15 +115,15 @@ class Contractions(Rates):
         return bool(axes) and choices > 0 and self.neighbours(operator.inputs[1].shape[0], choices, names) > 0
 
     def _nodes(self, axes: tuple[int, ...]) -> Nodes | None:
-        """How the ranks of these axes as one lie on nodes, where they span several."""
+        """Return the nodes of the ranks of these flattened axes, if they span several."""
         return nodes_of(self.group(axes), self.cluster)
 
     def _once_per_node(self, operator: Operator, option: Option, load: float) -> float:
-        """Seconds in which rows come and go by way of the nodes.
+        """Return the seconds in which rows travel there and back by way of the nodes.
 
-        The gathers and sums that this has take the place of those of the calls that copy, weigh and sum rows, which are
-        priced as calls of their own: of these, the sums on the way back move no less, and the copies N + T rows less
-        than the two gathers on the way there, of C and N.
+        The gathers and sums of this way replace those of the calls that copy, weigh and sum rows, which are priced
+        as separate calls. The sums on the way back move no less than these. The copies move N + T rows less than the
+        two gathers on the way there, which move C and N.
         """
         way, route = self._way(operator, option), operator.route
         rows, found = way.tokens * way.choices, 0.0
@@ -139,8 +140,8 @@ class Contractions(Rates):
         return found
 
     def sent_again_seconds(self, operator: Operator, option: Option) -> float:
-        """Of the forward of a layer of experts, the seconds that a second run has although its products are kept: rows
-        travel and are sorted again, but for the sums that return from nodes, which nothing backward reads."""
+        """Return the forward seconds of an expert layer that a second run repeats although its products are kept:
+        rows travel and are sorted again. The sums that return from nodes are left out: no backward reads them."""
         if operator.node.op != EXPERT_LINEAR:
             return 0.0
         seconds = self.routed(operator, option)[1] + self._beside(operator, option)[0]
@@ -151,9 +152,9 @@ class Contractions(Rates):
         return seconds
 
     def _beside(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Seconds by way of the nodes beside those of `_once_per_node`: forward, in which nodes are told the choices
-        of the tokens that they get, and backward, of what sums and weights there move more than the calls that they
-        stand for: on the way there N + 2 C + T rows for 3 N + 2 C, on the way back 8 N + 2 C for 5 N + 2 T."""
+        """Return the seconds by way of the nodes that `_once_per_node` leaves out. Forward, nodes receive the
+        choices of the tokens that they get. Backward, sums and weights there move more rows than the calls that
+        they replace: on the way there N + 2 C + T for 3 N + 2 C, on the way back 8 N + 2 C for 5 N + 2 T."""
         route, told, moved = operator.route, 0.0, 0.0
         if not routed_axes(option.axes) or not self.crosses_once(operator, option):
             return 0.0, 0.0
@@ -184,7 +185,7 @@ class Contractions(Rates):
     def _attention_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
     ) -> tuple[float, float]:
-        """Forward and backward of torch's own flash kernel, or of several of them with exchanges between ranks."""
+        """Price forward and backward of torch's flash kernel, or of several with exchanges between ranks."""
         query = operator.inputs[0]
         queries, width = query.shape[-2], query.shape[-1]
         call = self.context_call(operator, option)
@@ -198,8 +199,8 @@ class Contractions(Rates):
     def kernels_of_context(
         self, call: ContextCall | NearCall, width: int, num_bytes: float, dtype: str
     ) -> AttentionSeconds:
-        """Seconds of the flash kernels of attention over keys of several ranks. width: of a head; num_bytes: what a
-        rank's queries, result, and own keys and values are."""
+        """Return the seconds of the flash kernels of attention over keys of several ranks. width: of a head;
+        num_bytes: of a rank's queries, result, and local keys and values."""
 
         def seconds(keys: int, causal: bool) -> tuple[float, float]:
             shape, moved = (call.heads, call.queries, keys), num_bytes + call.part * (keys / call.keys - 1)
@@ -209,7 +210,7 @@ class Contractions(Rates):
         return seconds
 
     def repeated_bytes(self, operator: Operator, option: Option) -> float:
-        """Bytes of the keys and values that windows on a GPU repeat for the heads that share them
+        """Return the bytes of the keys and values that windows on a GPU repeat for the heads that share them
         (codegen/runtime/windows.py)."""
         query, key, value = operator.inputs[:3]
         is_grouped = operator.node.op == WINDOW_ATTENTION and query.shape[-3] != key.shape[-3]
@@ -219,12 +220,12 @@ class Contractions(Rates):
         return float(heads * key.shape[-2] * (key.shape[-1] + value.shape[-1]) * key.dtype.itemsize)
 
     def sinks(self, operator: Operator, option: Option) -> Sinks:
-        """What a call of attention with sinks takes beside one without."""
+        """Return the extra cost of attention with sinks over attention without."""
         is_exchanged = self.context_call(operator, option) is not None
         return sinks(operator, option, self.mesh, is_cpu(self.cluster), is_exchanged)
 
     def context_call(self, operator: Operator, option: Option) -> ContextCall | NearCall | None:
-        """An attention call whose keys are cut along the sequence, as one rank has it; None for others."""
+        """Return one rank's form of an attention call whose keys are cut along the sequence; None for other calls."""
         return context_call(operator, option, self.mesh, is_cpu(self.cluster)) if operator.rule.joints else None
 
     def _flash_seconds(
@@ -236,7 +237,7 @@ class Contractions(Rates):
         causal: bool,
         variant: str = FLASH,
     ) -> tuple[float, float]:
-        """Forward and backward of one kernel; shape: heads, queries, keys."""
+        """Price forward and backward of one kernel; shape: heads, queries, keys."""
         device = self.cluster.device
         forward = compute.Work(
             "attention", flops, num_bytes, dtype, shape=shape, variant=variant, backward=False, causal=causal
@@ -247,13 +248,13 @@ class Contractions(Rates):
     def _matmul_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
     ) -> tuple[float, float, float]:
-        """Forward, gradient with respect to the input, and to the weight."""
+        """Price the forward, the gradient with respect to the input, and that with respect to the weight."""
         output, placements = operator.node.outputs[0], option.outputs[0]
         is_convolution = base_name(operator.node.op) in CONVOLUTIONS
         of_columns = 1 - len(operator.inputs[1].shape) if is_convolution else -1
         columns = num_local_dim(output, placements, self.mesh, of_columns)
         if base_name(operator.node.op) in BATCHED_PRODUCTS and min(len(meta.shape) for meta in operator.inputs) > 2:
-            # A product per element of the leading dims, of which flops counts all.
+            # One product per element of the leading dims; flops counts all.
             rows = num_local_dim(output, placements, self.mesh, -2)
             batch = max(num_local(output, placements, self.mesh) // (rows * columns), 1)
             depth = max(round(flops / (2 * rows * columns * batch)), 1)
@@ -270,22 +271,22 @@ class Contractions(Rates):
         return forward, wrt_input, wrt_weight
 
     def is_grouped(self, operator: Operator) -> bool:
-        """Whether one kernel multiplies the rows of all experts, rather than one for each: here torch's own
-        (codegen/runtime/experts.py), of bf16 on GPUs that multiply in fp8 as well; see kernels.py too.
+        """Return whether one kernel multiplies the rows of all experts, rather than one kernel per expert.
 
-        Among these are those of compute capability 8.9, which torch has no such kernel for.
+        Here this is torch's kernel (codegen/runtime/experts.py) for bf16 on GPUs that multiply in fp8; see also
+        kernels.py. These GPUs include compute capability 8.9, for which torch has no such kernel.
         """
         is_torchs = operator.node.outputs[0].dtype == torch.bfloat16 and not is_cpu(self.cluster)
         return is_torchs and "fp8" in self.cluster.device.peak_flops_per_second
 
 
 def local_experts(operator: Operator, option: Option, mesh: Mesh) -> int:
-    """Of the experts of an expert layer, how many each rank has."""
+    """Return how many experts of an expert layer each rank has."""
     return num_local_dim(operator.inputs[1], option.inputs[1], mesh, -3)
 
 
 def contraction_flops(operator: Operator) -> float:
-    """Floating-point operations of the whole call, a multiply-add counted as two."""
+    """Return the floating-point operations of the whole call; a multiply-add counts as two."""
     node = operator.node
     if base_name(node.op) in ATTENTION:
         causal = 0.5 if is_causal(node) else 1.0
@@ -293,7 +294,7 @@ def contraction_flops(operator: Operator) -> float:
     if node.op == EXPERT_LINEAR:  # a row is multiplied by the matrix of one expert
         return 2.0 * operator.inputs[0].numel * operator.inputs[1].shape[-1]
     if base_name(node.op) in CONVOLUTIONS:
-        # An element of the result is a sum over a window, and so is that of a transposed one's input.
+        # An element of the result is a sum over a window; so is one of a transposed convolution's input.
         (x, weight), output = operator.inputs[:2], node.outputs[0]
         windows = x if "transpose" in node.op else output
         return 2.0 * windows.numel * weight.numel / weight.shape[0]

@@ -1,4 +1,4 @@
-"""What each unit of the model costs under one assignment: the table that predictions and pipelines are made of."""
+"""The cost of each unit of the model under one assignment: the table behind predictions and pipelines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.options.strategies import Operator, num_local
 def unit_costs(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, assignment: Assignment
 ) -> dict[str, LayerCost]:
-    """The cost of every unit, by name."""
+    """Return the cost of every unit, by name."""
     calls = layer_costs(graph, operators, pricer, assignment)
     parameters = StoredParameters.of(assignment.parameters, homes_of(graph), scopes_of(graph))
     found = combined(calls, stored_costs(graph, pricer, parameters), pricer.num_forwards)
@@ -30,13 +30,13 @@ def unit_costs(
 
 
 def _summed_bytes(graph: Graph, pricer: Pricer, assignment: Assignment) -> dict[str, float]:
-    """By unit, bytes of the sums over the batch that a first pass finds, in fp32 at least, which stay until the next
-    one."""
+    """Return by unit the bytes of the batch sums that a first pass computes, in at least fp32. They stay until the
+    next first pass."""
     metas, homes, last = {scope.name: scope.metas for scope in scopes_of(graph)}, segments(graph), chain(graph)[-1]
     found: dict[str, float] = defaultdict(float)
     for scope, ref in graph.accumulation.summed if graph.accumulation is not None else ():
         meta, option = metas[scope][ref], assignment.operators.get((scope, ref.node))
-        # What a run of layers returns has no option of its own.
+        # The result of a run of layers has no option.
         part = meta.numel if option is None else num_local(meta, option.outputs[ref.index], pricer.mesh)
         found[scope or homes.get(ref.node, last)] += part * max(meta.dtype.itemsize, 4)
     return found
@@ -45,8 +45,11 @@ def _summed_bytes(graph: Graph, pricer: Pricer, assignment: Assignment) -> dict[
 def combined(
     costs: Mapping[str, LayerCost], stored: Mapping[str, StoredCost], num_forwards: int = 1
 ) -> dict[str, LayerCost]:
-    """The cost of every unit with its parameters, and with what its host needs beyond its device (host_calls.py).
-    num_forwards: of a micro-batch in a step; what the first of two takes is a kind of its own, and it keeps nothing."""
+    """Return the cost of every unit with its parameters, and with its host's seconds beyond its device's
+    (host_calls.py).
+
+    num_forwards: of a micro-batch in a step; the first of two is a kind of its own, and keeps nothing.
+    """
     found = {}
     for name, cost in costs.items():
         own = stored.get(name, StoredCost())
@@ -75,13 +78,14 @@ def combined(
 
 
 def _waiting(seconds: dict[str, float], issued: float) -> dict[str, float]:
-    """The seconds of a stretch on the device with those in which it waits for its host, if there are any."""
+    """Return the seconds of a stretch on the device plus those in which it waits for its host."""
     late = issued - exposed(seconds)
     return defaultdict(float, seconds) | {HOST: late} if issued and late > 0 else seconds
 
 
 def _beside(seconds: dict[str, float], late: float) -> dict[str, float]:
-    """What is done once per step, of which gradients are sent while the last backward waits for its host for `late`."""
+    """Price the work done once per step. Its gradients are sent while the last backward waits for its host for
+    `late`."""
     sent = min(late, seconds.get(SYNCHRONISATION, 0.0))
     if not sent:
         return seconds
@@ -90,7 +94,7 @@ def _beside(seconds: dict[str, float], late: float) -> dict[str, float]:
 
 
 def _beyond(overlapped: dict[str, float], late: float) -> dict[str, float]:
-    """What sums that wait add to a backward that waits for its host for `late` anyway."""
+    """Return the seconds that waiting sums add to a backward that already waits for its host for `late`."""
     whole = sum(overlapped.values())
     if not late or not whole:
         return overlapped

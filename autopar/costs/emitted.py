@@ -1,8 +1,8 @@
-"""The program that decisions become, as the passes leave it, from which predictions are made.
+"""The lowered program of an assignment: the basis of predictions.
 
-Which reshards' sums run beside weight gradients, which runs of calls are one kernel or one function, and which products
-are in e4m3 is decided where programs are rewritten (autopar/lowering/passes.py). The search has no program yet: it
-prices an option by what passes do where nothing beside it is in their way (overlap.py, kernels.py, fp8.py).
+Passes rewrite programs (autopar/lowering/passes.py). They decide which reshards' sums overlap weight gradients,
+which runs of calls are one kernel or one function, and which products are in e4m3. The search has no program yet: it
+prices an option as if nothing next to it blocked the passes (overlap.py, kernels.py, fp8.py).
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ Key = tuple[str, str]
 
 @dataclass(slots=True)
 class Emitted:
-    """A program, with the units of its classes by scope and mesh where they were read already (events.py), and what
-    each takes of a host (host_calls.py). Sizes are those of the graph and the mesh that were first asked for: a program
-    for others has the same statements."""
+    """A program, with cached units of its classes by scope and mesh (events.py), and their host calls (host_calls.py).
+
+    Sizes are those of the first graph and mesh: a program for others has the same statements.
+    """
 
     program: Program
     units: dict[tuple[str, Mesh], Any] = field(default_factory=dict)
@@ -44,12 +45,12 @@ class Emitted:
 
 
 Known = dict[Hashable, Emitted]
-"""Programs of one model that were made already, by all that they follow from."""
+"""Cached programs of one model, by all that determines them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OneStage:
-    """What lowering reads of a plan, of which nothing but the mesh matters for the statements."""
+    """The plan that lowering reads; only the mesh affects the statements."""
 
     mesh: Mesh
     precision: str = ""
@@ -65,11 +66,11 @@ def emitted(
     known: Known,
     decisions: Hashable = None,
 ) -> Emitted:
-    """The program of these decisions, after the passes that the pricer prices.
+    """Return the program of these decisions, after the passes that the pricer prices.
 
-    decisions: equal for assignments that are one at several numbers of rows and sizes of axes, whose programs differ in
-    sizes and numbers of sections alone: enough for seconds, not for bytes. By default only those that place all tensors
-    of one mesh alike are.
+    decisions: equal for assignments that agree at several numbers of rows and axis sizes. Their programs differ only
+    in sizes and numbers of sections: enough for seconds, not for bytes. By default only assignments that place all
+    tensors of one mesh alike are equal.
     """
     has_kernels, has_fp8 = isinstance(pricer, KernelPricer), isinstance(pricer, Fp8Pricer)
     overlaps = pricer.overlap_share > 0
@@ -94,8 +95,8 @@ def emitted(
 
 
 def mixtures_of(operators: Iterable[Operator], mesh: Mesh) -> list[tuple[int, int, tuple[str, ...]]]:
-    """(experts, choices of each token, axes over which they may be as one) of the mixtures whose rows may cross between
-    nodes once per node."""
+    """Return (experts, choices of each token, axes that may be flattened) of the mixtures whose rows may cross
+    between nodes once per node."""
     mixtures = sorted({(op.inputs[1].shape[0], op.route.choices) for op in operators if op.route.choices})
     axes = [axis for axis in mesh.axes if axis in EXPERT_AXES]
     runs = [tuple(axes[first:end]) for first, end in itertools.combinations(range(len(axes) + 1), 2)]
@@ -103,8 +104,8 @@ def mixtures_of(operators: Iterable[Operator], mesh: Mesh) -> list[tuple[int, in
 
 
 def priced(program: Program, graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer) -> Pricer:
-    """The pricer for calls as this program has them: its fused runs, its products in e4m3, and which rows of experts
-    cross between nodes once per node."""
+    """Return the pricer for this program: with its fused runs, its products in e4m3, and its expert rows that cross
+    between nodes once per node."""
     found: dict[str, Any] = {}
     calls = [(scope, call) for scope, cls in classes(program) for call in cls.body if isinstance(call, Call)]
     if isinstance(pricer, KernelPricer):
@@ -122,7 +123,7 @@ def priced(program: Program, graph: Graph, operators: Mapping[Key, Operator], pr
 
 
 def _crossing(program: Program) -> Iterator[Key]:
-    """The calls of mixtures whose rows cross between nodes once per node."""
+    """Yield the calls of mixtures whose rows cross between nodes once per node."""
     for scope, cls in classes(program):
         calls = [call for call in cls.body if isinstance(call, Call)]
         routes = {result for call in calls if call.target == "runtime.NodeRoutes" for result in call.results}
@@ -132,19 +133,20 @@ def _crossing(program: Program) -> Iterator[Key]:
 
 
 def classes(program: Program) -> Iterator[tuple[str, ModuleClass]]:
-    """Every class with the name of its scope, the top level first."""
+    """Yield every class with the name of its scope, the top level first."""
     yield "", program.root
     for layer in program.layers:
         yield layer.name, layer
 
 
 def names_of(call: Call) -> tuple[str, ...]:
-    """The calls of the graph whose results a call makes."""
+    """Return the graph's calls whose results a call computes."""
     return tuple(dict.fromkeys(result.type.tensor[0] for result in call.results if result.type.tensor[0]))
 
 
 def _runs(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer) -> list[tuple[str, Fusion]]:
-    """Every run of calls that one kernel can do, with its scope, in the order in which programs prefer them."""
+    """Return every run of calls that one kernel can compute, with its scope, in the order in which programs prefer
+    them."""
     if not isinstance(pricer, KernelPricer):
         return []
     scopes = [scope for scope in scopes_of(graph) if scope.nodes]
@@ -153,6 +155,6 @@ def _runs(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer) -> li
 
 
 def _signature(assignment: Assignment) -> Hashable:
-    """Equal for decisions that place all tensors alike."""
+    """Return a key that is equal for decisions that place all tensors alike."""
     calls = tuple((key, option.inputs, option.outputs) for key, option in assignment.operators.items())
     return calls, tuple(assignment.tensors.items()), tuple(assignment.parameters.items())

@@ -1,8 +1,8 @@
-"""What forward and backward of a program do and keep, for every unit of the model's chain; parameters are left out.
+"""Forward and backward costs of a program for every unit of the model's chain, without parameters.
 
-A unit's seconds are the sum over the calls that run in it and over the steps of its reshards, both read off the
-program (events.py). Layers of one class may lie in several runs and are one unit. What parameters cost once per step is
-counted in stored_costs.py.
+A unit's seconds are the sum over its calls and the steps of its reshards, both read off the program (events.py).
+Layers of one class may be in several runs and are one unit. stored_costs.py counts the costs of parameters once per
+step.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ def layer_costs(
     assignment: Assignment,
     known: Known | None = None,
 ) -> dict[str, LayerCost]:
-    """What forward and backward do and keep, without parameters: it depends on the shape of one data-parallel rank's
-    micro-batch, and not on how many such ranks there are. known: programs of the model that were made already."""
+    """Price forward and backward without parameters.
+
+    Depends on the micro-batch shape of one data-parallel rank, not on the number of such ranks. known: cached
+    programs of the model.
+    """
     made = emitted(graph, operators, pricer, assignment, {} if known is None else known)
     return _Evaluation(made, graph, operators, pricer, assignment).costs()
 
@@ -52,7 +55,7 @@ def layer_seconds(
     known: Known | None = None,
     decisions: Hashable = None,
 ) -> dict[str, ComputeSeconds]:
-    """The seconds of every unit, as `layer_costs` has them, without counting any bytes. decisions: see `emitted`."""
+    """Return the seconds of every unit, as `layer_costs` does, without counting bytes. decisions: see `emitted`."""
     made = emitted(graph, operators, pricer, assignment, {} if known is None else known, decisions)
     costs = _Evaluation(made, graph, operators, pricer, assignment).costs(with_bytes=False)
     return {
@@ -69,8 +72,8 @@ def layer_seconds(
 
 @dataclass(frozen=True, slots=True)
 class StatementCost:
-    """A statement of a program with its seconds on one rank per micro-batch. hidden: of a sum in backward that runs
-    beside weight gradients, which `backward` does not have."""
+    """A program statement with its seconds on one rank per micro-batch. hidden: of a sum in backward that overlaps
+    weight gradients; `backward` leaves it out."""
 
     statement: Statement
     forward: float
@@ -81,14 +84,14 @@ class StatementCost:
 def statement_costs(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, assignment: Assignment
 ) -> dict[str, tuple[StatementCost, ...]]:
-    """By scope, what every statement takes of the seconds that `layer_costs` adds up."""
+    """Return by scope the seconds of every statement that `layer_costs` adds up."""
     made = emitted(graph, operators, pricer, assignment, {})
     evaluation = _Evaluation(made, graph, operators, pricer, assignment)
     return {scope.name: tuple(evaluation.statements(scope)) for scope in scopes_of(graph)}
 
 
 class _Evaluation:
-    """One walk over a program. graph: of any number of rows, with the calls that the program was made of."""
+    """One walk over a program. graph: of any number of rows, with the calls that the program stands for."""
 
     def __init__(
         self,
@@ -104,7 +107,7 @@ class _Evaluation:
         self.found: dict[str, LayerCost] = {name: LayerCost() for name in chain(graph)}
 
     def costs(self, with_bytes: bool = True) -> dict[str, LayerCost]:
-        """All units; without bytes there are only seconds, and no modes."""
+        """Return the costs of all units; without bytes there are only seconds, and no modes."""
         for scope in scopes_of(self.graph):
             units = self._units(scope, anew=with_bytes)
             for name, unit in units.items():
@@ -118,7 +121,8 @@ class _Evaluation:
         return self.found
 
     def _units(self, scope: Scope, anew: bool) -> Mapping[str, Unit]:
-        """What happens in the units of a scope. anew: with the calls of this graph, of which bytes need the sizes."""
+        """Return the events in the units of a scope. anew: with the calls of this graph, because bytes need the
+        sizes."""
         key = scope.name, self.pricer.mesh
         if anew or key not in self.made.units:
             self.made.units[key] = self._reader(scope).units(*self._body(scope))
@@ -131,12 +135,12 @@ class _Evaluation:
         return Reader(scope, self.pricer.mesh, *own)
 
     def _body(self, scope: Scope) -> tuple[ModuleClass, tuple[Statement, ...]]:
-        """A scope's class, and the statements that run ahead of its body."""
+        """Return a scope's class, and the statements that run ahead of its body."""
         before = () if scope.layer else self.made.program.whole_sums
         return dict(classes(self.made.program))[scope.name], before
 
     def statements(self, scope: Scope) -> Iterator[StatementCost]:
-        """Every statement of a scope with its own seconds."""
+        """Yield every statement of a scope with its seconds."""
         for statement, unit in self._reader(scope).each(*self._body(scope)):
             cost = LayerCost()
             self._seconds(scope, unit, cost)
@@ -158,7 +162,7 @@ class _Evaluation:
                 self._move(scope, event, cost)
 
     def _issued(self, scope: Scope, name: str, unit: Unit) -> tuple[float, float]:
-        """Seconds of the host for the calls of a unit."""
+        """Return the host seconds to issue the calls of a unit."""
         one, known = self.pricer.host_call_seconds, self.made.calls
         if not one:
             return 0.0, 0.0
@@ -182,7 +186,7 @@ class _Evaluation:
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def _bytes(self, scope: Scope, units: Mapping[str, Unit]) -> None:
-        """What the calls of a scope keep, and what is alive while they run."""
+        """Count the bytes that the calls of a scope keep, and those alive while they run."""
         names = (p.name for p in (scope.layer.parameters if scope.layer else ()))
         parameters = frozenset(p.name for p in self.graph.parameters) | frozenset(names)
         events = [event for unit in units.values() for event in unit.events]
@@ -196,6 +200,6 @@ class _Evaluation:
 
 
 def _copied(ran: Mapping[str, Ran], copies: set[tuple[Ref, Placements]], node: Node, ref: Ref) -> Placements | None:
-    """How an input lies that is resharded for a call, where that copies it."""
+    """Return the placement of an input that is resharded for a call by a copy."""
     lies = ran[node.name].option.inputs[node.inputs.index(ref)]
     return lies if (ref, lies) in copies else None

@@ -1,8 +1,7 @@
-"""A program's statements as what happens on one rank: calls of the graph that run, and reshards.
+"""Events of a program's statements on one rank: calls of the graph, and reshards.
 
-A statement stands for the graph's calls that it was made of (`Call.original`): a function of the run time runs one
-after the other, a kernel all at once. Steps of one reshard, of which each reads only what the one before it made, are
-one event.
+A statement stands for the graph's calls in `Call.original`: a run-time function runs them one after the other, a
+kernel all at once. Consecutive steps of one reshard, each reading only its predecessor's result, are one event.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from codegen.fusion.match import Flow
 from codegen.program import Call, LayerLoop, ModuleClass, Reshard, Statement, TensorType, Var, assigns
 
 OVERLAPPED = {"overlapped.linear": 0, "overlapped.linears": 0, "overlapped.addmm": 1}
-"""Calls whose input's gradient is summed beside weight gradients, and which argument that input is."""
+"""Calls whose input gradient is summed while weight gradients are computed, with the position of that input."""
 
 Key = tuple[Ref, Placements]
-"""A tensor of the graph as it lies."""
+"""A tensor of the graph with its placement."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A call of the graph, or a fused kernel as one.
+    """A call of the graph, or a fused kernel as one call.
 
-    is_passing: its results have no variable, since a function of the run time makes them on its way and frees them when
-    it returns. names: variables that it assigns -> what they hold from then on.
+    is_passing: its results have no variable; a run-time function computes them and frees them when it returns.
+    names: assigned variables -> their new content.
     """
 
     operator: Operator
@@ -45,7 +44,7 @@ class Ran:
 
     @property
     def name(self) -> str:
-        """The call's name in the graph."""
+        """Return the call's name in the graph."""
         return self.operator.node.name
 
 
@@ -53,8 +52,8 @@ class Ran:
 class Moved:
     """A reshard of `ref` by these steps.
 
-    name: of the variable that it assigns. overlapped: the linear layers, by their names in the graph, beside whose
-    weight gradients the sum of its backward runs.
+    name: of the assigned variable. overlapped: the linear layers, by their names in the graph, whose weight
+    gradients overlap the sum of its backward.
     """
 
     ref: Ref
@@ -66,12 +65,12 @@ class Moved:
 
     @property
     def names(self) -> tuple[tuple[str, Key], ...]:
-        """The variable that it assigns -> what that holds from then on."""
+        """Return the assigned variable -> its new content."""
         return ((self.name, (self.ref, self.target)),)
 
     @property
     def is_free(self) -> bool:
-        """Whether it copies nothing forward."""
+        """Return whether it copies nothing forward."""
         return all({step.source.kind, step.target.kind} == {"R", "Rp"} for step in self.path)
 
 
@@ -80,10 +79,10 @@ Event = Ran | Moved
 
 @dataclass(slots=True)
 class Unit:
-    """What happens in one unit of the chain.
+    """The events of one unit of the chain.
 
-    calls: of the graph, in a fused kernel each of them. ends: results that are read outside of the unit, as they lie
-    when it ends. rebound: variables that are assigned again outside of it. statements: that make it up.
+    calls: of the graph, each call of a fused kernel. ends: results read outside of the unit, with their placement at
+    its end. rebound: variables reassigned outside of it. statements: of the unit.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -94,7 +93,7 @@ class Unit:
 
 
 class Reader:
-    """Reads one class of a program. segments: top-level call -> its unit."""
+    """Reader of one class of a program. segments: top-level call -> its unit."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class Reader:
         self.done: set[str] = set()
 
     def units(self, cls: ModuleClass, before: tuple[Statement, ...] = ()) -> dict[str, Unit]:
-        """The units of the class by name. before: statements that run ahead of its body."""
+        """Return the units of the class by name. before: statements that run ahead of its body."""
         body = (*before, *cls.body)
         flow = Flow.of(body, cls.outputs)
         overlapped = _overlapped(body, flow)
@@ -131,7 +130,7 @@ class Reader:
         return found
 
     def each(self, cls: ModuleClass, before: tuple[Statement, ...] = ()) -> Iterator[tuple[Statement, Unit]]:
-        """Every statement of the class with what happens in it alone: steps of one reshard are several events here."""
+        """Yield every statement of the class with its events; steps of one reshard are several events here."""
         body = (*before, *cls.body)
         overlapped = _overlapped(body, Flow.of(body, cls.outputs))
         for index, statement in enumerate(body):
@@ -143,7 +142,8 @@ class Reader:
             yield statement, unit
 
     def _homes(self, body: tuple[Statement, ...]) -> list[str]:
-        """The unit of every statement: that of its calls, else of the next ones before a layer, else of the last."""
+        """Return the unit of every statement: that of its calls, else of the next calls before a layer, else of the
+        last."""
         if self.scope.layer is not None:
             return [self.scope.name] * len(body)
         nearest = next(iter(self.segments.values()), "")
@@ -179,18 +179,18 @@ class Reader:
                     unit.calls.append(key)
 
     def _names(self, call: Call, made: str) -> tuple[tuple[str, Key], ...]:
-        """The variables that hold results of the graph's call `made`."""
+        """Return the variables that refer to results of the graph's call `made`."""
         own = (result for result in assigns(call) if result.type.tensor[0] == made)
         return tuple((result.name, key) for result in own if (key := self.key(result)) is not None)
 
     def _stands_in(self, call: Call) -> None:
-        """A result that is none of the graph's tensors stands for what it is made of."""
+        """Let a result outside the graph stand for its source."""
         source = next((key for arg in call.args if isinstance(arg, Var) and (key := self.key(arg))), None)
         if source is not None:
             self.stand_in |= {result.name: source for result in assigns(call)}
 
     def _fused(self, fusion: Fusion, call: Call) -> Iterator[Ran]:
-        """A kernel's results, each with how what it is made of lies."""
+        """Yield a kernel's results, each with the placements of its sources."""
         scope, options = self.scope.name, self.assignment.operators
         lies = {Ref(node.name): options[scope, node.name].outputs[0] for node in fusion.nodes}
         members = {member.name: member for member in fusion.members}
@@ -226,7 +226,7 @@ class Reader:
 
     @staticmethod
     def _is_only_for(index: int, flow: Flow) -> bool:
-        """Whether nothing else reads what a reshard does."""
+        """Return whether nothing else reads the input of a reshard."""
         statement = flow.body[index]
         assert isinstance(statement, Reshard)
         return flow.readers[index - 1, statement.source.name] == {index}
@@ -255,13 +255,13 @@ class Reader:
                     found[homes[index]].ends.append(key)
 
     def key(self, variable: Var) -> Key | None:
-        """The graph's tensor that a variable holds, or that it stands for; None for counts and the like."""
+        """Return the graph's tensor that a variable refers to or stands for; None for counts and the like."""
         name, index = variable.type.tensor
         return (Ref(name, index), placements_of(variable.type, self.mesh)) if name else self.stand_in.get(variable.name)
 
 
 def _overlapped(body: tuple[Statement, ...], flow: Flow) -> dict[int, tuple[str, ...]]:
-    """Number of a reshard -> the linear layers beside whose weight gradients the sum of its backward runs."""
+    """Return number of a reshard -> the linear layers whose weight gradients overlap the sum of its backward."""
     return {
         flow.origins[index][call.args[OVERLAPPED[call.target]].name]: names_of(call)
         for index, call in enumerate(body)
@@ -274,7 +274,7 @@ def _is_loop(statement: Statement) -> bool:
 
 
 def placements_of(held: TensorType, mesh: Mesh) -> Placements:
-    """How a variable lies, an entry per axis of the mesh."""
+    """Return a variable's placements, one per mesh axis."""
     return _parsed(held.placements, mesh.axes)
 
 

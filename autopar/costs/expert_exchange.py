@@ -1,19 +1,19 @@
-"""What it takes to send the rows of experts' layers to the ranks that have their experts, and back, on one mesh.
+"""Seconds to send the rows of expert layers to their experts' ranks and back, on one mesh.
 
-One rule for every kind of exchange (``cost_models/machines/dispatches.toml``): over n = N p ranks, p of them on each of
-N nodes, T tokens of a rank with k choices among E experts each,
+One rule covers every kind of exchange (``cost_models/machines/dispatches.toml``). With n = N p ranks, p on each of N
+nodes, T tokens of a rank with k choices among E experts each:
 
     all_to_all         T k rows over n ranks
     once per node      T m(N) rows over N ranks, one of each node, then T k rows over p ranks of a node
     once per rank      T m(N) rows over N ranks and, while they arrive, T m(n) rows over p ranks of a node
     gathered           T rows of each of n ranks to all of them, and sums of results back
-    m(x) = x (1 - C(E - E/x, k) / C(E, k))    of x parts of the experts those that a token has one in, if all choices
-                                              are as likely
+    m(x) = x (1 - C(E - E/x, k) / C(E, k))    of x equal groups of experts, those that a token
+                                              chooses from if all choices are equally likely
 
-forward to the experts and back from them, and the same backward. Rows are also read and written by what sorts them,
-once by any kind, and as often again as the kind says. Autopar's programs have the first (codegen/runtime/experts.py)
-and the second (experts_by_node.py). Which of both follows from rates and numbers alone, not from how many rows there
-are: what a token takes when there are many.
+Rows travel forward to the experts and back, and their gradients do the same backward. Sorting also reads and writes
+rows: once for any kind, plus as often as the kind says. Generated programs use the first kind
+(codegen/runtime/experts.py) and the second (experts_by_node.py). The choice follows from rates and numbers of ranks,
+experts and choices, not from the number of rows: it compares the time per token for many tokens.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from cost_models.dispatch import Dispatch, dispatch, dispatches
 from cost_models.machine import Cluster
 
 MANY_TOKENS = 1 << 20
-"""Tokens of which the seconds are those of their bytes."""
+"""Enough tokens that bytes alone determine the seconds."""
 
 ROW_BYTES = 4096
-"""Of the rows by which ways are compared; both ways' seconds are proportional to it."""
+"""Bytes of a row in the comparison; the seconds of both kinds are proportional to it."""
 
 
 ID_BYTES = 4
-"""Of the number of an expert as it is told."""
+"""Bytes of an expert's number as it is sent."""
 
 ONCE_PER_NODE = "once_per_node"
-"""The kind that programs have beside all_to_all."""
+"""The kind that programs have besides all_to_all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """How the ranks that share out experts lie: `neighbours` of them, `stride` apart, on each of `num_nodes` nodes."""
+    """Layout of the ranks that share out experts: `neighbours` of them, `stride` apart, on each of `num_nodes`
+    nodes."""
 
     num_nodes: int
     neighbours: int
@@ -50,17 +51,17 @@ class Nodes:
 
     @property
     def across(self) -> collective.Group:
-        """Ranks at one place of all nodes."""
+        """Return the ranks at the same place of every node."""
         return collective.Group(self.num_nodes, self.stride * self.neighbours)
 
     @property
     def inside(self) -> collective.Group:
-        """Ranks of a node."""
+        """Return the ranks of a node."""
         return collective.Group(self.neighbours, self.stride)
 
 
 def nodes_of(group: collective.Group, cluster: Cluster) -> Nodes | None:
-    """The nodes that the group spans, where it has as many ranks on each and several on one; None elsewhere."""
+    """Return the group's nodes if it has equally many ranks, and several, on each node; else None."""
     size, stride, per_node = group.size, group.stride, cluster.devices_per_node
     neighbours = per_node // stride
     spans = size * stride > per_node and per_node % stride == 0 and neighbours > 1 and size % neighbours == 0
@@ -68,7 +69,7 @@ def nodes_of(group: collective.Group, cluster: Cluster) -> Nodes | None:
 
 
 def parts_of_token(num_parts: int, num_experts: int, choices: int) -> float:
-    """Over how many of equal parts of the experts (nodes, ranks) a token's different choices are spread by the mean."""
+    """Return over how many equal groups of experts (nodes, ranks) a token's different choices spread on average."""
     elsewhere = num_experts - num_experts // num_parts
     return num_parts * (1 - math.comb(elsewhere, choices) / math.comb(num_experts, choices))
 
@@ -85,8 +86,8 @@ class OncePerNode:
 
     @property
     def copies(self) -> float:
-        """Rows that leave a rank for nodes, its own among them; on the way to the fullest of them, at most all tokens
-        for each node."""
+        """Return the rows that leave a rank for nodes, its own included. At most all tokens go to each node: this
+        limits the fullest."""
         num_nodes = self.nodes.num_nodes
         mean = parts_of_token(num_nodes, self.num_experts, self.choices)
         load = routing.fullest_load(
@@ -95,25 +96,25 @@ class OncePerNode:
         return self.tokens * min(mean * load, num_nodes)
 
     def seconds(self, row_bytes: float, copy_bytes: float, load: float, cluster: Cluster) -> float:
-        """row_bytes, copy_bytes: of one row inside a node, and of one between nodes. load: of the fullest rank by the
-        mean."""
+        """Price the exchange. row_bytes, copy_bytes: of one row inside a node, and of one between nodes. load: of
+        the fullest rank relative to the mean."""
         return self.seconds_across(copy_bytes, cluster) + self.seconds_inside(row_bytes, load, cluster)
 
     def seconds_across(self, copy_bytes: float, cluster: Cluster) -> float:
-        """What goes with every copy to its node, or comes back."""
+        """Return the seconds of data that travels with every copy to its node, or back."""
         return collective.seconds("all_to_all", self.copies * copy_bytes, self.nodes.across, cluster)
 
     def seconds_inside(self, row_bytes: float, load: float, cluster: Cluster, per_token: float = 0.0) -> float:
-        """What goes with every choice to the rank of the node that has its expert, or comes back. per_token: rows of a
-        token instead of its choices."""
+        """Return the seconds of data that travels with every choice to its expert's rank in the node, or back.
+        per_token: rows of a token, if not its choices."""
         num_bytes = load * self.tokens * (per_token or self.choices) * row_bytes
         return collective.seconds("all_to_all", num_bytes, self.nodes.inside, cluster)
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """The rows of one layer of experts on each rank of a group. load: of the fullest rank by the mean; skew: of its
-    experts (`routing`)."""
+    """The rows of one expert layer on each rank of a group. load: of the fullest rank relative to the mean; skew: of
+    its experts (`routing`)."""
 
     group: collective.Group
     num_experts: int
@@ -124,7 +125,7 @@ class Mixture:
     skew: float = 0.0
 
     def seconds(self, kind: Dispatch, cluster: Cluster) -> float:
-        """One exchange, there or back, with the passes over its rows that not every kind has."""
+        """Price one exchange, there or back, with the passes over its rows that are specific to the kind."""
         sent = self.tokens * self.row_bytes
         if kind.between == "all":
             both = (collective.seconds(k, self.group.size * sent, self.group, cluster) for k in GATHERS)
@@ -147,15 +148,15 @@ class Mixture:
         return moving + 2 * passes * sent / (device.memory_bytes_per_second * device.memory_efficiency)
 
     def fits(self, kind: Dispatch, cluster: Cluster) -> bool:
-        """Whether the kind can be told from all_to_all here: by its nodes, or by its ranks."""
+        """Return whether the kind differs from all_to_all here: by its nodes, or by its ranks."""
         nodes = nodes_of(self.group, cluster)
         whole = nodes is not None and self.num_experts % nodes.num_nodes == 0
         several = 1 < self.choices <= self.num_experts
         return kind.between != "node" or several and (whole or kind.inside == "rank" and nodes is None)
 
     def fastest(self, names: Iterable[str], cluster: Cluster) -> Dispatch:
-        """Of the kinds that fit the one that takes many tokens of such a mixture least, overlap counted; all_to_all
-        where there is none."""
+        """Return the kind, among those that fit, with the least time for many tokens of such a mixture, overlap
+        included; all_to_all if none fits."""
         many = Mixture(self.group, self.num_experts, self.choices)
         kinds = [kind for kind in map(dispatch, names) if self.fits(kind, cluster)]
         if len(kinds) < 2:
@@ -167,7 +168,7 @@ GATHERS: tuple[collective.Kind, collective.Kind] = ("all_gather", "reduce_scatte
 
 
 def pays(nodes: Nodes, num_experts: int, choices: int, cluster: Cluster) -> bool:
-    """Whether programs have the rows of such a mixture cross between nodes once per node."""
+    """Return whether programs have the rows of such a mixture cross between nodes once per node."""
     group = collective.Group(nodes.num_nodes * nodes.neighbours, nodes.stride)
     names = [name for name, kind in dispatches().items() if kind.in_programs]
     return Mixture(group, num_experts, choices).fastest(names, cluster).name == ONCE_PER_NODE

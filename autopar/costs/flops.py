@@ -1,7 +1,7 @@
-"""The floating-point operations that a model's training step needs, whatever the plan: what MFU is counted by.
+"""The floating-point operations that a model's training step needs under any plan: the basis of MFU.
 
 "Model FLOPs" of Chowdhery et al. (PaLM, 2022, appendix B): those of matrix products, attention and convolutions,
-forward and backward, without what is computed again. Of attention only the pairs that the mask leaves count.
+forward and backward, without recomputation. Attention counts only the pairs that the mask leaves.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from cost_models.mixed import AnyCluster
 
 
 def model_flops(graph: Graph, operators: Mapping[tuple[str, str], Operator]) -> float:
-    """Of one micro-batch over all ranks, forward and backward, a multiply-add counted as two.
+    """Return the FLOPs of one micro-batch over all ranks, forward and backward; a multiply-add counts as two.
 
-    The backward of a product has as many again for each factor that has a gradient: three times the forward in all for
-    trained weights, twice for frozen ones.
+    The backward of a product has as many again for each factor that has a gradient: three times the forward in all
+    for trained weights, twice for frozen ones.
     """
     counts = {scope.name: scope.count for scope in scopes_of(graph)}
     return sum(counts[scope] * _with_backward(each) for (scope, _), each in operators.items() if _multiplies(each))
 
 
 def model_flops_utilisation(flops: float, seconds: float, cluster: AnyCluster, dtype: str) -> float:
-    """The share of what all devices could do at their nominal peak in `dtype` that `flops` in `seconds` are."""
+    """Return `flops` in `seconds` as a share of all devices' nominal peak in `dtype`."""
     peak = sum(group.num_devices * group.device.peak(dtype) for group in cluster.groups)
     return flops / (seconds * peak) if seconds else 0.0
 
@@ -39,9 +39,9 @@ def _multiplies(operator: Operator) -> bool:
 
 def _with_backward(operator: Operator) -> float:
     name = base_name(operator.node.op)
-    if name in ATTENTION:  # two products, of which each has two in backward
+    if name in ATTENTION:  # two products, each with two in backward
         backward = 2.0 * any(meta.requires_grad for meta in operator.inputs[:3])
     else:
-        first = int(ADDED.get(name) == "self")  # others have what they add behind their factors
+        first = int(ADDED.get(name) == "self")  # others have the operands that they add behind their factors
         backward = float(sum(meta.requires_grad for meta in operator.inputs[first : first + 2]))
     return contraction_flops(operator) * (1.0 + backward)

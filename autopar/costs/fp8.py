@@ -6,18 +6,18 @@ With i bytes of an element of x (N x K), w (M x K) and y (N x M), on one rank, w
     gradient of x  fp8 product + casts of dy, w^T                   (i + 1) (NM + MK) + 2 i MK
     gradient of w  as without
 
-where products run at the device's fp8 peak and read one byte per element. w^T is copied before it is cast; torch.addmm
-has w^T in storage, and so copies in forward instead. n layers of one x are one call where x lies for all of them alike:
-each is charged its share of the cast, so that parting them never seems to pay. A device without that peak (a CPU)
-multiplies what it reads back from the codes in fp32.
+Products run at the device's fp8 peak and read one byte per element. w^T is copied before it is cast; torch.addmm has
+w^T in storage, and so copies in forward instead. n layers of one x are one call where x has one placement for all of
+them. Each is charged its share of the cast, so that splitting them never seems to pay. A device without that peak (a
+CPU) multiplies, in fp32, values decoded from the codes.
 
-Bytes. Layers keep x and w, as without, and codes and scales live for a product: of A elements of one factor, B of the
-other and R of the result,
+Bytes: layers keep x and w, as without fp8; codes and scales live for one product. With A elements of one factor, B of
+the other and R of the result:
 
     GPU    cast of b  A + B + i B where b is copied              product  A + B + 4 (scales)
     CPU    cast of b  A + (5 + f) B                              product  A + B + 4 (scales) + max(4 (A + B + R), 8 R)
 
-with f = 4 where i < 4, of a copy in fp32, else 0. What is there already then, or not yet, is taken off.
+with f = 4 for a copy in fp32 where i < 4, else 0. Tensors that exist already, or not yet, are subtracted.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class _Product:
 
     @property
     def rows(self) -> int:
-        """The rows of x and y, N in the formulas above."""
+        """Return the rows of x and y, N in the formulas above."""
         return self.x // self.depth
 
     @property
     def columns(self) -> int:
-        """The columns of y, M in the formulas above."""
+        """Return the columns of y, M in the formulas above."""
         return self.weight // self.depth
 
     def forward_temporary(self, on_cpu: bool) -> float:
-        """Bytes that are alive during the forward beside y, which is counted as if it were there from the start."""
+        """Return the temporary bytes of the forward besides y, which counts from the start."""
         made = self.width * self.y
         scales = 4.0 * (self.rows + self.columns)
         casting = _cast(0, self.x, self.width, on_cpu), _cast(self.x, self.weight, self.width, on_cpu, self.is_addmm)
@@ -67,7 +67,7 @@ class _Product:
         return max(*casting, multiplying, self.x + self.weight + scales + made, adding) - made
 
     def backward_temporary(self, on_cpu: bool) -> float:
-        """Bytes that are alive until dx is there, beside dx and dw, which are counted as if they were there."""
+        """Return the temporary bytes of the backward until dx exists, besides dx and dw, which count from the start."""
         dx, dw = self.width * self.x, self.width * self.weight
         scales = 4.0 * (self.rows + self.depth)
         casting = (
@@ -79,28 +79,31 @@ class _Product:
 
 
 def _cast(held: int, elements: int, width: int, on_cpu: bool, copies: bool = False) -> float:
-    """Bytes while a factor is cast, beside `held` codes of the other one."""
+    """Return the bytes while a factor is cast, besides `held` codes of the other factor."""
     if on_cpu:
         return held + (5.0 + (4.0 if width < 4 else 0.0)) * elements
     return held + elements + (width * elements if copies else 0.0)
 
 
 def _multiply(a: int, b: int, result: int, on_cpu: bool) -> float:
-    """Bytes of codes and products; on a GPU but for the result."""
+    """Return the bytes of codes and products; on a GPU without the result."""
     return a + b + (max(4.0 * (a + b + result), 8.0 * result) if on_cpu else 0.0)
 
 
 @dataclass
 class Fp8Pricer(Pricer):
-    """Prices without other fused kernels. products: (scope, call) -> how many calls in e4m3 share its cast of x, of one
-    program (emitted.py); None while there is no program, and an option alone says whether a call may be in e4m3."""
+    """Prices without other fused kernels.
+
+    products: (scope, call) -> how many calls in e4m3 share its cast of x, of one program (emitted.py). None without
+    a program: then an option alone says whether a call may be in e4m3.
+    """
 
     products: Mapping[tuple[str, str], int] | None = None
 
     def _matmul_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
     ) -> tuple[float, float, float]:
-        """Forward, gradient with respect to the input, and to the weight."""
+        """Price the forward, the gradient with respect to the input, and that with respect to the weight."""
         plain = super()._matmul_seconds(operator, option, flops, num_bytes, dtype)
         if not self.is_fp8(operator, option):
             return plain
@@ -115,7 +118,7 @@ class Fp8Pricer(Pricer):
         return forward, wrt_input, plain[2]
 
     def is_fp8(self, operator: Operator, option: Option) -> bool:
-        """Whether programs multiply this call in e4m3."""
+        """Return whether programs multiply this call in e4m3."""
         if self.products is not None:
             return (operator.scope, operator.node.name) in self.products
         position = DEFERRABLE.get(base_name(operator.node.op))
@@ -125,35 +128,35 @@ class Fp8Pricer(Pricer):
         return len(shape) == 2 and all(size % MULTIPLE == 0 for size in shape)
 
     def _num_sharing(self, operator: Operator) -> int:
-        """How many calls the cast of this one's x serves."""
+        """Return how many calls share the cast of this call's x."""
         if self.products is not None:
             return self.products[operator.scope, operator.node.name]
         return num_sharing(operator)
 
     def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
-        """Deferrable seconds of a weight's gradient: 0 for a layer in fp8."""
+        """Return the deferrable seconds of a weight's gradient: 0 for a layer in fp8."""
         return 0.0 if self.is_fp8(operator, option) else super().weight_seconds(operator, option, whole_seconds)
 
     def may_defer(self, operator: Operator, option: Option) -> bool:
-        """Whether programs can defer the gradient of this call's weight: of products in e4m3 they do not."""
+        """Return whether programs can defer the gradient of this call's weight: not for products in e4m3."""
         return not self.is_fp8(operator, option) and super().may_defer(operator, option)
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Bytes (kept beside inputs and results, temporaries of the forward)."""
+        """Return the bytes (kept besides inputs and results, temporaries of the forward)."""
         kept, temporary = super().kernel_bytes(operator, option)
         if self.is_fp8(operator, option):
             temporary += self._product(operator, option).forward_temporary(is_cpu(self.cluster))
         return kept, temporary
 
     def backward_bytes(self, operator: Operator, option: Option) -> float:
-        """Temporaries of the backward beside the gradients that it makes."""
+        """Return the temporary bytes of the backward besides the gradients that it computes."""
         found = super().backward_bytes(operator, option)
         if self.is_fp8(operator, option):
             found += self._product(operator, option).backward_temporary(is_cpu(self.cluster))
         return found
 
     def product_bytes(self, operator: Operator, option: Option) -> float:
-        """Bytes of the product before the bias is added, and on a CPU before scales are multiplied."""
+        """Return the bytes of the product before the bias is added, and on a CPU before scales are multiplied."""
         own = self._product(operator, option) if self.is_fp8(operator, option) else None
         if own is None or not (is_cpu(self.cluster) or own.has_bias):
             return 0.0
@@ -184,7 +187,7 @@ class Fp8KernelPricer(Fp8Pricer, KernelPricer):
 
 
 def num_sharing(operator: Operator) -> int:
-    """How many layers of the call's scope read its x and may be one call with it, itself among them."""
+    """Return how many layers of the call's scope read its x and may be one call with it, itself included."""
     if base_name(operator.node.op) != "linear" or operator.runs is None:
         return 1
     x = operator.node.inputs[0]

@@ -1,8 +1,9 @@
-"""How many calls a GPU's host issues for a program, counted statement by statement of what is emitted.
+"""The number of calls that a GPU's host issues for a program, counted statement by statement of the emitted code.
 
-The unit is an elementwise call of torch with its autograd and its launch (Device.host_call_seconds). The others in this
-unit are ratios of CPU time on one core of an EPYC (benchmarks/host_calls.py, torch 2.13: 2.0 us), with 3 us per
-cuLaunchKernel, 11 us per launch of Triton and 20 us per enqueueing of NCCL from the sources named there, rounded:
+The unit is an elementwise call of torch with its autograd and its launch (Device.host_call_seconds). The others are
+ratios of CPU time to this unit on one core of an EPYC, rounded (benchmarks/host_calls.py, torch 2.13: 2.0 us). They
+include 3 us per cuLaunchKernel, 11 us per launch of Triton and 20 us per enqueueing of NCCL from the sources named
+there:
 
     a view                             0.3 forward   0.7 backward
     a product, attention               1.5           0.6 + 1.3 per gradient
@@ -11,19 +12,18 @@ cuLaunchKernel, 11 us per launch of Triton and 20 us per enqueueing of NCCL from
     a reshard                          1, and 7 for the collective of that direction
     a trained parameter                              0.7: its hook
 
-In a stretch between two synchronisations the host runs ahead of the device, which is done with a stretch of D seconds
-that takes the host H to issue after max(D, H), if it is issued evenly. Stretches are the forward and the backward of a
-unit of the chain (a layer):
+Between two synchronizations the host runs ahead of the device. A stretch of D device seconds that the host issues
+evenly in H seconds ends after max(D, H). Stretches are the forward and the backward of a unit of the chain (a layer):
 
     forward = max(D_f, H_f),    backward = max(D_b, H_b)
 
-of which what is above D is told as `HOST`. What the host gains in one layer's forward it could lose in another
-stretch: where units are unlike, the sum of maxima is more than the maximum of sums, by no more than the smaller of what
-is gained and what is lost. The loss and the gradient's norm are read before the update (codegen/runtime/guard.py),
-which therefore begins with an idle device: its host's seconds are all lost.
+The seconds above D are reported as `HOST`. The host could lose the lead of one layer's forward in another stretch. For
+unlike units the sum of maxima exceeds the maximum of sums, by at most the smaller of gain and loss. The loss and the
+gradient's norm are read before the update (codegen/runtime/guard.py), which therefore begins with an idle device: its
+host's seconds are all exposed.
 
 Under inductor a run of calls between two reshards is one graph of torch.compile (regions.py): 36 us of guards and 7 to
-9 us per kernel (meta-pytorch/tritonbench, pull request 1017), that is 5 units a graph and one per product or kernel.
+9 us per kernel (meta-pytorch/tritonbench, pull request 1017). That is 5 units a graph and one per product or kernel.
 """
 
 from __future__ import annotations
@@ -40,44 +40,44 @@ Calls = tuple[float, float]
 
 VIEW: Calls = (0.3, 0.7)
 NODE = 0.6
-"""Of autograd's engine, for one of torch's own functions."""
+"""Of autograd's engine, for one of torch's functions."""
 CALL, GRADIENT = 1.0, 0.9
 PRODUCT, PRODUCT_GRADIENT = 1.5, 1.3
 FUNCTION = 1.0
 LAUNCH = 6.0
 COLLECTIVE = 7.0
 GATHERED: Calls = (COLLECTIVE, 2 * COLLECTIVE)
-"""Of ZeRO-3, per group of ranks and unit: gathered in forward and in backward, whose gradients are scattered."""
+"""Of ZeRO-3, per group of ranks and unit: gathers in forward and in backward, and scattered gradients."""
 LAYER = 2.0
-"""A layer is called, as a module with hooks."""
+"""Call of a layer, as a module with hooks."""
 TRAINED = 0.7
-"""Per trained parameter and micro-batch. This and the next ones in units of calls as steps have them: some 9.5 us on
-the same core, with launches, where loops of one call take 5."""
+"""Per trained parameter and micro-batch. This and the next constants are in units of calls as steps have them: some
+9.5 us on the same core, with launches, where loops of one call take 5."""
 UPDATED = 0.7
-"""Per trained parameter and step, where torch's optimiser looks all of them up; a fused update has a table."""
+"""Per trained parameter and step, if torch's optimizer looks all of them up; a fused update has a table."""
 MICRO_BATCH = 12.0
 """Checks of the batch, the order of buckets, sums of losses."""
 SYNCHRONISED = 10.0
 """From the reading of the norm to the update's launch; by reading."""
 STEP = 18.0
-"""The rest of what a step takes beside micro-batches and parameters."""
+"""The rest of a step besides micro-batches and parameters."""
 ACTION = 2 * COLLECTIVE
-"""A forward or a backward of a pipeline's stage: what it receives and sends."""
+"""Receives and sends of a stage's forward or backward."""
 LOSS: Calls = (20.0, 10.0)
 """Of cross-entropy in torch's calls (codegen/runtime/cross_entropy.py), as in host.py."""
 LM_HEAD: Calls = (FUNCTION + 3 * PRODUCT + 2 * LAUNCH + 5 * CALL, FUNCTION + 2 * CALL)
 """Of the linear layer with its loss in one chunk (codegen/kernels/linear_cross_entropy.py)."""
 RUNTIME: Calls = (FUNCTION + 10 * CALL, FUNCTION + 10 * CALL)
-"""Of a function of the run time that is none of the above, by reading a few."""
+"""Of any other run-time function, by reading a few."""
 JOINED = ("overlapped.", "deferred.", "fp8.", "async_tp.")
-"""Functions of the run time that are products with something beside them."""
+"""Run-time functions that combine a product with other calls."""
 GRAPH = 5.0
 LAUNCHES = {pattern.target: pattern.launches for pattern in PATTERNS}
-"""Of fused kernels, forward and backward."""
+"""Launches of fused kernels, forward and backward."""
 
 
 def calls_of(statement: Statement) -> Calls:
-    """What one statement of a program takes."""
+    """Return the calls of one statement of a program."""
     if isinstance(statement, Reshard):
         return reshard_calls(bool(statement.forward), bool(statement.backward), statement.source.type.requires_grad)
     if isinstance(statement, LayerLoop):
@@ -92,19 +92,19 @@ def calls_of(statement: Statement) -> Calls:
 
 
 def reshard_calls(sends_forward: bool, sends_backward: bool, has_gradient: bool) -> Calls:
-    """Of one step of a reshard."""
+    """Return the calls of one reshard step."""
     gradient = FUNCTION + (COLLECTIVE if sends_backward else CALL)
     return FUNCTION + (COLLECTIVE if sends_forward else 0.0), gradient if has_gradient else 0.0
 
 
 def product_calls(num_gradients: int) -> Calls:
-    """Of a product or attention in one call of torch."""
+    """Return the calls of a product or attention in one call of torch."""
     return PRODUCT, NODE + PRODUCT_GRADIENT * num_gradients if num_gradients else 0.0
 
 
 def host_calls(statements: Iterable[Statement], is_layer: bool, is_compiled: bool = False) -> Calls:
-    """What the statements of a unit take, parameters left out. is_compiled: those of layers that call nothing but torch
-    are one graph from one of the others to the next."""
+    """Return the calls of a unit's statements, without parameters. is_compiled: those of layers that call only torch
+    form one graph up to the next other statement."""
     forward, backward = (LAYER, 0.0) if is_layer else (0.0, 0.0)
     in_graph = False
     for statement in statements:
@@ -131,7 +131,7 @@ def _kernel(call: Call) -> Calls:
 
 
 def _call(call: Call) -> Calls:
-    """One call of the lowered program."""
+    """Return the calls of one call of the lowered program."""
     gradients = len({variable.name for variable in reads(call) if variable.type.requires_grad})
     if call.target.startswith(JOINED):
         return product_calls(gradients)
@@ -149,7 +149,8 @@ def _call(call: Call) -> Calls:
 
 
 def _in_graph(call: Call) -> Calls:
-    """One call inside a compiled graph: products are kernels of their own, everything else is in one with them."""
+    """Return the calls of one call inside a compiled graph: products are separate kernels, everything else shares
+    one kernel with its neighbors."""
     kernels = sum(base_name(own.target) in MATMULS | ATTENTION for own in call.original)
     is_trained = any(result.type.requires_grad for result in call.results)
     return kernels * CALL, 2 * kernels * CALL if is_trained else 0.0

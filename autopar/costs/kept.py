@@ -1,17 +1,17 @@
-"""What autograd keeps of one call for its backward, asked of torch.
+"""Tensors that autograd keeps of one call for its backward, as torch reports them.
 
-Each distinct call runs once, as programs write it, on tensors without memory, under hooks that see every tensor that is
-saved: an input, a result, a view of either, or a tensor that the call makes for its backward alone (a mask, statistics,
-indices, a copy in another dtype). Tensors of one number and Python objects are not counted.
+Each distinct call runs once, as programs write it, on tensors without memory. Hooks see every saved tensor: an input, a
+result, a view of either, or a tensor that the call creates for its backward alone (a mask, statistics, indices, a copy
+in another dtype). Tensors of one number and Python objects do not count.
 
-Three kinds of calls cannot be asked, and say it themselves:
+Three kinds of calls cannot run so, and are declared instead:
 
-- Fused kernels say what they save in their pattern (codegen/fusion), functions of the run time that choose kernels by
-  device in a record `SAVED` beside their code.
-- Attention on a GPU: a CPU cannot say what torch's flash kernels save. They save q, k, v, the result and one fp32
-  logsumexp per query and head (`_scaled_dot_product_flash_attention` in torch's derivatives.yaml). A mask is kept too:
-  a boolean one as a copy in q's dtype (`convert_boolean_attn_mask` in ATen's attention.cpp).
-- A call that torch cannot run without memory is taken to keep all its inputs.
+- Fused kernels declare what they save in their pattern (codegen/fusion), run-time functions that choose kernels by
+device in a record `SAVED` next to their code.
+- Attention on a GPU: a CPU cannot show what torch's flash kernels save. They save q, k, v, the result and one fp32
+logsumexp per query and head (`_scaled_dot_product_flash_attention` in torch's derivatives.yaml). A mask is kept too: a
+boolean one as a copy in q's dtype (`convert_boolean_attn_mask` in ATen's attention.cpp).
+- A call that torch cannot run without memory is assumed to keep all its inputs.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ _RECORDED = {
     "autopar.window_attention": "codegen.runtime.windows",
     "autopar.expert_linear": "codegen.runtime.experts",
 }
-"""Functions of the run time with a record, and the modules that have it."""
+"""Run-time functions with a record, and the modules that define it."""
 
 _LARGEST_CACHE = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """inputs, outputs: positions of those that are kept. made: bytes of each further tensor.
+    """Kept tensors of a call. inputs, outputs: positions of those that are kept. made: bytes of each further tensor.
 
-    shares: label of an option -> whether it cuts each of these further tensors, filled when it is asked for.
+    shares: label of an option -> whether it cuts each of these further tensors, filled on demand.
     """
 
     inputs: tuple[int, ...] = ()
@@ -95,14 +95,14 @@ def kept(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
 
 
 def made_bytes(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> float:
-    """Bytes that a rank keeps of what the call makes for its backward alone."""
+    """Return the bytes that a rank keeps of tensors that the call creates for its backward alone."""
     node, inputs = operator.node, operator.inputs
     whole = kept(node, inputs, on_cpu)
     if not whole.made:
         return 0.0
     sizes = [float(size) for size in whole.made]
     share = num_local(inputs[0], option.inputs[0], mesh) / max(inputs[0].numel, 1)
-    if _record(node.op) is not None:  # numbers per row of the first argument, whose rows are whole
+    if _record(node.op) is not None:  # numbers per row of the first argument, whose rows are complete
         return sum(sizes) * share
     if any(chosen.lowering in EXCHANGES for chosen in option.axes):  # the logsumexp of a rank's queries
         return 4.0 * share * inputs[0].numel / inputs[0].shape[-1]
@@ -116,7 +116,7 @@ def made_bytes(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> 
 
 
 def is_view(node: Node) -> bool:
-    """Whether the results share memory with the first input."""
+    """Return whether the results share memory with the first input."""
     return bool(node.inputs) and shares_memory(node.op)
 
 
@@ -137,8 +137,8 @@ def _found(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
     if name in VIEWS:
         return Kept()
     try:
-        # What torch chooses by device runs on fake tensors of a CPU. Meta tensors are faster and do for all others.
-        # With dropout attention is the run time's own, of calls that do the same everywhere.
+        # Calls for which torch chooses by device run on fake CPU tensors. Meta tensors are faster and serve all others.
+        # With dropout, attention is a run-time function of calls that behave alike everywhere.
         return _asked(node, inputs, on_fakes=name in CHOSEN_BY_DEVICE and not (is_attention and has_dropout(node)))
     except Exception:  # no kernel for tensors without memory, or one that reads values
         return Kept(tuple(range(len(inputs))))
@@ -146,8 +146,8 @@ def _found(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
 
 @cache
 def _record(op: str) -> tuple[tuple[int, ...], bool, int] | None:
-    """What a kernel or a function of the run time says that it saves: (positions of arguments, whether the result,
-    bytes per row of the first argument). None where torch can be asked."""
+    """Return what a kernel or a run-time function declares as saved: (positions of arguments, whether the result,
+    bytes per row of the first argument). None where torch can run the call."""
     space, _, name = op.partition(".")
     if space in ("kernels", OTHER_RESULT.removesuffix(".")):
         pattern = next(pattern for pattern in PATTERNS if pattern.target == f"kernels.{name}")
@@ -167,7 +167,7 @@ def _flash(node: Node, inputs: Metas) -> Kept:
 
 
 def _asked(node: Node, inputs: Metas, on_fakes: bool) -> Kept:
-    """The answer of a run."""
+    """Return the tensors kept in a run."""
     is_in_place = node.op.split(".")[1].endswith("_")
     with probing(), torch.inference_mode(False), torch.enable_grad(), _disable_current_modes():
         fake = mode() if on_fakes else None
@@ -188,7 +188,7 @@ def _tensor(meta: TensorMeta, fake: Any) -> Tensor:
 
 
 def _watched(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], leaves: Sequence[Tensor], is_in_place: bool) -> Kept:
-    """Runs the call and looks up each saved tensor's storage. What is written in place is a result."""
+    """Run the call and look up each saved tensor's storage. A tensor written in place is a result."""
     values = [leaf.clone() for leaf in leaves] if is_in_place else leaves
     saved: list[Tensor] = []
 
@@ -222,7 +222,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _cut(operator: Operator, chosen: AxisOption, ranks: int, whole: Kept, on_cpu: bool) -> tuple[bool, ...]:
-    """Whether an option makes each further tensor smaller, found by running the call of one rank."""
+    """Return whether an option makes each further tensor smaller, from a run of one rank's call."""
     node, sizes = operator.node, (ranks,)
     try:
         local = local_call(node, operator.rule, (chosen,), operator.inputs, sizes)

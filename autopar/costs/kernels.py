@@ -1,20 +1,20 @@
-"""Prices where fused kernels run (`kernels=` of autopar.compile): what each saves of the calls that it stands for.
+"""Prices of fused kernels (`kernels=` of autopar.compile): their savings over the calls that they replace.
 
-A fused call reads what enters its run and writes what leaves it, once; backward it reads the results' gradients and
-what it kept (`saves` of its pattern), and writes the gradients of what entered. With r and w the bytes of what
-enters and leaves, k of what is kept, and g of the gradients that are made, all on one rank,
+A fused call reads the tensors that enter its run and writes those that leave it, once. Backward it reads the results'
+gradients and the kept tensors (`saves` of its pattern), and writes the gradients of the inputs. With r, w, k and g the
+bytes of inputs, results, kept tensors and computed gradients, on one rank, the seconds are
 
     forward = time(r + w) + launches,    backward = time(w + k + g) + launches
 
-are shared by the calls of the run: what enters is charged to the first that reads it, what leaves to the call that made
-it. A call is priced by itself where its own decision parts the run: a normalised dim, a head or a vocabulary that is
-cut for a kernel that needs it whole, or a partial sum. Which reshards lie between calls is known once there is a
-program: predictions price the runs that it has (emitted.py). The search's seconds are those of runs that no
-reshard parts; as each call is charged its own share, parting a run never seems to pay.
+The calls of the run share them: an input is charged to the first call that reads it, a result to its call. A call is
+priced alone where its decision splits the run: by a partial sum, or by a cut normalized dim, head or vocabulary that a
+kernel needs complete. Reshards between calls are known only in a program: predictions price the program's runs
+(emitted.py). The search prices runs that no reshard splits; as each call is charged its share, splitting a run never
+seems to pay.
 
-The linear layer with its loss (codegen/kernels/linear_cross_entropy.py) makes no whole logits: its forward has all
-three products, chunk by chunk, and keeps the gradients but for a factor. It costs more time than the loss's kernel
-alone (the sum over chunks is fp32) and is put where it needs less memory.
+The linear layer with its loss (codegen/kernels/linear_cross_entropy.py) never has all logits in memory. Its forward
+computes all three products, chunk by chunk, and keeps the gradients up to a factor. It costs more time than the loss's
+kernel alone (the sum over chunks is fp32) and is chosen where it needs less memory.
 
 Layers of experts are priced as without kernels, in one launch instead of one per expert (contractions.py).
 """
@@ -48,15 +48,15 @@ Key = tuple[str, str]
 class KernelPricer(Pricer):
     """Prices with fused kernels.
 
-    fusions: (scope, call) -> the run that it is part of, of one program (emitted.py); None while there is no program,
-    and a run is taken for whole where each call's own decision leaves it whole.
+    fusions: (scope, call) -> its run, of one program (emitted.py). None without a program: then a run counts as
+    intact where no call's decision splits it.
     """
 
     fusions: Mapping[Key, Fusion] | None = None
     _preferred: dict[int, tuple[Operator, Fusion | None]] = field(default_factory=dict, init=False, repr=False)
 
     def fusion(self, operator: Operator) -> Fusion | None:
-        """The run that programs for this mesh and device make one call of."""
+        """Return the run that programs for this mesh and device fuse the call into."""
         known = self._preferred.get(id(operator))
         if known is None:  # the operator is kept, so that no other has its id
             preferred = next((fusion for fusion in operator.fusions if self._is_preferred(fusion)), None)
@@ -64,34 +64,38 @@ class KernelPricer(Pricer):
         return known[1]
 
     def _is_preferred(self, fusion: Fusion) -> bool:
-        """Whether programs have it, and none of its calls in a run that they would rather have."""
+        """Return whether programs use the run, and prefer no other run for any of its calls."""
         has_it = self.is_one_call(fusion) and fusion.pays(self.mesh.num_token_ranks)
         return has_it and not any(self._is_preferred(rival) for rival in fusion.rivals)
 
     def is_one_call(self, fusion: Fusion) -> bool:
-        """Whether this device runs the kernel as one call; references on CPUs are the calls that they stand for."""
+        """Return whether this device runs the kernel as one call; references on CPUs are the calls that they
+        replace."""
         return fusion.match.pattern.on_cpu or not is_cpu(self.cluster)
 
     def fused(self, operator: Operator, option: Option) -> Fusion | None:
-        """The run that a call is priced as a part of: the program's, or without one what this decision leaves whole."""
+        """Return the run whose share a call pays: the program's, or without one the run that this decision leaves
+        intact."""
         if self.fusions is not None:
             return self.fusions.get((operator.scope, operator.node.name))
         fusion = self.fusion(operator)
         return fusion if fusion is not None and is_whole(fusion, operator, option) else None
 
     def is_grouped(self, operator: Operator) -> bool:
-        """Whether one kernel multiplies the rows of all experts (codegen/runtime/grouped.py): on GPUs, in any dtype."""
+        """Return whether one kernel multiplies the rows of all experts (codegen/runtime/grouped.py): on GPUs, in any
+        dtype."""
         return not is_cpu(self.cluster)
 
     @property
     def writes_copies(self) -> bool:
-        """One launch updates all masters and writes what the model computes with (codegen/runtime/fused_adamw.py)."""
+        """Return whether one launch updates all masters and writes the compute copies
+        (codegen/runtime/fused_adamw.py)."""
         return self.training.writes_copies and not is_cpu(self.cluster)
 
     # --- compute ------------------------------------------------------------------------------------------------------
 
     def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """(forward, backward) of one call, or of the run that it is charged for."""
+        """Return the seconds (forward, backward) of one call, or of the run that it is charged for."""
         fusion = self.fused(operator, option)
         if fusion is None:
             return super().operator_seconds(operator, option)
@@ -103,13 +107,13 @@ class KernelPricer(Pricer):
         return self._lm_head_seconds(operator, option) if base_name(operator.node.op) == "linear" else (0.0, 0.0)
 
     def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
-        """Deferrable seconds of a weight's gradient: 0 for an LM head whose weight gradient is made in its forward."""
+        """Return the deferrable seconds of a weight's gradient: 0 for an LM head, whose forward computes it."""
         if self.fused(operator, option) is not None:
             return 0.0
         return super().weight_seconds(operator, option, whole_seconds)
 
     def _traffic_seconds(self, fusion: Fusion, operator: Operator, option: Option) -> tuple[float, float]:
-        """The call's share of the run's seconds: of all that the run moves, what enters it here, and what leaves it."""
+        """Return the call's share of the run's seconds: its inputs and results as a share of the run's traffic."""
         own = [*zip(operator.inputs, option.inputs, strict=True)]
         own += zip(operator.node.outputs, option.outputs, strict=True)
         largest, lies = max(own, key=lambda pair: pair[0].numel)
@@ -131,8 +135,8 @@ class KernelPricer(Pricer):
         return seconds[0], seconds[1] if gradients else 0.0
 
     def _lm_head_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """The layer: per chunk three products, with the sum of weight gradients; backward both gradients times a
-        factor."""
+        """Price the layer. Forward: three products per chunk, with the sum of weight gradients; backward: both
+        gradients times a factor."""
         lm_head = self._lm_head(operator.inputs[:2], option.inputs[:2])
         c, h, v, e, a = lm_head.chunk_rows, lm_head.width, lm_head.classes, lm_head.element_bytes, lm_head.sum_bytes
         operands = (c * h + v * h + c * v) * e
@@ -149,8 +153,8 @@ class KernelPricer(Pricer):
         return lm_head.num_chunks * chunk + cleared, scaled
 
     def _loss_seconds(self, fusion: Fusion, operator: Operator, option: Option) -> tuple[float, float]:
-        """The loss: per chunk its logits are read, and read and written as their gradient. Ranks that share the
-        vocabulary gather three fp32 numbers per row."""
+        """Price the loss: per chunk its logits are read, and read and written as their gradient. Ranks that share
+        the vocabulary gather three fp32 numbers per row."""
         logits, lies = operator.inputs[0], option.inputs[0]
         rows, classes = num_local_dim(logits, lies, self.mesh, -2), num_local_dim(logits, lies, self.mesh)
         count, chunk_rows = self._chunks(rows, classes)
@@ -165,7 +169,7 @@ class KernelPricer(Pricer):
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     def saved_bytes(self, operator: Operator, option: Option, saved: tuple[Saved, ...]) -> float:
-        """Activations that this call is first to keep: those that enter its run here."""
+        """Return the bytes of activations that this call is first to keep: those that enter its run here."""
         fusion = self.fused(operator, option)
         if fusion is None:
             return super().saved_bytes(operator, option, saved)
@@ -180,17 +184,17 @@ class KernelPricer(Pricer):
         sizes = {ref: num_local(meta, lies, self.mesh) * meta.dtype.itemsize for ref, meta, lies in own}
         first = fusion.node.inputs[0]
         rows = 0.0
-        if fusion.charged[first] == name:  # numbers per row go with the rows
+        if fusion.charged[first] == name:  # numbers per row are cut with the rows
             whole = sum(kept(fusion.node, tuple(fusion.tensors[ref] for ref in fusion.node.inputs), False).made)
             rows = whole * sizes[first] / fusion.tensors[first].num_bytes
         return scale * (sum(size for ref, size in sizes.items() if ref in held and fusion.charged[ref] == name) + rows)
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """(kept beside inputs and results, temporaries of the forward) of a fused call."""
+        """Return the bytes (kept besides inputs and results, temporaries of the forward) of a fused call."""
         if operator.node.op != LM_HEAD_CALL:
             return super().kernel_bytes(operator, option)
         lm_head = self._lm_head(operator.inputs[:2], option.inputs[:2])
-        # On a CPU softmax's numerator is made beside the logits, in two fp32 temporaries.
+        # On a CPU softmax's numerator is a second tensor next to the logits, in two fp32 temporaries.
         width = lm_head.element_bytes + (8 if is_cpu(self.cluster) else 0)
         return lm_head.kept_bytes, float(lm_head.chunk_rows * lm_head.classes * width)
 
@@ -215,15 +219,15 @@ class KernelPricer(Pricer):
         )
 
     def _chunks(self, rows: int, classes: int) -> tuple[int, int]:
-        """How the kernel cuts the rows: (number of chunks, rows of one)."""
+        """Return how the kernel cuts the rows: (number of chunks, rows of one)."""
         height = even_chunk(rows, classes, is_cpu(self.cluster))
         return -(-rows // height), min(height, rows)
 
 
 @dataclass(frozen=True, slots=True)
 class _LMHead:
-    """Sizes of a linear layer with its loss on one rank. element_bytes, sum_bytes: of an element of x and weight, and
-    of the summed weight gradient; x_bytes, sums_bytes: of all of them."""
+    """Sizes of a linear layer with its loss on one rank. element_bytes, sum_bytes: of an element of x and weight,
+    and of the summed weight gradient; x_bytes, sums_bytes: of all of them."""
 
     num_chunks: int
     chunk_rows: int
@@ -238,12 +242,12 @@ class _LMHead:
 
     @property
     def kept_bytes(self) -> float:
-        """Bytes of both gradients, made in the forward."""
+        """Return the bytes of both gradients, computed in the forward."""
         return self.x_bytes * self.needs_x + self.sums_bytes * self.needs_weight
 
 
 def is_whole(fusion: Fusion, operator: Operator, option: Option) -> bool:
-    """Whether a call's own decision leaves its run one kernel call."""
+    """Return whether a call's decision leaves its run one kernel call."""
     pattern, is_last = fusion.match.pattern, operator.node.name == fusion.node.name
     if not (is_last or pattern.is_linear) and any(p.kind == "P" for lies in option.outputs for p in lies):
         return False
@@ -256,7 +260,7 @@ def is_whole(fusion: Fusion, operator: Operator, option: Option) -> bool:
 
 
 def kept_by(fusion: Fusion) -> frozenset[Ref]:
-    """What a run keeps for its backward, of what enters it and of its results."""
+    """Return which inputs and results of a run its backward keeps."""
     metas = fusion.tensors
     held = ((node.inputs, kept(node, tuple(metas[ref] for ref in node.inputs), False).inputs) for node in fusion.nodes)
     return frozenset(inputs[position] for inputs, positions in held for position in positions)

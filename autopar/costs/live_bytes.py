@@ -1,7 +1,7 @@
-"""Memory as it is used: bytes of all tensor storages that are alive, followed operator by operator.
+"""Memory in use: bytes of all live tensor storages, followed operator by operator.
 
-What a plan predicts are tensors. Resident set size is not that: it also holds the interpreter, the libraries and what
-the allocator keeps, and a process forked from its parent shares pages with it.
+A plan predicts tensors. Resident set size differs: it also has the interpreter, the libraries and the allocator's
+reserve, and a forked process shares pages with its parent.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class hook
-    """`with LiveBytes() as live:` counts storages that operators (forward, backward, optimiser) make on this thread.
+    """`with LiveBytes() as live:` counts storages that operators (forward, backward, optimizer) allocate on this
+    thread.
 
-    num_bytes: alive now. peak_bytes: the most since the start or the last `reset_peak`. Tensors made before are not
-    counted, nor is memory inside a communication library. A storage that has another size at `reset_peak` or when it is
-    used (gathered parameters are freed and filled again) is measured anew at every operator from then on. Slows every
-    operator by some ten microseconds.
+    num_bytes: alive now. peak_bytes: the most since the start or the last `reset_peak`. Earlier tensors and memory
+    inside a communication library do not count. A storage with another size at `reset_peak` or at use (gathered
+    parameters are freed and filled again) is measured anew at every operator from then on. Slows every operator by some
+    ten microseconds.
 
     settle: seconds that a new peak must last to count. A thread of gloo drops a finished collective's tensors only
-    after the waiting thread was told, how long after depends on the machine's load; 0 counts what it still holds.
+    after it has woken the waiting thread; the delay depends on the machine's load. 0 counts them until then.
     """
 
     def __init__(self, settle: float = 0.0) -> None:
@@ -38,7 +39,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._resized: set[int] = set()
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is alive now."""
+        """Start a new peak from the bytes that are alive now."""
         for key, known in self._alive.items():
             storage = known()
             if storage is not None and storage.nbytes() != self._sizes[key]:

@@ -1,10 +1,10 @@
-"""What is alive while one unit runs forward and backward, operator by operator, on one rank.
+"""Live tensors while one unit runs forward and backward, operator by operator, on one rank.
 
-Generated code holds the results of a function's calls in local variables until it returns, and autograd holds what it
-keeps until the backward of the call that is first to keep it. Backward, calls go in reverse: a call's gradients in are
-alive until its gradients out are made, gradients of a tensor with several readers are added up in place where nobody
-else holds them, and views and additions hand their gradient on without a copy. Sizes of temporaries inside a call are
-derived from torch's formulas (`derivatives.yaml`) and from `codegen/runtime`, of which each remark names the function.
+Generated code keeps the results of a function's calls in local variables until it returns. Autograd keeps a saved
+tensor until the backward of the call that is first to keep it. Backward, calls run in reverse: a call's incoming
+gradients live until its outgoing ones exist. Gradients of a tensor with several readers are added up in place if
+nothing else refers to them; views and additions pass their gradient on without a copy. Sizes of temporaries inside a
+call follow from torch's formulas (`derivatives.yaml`) and from `codegen/runtime`; each comment names the function.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from autopar.options.scopes import Scope
 from autopar.options.strategies import num_local
 
 HANDED_ON = VIEWS - PARTS | JOINS | {"contiguous", "clone", "add", "sub"}
-"""Operators whose backward gives (a view of) the gradient itself where shapes and dtypes are equal."""
+"""Operators whose backward passes on the gradient (or a view of it) if shapes and dtypes are equal."""
 
 BACKWARD_TEMPORARIES: Mapping[str, int] = {"pow": 1, "rsqrt": 2, "sqrt": 1, "div": 1}
-"""Tensors of the input's size that the backward makes beside its result: pow: n x^(n-1); rsqrt: y^3, -g/2."""
+"""Tensors of the input's size that the backward allocates besides its result: pow: n x^(n-1); rsqrt: y^3, -g/2."""
 
 DROPOUT_PAIRS = {"cpu": 1 << 15, "gpu": 1 << 22}
 CROSS_ENTROPY_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 26}
@@ -38,14 +38,13 @@ CROSS_ENTROPY_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 26}
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """Bytes while a unit runs, counted from what units before it keep.
+    """Bytes while a unit runs, in addition to those that earlier units keep.
 
-    kept: for the backward. loose: results that nothing keeps, held until the forward returns. forward: at the
-    forward's end and peak. again: of a forward that runs again in backward, as far as the last tensor that is kept.
-    backward: at the backward's peak; waiting: the same if gradients of parameters stay; deferring: if those of linear
-    layers are deferred, which then hold deferred bytes until they are made. weight: the largest gradient of a
-    parameter.
-    entering, leaving: gradients of what the unit reads and of what it makes.
+    kept: for the backward. loose: results that nothing keeps, alive until the forward returns. forward: at the
+    forward's end and peak. again: of a recomputed forward in backward, up to the last kept tensor. backward: at the
+    backward's peak; waiting: the same if gradients of parameters stay; deferring: the same if gradients of linear
+    layers are deferred, with `deferred` bytes alive until then. weight: the largest gradient of a parameter.
+    entering, leaving: gradients of the unit's inputs and of its results.
     """
 
     kept: float = 0.0
@@ -64,8 +63,8 @@ class Liveness:
 class Walk:
     """The events of one unit in order.
 
-    scope: of its calls. saved: what each is first to keep (`saved_tensors`). Results of calls that are passing are
-    freed when the next call that is not returns.
+    scope: of its calls. saved: what each call is first to keep (`saved_tensors`). The results of passing calls are
+    freed when the next other call returns.
     """
 
     def __init__(
@@ -89,8 +88,8 @@ class Walk:
         self.kept_bytes = sum(size for parts in self.kept.values() for _, size in parts)
 
     def _find_roots(self, event: Event) -> None:
-        """Notes whose allocation a view or a free reshard shows. What is gathered and will be again stands for its
-        shard, which is kept in its place."""
+        """Find the notes whose allocation a view or a free reshard shares. A tensor that will be gathered again
+        stands for its shard, which is kept instead."""
         if isinstance(event, Moved):
             is_gathered = self.pricer.gathers_again and any(step.forward == "all_gather" for step in event.path)
             if event.is_free or is_gathered:
@@ -104,14 +103,14 @@ class Walk:
             self.roots |= {(Ref(node.name, i), lies): root for i, lies in enumerate(option.outputs)}
 
     def _root(self, ref: Ref, placements: Placements) -> Key:
-        """The allocation behind a view."""
+        """Return the allocation behind a view."""
         return self.roots.get((ref, placements), (ref, placements))
 
     def _bytes(self, meta: TensorMeta, placements: Placements) -> float:
         return num_local(meta, placements, self.pricer.mesh) * meta.dtype.itemsize * self.scale
 
     def _kept(self, ran: Ran, saved: tuple[Saved, ...]) -> list[tuple[Key | None, float]]:
-        """(storage, bytes) of what a call is first to keep; None: made by the call for itself."""
+        """Return (storage, bytes) of what a call is first to keep; None: created by the call itself."""
         node, option = ran.operator.node, ran.option
         found: list[tuple[Key | None, float]] = []
         for ref, num_bytes in saved:
@@ -132,7 +131,7 @@ class Walk:
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def measure(self) -> Liveness:
-        """All figures of the walk."""
+        """Return all figures of the walk."""
         loose, peak, again = self._forward()
         backward, _, entering = self._backward()
         waiting, _, _ = self._backward(waits=True)
@@ -154,7 +153,7 @@ class Walk:
         )
 
     def _forward(self) -> tuple[float, float, float]:
-        """Bytes of a forward beside nothing: (loose, peak, peak of a second forward)."""
+        """Return the bytes of a forward alone: (loose, peak, peak of a second forward)."""
         storages = {key for parts in self.kept.values() for key, _ in parts if key is not None}
         savers = [ran.name for ran in self.ran if any(size for _, size in self.kept[ran.name])]
         last = savers[-1] if savers else ""
@@ -173,7 +172,7 @@ class Walk:
                 else:
                     held.made(key, size)
             if isinstance(event, Ran):
-                # Inputs of the unit that it keeps, and what a call makes for its backward.
+                # Inputs that the unit keeps, and tensors that a call creates for its backward.
                 kept += sum(size for key, size in self.kept[event.name] if key is None or key not in saved_before)
                 saved_before |= {key for key, _ in self.kept[event.name] if key is not None}
             peak = max(peak, kept + held.total + temporary)
@@ -188,7 +187,7 @@ class Walk:
         return held.total, peak, again
 
     def _made(self, event: Event) -> dict[Key, float]:
-        """New allocations by storage."""
+        """Return new allocations by storage."""
         if isinstance(event, Moved):
             made = {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
             return {} if event.is_free or made.keys() <= self.gathered.keys() else made
@@ -207,7 +206,7 @@ class Walk:
         name, local = base_name(node.op), num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
         if name == "dropout":
             return 24.0 * min(local // 2, DROPOUT_PAIRS[self.kind]) * self.scale
-        if node.op == DRAW:  # of 64-bit integers like dropout's, one an element, and what they become
+        if node.op == DRAW:  # of 64-bit integers as in dropout, one per element, and their results
             return 40.0 * min(local, DROPOUT_PAIRS[self.kind]) * self.scale
         if name == "cross_entropy_loss":
             return self._chunk(event)
@@ -215,12 +214,14 @@ class Walk:
         return self._probabilities(event) + self._exchanged(event)[0] + in_kernel * self.scale
 
     def _exchanged(self, ran: Ran) -> tuple[float, float]:
-        """Keys and values of other ranks and what is merged of them, forward and backward (context_attention.py)."""
+        """Return the bytes of other ranks' keys and values and merged results, forward and backward
+        (context_attention.py)."""
         call, scale = self.pricer.context_call(ran.operator, ran.option), self.scale
         return (call.forward_temporary() * scale, call.backward_temporary() * scale) if call else (0.0, 0.0)
 
     def _probabilities(self, ran: Ran) -> float:
-        """Attention with dropout (attention.py): scores, masked scores and softmax, less what is kept in the end."""
+        """Return attention's bytes with dropout (attention.py): scores, masked scores and softmax, less what is
+        kept."""
         node = ran.operator.node
         if base_name(node.op) != "scaled_dot_product_attention":
             return 0.0
@@ -231,17 +232,18 @@ class Walk:
         return float(rows * key.shape[-2] * output.dtype.itemsize) * self.scale
 
     def _chunk(self, ran: Ran) -> float:
-        """Cross-entropy's fp32 chunk of half-precision logits, and on a GPU that of logsumexp."""
+        """Return cross-entropy's fp32 chunk of half-precision logits, and on a GPU that of logsumexp."""
         meta = ran.operator.inputs[0]
         elements = min(num_local(meta, ran.option.inputs[0], self.pricer.mesh), CROSS_ENTROPY_ELEMENTS[self.kind])
         return 4.0 * elements * ((meta.dtype.itemsize < 4) + (self.kind == "gpu")) * self.scale
 
     def _again(self, keys: Iterable[Key]) -> float:
-        """Bytes of those that are gathered for one call at a time."""
+        """Return the bytes of tensors that are gathered for one call at a time."""
         return sum(self._bytes(self.scope.metas[key[0]], key[1]) for key in self.gathered.keys() & set(keys))
 
     def _copies(self, move: Moved) -> float:
-        """Contiguous copies around collectives along dims other than 0 (reshard.py `split_parts`, `join_parts`)."""
+        """Return contiguous copies around collectives along dims other than 0 (reshard.py `split_parts`,
+        `join_parts`)."""
         meta = self.scope.metas[move.ref]
         moving = (step for step in move.path if step.forward or step.backward)
         inner = (s for s in moving if any(p.is_shard and p.dim for p in (s.source, s.target)))
@@ -250,7 +252,7 @@ class Walk:
     # Backward ---------------------------------------------------------------------------------------------------------
 
     def _backward(self, waits: bool = False, defers: bool = False) -> tuple[float, float, float]:
-        """(peak, what is deferred, gradients of the unit's inputs). waits: parameters' gradients stay."""
+        """Return (peak, deferred bytes, gradients of the unit's inputs). waits: parameters' gradients stay."""
         gradients = Gradients()
         kept, left = self.kept_bytes, 0.0
         deferred_keys, tasks = set[Key](), set[int]()

@@ -1,8 +1,8 @@
-"""What recomputation a model needs at least to keep no more than so many bytes: a relaxation that is solved at sight.
+"""A lower bound on the recomputation that fits a model into a number of bytes: a relaxation with a closed solution.
 
-Every layer takes one of its modes, as (seconds, kept bytes). With layers divisible and one limit on the sum, the
-cheapest way down from the fastest modes takes the steps of each class' lower convex hull in the order of their seconds
-per byte (the fractional multiple-choice knapsack). No whole choice for separate stages is cheaper.
+Every layer takes one of its modes, as (seconds, kept bytes). Let layers be divisible, with one limit on the sum. The
+cheapest way down from the fastest modes takes the steps of each class' lower convex hull in the order of their
+seconds per byte (the fractional multiple-choice knapsack). No integral choice for separate stages is cheaper.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Choice = tuple[float, float]
 
 
 def least_seconds(classes: Iterable[tuple[int, Sequence[Choice]]], room_bytes: float) -> float:
-    """The least seconds of all layers that keep `room_bytes` together; inf if they cannot.
+    """Return the least seconds of all layers that keep `room_bytes` together; inf if they cannot.
 
     classes: (number of layers, their choices).
     """
@@ -36,7 +36,7 @@ def least_seconds(classes: Iterable[tuple[int, Sequence[Choice]]], room_bytes: f
 
 
 def _hull(choices: Sequence[Choice]) -> list[Choice]:
-    """The corners of the lower convex hull, fastest first: each slower and keeping less than the one before."""
+    """Return the corners of the lower convex hull, fastest first: each slower and keeping less than the one before."""
     hull: list[Choice] = []
     for choice in sorted(choices):
         if hull and choice[1] >= hull[-1][1]:
@@ -48,5 +48,5 @@ def _hull(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def _rate(a: Choice, b: Choice) -> float:
-    """Seconds per byte saved from a to b."""
+    """Return the seconds per byte saved from a to b."""
     return (b[0] - a[0]) / (a[1] - b[1])

@@ -1,6 +1,7 @@
-"""What one rank holds from moment to moment of a simulated step, by the counts of which the prediction is the most.
+"""Memory of one rank over a simulated step; the predicted peak is its maximum.
 
-While an action runs, its peak stands for all of it: when inside a forward or a backward the most is alive is not told.
+While an action runs, its peak stands for all of it: the time of the peak inside a forward or a backward is not
+shown.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ PASSING = ("activations", "transient")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """From `start` to `end`, in seconds after the step's begin. kept: bytes that micro-batches in flight keep. running:
-    more, while an action or the update runs."""
+    """Memory from `start` to `end`, in seconds after the step's begin. kept: bytes that micro-batches in flight
+    keep. running: extra bytes while an action or the update runs."""
 
     start: float
     end: float
@@ -26,19 +27,19 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank of a pipeline rank. fixed: bytes that stay all the time. moments: without gaps, in order."""
+    """Memory of one rank of a pipeline rank. fixed: constant bytes. moments: without gaps, in order."""
 
     fixed: float
     moments: tuple[Moment, ...]
 
     @property
     def peak_bytes(self) -> float:
-        """The most that it holds."""
+        """Return the peak."""
         return self.fixed + max((moment.kept + moment.running for moment in self.moments), default=0.0)
 
 
 def memory_over_time(simulated: Simulated) -> tuple[RankMemory, ...]:
-    """Of a rank of each pipeline rank."""
+    """Return the memory of a rank of each pipeline rank."""
     step_end = max(simulated.prediction.step_seconds, simulated.timeline.makespan)
     found = []
     for rank, sizes in enumerate(simulated.memory):

@@ -1,19 +1,19 @@
-"""Sums of input gradients over ranks that run beside weight gradients, where programs do that (codegen/overlap.py).
+"""Sums of input gradients over ranks that overlap weight gradients (codegen/overlap.py).
 
-The backward of a reshard to Rp sums over ranks. Where linear layers are all that reads its result, programs start that
-sum as soon as they have the input's gradient, and compute the weights' gradients meanwhile. With b seconds of the sum
-alone, w of all those weights' gradients, and h the share of w in which a sum is taken to run (collectives take
-multiprocessors from the products beside them),
+The backward of a reshard to Rp sums over ranks. If only linear layers read its result, programs start that sum as soon
+as they have the input's gradient, and compute the weights' gradients meanwhile. Let b be the seconds of the sum alone,
+w those of all these weights' gradients, and h the share of w in which a sum is assumed to run (collectives take
+multiprocessors from concurrent products). Then
 
     hidden = min(b, h w)
 
-is taken off the reshard on the edges of the search, and in predictions where the program has it so (emitted.py).
+is subtracted from the reshard on the edges of the search, and in predictions if the program overlaps it (emitted.py).
 
-A tensor that several layers read is resharded from its maker to where it is kept, and then its readers are known but
-not their options. One that takes it as it is kept, Rp on some axes, has its result cut on these. So w follows from the
-placement alone, and of all options that read the tensor so, it is the least. A reader that takes the tensor in another
-way is not joined; the search counts the sum as hidden even so, since an edge does not see it. Left out the other way
-are reshards from where a tensor is kept to one of several readers.
+A tensor that several layers read is resharded from its producer to its kept placement. There its readers are known, but
+not their options. A reader of the kept placement, Rp on some axes, has its result cut on these. So w follows from the
+placement alone: the least of all options that read the tensor so. A reader of another placement is not joined; the
+search counts the sum as hidden even so, since an edge does not see it. Conversely, reshards from the kept placement to
+one of several readers are left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Site = tuple[str, Ref]
 
 
 class Overlaps:
-    """What of a graph's reshards is hidden. Holds no decision."""
+    """Hidden seconds of a graph's reshards. Stores no decision."""
 
     def __init__(self, graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer) -> None:
         self._operators, self._pricer = operators, pricer
@@ -51,14 +51,16 @@ class Overlaps:
         self._seconds: dict[tuple[str, str, Placements], float] = {}
 
     def seconds(self, site: Site, source: Placements, target: Placements, is_kept: bool = False) -> float:
-        """Hidden seconds of a tensor's reshard for its only reader, or (is_kept) from its maker to where it is kept."""
+        """Return the hidden seconds of a tensor's reshard for its only reader, or (is_kept) from its producer to its
+        kept placement."""
         if source == target or not self._is_priced(site, is_kept):
             return 0.0
         path, readers = steps(source, target, self._pricer.mesh.sizes), self._readers(site)
         return self.hidden(self._metas[site[0]][site[1]], target, path[-1], readers) if path and readers else 0.0
 
     def hidden(self, meta: TensorMeta, target: Placements, last: Step, readers: Iterable[Operator]) -> float:
-        """Hidden seconds of a reshard to `target` whose last step's sum runs beside these layers' gradients."""
+        """Return the hidden seconds of a reshard to `target` if its last step's sum overlaps these layers'
+        gradients."""
         covering = 0.0
         for reader in readers:
             key = reader.scope, reader.node.name, target
@@ -70,7 +72,7 @@ class Overlaps:
     def reshard_matrix(
         self, site: Site, sources: tuple[Placements, ...], targets: tuple[Placements, ...], is_kept: bool = False
     ) -> np.ndarray:
-        """The seconds of `Rates.reshard_matrix` less what is hidden."""
+        """Return the seconds of `Rates.reshard_matrix` less hidden ones."""
         found = self._pricer.reshard_matrix(sources, targets, self._metas[site[0]][site[1]])
         if self._is_priced(site, is_kept):
             pairs = {(s, t): self.seconds(site, s, t, is_kept) for s in set(sources) for t in set(targets)}
@@ -78,26 +80,26 @@ class Overlaps:
         return found
 
     def is_joined(self, site: Site, is_kept: bool = False) -> bool:
-        """Whether what reads the tensor is one call with the sum where this reshard has one."""
+        """Return whether the tensor's readers are one call with the sum if this reshard has one."""
         return self._is_priced(site, is_kept) and bool(self._readers(site))
 
     def _is_priced(self, site: Site, is_kept: bool) -> bool:
         return site in self._layers and is_kept == (len(self._layers[site]) > 1)
 
     def _readers(self, site: Site) -> list[Operator]:
-        """The layers that are all that reads a tensor; none where programs do not join them."""
+        """Return the layers if they are the only readers of a tensor; none if programs do not join them."""
         readers = [self._operators[site[0], name] for name in self._layers[site]]
         return readers if all(map(self._is_joined, readers)) else []
 
     def _is_joined(self, operator: Operator) -> bool:
-        """Whether it is torch's own call that computes the layer: of those in fp8 and in kernels, none is joined."""
+        """Return whether torch's call computes the layer: calls in fp8 and in kernels are not joined."""
         if isinstance(self._pricer, KernelPricer) and self._pricer.fusion(operator) is not None:
             return False
         return not (isinstance(self._pricer, Fp8Pricer) and operator.scope)
 
     def _weight_seconds(self, operator: Operator, x: TensorMeta, placements: Placements) -> float:
-        """The gradients of a layer's weight and bias where x lies in `placements` and Rp means that the result is
-        cut."""
+        """Return the seconds of the gradients of a layer's weight and bias if x has `placements`; Rp means that the
+        result is cut."""
         pricer, result = self._pricer, operator.node.outputs[0]
         mesh = pricer.mesh
         ways = math.prod(n for p, n in zip(placements, mesh.sizes, strict=True) if p == Rp)
@@ -131,8 +133,8 @@ def _bias_and_weight(operator: Operator) -> tuple[Ref | None, Ref]:
 
 @derived
 def joined_layers(graph: Graph) -> Mapping[Site, tuple[str, ...]]:
-    """Tensor -> the linear layers that are all that reads it, of which programs make one call where it is resharded to
-    Rp: what codegen/linear_calls.py finds where nothing is sharded."""
+    """Return tensor -> the linear layers that are its only readers. Programs make one call of them if the tensor is
+    resharded to Rp, as codegen/linear_calls.py finds them in unsharded code."""
     found: dict[Site, tuple[str, ...]] = {}
     for scope in scopes_of(graph):
         stored = {p.name for p in (scope.layer.parameters if scope.layer else graph.parameters)}
@@ -148,7 +150,7 @@ def joined_layers(graph: Graph) -> Mapping[Site, tuple[str, ...]]:
 
 
 def _read_beside(graph: Graph) -> Iterator[Ref]:
-    """What of the top level layers read, and the loss."""
+    """Yield the top-level tensors that layers read, and the loss."""
     yield graph.loss
     for piece in graph.body:
         if isinstance(piece, LayerRun):

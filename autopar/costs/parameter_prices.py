@@ -1,4 +1,4 @@
-"""Parameters: what their gradients, ZeRO's traffic and the update take, and the bytes that stay."""
+"""Prices of parameters: gradient synchronization, ZeRO's traffic, the update, and constant bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cost_models import collective, compute
 
 
 def summed_axes(axes: tuple[str, ...], stored: Stored) -> list[tuple[int, ...]]:
-    """The axes over which partial gradients are summed beside ZeRO, those that ZeRO may have together."""
+    """Return the axes over which partial gradients are summed besides ZeRO, grouping those that ZeRO may share."""
     partial = [number for number, placement in enumerate(stored.placements) if placement.kind == "Rp"]
     over = zero_axes(axes, stored.placements)
     together = [over] if over and not stored.zero else []
@@ -29,7 +29,7 @@ class ParameterPrices(Rates):
     """Prices of parameters as they are stored."""
 
     def stored_seconds(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> float:
-        """What one parameter takes per step beside the calls that use it: traffic that is not hidden, sums, update."""
+        """Return the seconds of one parameter per step besides the calls that use it: exposed traffic, sums, update."""
         per_micro, per_step = self.sync_parts(meta, stored, unit_bytes)
         quantising_per_micro, quantising_per_step = self.quantising_parts(meta, stored, unit_bytes)
         per_micro += (
@@ -39,8 +39,8 @@ class ParameterPrices(Rates):
         return per_micro * self.training.num_micro_batches + per_step + self.optimizer_seconds(meta, stored)
 
     def sync_parts(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> tuple[float, float]:
-        """Gradient synchronisation and ZeRO traffic of one parameter, not counting what is hidden: seconds per
-        micro-batch, and seconds once per step.
+        """Return the exposed gradient synchronization and ZeRO traffic of one parameter: seconds per micro-batch, and
+        seconds once per step.
 
         unit_bytes: of all the parameters that share its buffers, so that latency is shared too.
         """
@@ -72,13 +72,14 @@ class ParameterPrices(Rates):
         return per_micro * exposed, per_step * exposed
 
     def sent(self, meta: TensorMeta, stored: Stored) -> SentBytes:
-        """Bytes per element that ZeRO's collectives of one parameter move."""
+        """Return the bytes per element that ZeRO's collectives of one parameter move."""
         training = self.training
         size = self.zero_size(stored)
         return sent_bytes_of(training.compression, meta, size, training.compute_bytes, training.gradient_bytes)
 
     def quantising_parts(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> tuple[float, float]:
-        """Quantising and dequantising of compressed collectives, which nothing hides, in the parts of `sync_parts`."""
+        """Return the seconds to quantize and dequantize compressed collectives, always exposed, split like
+        `sync_parts`."""
         training, size = self.training, self.zero_size(stored)
         if not (training.compression and stored.zero and meta.requires_grad):
             return 0.0, 0.0
@@ -94,9 +95,8 @@ class ParameterPrices(Rates):
         return (reduces, gathers) if stored.zero == 2 else (0.0, reduces + gathers)
 
     def optimizer_seconds(self, meta: TensorMeta, stored: Stored, count: int = 1) -> float:
-        """The update of one parameter's stored part and of what the model computes with of it, bandwidth only (kernels
-        are shared by many parameters), and on a CPU launches. count: of parameters that have these elements together.
-        """
+        """Price the update of one parameter's stored shard and of its compute copy: bandwidth only (kernels are
+        shared by many parameters), and on a CPU launches. count: of parameters that have these elements together."""
         if not meta.requires_grad:
             return 0.0
         elements = self.stored_elements(meta, stored)
@@ -104,7 +104,7 @@ class ParameterPrices(Rates):
         if is_cpu(self.cluster):
             launches = count * host.UPDATE * host.launch_seconds(self.cluster)
         if training.offload:
-            # Out goes the gradient, back comes the weight; copies of one bucket run beside the update of another.
+            # The gradient goes out, the weight comes back; copies of one bucket overlap the update of another.
             copied = elements * max(training.gradient_bytes, training.compute_bytes)
             updated = elements * training.update_traffic / device.host_memory_bytes_per_second
             if training.offload.startswith("nvme:"):
@@ -119,33 +119,35 @@ class ParameterPrices(Rates):
         return moved / (device.memory_bytes_per_second * device.memory_efficiency) + beside
 
     def stored_elements(self, meta: TensorMeta, stored: Stored) -> float:
-        """Elements of a parameter whose master a rank has."""
+        """Return the elements of a parameter whose master a rank has."""
         return num_local(meta, stored.placements, self.mesh) / self.zero_size(stored)
 
     @property
     def whole_share(self) -> float:
-        """Of the trained elements, the share that ranks of the mesh update whole for one another."""
+        """Return the share of the trained elements that ranks of the mesh update whole for one another."""
         return 0.0 if self.training.offload or self.num_ranks == 1 else self.training.whole_share
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the mesh."""
+        """Return the ranks of the mesh."""
         return math.prod(self.mesh.sizes)
 
     def updated_elements(self, meta: TensorMeta, stored: Stored) -> float:
-        """Elements of a parameter that a rank updates, with their state: what it stores, or an owner's share."""
+        """Return the elements of a parameter that a rank updates, with their state: its stored shard, or an owner's
+        share."""
         share = self.whole_share
         return (1.0 - share) * self.stored_elements(meta, stored) + share * meta.numel / self.num_ranks
 
     def taken_bytes(self, meta: TensorMeta, stored: Stored) -> float:
-        """Values and gradients of whole parameters that an owner stores in part, while it updates them."""
+        """Return the bytes of values and gradients of whole parameters while their owner, which stores a shard,
+        updates them."""
         if not meta.requires_grad or self.stored_elements(meta, stored) >= meta.numel:
             return 0.0
         width = self.training.gradient_bytes  # of masters too
         return 2 * width * self.whole_share * meta.numel / self.num_ranks
 
     def update_temporary_bytes(self, meta: TensorMeta, stored: Stored) -> float:
-        """Temporaries of one parameter's update, of which an owner's is of all of it."""
+        """Return the temporary bytes of one parameter's update; an owner's cover the whole parameter."""
         if self.training.offload:
             return 0.0
         is_whole = self.whole_share > 0 and not self.training.updates_together
@@ -153,8 +155,8 @@ class ParameterPrices(Rates):
         return elements * self.training.update_bytes
 
     def whole_update_seconds(self, meta: TensorMeta, stored: Stored) -> float:
-        """Products of the updates of whole parameters, what goes to their owners and back, and handing out copies on
-        each axis, at the rate of long messages: many parameters share them."""
+        """Price the updates of whole parameters: products, traffic to and from their owners, and handing out copies
+        on each axis, at the rate of long messages, which many parameters share."""
         share = self.whole_share
         if not share:
             return 0.0
@@ -172,10 +174,11 @@ class ParameterPrices(Rates):
         return found + rounds * copied
 
     def copy_traffic(self, meta: TensorMeta, stored: Stored) -> float:
-        """Bytes per stored element that bring an updated master to what the model computes with.
+        """Return the bytes per stored element that copy an updated master to its compute tensor.
 
-        Where that is another tensor (codegen/runtime/flat.py `own_copy`), a copy reads the master and writes it, and an
-        update that has the master at hand only writes it. Under ZeRO-3 gathers read the masters (`rounding_seconds`).
+        Where that is another tensor (codegen/runtime/flat.py `own_copy`), a copy reads the master and writes it; an
+        update that has just computed the master only writes it. Under ZeRO-3 gathers read the masters
+        (`rounding_seconds`).
         """
         training, size = self.training, self.zero_size(stored)
         if training.offload or (stored.zero == 3 and size > 1):
@@ -188,20 +191,22 @@ class ParameterPrices(Rates):
 
     @property
     def writes_copies(self) -> bool:
-        """Whether the update also writes what the model computes with."""
+        """Return whether the update also writes the compute tensor."""
         return False
 
     def is_rounded(self, meta: TensorMeta, stored: Stored) -> bool:
-        """Whether compressed gathers round what all ranks compute with, so that the masters lie beside it in fp32."""
+        """Return whether compressed gathers round the compute tensor of all ranks, so that separate masters stay in
+        fp32."""
         is_gathered = bool(self.training.compression.gather) and stored.zero in (1, 2) and self.zero_size(stored) > 1
         return is_gathered and can_compress(meta)
 
     def accumulation_seconds(self, meta: TensorMeta, stored: Stored, count: int = 1) -> float:
-        """Seconds per micro-batch to move a parameter's gradient into the line that is reduced, and to add it up there.
-        count: of parameters that have these elements together.
+        """Return the seconds per micro-batch to move a parameter's gradient into the buffer that is reduced, and to add
+        it up there.
 
-        With c and g the bytes of an element as computed and as reduced, and m micro-batches: read c, write g, and from
-        the second micro-batch on read g; where every micro-batch is reduced (zero 2 and 3), its shard is added up.
+        count: of parameters that have these elements together. With c and g the bytes of an element as computed and
+        as reduced, and m micro-batches: read c, write g, and from the second micro-batch on read g. Where every
+        micro-batch is reduced (zero 2 and 3), its shard is added up.
         """
         if not meta.requires_grad:
             return 0.0
@@ -215,8 +220,9 @@ class ParameterPrices(Rates):
         return moved / (device.memory_bytes_per_second * device.memory_efficiency) + added
 
     def rounding_seconds(self, meta: TensorMeta, stored: Stored) -> float:
-        """Seconds per micro-batch to round this rank's masters for ZeRO-3's gathers, in every forward and in backward,
-        if it computes in low precision. With an optimiser elsewhere, what is sent lies ready."""
+        """Return the seconds per micro-batch to round this rank's masters for ZeRO-3's gathers, in every forward and
+        in backward, if it computes in low precision. With an offloaded optimizer, the rounded copy exists
+        already."""
         training, device, size = self.training, self.cluster.device, self.zero_size(stored)
         if not (meta.requires_grad and training.master_bytes and stored.zero == 3 and size > 1) or training.offload:
             return 0.0
@@ -225,7 +231,7 @@ class ParameterPrices(Rates):
         return moved / (device.memory_bytes_per_second * device.memory_efficiency)
 
     def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:
-        """(weights, gradients, optimiser state) that stay allocated on one rank."""
+        """Return (weights, gradients, optimizer state) bytes that stay allocated on one rank."""
         training = self.training
         local = num_local(meta, stored.placements, self.mesh)
         if not meta.requires_grad:
@@ -238,15 +244,16 @@ class ParameterPrices(Rates):
         if self.is_rounded(meta, stored):
             master = 4
         weights += master * local / size if on_device else 0.0
-        # As codegen/runtime/flat.py: stage 1 keeps the whole gradient beside its part of the sum where several
-        # micro-batches add up, and works as stage 2 where one does not.
+        # As codegen/runtime/flat.py: stage 1 keeps the whole gradient in addition to its shard of the sum if several
+        # micro-batches add up, and works as stage 2 if one does not.
         shares = 1 / size if zero >= 2 or (zero and training.num_micro_batches == 1) else 1 + (1 / size if zero else 0)
         gradients = training.gradient_bytes * local * shares
         state = training.state_bytes * self.updated_elements(meta, stored)
         return weights, gradients, state if on_device else 0.0
 
     def gathered_bytes(self, meta: TensorMeta, stored: Stored) -> float:
-        """The whole gradient (ZeRO-2) and also the whole parameter (ZeRO-3), while its unit is gathered."""
+        """Return the bytes of the whole gradient (ZeRO-2) and also the whole parameter (ZeRO-3) while its unit is
+        gathered."""
         if stored.zero < 2 or not meta.requires_grad:
             return 0.0
         sent = self.sent(meta, stored)
@@ -256,7 +263,7 @@ class ParameterPrices(Rates):
         return num_local(meta, stored.placements, self.mesh) * width * (1.0 + self.fragmentation)
 
     def zero_size(self, stored: Stored) -> int:
-        """Ranks over which a parameter's state is sharded."""
+        """Return the number of ranks over which a parameter's state is sharded."""
         over = zero_axes(self.mesh.axes, stored.placements) if stored.zero else ()
         return math.prod(self.mesh.sizes[axis] for axis in over)
 

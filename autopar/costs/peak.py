@@ -1,8 +1,8 @@
-"""The most that one rank holds of a stage's activations, gradients on their way and gathered parameters.
+"""Peak of one rank's activations, live gradients and gathered parameters in a stage.
 
-A stage runs its units in order and back. While a unit runs, everything that units before it keep is alive; while it
-runs backward, what later units kept is gone, but their gradients may wait in buckets for the rest of theirs
-(`codegen/runtime/zero.py`: a bucket is reduced when its last gradient is there).
+A stage runs its units in order and back. While a unit runs, everything that earlier units keep is alive. While it
+runs backward, the tensors of later units are gone. Their gradients may still wait in buckets for the rest of these
+(`codegen/runtime/zero.py`: a bucket is reduced once its last gradient exists).
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from autopar.options.strategies import num_local
 from codegen.runtime.zero import BUCKET_BYTES
 
 IN_FLIGHT = 2
-"""Reductions under way whose lines are held (zero.py `_MAX_IN_FLIGHT`)."""
+"""Reductions in flight whose buffers stay allocated (zero.py `_MAX_IN_FLIGHT`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A trained parameter's buffers on one rank. key: parameters of equal keys share buckets. num_bytes: by which
-    buckets are cut. gradient: as autograd makes it; waiting: the same where it stays until its bucket is complete;
-    line: in the buffer that is then reduced; arriving: where the sum arrives, if it is added later; gathered: of the
-    whole parameter under ZeRO-3.
-    updated: temporaries of the optimiser, of all parameters together or of one at a time; taken: what it has of other
-    ranks' parts beside, of all together. last_reader: the unit that
-    uses the parameter last. sent: of the line while it is summed, if not the line itself.
+    """A trained parameter's buffers on one rank.
+
+    key: parameters of equal keys share buckets. num_bytes: by which buckets are cut. gradient: as autograd computes
+    it; waiting: the same while it waits for the rest of its bucket; line: in the buffer that is then reduced;
+    arriving: where the sum arrives, if it is added later; gathered: of the whole parameter under ZeRO-3. updated:
+    temporaries of the optimizer, of all parameters together or of one at a time; taken: other ranks' shards that it
+    receives, of all together. last_reader: the last unit that uses the parameter. sent: of the buffer while it is
+    summed, if that is not `line`.
     """
 
     key: tuple[object, ...]
@@ -48,12 +49,12 @@ class Slot:
 
     @property
     def under_way(self) -> float:
-        """What the reduction holds."""
+        """Return the bytes of the reduction in flight."""
         return (self.line if self.sent is None else self.sent) + self.arriving
 
 
 def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) -> Slot:
-    """The buffers of a trained parameter, as codegen/runtime/flat.py and zero.py make them."""
+    """Return the buffers of a trained parameter, as codegen/runtime/flat.py and zero.py allocate them."""
     training, mesh = pricer.training, pricer.mesh
     local = num_local(meta, stored.placements, mesh)
     size, scale = pricer.zero_size(stored), 1.0 + pricer.fragmentation
@@ -63,7 +64,7 @@ def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) 
     partial_sum = line / size if training.num_micro_batches > 1 else 0.0
     gradient = local * meta.dtype.itemsize * scale
     sent = pricer.sent(meta, stored)
-    # A compressed message is made beside the line, which is then free; another one arrives.
+    # A compressed message is written next to the buffer, which is then free; another one arrives.
     message = local * sent.reduce * scale if sent.reduce_code else 0.0
     shards = tuple(axis for axis, p in zip(mesh.axes, stored.placements, strict=True) if p.kind == "Rp")
     return Slot(
@@ -84,8 +85,8 @@ def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One unit of a stage: per micro-batch kept bytes, what is alive beside, its parameters. is_layer: whether it is a
-    layer, and not calls between layers."""
+    """One unit of a stage: per micro-batch its kept bytes and other live bytes; its parameters. is_layer: whether it
+    is a layer, and not calls between layers."""
 
     name: str
     kept: float
@@ -96,9 +97,9 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Bytes at the peak of one forward, one backward, and one in two halves, of which the first leaves `deferred`
-    until the second (whose own peak beside it is `weight`). updated: temporaries of the optimiser, for all parameters
-    that are updated together or for the largest."""
+    """Bytes at the peak of one forward, one backward, and one in two halves: the first leaves `deferred` until the
+    second, whose extra peak is `weight`. updated: temporaries of the optimizer, for all parameters that are
+    updated together or for the largest."""
 
     kept: float = 0.0
     forward: float = 0.0
@@ -111,7 +112,7 @@ class Peaks:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that are reduced together. missing: units that have yet to give theirs."""
+    """Gradients that are reduced together. missing: units whose gradients are still missing."""
 
     waiting: dict[int, float] = field(default_factory=dict)
     line: float = 0.0
@@ -120,8 +121,8 @@ class _Bucket:
 
 
 def peaks(units: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float = 0.0) -> Peaks:
-    """The peaks of a stage whose units, in order, are these. received_bytes, sent_bytes: of what crosses its boundaries
-    per micro-batch: while an action runs, what the next one waits for is on its way."""
+    """Return the peaks of a stage with these units in order. received_bytes, sent_bytes: across its boundaries per
+    micro-batch. While an action runs, the next one's input is in flight."""
     gathered = [sum(slot.gathered for slot in life.slots) if life.is_layer else 0.0 for life in units]
     root = sum(slot.gathered for life in units if not life.is_layer for slot in life.slots)
     forward = before = loose = 0.0
@@ -162,7 +163,8 @@ def peaks(units: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float 
 
 
 def _held(units: Sequence[Life]) -> list[float]:
-    """For each unit, bytes of gradients of parameters that a later unit uses too, which autograd adds up first."""
+    """Return for each unit the gradient bytes of parameters that a later unit uses too; autograd adds these up
+    first."""
     held = [0.0] * len(units)
     for first, life in enumerate(units):
         for slot in life.slots:
@@ -173,8 +175,8 @@ def _held(units: Sequence[Life]) -> list[float]:
 
 
 def _reductions(units: Sequence[Life]) -> list[tuple[float, float, bool]]:
-    """For each unit, bytes of waiting gradients and of lines under way while it runs backward, at its end, and whether
-    its own gradients wait."""
+    """Return for each unit the bytes of waiting gradients and of buffers in flight while it runs backward and at its
+    end, and whether its gradients wait."""
     buckets = _buckets(units)
     lines: list[float] = []
     found: list[tuple[float, float, bool]] = []
@@ -195,7 +197,8 @@ def _reductions(units: Sequence[Life]) -> list[tuple[float, float, bool]]:
 
 
 def _buckets(units: Sequence[Life]) -> list[_Bucket]:
-    """The buckets as zero.py makes them: from the last layer to the first, then the rest; under ZeRO-3 per layer."""
+    """Return the buckets as zero.py forms them: from the last layer to the first, then the rest; under ZeRO-3 per
+    layer."""
     layers = [i for i in reversed(range(len(units))) if units[i].is_layer]
     tops = [i for i in range(len(units)) if not units[i].is_layer]
     done: list[_Bucket] = []
@@ -215,13 +218,14 @@ def _buckets(units: Sequence[Life]) -> list[_Bucket]:
 
 
 Holding = tuple[str, int, tuple[tuple[int, int, int], ...]]
-"""(kind of an action, its stage, (stage, micro-batches held, deferred) of the pipeline rank's stages) while it runs."""
+"""(kind of an action, its stage, (stage, micro-batches in flight, deferred) of the pipeline rank's stages) while it
+runs."""
 
 
 def at_peak(states: Sequence[Holding], stages: Mapping[int, Peaks]) -> tuple[float, float]:
-    """(bytes that micro-batches in flight keep, all bytes) of a pipeline rank at the fullest of its moments."""
+    """Return (bytes that micro-batches in flight keep, all bytes) of a pipeline rank at its peak."""
     most, best = 0.0, -1.0
-    # W: autograd copies the gradient that it is given.
+    # W: autograd copies the incoming gradient.
     running = {
         s: {"F": own.forward, "B": own.backward, "I": own.deferring, "W": 2 * own.weight} for s, own in stages.items()
     }

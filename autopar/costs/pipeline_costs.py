@@ -1,7 +1,7 @@
-"""A pipeline priced as a whole: its stages, messages, tied parameters and memory, and the prediction of its step.
+"""Costs of a pipeline: its stages, messages, tied parameters and memory, and the prediction of its step.
 
-All that predicts or fits a pipeline puts it together here: searched plans, given strategies, and the searches
-themselves when they hold a cut to the memory of its ranks.
+Every caller that predicts or fits a pipeline builds it here: searched plans, explicit strategies, and the searches
+when they fit a cut to the memory of its ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from cost_models.schedule import placement
 
 @dataclass(frozen=True)
 class ChainCosts:
-    """What every unit of a model's chain costs on one stage mesh.
+    """Costs of every unit of a model's chain on one stage mesh.
 
-    graph: of the model, with any number of rows. pricer: on the stage mesh, for as many micro-batches as the pipeline
-    has. parameters: as they are stored there. costs: of the units, by name. boundary_bytes: of one rank per
-    micro-batch, at the boundary before each unit. group: of the cluster's groups of equal nodes, in which the stage
-    mesh lies.
+    graph: of the model, with any number of rows. pricer: on the stage mesh, for the pipeline's micro-batches.
+    parameters: as they are stored there. costs: of the units, by name. boundary_bytes: of one rank per micro-batch,
+    at the boundary before each unit. group: the stage mesh's group of equal nodes in the cluster.
     """
 
     graph: Graph
@@ -44,36 +43,36 @@ class ChainCosts:
 
     @property
     def stage_mesh(self) -> StageMesh:
-        """The mesh, and the group of nodes that it lies in."""
+        """Return the mesh, and its group of nodes."""
         return StageMesh(self.pricer.mesh, self.group)
 
     @cached_property
     def copies(self) -> tuple[SecondCopy, ...]:
-        """The buffers of parameters that two units read, in the stage of the second."""
+        """Return the buffers of parameters that two units read, in the stage of the second."""
         return second_copies(self.graph, self.pricer, self.parameters)
 
     def tied(self, pp: int) -> Mapping[str, tuple[tuple[float, float, float], float]]:
-        """`tied_costs` of the same parameters in a pipeline of `pp` ranks."""
+        """Return `tied_costs` of the same parameters in a pipeline of `pp` ranks."""
         return tied_costs(self.graph, self.pricer, self.parameters, pp)
 
     @property
     def workspace_bytes(self) -> float:
-        """What a device itself takes of its memory."""
+        """Return the memory that a device reserves for itself."""
         return 0.0 if is_cpu(self.pricer.cluster) else float(self.pricer.cluster.device.reserved_bytes)
 
     def sent_bytes(self, stage: StagePlan) -> float:
-        """Of one rank of a stage per micro-batch to the next stage, 0 behind the last."""
+        """Return the bytes of one rank of a stage per micro-batch to the next stage, 0 behind the last."""
         return self.boundary_bytes[stage.last] if stage.last < len(self.boundary_bytes) else 0.0
 
     def received_bytes(self, stage: StagePlan) -> float:
-        """Of one rank of a stage per micro-batch from the stage before it."""
+        """Return the bytes of one rank of a stage per micro-batch from the stage before it."""
         return self.boundary_bytes[stage.first] if stage.first else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
-    """What a pipeline costs. ranks: the chain on the stage mesh of every pipeline rank. stages, home: in model order,
-    and the pipeline rank that runs each. tied: parameters that two stages hold."""
+    """The costs of a pipeline. ranks: the chain on the stage mesh of every pipeline rank. stages, home: in model
+    order, and the pipeline rank that runs each. tied: parameters in two stages."""
 
     pipeline: Pipeline
     cluster: AnyCluster
@@ -84,20 +83,20 @@ class PipelineCosts:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a step."""
+        """Return the micro-batches of a step."""
         return self.ranks[0].pricer.training.num_micro_batches
 
     def num_bytes(self) -> list[dict[str, float]]:
-        """By kind, of one device of every pipeline rank at its peak, without the device's own workspace."""
+        """Return the peak of one device of every pipeline rank by kind, without the device's workspace."""
         return rank_bytes(self.stages, self.pipeline, self.num_micro_batches, self.tied)
 
     @property
     def peak_bytes(self) -> float:
-        """`num_bytes` of the fullest rank."""
+        """Return the `num_bytes` of the fullest rank."""
         return max(sum(kinds.values()) for kinds in self.num_bytes())
 
     def transfers(self) -> dict[tuple[int, int], float]:
-        """(source stage, target stage) -> seconds of one micro-batch's message."""
+        """Return (source stage, target stage) -> seconds of one micro-batch's message."""
         found, plans = {}, self.pipeline.stages
         for number in range(len(plans) - 1):
             source, target = (self.ranks[self.home[index]] for index in (number, number + 1))
@@ -108,8 +107,8 @@ class PipelineCosts:
         return found
 
     def simulated(self, capacities: Sequence[float] = ()) -> Simulated:
-        """The step, event by event, and its prediction. capacities: bytes that a device of every pipeline rank may
-        use, equal ones if left out."""
+        """Simulate the step event by event and predict it. capacities: usable bytes of a device of every pipeline
+        rank; equal ones by default."""
         return simulated(
             self.stages,
             self.pipeline,
@@ -128,10 +127,10 @@ def pipeline_costs(
     cluster: AnyCluster,
     known: dict[Hashable, StageCost] | None = None,
 ) -> PipelineCosts:
-    """The pipeline put together; one without stages has the whole chain as its only one.
+    """Price a pipeline; one without stages has the whole chain as its only stage.
 
-    ranks: of every pipeline rank; those that are alike are best the same object. cluster: all devices. known: stages of
-    other pipelines of the same ranks, to which those of this one are added.
+    ranks: of every pipeline rank; equal ones are best the same object. cluster: all devices. known: cached stages of
+    other pipelines of the same ranks; those of this one are added.
     """
     graph = ranks[0].graph
     stages = pipeline.stages or (StagePlan(0, len(chain(graph))),)
@@ -152,7 +151,7 @@ def pipeline_costs(
 def _stage_costs(
     of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan], found: dict[Hashable, StageCost]
 ) -> tuple[StageCost, ...]:
-    """Of all stages, found once for those that are alike."""
+    """Return the costs of all stages, computed once for equal stages."""
     graph = of_stage[0].graph
     names, layers = chain(graph), layer_names(graph)
     result = []
@@ -169,7 +168,7 @@ def _stage_costs(
 
 
 def _tied(of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan], pp: int) -> tuple[TiedParameter, ...]:
-    """Parameters that two units read, as the stage of the second has them."""
+    """Return the parameters that two units read, as the second one's stage stores them."""
     holder = [number for number, stage in enumerate(stages) for _ in range(stage.first, stage.last)]
     found = []
     for name, (first, last) in tied_parameters(of_stage[0].graph).items():

@@ -1,4 +1,4 @@
-"""Where every tensor of a graph lies under an assignment."""
+"""The placement of every tensor of a graph under an assignment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.options.scopes import Scope, scopes_of
 
 
 class Placer:
-    """Where every tensor of a graph lies under an assignment."""
+    """The placement of every tensor of a graph under an assignment."""
 
     def __init__(self, graph: Graph, assignment: Assignment) -> None:
         self.assignment = assignment
@@ -17,7 +17,7 @@ class Placer:
         self.runs = {piece.name: piece for piece in graph.body if isinstance(piece, LayerRun)}
 
     def where(self, scope: Scope, ref: Ref) -> Placements:
-        """How `ref` lies when it is read."""
+        """Return the placements of `ref` when it is read."""
         kept = self.assignment.tensors.get((scope.name, ref))
         if kept is not None:
             return kept

@@ -1,7 +1,7 @@
-"""What one option costs: seconds of compute, of communication and of the optimiser, and bytes of memory.
+"""The price of one option: seconds of compute, of communication and of the optimizer, and bytes of memory.
 
-Everything is per optimiser step and per rank; forward and backward run `num_micro_batches` times. Collectives and
-reshards are priced in rates.py, matmuls and attention in contractions.py, parameters in parameter_prices.py.
+All prices are per optimizer step and per rank; forward and backward run `num_micro_batches` times. rates.py prices
+collectives and reshards, contractions.py matmuls and attention, parameter_prices.py parameters.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from autopar.rules.norm import SYNCHRONISED
 from cost_models import compute
 
 DRAW_BYTES = 256.0
-"""What a draw moves per element: codegen/runtime/draws.py makes a dozen passes over 64-bit integers in chunks, and
-three over fp32."""
+"""Bytes that a draw moves per element: codegen/runtime/draws.py makes a dozen passes over 64-bit integers in chunks,
+and three over fp32."""
 FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones", "in_training"} - {"reshape"}
 
 
 @dataclass
 class Pricer(Contractions, ParameterPrices):
-    """Prices of calls and parameters. Holds no decision.
+    """Prices of calls and parameters. Stores no decision.
 
-    has_idioms: whether runs of calls that have a name are functions, which free what they make on their way.
+    has_idioms: whether named runs of calls are functions, which free their intermediates.
     """
 
     has_idioms: ClassVar[bool] = True
 
     @property
     def gathers_again(self) -> bool:
-        """Whether what was gathered for a call is gathered again for its backward, and its shard kept."""
+        """Return whether tensors gathered for a call are gathered again for its backward, with only the shard kept."""
         return False
 
     def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Seconds of compute (forward, backward) of one call at its local sizes."""
+        """Return the compute seconds (forward, backward) of one call at its local sizes."""
         name = base_name(operator.node.op)
         metas_in = operator.inputs
         if name in FREE and not any(a.lowering for a in option.axes):
@@ -90,7 +90,7 @@ class Pricer(Contractions, ParameterPrices):
         return self.memory_seconds(forward) + inner, behind
 
     def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
-        """The part of a linear layer's backward that makes its weight's gradient, which may be deferred.
+        """Return the part of a linear layer's backward that computes its weight's gradient, which may be deferred.
 
         whole_seconds: forward and backward of the call (`operator_seconds`).
         """
@@ -101,12 +101,12 @@ class Pricer(Contractions, ParameterPrices):
         return whole_seconds - sum(forward_and_input)
 
     def deferring_seconds(self, operator: Operator) -> float:
-        """What it takes beside that to defer them."""
+        """Return the extra seconds of deferring them."""
         return host.DEFERRED * host.launch_seconds(self.cluster) if base_name(operator.node.op) in DEFERRABLE else 0.0
 
     def halo_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """(a rank's rows with those of its neighbours, the most of one neighbour) of a convolution whose space is cut;
-        zeros for other calls."""
+        """Return (a rank's rows with those of its neighbors, the most of one neighbor) of a convolution whose space
+        is cut; zeros for other calls."""
         axis = next((number for number, own in enumerate(option.axes) if own.lowering == HALO), None)
         if axis is None:
             return 0.0, 0.0
@@ -116,14 +116,15 @@ class Pricer(Contractions, ParameterPrices):
         return own * (1 + 2 * share), own * share
 
     def _neighbours_seconds(self, operator: Operator, option: Option) -> float:
-        """What neighbours' rows of space take on their way, and to be joined; as long in backward."""
+        """Return the seconds to send and join neighbors' rows of space; the backward takes as long."""
         joined, sent = self.halo_bytes(operator, option)
         axis = next((number for number, own in enumerate(option.axes) if own.lowering == HALO), 0)
         return 2 * self.collective_seconds("p2p", axis, sent) + self.memory_seconds(2 * joined) if sent else 0.0
 
     def _inner_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Collectives inside a lowering, (forward, backward): cross-entropy over a sharded vocabulary reduces three
-        numbers a token, batch norm one per channel twice and two in backward, group norm one per group of a row."""
+        """Return the seconds of collectives inside a lowering, (forward, backward): cross-entropy over a sharded
+        vocabulary reduces three numbers a token, batch norm one per channel twice and two in backward, group norm
+        one per group of a row."""
         total, backward = 0.0, 0.0
         for axis, choice in enumerate(option.axes):
             if choice.lowering in SYNCHRONISED:
@@ -143,7 +144,7 @@ class Pricer(Contractions, ParameterPrices):
         return total, backward
 
     def saved_bytes(self, operator: Operator, option: Option, saved: tuple[Saved, ...]) -> float:
-        """Activations that this call is first to keep for one micro-batch's backward."""
+        """Return the bytes of activations that this call is first to keep for one micro-batch's backward."""
         total = 0.0
         for ref, num_bytes in saved:
             if ref.node == operator.node.name:
@@ -159,8 +160,8 @@ class Pricer(Contractions, ParameterPrices):
         return total * (1.0 + self.fragmentation)
 
     def window_bytes(self, operator: Operator, option: Option, num_local: int) -> float:
-        """Bytes kept of attention over windows of a whole sequence beside its tensors: the results of its tiles, where
-        there are several, masks, and repeated keys. num_local: elements of this rank's result."""
+        """Return the kept bytes of attention over windows of a whole sequence besides its tensors: the results of
+        its tiles, if there are several, masks, and repeated keys. num_local: elements of this rank's result."""
         if operator.node.op != WINDOW_ATTENTION or self.context_call(operator, option):
             return 0.0
         num_tiles, masks = window_tiles(operator)
@@ -168,18 +169,19 @@ class Pricer(Contractions, ParameterPrices):
         return kept + self.repeated_bytes(operator, option)
 
     def made_bytes(self, operator: Operator, option: Option) -> float:
-        """Bytes kept that are neither inputs nor outputs (kept.py)."""
+        """Return the kept bytes that are neither inputs nor outputs (kept.py)."""
         return made_bytes(operator, option, self.mesh, is_cpu(self.cluster))
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """(kept beside inputs and results, temporaries of the forward) of a call; see kernels.py, fp8.py too."""
+        """Return the bytes (kept besides inputs and results, temporaries of the forward) of a call; see also
+        kernels.py, fp8.py."""
         if operator.node.op == SINK_ATTENTION:
             return 0.0, self.sinks(operator, option).held_forward
         return 0.0, self.sorted_bytes(operator, option) if operator.node.op == EXPERT_LINEAR else 0.0
 
     def backward_bytes(self, operator: Operator, option: Option) -> float:
-        """Temporaries of a call's backward beside the gradients that it makes; see fp8.py. Experts' weights have a
-        gradient each, which are joined, where they have a kernel each."""
+        """Return the temporary bytes of a call's backward besides the gradients that it computes; see fp8.py. If
+        each expert has its kernel, its weight has a separate gradient, and these are joined."""
         if operator.node.op == SINK_ATTENTION:
             return self.sinks(operator, option).held_backward
         if operator.node.op != EXPERT_LINEAR:
@@ -188,22 +190,23 @@ class Pricer(Contractions, ParameterPrices):
         return self.sorted_bytes(operator, option) + (0.0 if self.is_grouped(operator) else weight)
 
     def product_bytes(self, operator: Operator, option: Option) -> float:
-        """Bytes of the product of a matmul whose result is another tensor (see fp8.py); 0 for all others."""
+        """Return the bytes of the product of a matmul whose result is another tensor (see fp8.py); 0 for all others."""
         return 0.0
 
     def may_defer(self, operator: Operator, option: Option) -> bool:
-        """Whether programs can defer the gradient of this call's weight."""
+        """Return whether programs can defer the gradient of this call's weight."""
         return base_name(operator.node.op) in DEFERRABLE
 
     def compute_kinds(self, operator: Operator) -> tuple[str, str]:
-        """The kinds under which the seconds of a call's forward and backward are told."""
+        """Return the kinds under which the seconds of a call's forward and backward are reported."""
         return "forward compute", "backward compute"
 
 
 def _backward_bytes(operator: Operator, bytes_in: float, bytes_out: float, num_grads: int) -> float:
-    """What the backward of a memory-bound call reads and writes (torch's derivatives.yaml): what went in and the
-    gradient of what came out, and a gradient for each that is trained. The parts of a joined tensor have views of its
-    gradient, a sum with something that is not trained has the gradient itself, and a multiple needs no factor again."""
+    """Return the bytes that the backward of a memory-bound call reads and writes (torch's derivatives.yaml): the
+    inputs, the results' gradients, and a gradient for each trained input. The pieces of a joined tensor have
+    views of its gradient, a sum with an untrained operand has the gradient itself, and a multiple does not read
+    its factor again."""
     name, metas = base_name(operator.node.op), operator.inputs
     if name in JOINS:
         return 0.0
@@ -219,6 +222,6 @@ def _backward_bytes(operator: Operator, bytes_in: float, bytes_out: float, num_g
 
 
 def _frozen(operator: Operator, kept: int) -> Operator:
-    """The call as if only its input `kept` needed a gradient."""
+    """Return the call as if only its input `kept` needed a gradient."""
     inputs = tuple(m if i == kept else replace(m, requires_grad=False) for i, m in enumerate(operator.inputs))
     return replace(operator, inputs=inputs)

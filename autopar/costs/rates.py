@@ -1,4 +1,4 @@
-"""What everything is priced from: collectives, reshards and memory-bound kernels on one mesh of one cluster."""
+"""Base rates of all prices: collectives, reshards and memory-bound kernels on one mesh of one cluster."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ ADAM_BYTES = 28.0
 """Bytes that one AdamW update moves per element: weight, both moments read and written, gradient read (fp32)."""
 
 TIE = 1e-9
-"""Share by which a reshard of a dim in sections counts as slower: of choices that take as long, the one that moves a
-dim in one piece is made. Rows are gathered before a view flattens them, where a product can be joined with that."""
+"""Share by which a reshard of a dim in sections counts as slower: of equally fast choices, the one that moves a dim
+in one piece wins. Rows are gathered before a view flattens them, where the gather can be joined with a product."""
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a step is run, as far as costs depend on it.
+    """The settings of a training step that affect costs.
 
-    state_bytes: optimiser state per parameter. update_bytes: temporaries of its update per element, of all parameters
-    at once or (updates_together: no) of one after the other; update_traffic: bytes that it moves per element;
-    writes_copies: whether, in programs with kernels, it also writes what the model computes with. compute_bytes,
+    state_bytes: optimizer state per parameter. update_bytes: temporaries of its update per element, of all
+    parameters at once or (updates_together: no) of one after the other. update_traffic: bytes that it moves per
+    element. writes_copies: whether, in programs with kernels, it also writes the compute tensors. compute_bytes,
     master_bytes: of a weight as computed with, and of a separate fp32 copy (0 if the weight itself is fp32).
-    gradient_bytes: as accumulated and reduced. whole_share: of the trained elements, the share that one rank each
-    updates whole for all (codegen/runtime/whole_updates.py); update_flops: of matrix products per such element, in
-    update_dtype. offload: "optimizer": state and separate masters live in host memory,
-    and the host updates them; "parameters": under ZeRO-3 the shards of the parameters too. compression: of ZeRO's
-    collectives (quantised_collectives.py). has_first_pass: whether the forwards of all micro-batches run twice, first
-    without gradients.
+    gradient_bytes: as accumulated and reduced. whole_share: the share of the trained elements that one rank each
+    updates whole for all (codegen/runtime/whole_updates.py). update_flops: of matrix products per such element, in
+    update_dtype. offload: "optimizer": state and separate masters are in host memory, and the host updates them;
+    "parameters": under ZeRO-3 the shards of the parameters too. compression: of ZeRO's collectives
+    (quantised_collectives.py). has_first_pass: whether the forwards of all micro-batches run twice, first without
+    gradients.
     """
 
     num_micro_batches: int = 1
@@ -59,19 +59,19 @@ class Training:
 
 
 def is_cpu(cluster: Cluster) -> bool:
-    """Whether ranks are processes on a CPU."""
+    """Return whether ranks are processes on a CPU."""
     return cluster.device.is_cpu
 
 
 @dataclass
 class Rates:
-    """Costs on one mesh of one cluster. Caches collective times; holds no decision.
+    """Costs on one mesh of one cluster. Caches collective times; stores no decision.
 
-    hidden_fraction: share of gradient and parameter traffic that runs behind compute. fragmentation: what the
-    allocator holds beyond activations and transients, as a fraction of them. overlap_share: of weight gradients, the
-    share of their seconds in which a reshard's sum runs beside them (overlap.py); 0 where programs do not do that.
-    host_call_seconds: of the host for one call (host_calls.py); 0 where it is not seen, as on CPUs, whose kernels have
-    it in their launch. is_compiled: whether layers run as compiled graphs.
+    hidden_fraction: share of gradient and parameter traffic that overlaps compute. fragmentation: the allocator's
+    reserve beyond activations and transients, as a fraction of them. overlap_share: the share of weight gradients'
+    seconds in which a reshard's sum runs (overlap.py); 0 if programs do not overlap them. host_call_seconds: of the
+    host for one call (host_calls.py); 0 if not visible, as on CPUs, whose kernels' launches include it. is_compiled:
+    whether layers run as compiled graphs.
     """
 
     mesh: Mesh
@@ -91,22 +91,22 @@ class Rates:
 
     @cached_property
     def groups(self) -> tuple[collective.Group, ...]:
-        """The process group of each axis, as laid over the cluster."""
+        """Return the process group of each axis on the cluster."""
         return tuple(
             collective.Group(size, self.mesh.stride(axis))
             for axis, size in zip(self.mesh.axes, self.mesh.sizes, strict=True)
         )
 
     def group(self, axes: tuple[int, ...]) -> collective.Group:
-        """The process group of neighbouring axes as one."""
+        """Return the process group of neighboring axes, flattened."""
         return collective.Group(math.prod(self.mesh.sizes[axis] for axis in axes), self.groups[axes[-1]].stride)
 
     def collective_seconds(self, kind: collective.Kind, axis: int, num_bytes: float) -> float:
-        """One collective on one axis; num_bytes as cost_models.collective defines it."""
+        """Price one collective on one axis; num_bytes as cost_models.collective defines it."""
         return self.joint_seconds(kind, (axis,), num_bytes)
 
     def joint_seconds(self, kind: collective.Kind, axes: tuple[int, ...], num_bytes: float) -> float:
-        """One collective on neighbouring axes as one."""
+        """Price one collective on neighboring axes, flattened."""
         key = (kind, axes, num_bytes)
         if key not in self._times:
             self._times[key] = collective.seconds(kind, num_bytes, self.group(axes), self.cluster)
@@ -115,7 +115,8 @@ class Rates:
     # --- resharding -------------------------------------------------------------------------------------------
 
     def step_seconds(self, step: Step, meta: TensorMeta) -> tuple[float, float]:
-        """(forward, backward) of one reshard step of the whole tensor `meta`: collective plus local copies."""
+        """Return the seconds (forward, backward) of one reshard step of the whole tensor `meta`: collective plus
+        local copies."""
         num_bytes = meta.num_bytes * step.fraction
         forward = self.collective_seconds(step.forward, step.axis, num_bytes) if step.forward else 0.0
         backward = (
@@ -127,7 +128,8 @@ class Rates:
         return forward + copies, backward + (copies if meta.requires_grad else 0.0)
 
     def reshard_seconds(self, source: Placements, target: Placements, meta: TensorMeta) -> float:
-        """Forward (of the first pass, too) and conjugate backward of a reshard, once. inf if there is no way."""
+        """Price the forward (of the first pass, too) and conjugate backward of a reshard, once. inf if there is no
+        path."""
         if source == target:
             return 0.0
         key = (source, target, meta.num_bytes, meta.requires_grad)
@@ -140,13 +142,13 @@ class Rates:
 
     @property
     def num_forwards(self) -> int:
-        """How often the forward of a micro-batch runs in a step, without recomputation."""
+        """Return how often the forward of a micro-batch runs in a step, without recomputation."""
         return 2 if self.training.has_first_pass else 1
 
     def reshard_matrix(
         self, sources: tuple[Placements, ...], targets: tuple[Placements, ...], meta: TensorMeta
     ) -> np.ndarray:
-        """[len(sources), len(targets)] seconds of one forward and backward, for choosing: TIE more of sections."""
+        """Return [len(sources), len(targets)] seconds of one forward and backward for choosing: sections add TIE."""
         key = (sources, targets, meta.num_bytes, meta.requires_grad)
         if key not in self._matrices:
             unique_s, index_s = _unique(sources)
@@ -157,10 +159,10 @@ class Rates:
         return self._matrices[key]
 
     def hidden_seconds(self, last: Step, meta: TensorMeta, covering_seconds: float) -> float:
-        """The part of a reshard's seconds in which the sum over ranks of its backward runs beside weight gradients.
+        """Return the part of a reshard's seconds in which the sum over ranks of its backward overlaps weight gradients,
+        which take `covering_seconds`.
 
-        covering_seconds: of these. last: its last step, which alone makes what their layers read, and so alone sums
-        what they give.
+        last: its last step. This alone produces what the layers read, and so alone sums their gradients.
         """
         if not meta.requires_grad or last.target.kind != "Rp" or last.backward is None:
             return 0.0
@@ -168,20 +170,20 @@ class Rates:
         return min(seconds, self.overlap_share * covering_seconds)
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """A memory-bound kernel that moves num_bytes."""
+        """Price a memory-bound kernel that moves num_bytes."""
         if num_bytes not in self._memory_times:
             work = compute.Work("memory", 0.0, num_bytes)
             self._memory_times[num_bytes] = compute.seconds(work, self.cluster.device)
         return self._memory_times[num_bytes]
 
     def dtype_name(self, meta: TensorMeta) -> str:
-        """What contractions with this result are computed in."""
+        """Return the dtype of contractions with this result."""
         names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
         return names.get(str(meta.dtype).removeprefix("torch."), "fp32")
 
 
 def num_local_dim(meta: TensorMeta, placements: Placements, mesh: Mesh, dim: int = -1) -> int:
-    """Local size of a dim, counted from the last."""
+    """Return the local size of a dim, counted from the last."""
     if not meta.shape:
         return 1
     number = len(meta.shape) + dim
@@ -190,7 +192,7 @@ def num_local_dim(meta: TensorMeta, placements: Placements, mesh: Mesh, dim: int
 
 
 def _has_sections(placements: Placements) -> bool:
-    """Whether the tensor lies in sections on some axis."""
+    """Return whether the tensor is sharded in sections on some axis."""
     return any(placement.sections > 1 for placement in placements)
 
 

@@ -1,17 +1,17 @@
-"""What a layer keeps for its backward under each recompute mode, and what that costs.
+"""Kept tensors and seconds of a layer under each recompute mode.
 
-With f and b the seconds of a layer's forward and backward, and s those of its matmuls and attention in f, without what
-brings rows to their experts and back, a mode adds so many seconds to the backward of a micro-batch, which keeps
+Let f and b be the seconds of a layer's forward and backward. Let s be those of its matmuls and attention in f, without
+moving rows to their experts and back. A mode adds these seconds to the backward of a micro-batch, and keeps:
 
     none        0                              everything
     selective   f - s                          inputs, results of matmuls and attention
     full        f                              inputs
     offload     max(c - f, 0) + max(c - b, 0)  nothing on the device
 
-where c is the time to copy everything over the link to the host, in one direction: copies out run beside the forward,
-copies back beside the backward. What is not kept is made again by a second forward just before the backward, in one
-stretch with it (host_calls.py): a host that is ahead in the backward has issued it meanwhile. Under "selective" a host
-does not issue matmuls and attention again.
+c is the time to copy everything over the link to the host, in one direction. Copies out overlap the forward, copies
+back the backward. A second forward just before the backward recomputes the rest, in one stretch with it
+(host_calls.py): a host that runs ahead in the backward issues it in that time. Under "selective" a host does not issue
+matmuls and attention again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from autopar.options.strategies import Operator, num_local
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Bytes of a layer's carried inputs, and of the results of its matmuls and attention, and the forward seconds of
-    these, and what they take of a host's calls.
+    """Bytes of a layer's carried inputs, and of the results of its matmuls and attention, with the forward seconds and
+    the host calls of these.
 
-    Not alive where nothing is made again: parts, of which a result is made, and products, which are not yet what the
-    call returns. When a layer runs again, each product gives way to that at once; largest: of them.
+    Not alive without recomputation: parts, from which a result is composed, and products, which differ from the
+    call's result. When a layer runs again, the result replaces each product at once; largest: of them.
     """
 
     inputs: float
@@ -57,11 +57,12 @@ def recompute_modes(
     scope: Scope,
     unit: LayerCost,
 ) -> dict[str, Mode]:
-    """The modes of a class of layers that keep less than everything, and "none". unit: with all but its modes."""
+    """Return the modes of a class of layers that keep less than everything, and "none". unit: complete but for its
+    modes."""
     kept, live = _kept(graph, operators, pricer, assignment, scope), unit.live
     again = _repeated(live)
     fetched = _fetched(again, live.kept)
-    # The host holds everything; while a layer runs backward, its own and the next one's are back.
+    # The host stores everything; while a layer runs backward, its tensors and the next one's are on the device.
     copied = live.kept / pricer.cluster.device.host_link_bytes_per_second
     late = max(copied - max(unit.forward_seconds, unit.host[0]), 0.0)
     late += max(copied - max(unit.backward_seconds, unit.host[1]), 0.0)
@@ -88,7 +89,7 @@ def recompute_modes(
 
 
 def _more(unit: LayerCost, device: float, host: float) -> float:
-    """What a second forward of so many seconds adds to a unit's backward."""
+    """Return what a second forward of so many seconds adds to a unit's backward."""
     backward, issued = unit.backward_seconds, unit.host[1]
     return max(backward + device, issued + host) - max(backward, issued)
 
@@ -109,7 +110,7 @@ def _kept(
             operator, option = operators[scope.name, node.name], assignment.operators[scope.name, node.name]
             call = pricer.context_call(operator, option)
             num_bytes = _local_bytes(pricer, node.outputs[0], option.outputs[0])
-            # Of attention over several blocks of keys, the results of all of them are kept, and merged again.
+            # For attention over several blocks of keys, the results of all of them are kept, and merged again.
             parts += (call.num_blocks - 1) * num_bytes if call else 0.0
             products.append(pricer.product_bytes(operator, option) * (1.0 + pricer.fragmentation))
             results += (call.num_blocks if call else 1) * num_bytes
@@ -128,7 +129,7 @@ def _kept(
 
 
 def _repeated(live: Liveness) -> Liveness:
-    """The live bytes of a layer whose forward runs once more before its backward."""
+    """Return the live bytes of a layer whose forward runs once more before its backward."""
     repeated = live.again + live.leaving
     return replace(
         live,
@@ -139,7 +140,7 @@ def _repeated(live: Liveness) -> Liveness:
 
 
 def _fetched(live: Liveness, num_bytes: float) -> Liveness:
-    """The live bytes of a layer with `num_bytes` on the device again while its backward runs."""
+    """Return the live bytes of a layer with `num_bytes` on the device again while its backward runs."""
     return replace(
         live,
         backward=live.backward + num_bytes,

@@ -1,7 +1,7 @@
-"""Which allocations autograd keeps for the backward of a scope's calls, each named once.
+"""Allocations that autograd keeps for the backward of a scope's calls, each named once.
 
-What one call keeps is asked of torch (kept.py). A tensor that several operators keep is one allocation, and so is a
-view and its base; `saved_tensors` names each allocation once, at the first node that keeps it.
+kept.py finds what one call keeps. A tensor that several operators keep is one allocation, and so is a view and its
+base; `saved_tensors` names each allocation once, at the first node that keeps it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from autopar.ir.graph import Node, Ref, TensorMeta
 
 
 class Saved(NamedTuple):
-    """An allocation: the tensor by which it is kept, and its bytes over all ranks, of which a view may be a part."""
+    """An allocation: the tensor by which it is kept, and its bytes over all ranks. A view may be smaller."""
 
     ref: Ref
     num_bytes: int
 
 
 Copy = tuple[Ref, object]
-"""An allocation: the tensor that it was made for, and as what it was copied since (None: it is the first)."""
+"""An allocation: its first tensor, and the placement for which it was copied since (None: the original)."""
 
 
 def _is_first(node: Node, ref: Ref) -> object:
@@ -35,12 +35,11 @@ def saved_tensors(
     copied: Callable[[Node, Ref], object] = _is_first,
     on_cpu: bool = True,
 ) -> dict[str, tuple[Saved, ...]]:
-    """For each node, the allocations that it is first to keep, by Refs of its inputs or of its own outputs.
+    """Return for each node the allocations that it is first to keep, by Refs of its inputs or outputs.
 
-    copied: as what a node gets an input that is copied for it (how a resharded one lies); None if it is not. By default
-    nothing is, so that what is kept does not depend on how tensors lie. on_cpu: whether the calls run on a CPU.
-
-    A part that is kept (one of q, k, v of a fused projection) keeps the whole allocation.
+    copied: the placement of an input that is copied for a node (as a resharded one is); None if it is not. By
+    default nothing is copied, so that kept tensors do not depend on placements. on_cpu: whether the calls run on a
+    CPU. A kept piece (one of q, k, v of a fused projection) keeps the whole allocation.
     """
     base: dict[Ref, Copy] = {}
     counted: set[Copy] = set()

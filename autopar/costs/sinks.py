@@ -1,13 +1,13 @@
-"""What sinks take beside attention without them (codegen/runtime/sink_attention.py), of one rank's call: bytes moved,
-and bytes held for a while.
+"""Extra bytes of attention with sinks over attention without (codegen/runtime/sink_attention.py): moved, and temporary,
+of one rank's call.
 
-With R the bytes of the result, W those of it in fp32 at least, Q, K of the query's gradient and of those of keys and
-values, in fp32 at least: forward the result is read and written, and held twice. Backward it and its gradient are read,
-their product is made and summed in fp32, before there are gradients.
+R: bytes of the result. W: the same in at least fp32. Q, K: bytes of the gradients of queries, and of keys and values,
+in at least fp32. Forward the result is read and written, and allocated twice. Backward it and its gradient are read,
+and their product is computed and summed in fp32, before there are gradients.
 
-Windows go to a flash kernel as they are on GPUs, in half precision without chunks. Else pieces one after the other
-(attention_blocks.py) fill a result and gradients in fp32, which are cast at the end. What no flash kernel takes is
-computed by formulas, whose scores of a piece are in memory.
+On GPUs, in half precision without chunks, windows go to a flash kernel unchanged. Otherwise pieces
+(attention_blocks.py) fill a result and gradients in fp32 one after the other, which are cast at the end. Where no flash
+kernel applies, formulas compute the result, with the scores of a piece in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.rules.attention import window_of
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """Bytes that are moved, and held beside arguments and result (and backward their gradients), of one call."""
+    """Bytes of one call that are moved, and allocated besides arguments and result (and backward their gradients)."""
 
     moved_forward: float
     moved_backward: float
@@ -31,8 +31,8 @@ class Sinks:
 
 
 def sinks(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool, is_exchanged: bool) -> Sinks:
-    """on_cpu: whose flash kernel takes all dtypes, but no windows. is_exchanged: whether keys of other ranks are
-    seen, whose exchange holds more for a while than what sinks need then (context.py)."""
+    """Price the sinks of one call. on_cpu: a CPU's flash kernel takes all dtypes, but no windows. is_exchanged:
+    whether keys of other ranks are visible. Their exchange has a higher temporary peak than sinks (context.py)."""
     (query, key, value), output = operator.inputs[:3], operator.node.outputs[0]
     sizes = [num_local(x, lies, mesh) for x, lies in zip(operator.inputs[:3], option.inputs, strict=False)]
     own, wide = output.dtype.itemsize, max(WIDE_BYTES, output.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""What crosses the stage boundaries: bytes that a pipeline would send, and parameters that two units share."""
+"""Costs of stage boundaries: bytes that a pipeline would send, and parameters that two units share."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from cost_models.mixed import AnyCluster, MixedCluster
 
 
 def boundary_bytes(graph: Graph, mesh: Mesh, assignment: Assignment) -> tuple[float, ...]:
-    """For each unit, the local bytes per micro-batch that cross the boundary before it: tensors with a gradient that an
-    earlier unit makes and this one or a later one reads. What needs no gradient is computed again on each stage."""
+    """Return for each unit the local bytes per micro-batch that cross the boundary before it: tensors with a
+    gradient that an earlier unit computes and this one or a later one reads. Each stage recomputes tensors
+    without a gradient."""
     place, scopes = Placer(graph, assignment), {scope.name: scope for scope in scopes_of(graph)}
     made: dict[Ref, int] = {}
     crossing = [0.0] * len(chain(graph))
@@ -52,7 +53,7 @@ def boundary_bytes(graph: Graph, mesh: Mesh, assignment: Assignment) -> tuple[fl
 
 
 def _spans(graph: Graph) -> list[tuple[Node | LayerRun, int, int]]:
-    """Every piece of the body with its first and last unit."""
+    """Return every piece of the body with its first and last unit."""
     own, found = segments(graph), list[tuple[Node | LayerRun, int, int]]()
     unit, previous = -1, ""
     for piece in graph.body:
@@ -68,7 +69,8 @@ def _spans(graph: Graph) -> list[tuple[Node | LayerRun, int, int]]:
 
 @derived
 def tied_parameters(graph: Graph) -> Mapping[str, tuple[int, int]]:
-    """Trained top-level parameters that two units read: the first and the last of them (indices in the chain)."""
+    """Return trained top-level parameters that two units read: the first and the last of them (indices in the
+    chain)."""
     homes = homes_of(graph)
     trained = {p.name for p in graph.parameters if p.meta.requires_grad and p.name in homes}
     uses: dict[str, list[int]] = {}
@@ -80,9 +82,9 @@ def tied_parameters(graph: Graph) -> Mapping[str, tuple[int, int]]:
 
 
 def hop_seconds(whole: AnyCluster, source: StageMesh, target: StageMesh, num_bytes: float) -> float:
-    """One message from every rank of a pipeline rank to its counterpart in the next one, which need not be alike: in a
-    group of nodes, between the slowest neighbours. num_bytes: of one rank, on the side that has more of them.
-    """
+    """Price one message from every rank of a pipeline rank to its counterpart in the next one, which may differ. In
+    a group of nodes this is the message between the slowest neighbors. num_bytes: of one rank, on the side that
+    has more of them."""
     if not num_bytes or whole.groups[source.group].num_devices == 1 and source.group == target.group:
         return 0.0
     ranks = max(source.mesh.num_ranks, target.mesh.num_ranks)
@@ -97,7 +99,8 @@ def hop_seconds(whole: AnyCluster, source: StageMesh, target: StageMesh, num_byt
 def tied_costs(
     graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, str], Stored], pp: int
 ) -> dict[str, tuple[tuple[float, float, float], float]]:
-    """For each shared parameter, bytes of a second copy (weights, gradients, state) and seconds to sum both gradients.
+    """Return for each shared parameter the bytes of a second copy (weights, gradients, state) and the seconds to sum
+    both gradients.
 
     The sum is priced between pipeline ranks half of the pipeline apart.
     """
@@ -106,7 +109,7 @@ def tied_costs(
         stored = parameters.get(("", name))
         if stored is not None and pp > 1:
             size = num_local(metas[name], stored.placements, pricer.mesh) * pricer.training.gradient_bytes
-            # The other copy may lie in another group of nodes; it is priced as if it were in this one.
+            # The other copy may be in another group of nodes; it is priced as if it were in this one.
             stride = min(pricer.mesh.num_ranks * (pp // 2), pricer.cluster.num_devices // 2)
             pair = collective.Group(2 if stride else 1, max(stride, 1))
             seconds = collective.seconds("all_reduce", size / pricer.zero_size(stored), pair, pricer.cluster)
@@ -115,7 +118,7 @@ def tied_costs(
 
 
 def second_copies(graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, str], Stored]) -> tuple[SecondCopy, ...]:
-    """The buffers of parameters that two units read, in the stage of the second."""
+    """Return the buffers of parameters that two units read, in the stage of the second."""
     metas, units = {p.name: p.meta for p in graph.parameters}, chain(graph)
     return tuple(
         SecondCopy(first, last, slot_of(pricer, metas[name], parameters["", name], units[last]))

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline costs, and the prediction of the whole: its schedule simulated event by event."""
+"""Costs of each stage of a pipeline, and the prediction of the step: its schedule simulated event by event."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUBBLE = "pipeline bubble"
 ACTIONS = "pipeline actions"
 DEFERRING = "deferring weight gradients"
 ROUND_OFF = 1e-9
-"""Share of a step that is no bubble but the sum's round-off."""
+"""Share of a step below which a bubble is only the sum's round-off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class StageCost:
     """One stage on one of its ranks.
 
     micro, step: seconds by kind per micro-batch and per step. forward, backward, weight: exposed seconds per
-    micro-batch; weight is the part of backward that can be deferred, deferring what schedules that do so take more.
-    fixed: bytes that stay, by kind. peaks: of the rest. overlapped: seconds by kind of sums beside weight gradients,
-    which are not in micro and backward; schedules that defer these have them. waiting: of forward and backward, seconds
-    in which the device waits for its host.
+    micro-batch; weight is the deferrable part of backward, deferring the extra cost of schedules that do so. fixed:
+    constant bytes, by kind. peaks: of the rest. overlapped: seconds by kind of sums that overlap weight gradients.
+    These are not in micro and backward; schedules that defer weight gradients add them. waiting: of forward and
+    backward, seconds in which the device waits for its host.
     """
 
     micro: Mapping[str, float]
@@ -54,19 +54,19 @@ class StageCost:
 
     @property
     def times(self) -> StageTimes:
-        """Of its actions."""
+        """Return the times of its actions."""
         return StageTimes(self.forward, self.backward, self.backward - self.weight, self.weight)
 
     @property
     def chosen_times(self) -> StageTimes:
-        """The same as choices count them."""
+        """Return the same as plan choice counts them."""
         forward, backward = (own * (1.0 - WAITED) for own in self.waiting)
         return replace(self, forward=self.forward - forward, backward=self.backward - backward).times
 
 
 @dataclass(frozen=True, slots=True)
 class TiedParameter:
-    """A parameter that stages `first` and `last` both hold: bytes of the second copy by kind, seconds of the sum."""
+    """A parameter in stages `first` and `last`: bytes of the second copy by kind, seconds of the sum."""
 
     first: int
     last: int
@@ -76,7 +76,7 @@ class TiedParameter:
 
 @dataclass(frozen=True, slots=True)
 class SecondCopy:
-    """The buffers of a parameter's second copy, where the units `first` and `last` that read it lie in two stages."""
+    """The buffers of a parameter's second copy, if the units `first` and `last` that read it are in two stages."""
 
     first: int
     last: int
@@ -93,9 +93,9 @@ def stage_cost(
     host_call_seconds: float = 0.0,
     is_alone: bool = True,
 ) -> StageCost:
-    """The units of a stage under its recompute modes. units: of the whole chain. layers: those of them that are
-    classes of layers. sent_bytes: of results kept until their gradients come. copies: second copies of parameters that
-    this stage holds. host_call_seconds: of the host (host_calls.py). is_alone: there are no other stages."""
+    """Price the units of a stage under its recompute modes. units: of the whole chain. layers: the units that are
+    classes of layers. sent_bytes: of results kept until their gradients come. copies: second copies of parameters
+    in this stage. host_call_seconds: of the host (host_calls.py). is_alone: there are no other stages."""
     micro: dict[str, float] = defaultdict(float)
     step: dict[str, float] = defaultdict(float)
     fixed: dict[str, float] = defaultdict(float)
@@ -146,7 +146,7 @@ def stage_cost(
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """What a stage's forward, backward and step take longer for calls of its host that belong to no unit."""
+    """Extra seconds of a stage's forward, backward and step for calls of its host that belong to no unit."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -154,7 +154,7 @@ class Late:
 
 
 def late_seconds(units: Sequence[LayerCost], host_call_seconds: float, is_alone: bool) -> Late:
-    """Of a stage of these units, as far as its host is not ahead anyway. is_alone: there are no other stages."""
+    """Return the seconds for a stage of these units, less its host's lead. is_alone: there are no other stages."""
     if not host_call_seconds:
         return Late()
     action = 0.0 if is_alone else host_calls.ACTION
@@ -175,10 +175,10 @@ def _modes(stage: StagePlan, unit: str, count: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A pipeline's prediction, with the simulated timeline that it comes from.
+    """A pipeline's prediction, with the simulated timeline behind it.
 
-    stages: in model order; home: their pipeline ranks. once: of each pipeline rank, what it does once per step, seconds
-    by kind. memory: bytes by kind of one device of each pipeline rank. transfers: seconds of one micro-batch's message,
+    stages: in model order; home: their pipeline ranks. once: of each pipeline rank, its seconds once per step by
+    kind. memory: bytes by kind of one device of each pipeline rank. transfers: seconds of one micro-batch's message,
     by (source stage, target stage).
     """
 
@@ -201,13 +201,13 @@ def simulated(
     capacities: Sequence[float] = (),
     host: Host = OWN_CORES,
 ) -> Simulated:
-    """The whole pipeline. transfers: (source stage, target stage) -> seconds of one micro-batch's message.
-    workspace_bytes, capacities: of a device of each pipeline rank (none, and equal ones, if left out). host: what
-    pipeline ranks share.
+    """Simulate and predict the whole pipeline.
 
-    Seconds by kind are those of the busiest pipeline rank, the rest of the simulated time is the bubble, and what is
-    done once per step is that of the slowest pipeline rank. A first pass (`FIRST_PASS`) is simulated as the first half
-    of every forward: as long as forwards that are all run ahead, whose fill is that of the schedule, but for messages.
+    transfers: (source stage, target stage) -> seconds of one micro-batch's message. workspace_bytes, capacities: of
+    a device of each pipeline rank (none, and equal ones, by default). host: effects shared by pipeline ranks.
+    Seconds by kind are those of the busiest pipeline rank, seconds once per step those of the slowest; the rest is
+    bubble. A first pass (`FIRST_PASS`) is simulated as the first half of every forward: except for messages, this
+    takes as long as all its forwards first.
     """
     schedule, pp, chunks = pipeline.schedule, pipeline.num_pipeline_ranks, pipeline.num_chunks
     lines = make_schedule(schedule, pp, num_micro_batches, chunks)
@@ -256,8 +256,8 @@ def simulated(
 def _once(tables: Sequence[Mapping[str, float]], slowest: int) -> dict[str, float]:
     """Return the seconds of the slowest pipeline rank once per step, by kind.
 
-    Where another one takes longer as choices count it, as much of the slowest one's waiting for its host is a bubble as
-    makes them alike.
+    If another one takes longer as plan choice counts it, part of the slowest one's waiting for its host becomes
+    bubble, until both are equal.
     """
     found = dict(tables[slowest])
     lacking = max(map(chosen_seconds, tables)) - chosen_seconds(found)
@@ -269,15 +269,15 @@ def _once(tables: Sequence[Mapping[str, float]], slowest: int) -> dict[str, floa
 
 
 def _waits_of_step(makespan: float, less: float, busy: float, seconds: dict[str, float]) -> float:
-    """Puts the whole step's waiting for hosts into the seconds by kind of a pipeline rank that is busy for so long, and
-    returns by how much that is more. less: the makespan as choices count it."""
+    """Put the whole step's waiting for hosts into the seconds by kind of a pipeline rank that is busy throughout,
+    and return the increase. less: the makespan as plan choice counts it."""
     before = seconds[HOST]
     seconds[HOST] = min((makespan - less) / (1.0 - WAITED), makespan - busy + before)
     return seconds[HOST] - before
 
 
 def _receiving(home: Sequence[int], transfers: Mapping[tuple[int, int], float], count: int) -> list[float]:
-    """Seconds that each pipeline rank loses to what it receives, where the cores that compute also move it."""
+    """Return the seconds that each pipeline rank loses to receiving, if the compute cores also move messages."""
     lost = [0.0] * (max(home) + 1)
     for (source, target), seconds in transfers.items():
         if home[source] != home[target]:
@@ -287,7 +287,7 @@ def _receiving(home: Sequence[int], transfers: Mapping[tuple[int, int], float], 
 
 
 def _apart(stage: StageCost) -> StageCost:
-    """The stage with sums that wait, where weight gradients are deferred."""
+    """Return the stage with sums that wait, if weight gradients are deferred."""
     micro = defaultdict(float, stage.micro)
     for kind, value in stage.overlapped.items():
         micro[kind] += value
@@ -295,7 +295,7 @@ def _apart(stage: StageCost) -> StageCost:
 
 
 def _in_actions(stage: StageCost, seconds: float, defers: bool) -> StageCost:
-    """The stage with what its actions take beside it; half of what it takes to defer gradients is done in W."""
+    """Return the stage with the extra seconds of its actions; half of the cost of deferring gradients is paid in W."""
     late = stage.deferring / 2 if defers else 0.0
     forwards = 2 if FIRST_PASS in stage.micro else 1
     more = {ACTIONS: (forwards + (2 if defers else 1)) * seconds} | ({DEFERRING: 2 * late} if late else {})
@@ -313,7 +313,7 @@ def _in_actions(stage: StageCost, seconds: float, defers: bool) -> StageCost:
 def rank_bytes(
     stages: Sequence[StageCost], pipeline: Pipeline, num_micro_batches: int, tied: Sequence[TiedParameter]
 ) -> list[dict[str, float]]:
-    """Bytes by kind of one device of every pipeline rank at its peak, without the device's own workspace."""
+    """Return the peak of one device of every pipeline rank by kind, without the device's workspace."""
     schedule, pp, chunks = pipeline.schedule, pipeline.num_pipeline_ranks, pipeline.num_chunks
     states = holding_states(schedule, pp, num_micro_batches, chunks)
     home = placement(schedule, pp, chunks)
@@ -322,7 +322,7 @@ def rank_bytes(
 
 @lru_cache(maxsize=1024)
 def holding_states(schedule: str, pp: int, num_micro_batches: int, chunks: int) -> tuple[tuple[Holding, ...], ...]:
-    """Per pipeline rank, every kind of action with what micro-batches its stages hold meanwhile, once each."""
+    """Return per pipeline rank every kind of action with its stages' micro-batches in flight, once each."""
     count = schedule_named(schedule).representative_micro_batches(pp, num_micro_batches)
     home = placement(schedule, pp, chunks)
     found = []
@@ -342,7 +342,7 @@ def holding_states(schedule: str, pp: int, num_micro_batches: int, chunks: int) 
 def _of_rank(
     stages: Sequence[StageCost], home: Sequence[int], rank: int, count: int, tied: Sequence[TiedParameter]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(seconds in micro-batches, seconds once per step) by kind of one pipeline rank."""
+    """Return (seconds in micro-batches, seconds once per step) by kind of one pipeline rank."""
     many: dict[str, float] = defaultdict(float)
     once: dict[str, float] = defaultdict(float)
     for stage, where in zip(stages, home, strict=True):
@@ -364,7 +364,7 @@ def _memory(
     rank: int,
     tied: Sequence[TiedParameter],
 ) -> dict[str, float]:
-    """Bytes by kind of one device of a pipeline rank, at its peak."""
+    """Return the peak of one device of a pipeline rank by kind."""
     found: dict[str, float] = defaultdict(float)
     own = [i for i, where in enumerate(home) if where == rank]
     for index in own:

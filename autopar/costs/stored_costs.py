@@ -1,8 +1,8 @@
-"""What the parameters of every unit cost to store, synchronise and update, whatever the batch.
+"""Costs to store, synchronize and update the parameters of every unit, independent of the batch.
 
-On one rank, per micro-batch: gathered weights and scattered gradients of ZeRO; per step: what is left of the exchange
-of gradients, and the optimizer. A share h of gradient traffic hides behind the backward: where x seconds of it show,
-h x / (1 - h) do not. Bytes that stay are weights, gradients and the optimizer's state.
+On one rank, per micro-batch: gathered weights and scattered gradients of ZeRO; per step: the rest of the exchange of
+gradients, and the optimizer. A share h of gradient traffic is hidden behind the backward: with x exposed seconds, h
+x / (1 - h) are hidden. Constant bytes are weights, gradients and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from autopar.options.scopes import Scope
 
 @dataclass
 class StoredCost:
-    """The parameters of one unit: seconds per micro-batch and per step, those of the host for forward and backward,
-    bytes that stay and that are gathered, and the buffers of each trained one, found when they are asked for: bounds
-    ask for seconds only."""
+    """Costs of one unit's parameters: seconds per micro-batch and per step, host seconds for forward and backward,
+    constant and gathered bytes, and the buffers of each trained one. These are computed on demand: bounds need
+    seconds only."""
 
     per_micro: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     per_step: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -39,21 +39,22 @@ class StoredCost:
 
     @cached_property
     def slots(self) -> list[Slot]:
-        """The buffers of each trained parameter."""
+        """Return the buffers of each trained parameter."""
         return self.make_slots()
 
 
 Alike = tuple[str, str, Stored, torch.dtype, bool]
-"""Parameters that are priced as one: their scope and unit, how they are stored, dtype, whether they are trained."""
+"""Key of parameters that are priced as one: their scope and unit, how they are stored, dtype, whether they are
+trained."""
 
 Trained = tuple[str, TensorMeta, Stored]
-"""A trained parameter: its name if it is a top-level one, what it is, how it is stored."""
+"""A trained parameter: its name if it is a top-level one, its tensor, how it is stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredParameters:
-    """Parameters as they are stored on some axes. elements: of all that are alike; numbers: how many these are.
-    trained: by unit. scope_bytes: of the trained ones of every scope."""
+    """Parameters as they are stored on some axes. elements: of all equal ones; numbers: how many these are. trained:
+    by unit. scope_bytes: of the trained ones of every scope."""
 
     elements: Mapping[Alike, int]
     numbers: Mapping[Alike, int]
@@ -67,7 +68,7 @@ class StoredParameters:
         homes: Mapping[str, str],
         scopes: tuple[Scope, ...],
     ) -> StoredParameters:
-        """homes: unit of each top-level parameter. scopes: of the graph."""
+        """Group parameters. homes: unit of each top-level parameter. scopes: of the graph."""
         metas = {scope.name: scope.metas for scope in scopes}
         updated = {(scope.name, n.inputs[0].node) for scope in scopes for n in scope.nodes if n.op == UPDATE_BUFFER}
         trained: dict[str, list[Trained]] = defaultdict(list)
@@ -89,9 +90,9 @@ class StoredParameters:
 def stored_costs(
     graph: Graph, pricer: Pricer, parameters: StoredParameters, counts_unread: bool = True
 ) -> dict[str, StoredCost]:
-    """Synchronisation, updates and storage of every unit's parameters; they do not depend on the batch.
+    """Price synchronization, updates and storage of every unit's parameters, independent of the batch.
 
-    counts_unread: also what no call reads, which every rank of one stage holds whole.
+    counts_unread: also parameters that no call reads, which every rank of one stage stores unsharded.
     """
     hidden = pricer.hidden_fraction
     gathered: dict[str, set[int]] = defaultdict(set)
@@ -129,8 +130,8 @@ def stored_costs(
 
 
 def _issue(unit: StoredCost, pricer: Pricer, num_trained: int, num_gathered: int) -> None:
-    """The host's seconds for trained parameters, of which ZeRO-3 gathers so many groups. An update waits for what was
-    read of the gradients, so nothing hides what issues it."""
+    """Add the host's seconds for trained parameters, in that many groups that ZeRO-3 gathers. An update waits for
+    values read of the gradients, so nothing hides the calls that issue it."""
     one = pricer.host_call_seconds
     if not one:
         return
@@ -141,7 +142,7 @@ def _issue(unit: StoredCost, pricer: Pricer, num_trained: int, num_gathered: int
 
 
 def unread_bytes(graph: Graph) -> int:
-    """Bytes of the parameters and buffers that no call reads."""
+    """Return the bytes of the parameters and buffers that no call reads."""
     return sum(parameter.meta.num_bytes for parameter in unread(graph))
 
 

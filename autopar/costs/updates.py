@@ -1,4 +1,4 @@
-"""What the optimiser's update keeps, allocates and moves, counted operator by operator on small parameters."""
+"""Kept, temporary and moved bytes of the optimizer's update, counted operator by operator on small parameters."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class DefaultAdamW:
-    """The optimiser where none is given: torch's fused AdamW, which moves a third of what torch's default moves.
+    """The default optimizer: torch's fused AdamW, which moves a third of the bytes of torch's default.
 
-    In programs with kernels a GPU runs codegen/runtime/fused_adamw.py instead, which differs by round-off only, and
-    writes what the model computes with in the same pass: with c bytes of that, 28 + c per element instead of 28, and
-    4 + c for a copy (parameter_prices.py). Clipping is asked for after planning and priced nowhere: 4 bytes for the
-    norm, and without kernels 8 for the product.
+    In programs with kernels a GPU runs codegen/runtime/fused_adamw.py instead. It differs by round-off only, and
+    writes the compute tensors in the same pass: with c bytes of these, 28 + c per element instead of 28, and 4 + c
+    for a copy (parameter_prices.py). Clipping is requested after planning and not priced: 4 bytes for the norm, and
+    without kernels 8 for the product.
     """
 
     lr: float = 1e-3
@@ -52,10 +52,10 @@ def training_of(
     parameters: Sequence[GlobalParameter] = (GlobalParameter("weight", (PROBE_ELEMENTS,)),),
     needs: Needs | None = None,
 ) -> Training:
-    """How the optimiser and the precision bear on memory and time; one update of small parameters is watched.
+    """Return how optimizer and precision affect memory and time, from one watched update of small parameters.
 
-    parameters: the model's; the small ones are updated as most of their elements are. needs: what must be updated
-    whole: it and the rest are then watched apart, and count by their elements.
+    parameters: the model's; the small ones are updated like the group with most elements. needs: parameters that
+    must be updated whole. These and the rest are then watched separately, weighted by their elements.
     """
     whole = frozenset[str]() if needs is None or needs.is_coupled else needs.whole
     mine, others = ([p for p in parameters if (p.name in whole) == is_whole] for is_whole in (True, False))
@@ -85,18 +85,18 @@ def _numel(parameters: Iterable[GlobalParameter]) -> int:
 
 
 def _mean_rows(parameters: Sequence[GlobalParameter]) -> float:
-    """The smaller dim of the matrices that parameters are or are stacks of, on average over elements: products of a
-    matrix with its like take that many multiplications per element."""
+    """Return the smaller dim of the matrices in the parameters or their stacks, averaged over elements. A product of
+    a matrix with another of its shape takes so many multiplications per element."""
     rows = sum(math.prod(p.shape) * min(p.shape[-2:]) for p in parameters if len(p.shape) > 1)
     return rows / max(_numel(parameters), 1)
 
 
 class _Probe:
-    """An optimiser's second update of `count` parameters: bytes of its state and temporaries, what it moves, and what
-    it multiplies. given: the model's parameters; watched: those that the small ones are like; nothing of any that the
-    optimiser has none of.
+    """An optimizer's second update of `count` parameters: bytes of its state and temporaries, moved bytes, and FLOPs of
+    products. given: the model's parameters; watched: those that the small ones imitate. Zeros if the optimizer has
+    none of these.
 
-    On a GPU torch's optimisers update all parameters with one call per operation (foreach) unless told otherwise.
+    On a GPU torch's optimizers update all parameters with one call per operation (foreach) by default.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class _Probe:
         held = [name for names in made.groups for name in names if name in known]
         if not held:
             return
-        # Most elements are in the group with the largest parameter, which is a matrix or more if that is.
+        # Most elements are in the group with the largest parameter; this has at least two dims if that one does.
         largest = max(held, key=lambda name: made.stand_ins[name].numel())
         dims, matrix = made.stand_ins[largest].ndim, (PROBE_ROWS, PROBE_ELEMENTS // PROBE_ROWS)
         shape = (*(1 for _ in range(dims - 2)), *matrix) if dims > 1 else (PROBE_ELEMENTS,)
@@ -136,15 +136,16 @@ class _Probe:
         tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
         self.state_bytes = sum(value.nbytes for value in tensors if value.numel() > 1)
         self.temporary_bytes = live.peak_bytes
-        # Fused kernels could unscale gradients in place, and say so; they do not here.
+        # Fused kernels could unscale gradients in place, and say so; here they do not.
         self.moved_bytes = moved.num_bytes - (gradients if moved.names_gradients else 0)
 
 
 class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's class hook
-    """`with MovedBytes() as moved:` counts what operators read and write, each tensor once per operator; views are
-    free. names_gradients: whether a fused update was among them. product_dtype: of the last product of matrices.
+    """`with MovedBytes() as moved:` counts bytes that operators read and write, each tensor once per operator; views
+    are free.
 
-    flops: of products of matrices. torch's FlopCounterMode hooks all modules of the process, other threads' included.
+    names_gradients: whether a fused update was among them. product_dtype: of the last matrix product. flops: of
+    matrix products. torch's FlopCounterMode would hook all modules of the process, those of other threads included.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Candidates by lower bounds, best first, each solved until none that is left can win: what searches have in common.
+"""Best-first search by lower bounds: solve candidates until no remaining one can win.
 
-A bound is cheap and a solution is not. A bound that can be tightened is, when its candidate comes first, and the
-candidate is put back where another one then comes before it.
+A bound is cheap, a solution is not. When a candidate comes first, its bound is tightened if possible. If another
+candidate then comes before it, it is put back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 
 
 class Bound(IntEnum):
-    """How much of a candidate its bound knows of: the next one takes longer to find, and is no less."""
+    """Tightness of a candidate's bound: each further level takes longer to compute, and is no less."""
 
     OF_MANY_ROWS = 0
     WITHOUT_PARAMETERS = 1
@@ -31,7 +31,7 @@ Solution = TypeVar("Solution")
 
 @dataclass(frozen=True, slots=True)
 class Searched(Generic[Tried, Solution]):
-    """What a search found: the best of each layout that was solved, fastest first.
+    """Results of a search: the best of each solved layout, fastest first.
 
     skipped: (lower bound in seconds, candidate) of the other layouts.
     """
@@ -41,15 +41,15 @@ class Searched(Generic[Tried, Solution]):
 
     @property
     def best(self) -> Solution | None:
-        """The fastest, if there is any."""
+        """Return the fastest, if there is any."""
         return self.found[0] if self.found else None
 
 
 class BestFirst(ABC, Generic[Tried, Solution]):
     """A search over candidates of one kind.
 
-    gap: share of the time by which a better one may be missed. most_solved: how many candidates, most promising first,
-    are solved once one fits.
+    gap: share of the time by which a better one may be missed. most_solved: how many candidates, most promising
+    first, are solved once one fits.
     """
 
     gap = 0.0
@@ -57,31 +57,32 @@ class BestFirst(ABC, Generic[Tried, Solution]):
 
     @abstractmethod
     def bounded(self) -> Iterable[tuple[float, Tried, Bound]]:
-        """Where the search begins: candidates with seconds that they cannot undercut."""
+        """Return the start of the search: candidates with lower bounds in seconds."""
 
     def closer(self, candidate: Tried, known: Bound) -> Iterable[tuple[float, Tried, Bound]]:
-        """The candidate with the next bound, or all that it stands for; asked for where its bound is not TIGHT yet."""
+        """Return the candidate with the next bound, or all candidates that it stands for; called while its bound is
+        not TIGHT."""
         return ()
 
     @abstractmethod
     def solve(self, candidate: Tried, cutoff: float) -> tuple[float, Solution] | None:
-        """Its best solution with the seconds of that; None where it has none, or none that takes less than `cutoff`
-        seconds; one that takes more may be returned."""
+        """Return its best solution and the seconds of that; None if it has none, or none below `cutoff` seconds. A
+        slower one may be returned."""
 
     @abstractmethod
     def layout(self, candidate: Tried) -> Hashable:
-        """Of candidates of one layout the best is kept."""
+        """Return the layout; of candidates of one layout the best is kept."""
 
     def key(self, candidate: Tried) -> tuple[object, ...]:
-        """A key by which candidates that are equally good have a fixed order."""
+        """Return a key that orders equally good candidates."""
         return (self.layout(candidate),)
 
     def turn(self, candidate: Tried) -> str:
-        """Its kind; until one fits, kinds take turns."""
+        """Return its kind; until one fits, kinds take turns."""
         return ""
 
     def run(self, cutoff: float = math.inf) -> Searched[Tried, Solution]:
-        """Candidates by their bounds, until none can take less than `cutoff` seconds and than the best.
+        """Solve candidates by their bounds, until none can undercut `cutoff` seconds and the best.
 
         Until one fits, kinds take turns: where memory is scarce, those with the least bounds may all not fit.
         """

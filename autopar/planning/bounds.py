@@ -1,20 +1,20 @@
 """Seconds that no pipeline under a parallel config can undercut, whatever its cut and its order of stage meshes.
 
-Below, S is what all units take per micro-batch, each on the mesh that is best for it; T is what the busiest stage takes
-at least per micro-batch, and U what it takes at least once per step. p is the number of pipeline ranks, and m the
-number of micro-batches. The bound is one of the simulated step, so it follows from the order of actions on a rank.
+S: seconds of all units per micro-batch, each on its best mesh. T: least seconds of the busiest stage per micro-batch;
+U: its least seconds once per step. p is the number of pipeline ranks, m the number of micro-batches. The bound is one
+of the simulated step, so it follows from the order of actions on a rank.
 
 T and U are each the larger of two bounds.
 
-Area. A stage of r devices that is busy for t has r t device-seconds, and all stages together have as many devices R as
-there are. So T >= sum_c n_c min_h (r_h t_c,h) / R. Where all stage meshes are alike that is an even cut.
+Area. A stage of r devices that is busy for t has r t device-seconds; all stages together have R devices. So T >= sum_c
+n_c min_h (r_h t_c,h) / R. With equal stage meshes that is an even cut.
 
-Rates, where every group g has one stage mesh, and so a known number N_g of stages. If any unit takes at least rho_g
-times as long on the mesh of g as on the first, in T seconds N_g stages do at most what takes N_g T / rho_g on the
-first. So T >= sum_c n_c t_c,1 / sum_g (N_g / rho_g).
+Rates, if every group g has one stage mesh, and so a known number N_g of stages. Suppose every unit takes at least rho_g
+times as long on the mesh of g as on the first. Then in T seconds N_g stages do at most the work that takes N_g T /
+rho_g on the first. So T >= sum_c n_c t_c,1 / sum_g (N_g / rho_g).
 
-T is also no less than the sum of all units over the largest number p of stages, nor than the ceil(n_c / p) units of a
-class that one of them has.
+T is also at least the sum of all units over the largest number p of stages, and at least ceil(n_c / p) units of a
+class: one stage has so many.
 
 From T to the step. Stage s takes f_s forward and b_s backward, t_s together, and R_s stands for the stages behind it.
 It begins w_s = min(m, p - s) forwards before its first backward, which waits for R_s after the first forward ends. Its
@@ -24,10 +24,10 @@ first wait and R_s - (w_s - 1) b_s in the last one. Both waits are one where m =
     step >= S + (m - w_s) t_s + R_s                    where m > w_s
     step >= S + (m - 1) max(f_s, b_s)                  where m = w_s
 
-An average over the stages has the same weight for all units, whatever the cut: `one_forward_one_backward_seconds`. With
-m > p that is S + (m - 1) S / p, the time of an even cut. A cut that is not even may undercut S + (m - 1) T.
-GPipe's last stage runs all forwards first, so its step takes S + (m - 1) (max f + max b). Zero bubble may end with
-weight gradients anywhere, so only its first wait counts: `zero_bubble`.
+An average over the stages weighs all units equally, whatever the cut: `one_forward_one_backward_seconds`. With m > p
+that is S + (m - 1) S / p, the time of an even cut. An uneven cut may undercut S + (m - 1) T. GPipe's last stage runs
+all forwards first, so its step takes S + (m - 1) (max f + max b). Zero bubble may end with weight gradients anywhere,
+so only its first wait counts: `zero_bubble`.
 
 On a CPU a stage is faster while others wait, down to `core_share` of its time, and every action takes its host longer.
 """
@@ -58,7 +58,7 @@ Seconds = np.ndarray
 
 
 def bound(costs: ConfigCosts, config: ParallelConfig) -> float:
-    """With memory and transfers free."""
+    """Return the bound with memory and transfers free."""
     known = costs.known.bounds
     if config not in known:
         known[config] = _bound(costs, config, [costs.seconds(config, own) for own in config.stage_meshes])
@@ -66,13 +66,14 @@ def bound(costs: ConfigCosts, config: ParallelConfig) -> float:
 
 
 def bound_without_parameters(costs: ConfigCosts, config: ParallelConfig) -> float:
-    """The same whatever becomes of the parameters."""
+    """Return the same for free parameters."""
     totals = [costs.seconds_without_parameters(config, own) for own in config.stage_meshes]
     return _bound(costs, config, totals)
 
 
 def bound_of_many_rows(costs: ConfigCosts, config: ParallelConfig, many: SolvedLayer, rows: int) -> float:
-    """The same from what `rows` rows of a data-parallel rank take: one takes no less where there are fewer of them."""
+    """Return the same from the seconds of `rows` rows of a data-parallel rank: one row takes no less with fewer of
+    them."""
     (own,) = config.stage_meshes
     share, busy = config.rows_on(own) / rows, costs.busy(many, config)
     micro, weight, forward = ([share * seconds for seconds in kind] for kind in (busy.micro, busy.weight, busy.forward))
@@ -80,7 +81,7 @@ def bound_of_many_rows(costs: ConfigCosts, config: ParallelConfig, many: SolvedL
 
 
 def tightened(costs: ConfigCosts, config: ParallelConfig) -> float:
-    """`bound` with the recomputation and the transfers that any cut has; inf where the memory is too small."""
+    """Return `bound` plus the recomputation and the transfers of any cut; inf if the memory is too small."""
     key = costs.limits, config
     if key not in costs.known.tight:
         costs.known.tight[key] = _tightened(costs, config)
@@ -105,8 +106,8 @@ def _tightened(costs: ConfigCosts, config: ParallelConfig) -> float:
 def byte_seconds(
     costs: ConfigCosts, config: ParallelConfig, boundaries: list[tuple[float, ...]]
 ) -> dict[tuple[StageMesh, StageMesh], float]:
-    """Of one byte of the largest message, between any two stage meshes. boundaries: bytes on every stage mesh at every
-    boundary."""
+    """Return the seconds of one byte of the largest message, between any two stage meshes. boundaries: bytes on
+    every stage mesh at every boundary."""
     largest = [max(own) for own in zip(*boundaries, strict=True)]
     at = max(range(len(largest)), key=lambda i: largest[i])
     if config.pp == 1:
@@ -120,8 +121,8 @@ def byte_seconds(
 
 
 def recompute_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
-    """Seconds per micro-batch that recomputation takes at least, with every unit on the stage mesh, in the mode and on
-    the pipeline rank that suit best; inf where even so nothing fits."""
+    """Return the least seconds of recomputation per micro-batch, with every unit on its best stage mesh, mode and
+    pipeline rank; inf if even so nothing fits."""
     if len(costs.groups) == 1:
         memory = costs.usable_bytes[0] * config.pp
     else:
@@ -134,27 +135,26 @@ def recompute_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
 
 
 def bytes_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
-    """Bytes of the fullest rank below which no cut gets, with every unit as in `recompute_bound`."""
+    """Return a lower bound on the bytes of the fullest rank of any cut, with every unit as in `recompute_bound`."""
     units, fixed = _kept_of_units(costs, config)
     holding = holding_of(config.schedule, config.num_micro_batches)
     return (fixed + least_kept(units, holding, _ranks(config))) / config.pp
 
 
 def stored_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
-    """Bytes of one rank of every stage together: what stays from step to step, each unit on the mesh where it is
-    least."""
+    """Return the bytes of one rank of every stage together that stay from step to step, each unit on the mesh where
+    it is least."""
     own = [costs.stored_bytes(config, mesh) for mesh in config.stage_meshes]
     return sum(count * min(each.get(name, 0.0) for each in own) for name, count in costs.counts.items())
 
 
 def _ranks(config: ParallelConfig) -> list[tuple[int, int]]:
-    """Every (number of pipeline ranks, one of them)."""
+    """Return every (number of pipeline ranks, one of them)."""
     return [(p, i) for p in config.pipeline_ranks for i in range(p)]
 
 
 def _kept_of_units(costs: ConfigCosts, config: ParallelConfig) -> tuple[list[tuple[int, list[Mode]]], float]:
-    """How often each unit stands in the model with the modes that it may run in on any stage mesh, and
-    `stored_bound`."""
+    """Return how often each unit is in the model with its possible modes on any stage mesh, and `stored_bound`."""
     own = [costs.solved_layer(config, mesh).costs for mesh in config.stage_meshes]
     units = [
         (count, [mode for each in own for mode in costs.modes(each[name]).values()])
@@ -170,8 +170,8 @@ def _bound(
     recompute_seconds: float = 0.0,
     crossing: float = 0.0,
 ) -> float:
-    """totals: on every stage mesh. recompute_seconds: of all layers per micro-batch, that any plan has. crossing:
-    seconds of a micro-batch's messages in both directions."""
+    """Return the bound. totals: on every stage mesh. recompute_seconds: of all layers per micro-batch, in any plan.
+    crossing: seconds of a micro-batch's messages in both directions."""
     counts, p, count, host = list(costs.counts.values()), config.pp, config.num_micro_batches, costs.host
     micro = _least([own.micro for own in totals])
     acting, least_seconds = _acting(costs, config), CLOSED_FORMS[config.schedule or PLAIN].least_seconds
@@ -184,13 +184,13 @@ def _bound(
         least = zero_bubble(counts, totals, config, recompute_seconds, crossing) + count * acting
     else:
         least = min(least_seconds(work, busy, p, count) for p in config.pipeline_ranks) + crossing
-    # Of what the busiest stage itself takes no message is a part.
+    # The busiest stage's time includes no message.
     least = max(host.core_share * least if p > 1 and host.carries else least, count * busy)
     return least + _bottleneck(costs, config, [own.step for own in totals])
 
 
 def _acting(costs: ConfigCosts, config: ParallelConfig) -> float:
-    """Seconds of a host beside what a stage does with one micro-batch."""
+    """Return the host's seconds besides a stage's work with one micro-batch."""
     if config.pp == 1 or not costs.host.action_seconds:
         return 0.0
     num_forwards = 2 if costs.has_first_pass(config) else 1
@@ -200,8 +200,8 @@ def _acting(costs: ConfigCosts, config: ParallelConfig) -> float:
 def _closed_form(
     counts: list[int], totals: list[ClassSeconds], config: ParallelConfig, work: float, busy: float
 ) -> float:
-    """Seconds of all micro-batches by the closed form of `search.inter_op`, which on many devices is what pipelines of
-    unlike stage meshes are searched by (see `GAP` of pipelines.py). No bound of theirs is told."""
+    """Return the seconds of all micro-batches by the closed form of `search.inter_op`. On many devices pipelines of
+    unlike stage meshes are searched by it (see `GAP` of pipelines.py). Their bounds are not reported."""
     count, sums = config.num_micro_batches, [(_total(counts, own.weight), _total(counts, own.micro)) for own in totals]
     if defers_weights(config.schedule):
         hidden = hidden_weights(count)
@@ -214,10 +214,10 @@ def _closed_form(
 def zero_bubble(
     counts: list[int], totals: list[ClassSeconds], config: ParallelConfig, recompute_seconds: float, crossing: float
 ) -> float:
-    """Seconds of zero bubble's micro-batches.
+    """Return the seconds of zero bubble's micro-batches.
 
-    A backward is i_s seconds of input gradients, then weight gradients at any time. The stages ahead of s take their
-    forwards, and those behind it forwards and input gradients, before s has its first gradient. So for any weights l of
+    A backward is i_s seconds of input gradients, then weight gradients at any time. Before s has its first gradient,
+    the stages ahead of s run their forwards, and those behind it forwards and input gradients. So for any weights l of
     the stages, with L_s the sum of those ahead of s,
 
         step >= sum_s l_s (m t_s + sum_(r < s) f_r + sum_(r > s) (f_r + i_r) - (w_s - 1) f_s)
@@ -235,7 +235,7 @@ def zero_bubble(
 
 
 def _on_best_stage(seconds: ClassSeconds, weights: np.ndarray) -> Seconds:
-    """Return what a unit adds to the sum of `zero_bubble` on the stage where that is least."""
+    """Return what a unit adds to the sum of `zero_bubble` on its best stage."""
     micro, forward, weight = np.array((seconds.micro, seconds.forward, seconds.weight))
     least: Seconds = (weights.T @ np.array((micro, forward, micro - forward - weight))).min(axis=0)
     return least
@@ -243,8 +243,8 @@ def _on_best_stage(seconds: ClassSeconds, weights: np.ndarray) -> Seconds:
 
 @lru_cache(maxsize=4096)
 def _weights(p: int, count: int, forward: float, gradients: float) -> np.ndarray:
-    """By stage l_s m, 1 - l_s w_s and L_s, such that a unit of these shares of forwards and input gradients adds as
-    much on every stage."""
+    """Return by stage l_s m, 1 - l_s w_s and L_s, such that a unit of these shares of forwards and input gradients
+    adds as much on every stage."""
     begun, weights, ahead = [min(count, p - stage) for stage in range(p)], list[float](), 0.0
     for number in begun:
         weights.append(max((1.0 - gradients * ahead) / (count - number * forward), 0.0))
@@ -254,17 +254,17 @@ def _weights(p: int, count: int, forward: float, gradients: float) -> np.ndarray
 
 
 def _least(seconds: list[list[float]]) -> list[float]:
-    """Of every class of units, on the stage mesh that is best for it."""
+    """Return the least seconds of every class of units over the stage meshes."""
     return seconds[0] if len(seconds) == 1 else list(map(min, *seconds))
 
 
 def _total(counts: list[int], seconds: list[float]) -> float:
-    """Of all units."""
+    """Return the seconds of all units."""
     return float(sum(map(mul, counts, seconds)))
 
 
 def _bottleneck(costs: ConfigCosts, config: ParallelConfig, seconds: list[list[float]]) -> float:
-    """What the busiest stage takes at least. seconds: of every class of units on every stage mesh."""
+    """Return the least seconds of the busiest stage. seconds: of every class of units on every stage mesh."""
     whole, counts = costs.request.whole, list(costs.counts.values())
     devices = [each.mesh.num_ranks for each in config.stage_meshes]
     areas = [[count * each for each in own] for count, own in zip(devices, seconds, strict=True)]

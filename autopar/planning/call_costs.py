@@ -1,4 +1,4 @@
-"""What decisions take on a mesh per micro-batch without their parameters, by itself and as choices count it."""
+"""Costs of decisions on a mesh per micro-batch without their parameters, as measured and as plan choice counts them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from autopar.planning.waiting import Stretch, layers_of, total
 
 @dataclass
 class CallCosts:
-    """What an assignment does on a mesh per micro-batch, parameters left out; found when it is asked for.
+    """Costs of an assignment on a mesh per micro-batch, without parameters, computed on demand.
 
-    known: programs of the model that were lowered already. decisions: equal where the assignment is one at several
-    numbers of rows. Bounds ask for seconds only, and most configs get no further than their bound.
+    known: cached lowered programs of the model. decisions: equal for assignments that agree at several numbers of
+    rows. Bounds need seconds only, and most configs get no further than their bound.
     """
 
     graph: Graph
@@ -36,12 +36,12 @@ class CallCosts:
 
     @cached_property
     def seconds(self) -> Mapping[str, ComputeSeconds]:
-        """Unit -> seconds of forward and backward, and of weight gradients that can be deferred."""
+        """Return unit -> seconds of forward and backward, and of deferrable weight gradients."""
         return layer_seconds(self.graph, self.operators, self.pricer, self.assignment, self.known, self.decisions)
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
-        """The same as what waits for hosts."""
+        """Return the same including waits for hosts."""
         layers, counts = layers_of(self.graph), Counter(chain(self.graph))
         return tuple(
             Stretch(name if name in layers else "", device, host, counts[name])
@@ -51,15 +51,15 @@ class CallCosts:
 
     @cached_property
     def chosen_seconds(self) -> float:
-        """Of a micro-batch, as choices count them."""
+        """Return the seconds of a micro-batch as plan choice counts them."""
         return total(self.stretches)
 
     @cached_property
     def boundary_bytes(self) -> tuple[float, ...]:
-        """Of one rank per micro-batch, at the boundary before each unit."""
+        """Return the bytes of one rank per micro-batch, at the boundary before each unit."""
         return boundary_bytes(self.graph, self.pricer.mesh, self.assignment)
 
     @cached_property
     def costs(self) -> Mapping[str, LayerCost]:
-        """Unit -> seconds by kind and bytes."""
+        """Return unit -> seconds by kind and bytes."""
         return layer_costs(self.graph, self.operators, self.pricer, self.assignment, self.known)

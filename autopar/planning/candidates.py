@@ -1,4 +1,4 @@
-"""A solved pipeline as a plan: its stages, recompute modes and decisions, priced as any other plan."""
+"""A solved pipeline as a plan: its stages, recompute modes and decisions, priced like any other plan."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from autopar.planning.stage_problem import Found
 
 
 def candidate_of(found: Found, request: Request, known: KnownCosts | None = None) -> Candidate:
-    """The plan of a solved config on the graph of its micro-batch, with the prediction of its simulation. Stage meshes
-    that turn out to be alike are not written out. known: what was made of such plans before."""
+    """Return the plan of a solved config on the graph of its micro-batch, with the prediction of its simulation.
+
+    If all stage meshes are equal, the plan leaves them out. known: cached plan parts.
+    """
     known = known or KnownCosts(request)
     capacities = tuple(map(request.capacity_bytes, range(len(request.whole.groups))))
     made = known.candidates.setdefault((found.config, capacities), [])
@@ -44,7 +46,7 @@ def _candidate(found: Found, request: Request, known: KnownCosts) -> Candidate:
     key = mesh, config.stage_meshes, config.rows, count, config.zero, config.multiplier
     if key not in known.decided:
         assignment = replace(found.solved_layer, mesh=mesh).assignment(config.zero, rows)
-        if not suits(assignment, graph, operators, mesh):  # a model that is another one with few rows
+        if not suits(assignment, graph, operators, mesh):  # a model that differs at few rows
             assignment = solved_anew(request, graph, operators, mesh, config.multiplier)
             stored = stored_parameters(assignment, mesh.axes, mesh.axes, config.zero)
             assignment = replace(assignment, parameters=stored)

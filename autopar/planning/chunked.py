@@ -1,8 +1,8 @@
 """Schedules with several stages per pipeline rank: interleaved 1F1B and the V-shaped zero bubble.
 
-Their memory and time have no closed form that stages could be cut by, so they refine configs that the search found: the
-chain is cut into evenly long stages, all layers take one recompute mode, the one that keeps most of those that fit, and
-the result is simulated.
+Their memory and time have no closed form for cutting stages, so they refine configs of the search. The chain is cut
+into stages of even length. All layers take one recompute mode: the one that keeps most among those that fit. The
+result is simulated.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, Pi
 CHUNKED = tuple(name for name in SCHEDULES if name not in CLOSED_FORMS)
 GROUP = "devices"
 FREE_MEMORY = 1e18
-"""Bytes that are more than any stage needs."""
+"""More bytes than any stage needs."""
 
 MOST_REFINED = 3
-"""How many feasible configs are refined: of those that the search found, or with a pinned schedule at least."""
+"""How many feasible configs are refined: of the search's results, or at least with a pinned schedule."""
 MOST_PINNED = 16
-"""How many there are at most with a pinned schedule, where more may be faster by their bounds."""
+"""The same limit at most with a pinned schedule, if more may be faster by their bounds."""
 
 
 def refined(search: EqualSearch, found: tuple[Found, ...]) -> Iterator[Found]:
-    """Configs of `found`, or the most promising ones, under the schedules with several stages per pipeline rank."""
+    """Yield configs of `found`, or the most promising ones, under the schedules with several stages per pipeline
+    rank."""
     pinned = search.request.constraints.schedule
     if pinned is not None and pinned not in CHUNKED:
         return
@@ -57,7 +58,7 @@ def refined(search: EqualSearch, found: tuple[Found, ...]) -> Iterator[Found]:
 
 
 def _check_depth(search: EqualSearch) -> None:
-    """Raises ConstraintError where the model is too short for the pinned schedule with every number of ranks."""
+    """Raise ConstraintError if the model is too short for the pinned schedule with every number of ranks."""
     numbers, num_units = sorted({each.pp for each in search.unscheduled if each.pp > 1}), search.costs.most_stages
     needed = [number * chunks for number in numbers for _, chunks in chunks_of(search)]
     if needed and min(needed) > num_units:
@@ -70,7 +71,7 @@ def _check_depth(search: EqualSearch) -> None:
 
 
 def chunks_of(search: EqualSearch) -> Iterator[tuple[str, int]]:
-    """(schedule, stages per pipeline rank), as the constraints leave them."""
+    """Yield (schedule, stages per pipeline rank) as the constraints allow."""
     limits = search.request.constraints
     for schedule in CHUNKED:
         if limits.schedule in (None, schedule):
@@ -79,18 +80,18 @@ def chunks_of(search: EqualSearch) -> Iterator[tuple[str, int]]:
 
 
 def _best_mode(search: EqualSearch, config: ParallelConfig) -> Found | None:
-    """The config under the first recompute mode that fits."""
+    """Return the config under the first recompute mode that fits."""
     costs, usable = search.costs, search.costs.usable_bytes[0]
     solved_layer = search.solved_layers.of(config, config.stage_meshes[0])
     if solved_layer is None or stored_bound(costs, config) > usable * config.pp:
-        return None  # the mean of all ranks stores too much, however the chain is cut
+        return None  # on average over all ranks the stored bytes are too many, however the chain is cut
 
     def kept_bytes(mode: str) -> float:
         return sum(count * _mode(solved_layer.costs[unit], mode).kept_bytes for unit, count in costs.counts.items())
 
     leanest = _even_cut(search, config, min(_modes(search), key=kept_bytes))
     if leanest is None or leanest.held_bytes > usable:
-        return None  # what keeps more is cut into stages that are about as long
+        return None  # modes that keep more are cut into stages of about the same length
     for cut in cuts_by_mode(search, config):
         if cut.held_bytes <= usable and cut.peak_bytes <= usable:
             return replace(cut.found, objective=cut.seconds)
@@ -107,7 +108,8 @@ class EvenCut:
 
     @cached_property
     def held_bytes(self) -> float:
-        """Of the fullest rank, what it stores and what micro-batches in flight keep: most of its peak, soon found."""
+        """Return the bytes of the fullest rank that it stores and that micro-batches in flight keep: most of its
+        peak, quick to compute."""
         config, (here,), units = self.problem.config, self.problem.chains.values(), self.problem.costs.units
         stages = [units[stage.first : stage.last] for stage in self.found.pipeline.stages]
         modes = {name: _mode(cost, self.mode) for name, cost in here.costs.items()}
@@ -115,7 +117,7 @@ class EvenCut:
         stored = [sum(sum(here.costs[name].fixed.values()) for name in own) for own in stages]
         held = [sum(kept[name] for name in own) for own in stages]
         deferred = [sum(modes[name].live.deferred for name in own) for own in stages]
-        # The micro-batch that runs: a forward ends with all of it, a backward begins with all but the last unit's.
+        # The running micro-batch: a forward ends with all of it, a backward begins with all but the last unit's.
         begun = [size - kept[own[-1]] for size, own in zip(held, stages, strict=True)]
         running = {"F": held, "B": begun, "I": begun, "W": [0.0] * len(stages)}
         home = placement(config.schedule, config.pp, config.chunks)
@@ -132,29 +134,29 @@ class EvenCut:
 
     @cached_property
     def peak_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Return the peak of the fullest rank."""
         return self.problem.assembled(self.found.pipeline).peak_bytes
 
     @cached_property
     def seconds(self) -> float:
-        """As simulated, for choosing."""
+        """Return the simulated seconds, as plan choice counts them."""
         return chosen_seconds(self.problem.assembled(self.found.pipeline).simulated().prediction.seconds)
 
 
 def cuts_by_mode(search: EqualSearch, config: ParallelConfig) -> Iterator[EvenCut]:
-    """The even cut under every recompute mode, the one that keeps most first."""
+    """Return the even cut under every recompute mode, the one that keeps most first."""
     cuts = (_even_cut(search, config, mode) for mode in _modes(search))
     return (cut for cut in cuts if cut is not None)
 
 
 def _modes(search: EqualSearch) -> tuple[str, ...]:
-    """The recompute modes that the constraints and the device leave, the one that keeps most first."""
+    """Return the recompute modes that the constraints and the device allow, the one that keeps most first."""
     pinned = search.request.constraints.recompute
     return (pinned,) if pinned else tuple(mode for mode in MODES if mode != "offload" or not search.costs.is_on_cpu)
 
 
 def _even_cut(search: EqualSearch, config: ParallelConfig, mode: str) -> EvenCut | None:
-    """The even cut under one recompute mode; None where there are too few units or micro-batches for it."""
+    """Return the even cut under one recompute mode; None if there are too few units or micro-batches for it."""
     costs, known = search.costs, search.costs.known.cuts
     is_long_enough = config.pp * config.chunks <= costs.most_stages and config.num_micro_batches > 1
     if not is_long_enough or search.solved_layers.of(config, config.stage_meshes[0]) is None:
@@ -167,13 +169,13 @@ def _even_cut(search: EqualSearch, config: ParallelConfig, mode: str) -> EvenCut
 
 
 def _mode(cost: LayerCost, label: str) -> Mode:
-    """The mode of a unit, that of keeping everything where it has no other."""
+    """Return the mode of a unit; one without others keeps everything."""
     modes = modes_of(cost)
     return modes.get(label, modes["none"])
 
 
 def _evenly(problem: StageProblem, mode: str) -> PipelineSolution | None:
-    """Stages of which the longest is as short as can be."""
+    """Cut stages with the shortest possible longest stage."""
     config, ((stage_mesh, here),) = problem.config, problem.chains.items()
     name, num_stages, points = str(stage_mesh), config.pp * config.chunks, {}
     for unit, cost in here.costs.items():

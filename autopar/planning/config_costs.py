@@ -1,4 +1,4 @@
-"""What every unit of the model costs on a rank of each stage mesh, under a parallel config."""
+"""Costs of every unit of the model on a rank of each stage mesh, under a parallel config."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from autopar.planning.solved_layers import SolvedLayer, SolvedLayers, named_mesh
 from autopar.planning.stage_points import modes_of
 
 Solved = SolvedLayers | SharedAssignments
-"""Decisions, by themselves for equal stage meshes and shared by unlike ones; those of another request may serve, if it
-differs only in what they do not depend on (see solved_layers.py)."""
+"""Decisions, solved separately for equal stage meshes and shared by unlike ones. Those of another request may serve
+if it differs only in what they do not depend on (see solved_layers.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassSeconds:
-    """Of every class of units on one stage mesh, in the order of `ConfigCosts.counts`: busy per micro-batch, of this
-    forwards and weight gradients, and once per step. forward: only under zero bubble."""
+    """Seconds of every class of units on one stage mesh, in the order of `ConfigCosts.counts`: busy per micro-batch,
+    of this forwards and weight gradients, and once per step. forward: only under zero bubble."""
 
     micro: list[float]
     weight: list[float]
@@ -41,7 +41,7 @@ class ClassSeconds:
 
 
 class ConfigCosts:
-    """Prices of the units of one request's model, each found when it is asked for."""
+    """Prices of the units of one request's model, each computed on demand."""
 
     def __init__(self, request: Request, solved: Solved) -> None:
         self.request, self.solved = request, solved
@@ -60,17 +60,17 @@ class ConfigCosts:
 
     @property
     def most_stages(self) -> int:
-        """Into so many at most the units can be cut."""
+        """Return the most stages into which the units can be cut."""
         return len(self.units) - len(self.uncut)
 
     def solved_layer(self, config: ParallelConfig, stage_mesh: StageMesh) -> SolvedLayer:
-        """The solved layer on a stage mesh, which there must be."""
+        """Return the solved layer on a stage mesh, which must exist."""
         found = self.solved.of(config, stage_mesh)
         assert found is not None
         return found
 
     def seconds(self, config: ParallelConfig, stage_mesh: StageMesh) -> ClassSeconds:
-        """On a stage mesh."""
+        """Return the seconds on a stage mesh."""
         solved_layer = self.solved_layer(config, stage_mesh)
         key = stage_mesh, solved_layer.storage, config.zero, config.offload, self._summing(config)
         if key not in self.known.synchronised:
@@ -82,11 +82,11 @@ class ConfigCosts:
         return self._busy(solved_layer, config, *self.known.synchronised[key])
 
     def seconds_without_parameters(self, config: ParallelConfig, stage_mesh: StageMesh) -> ClassSeconds:
-        """On a stage mesh, whatever becomes of the parameters."""
+        """Return the seconds on a stage mesh for free parameters."""
         return self.busy(self.solved_layer(config, stage_mesh), config)
 
     def busy(self, solved_layer: SolvedLayer, config: ParallelConfig) -> ClassSeconds:
-        """Of a solved layer under a config, whatever becomes of the parameters."""
+        """Return the busy seconds of a solved layer under a config, for free parameters."""
         none = self._none
         return self._busy(solved_layer, config, none, none, [(0.0, 0.0)] * len(none), none)
 
@@ -99,7 +99,7 @@ class ConfigCosts:
         host: list[tuple[float, float]],
         sent: list[float],
     ) -> ClassSeconds:
-        """per_micro, per_step, host, sent: of the parameters of every class."""
+        """Return the busy seconds. per_micro, per_step, host, sent: of the parameters of every class."""
         own = solved_layer.call_costs.seconds
         busy = [own[name] for name in self.counts]
         num_forwards = 2 if self.has_first_pass(config) else 1
@@ -113,15 +113,15 @@ class ConfigCosts:
         return found
 
     def has_first_pass(self, config: ParallelConfig) -> bool:
-        """Whether micro-batches are run forward twice."""
+        """Return whether micro-batches run forward twice."""
         return self.request.trace.has_first_pass(config.num_micro_batches)
 
     def modes(self, cost: LayerCost) -> Mapping[str, Mode]:
-        """The modes of a unit that the constraints and the device leave."""
+        """Return the modes of a unit that the constraints and the device allow."""
         return modes_of(cost, self.request.constraints.recompute, has_host=not self.is_on_cpu)
 
     def stored(self, config: ParallelConfig, stage_mesh: StageMesh) -> dict[str, StoredCost]:
-        """The parameters of every unit on a stage mesh."""
+        """Return the parameters of every unit on a stage mesh."""
         solved_layer = self.solved_layer(config, stage_mesh)
         key = stage_mesh, solved_layer.storage, config.zero, config.offload, self._summing(config)
         if key not in self.known.stored:
@@ -131,13 +131,15 @@ class ConfigCosts:
         return self.known.stored[key]
 
     def _summing(self, config: ParallelConfig) -> tuple[bool, bool]:
-        """What of its micro-batches the prices of parameters know. Gradients that are summed over micro-batches take
-        room of their own, however many there are; the second and all later ones take as long, which is least for two.
-        A first pass gathers parameters once more."""
+        """Return what the prices of parameters need to know of the micro-batches.
+
+        Gradients summed over micro-batches need a separate buffer, whatever their number. The second and all later
+        ones take equally long, so two are the least. A first pass gathers parameters once more.
+        """
         return config.num_micro_batches > 1, self.has_first_pass(config)
 
     def _parameters(self, solved_layer: SolvedLayer, zero: int) -> StoredParameters:
-        """The parameters as a solved layer stores them, on meshes of its axes."""
+        """Return the parameters as a solved layer stores them, on meshes of its axes."""
         key = solved_layer.storage, solved_layer.mesh.axes, zero
         if key not in self.known.parameters:
             found = StoredParameters.of(solved_layer.parameters(zero), self.homes, self.scopes)
@@ -145,11 +147,11 @@ class ConfigCosts:
         return self.known.parameters[key]
 
     def stored_bytes(self, config: ParallelConfig, stage_mesh: StageMesh) -> dict[str, float]:
-        """Of every unit, what stays from step to step."""
+        """Return the bytes of every unit that stay from step to step."""
         return {name: sum(cost.fixed.values()) for name, cost in self.stored(config, stage_mesh).items()}
 
     def chain_costs(self, config: ParallelConfig, stage_mesh: StageMesh) -> ChainCosts:
-        """Every unit on a stage mesh, with its parameters and what crosses the boundary before it."""
+        """Return every unit on a stage mesh, with its parameters and the bytes across the boundary before it."""
         key = stage_mesh, replace(config, pipeline_ranks=(), schedule="", chunks=1)
         if key not in self.known.chains:
             self.known.chains[key] = self._chain_costs(config, stage_mesh)
@@ -168,7 +170,7 @@ class ConfigCosts:
         )
 
     def _pricer(self, config: ParallelConfig, stage_mesh: StageMesh) -> Pricer:
-        """Prices of what is stored on a stage mesh."""
+        """Return the prices of stored tensors on a stage mesh."""
         group = self.groups[stage_mesh.group]
         count, has_first_pass = config.num_micro_batches, self.has_first_pass(config)
         return pricer_for(group, stage_mesh.mesh, count, config.offload, has_first_pass)

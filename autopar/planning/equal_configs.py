@@ -1,4 +1,4 @@
-"""Every parallel config over equal nodes that is searched, in which the meshes of all pipeline ranks are alike."""
+"""Every searched parallel config over equal nodes, with equal meshes on all pipeline ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from codegen.axes import AXES
 from cost_models.machine import Cluster
 
 GROUP_NODES = (1, 2, 4)
-"""ZeRO groups smaller than the data axis fill as many nodes."""
+"""ZeRO groups smaller than the data axis fill this many nodes."""
 
 EXPERT_NODES = (1, 2, 4, 8)
 """Nodes over which experts are shared out, on more than FEW_DEVICES devices."""
@@ -29,14 +29,14 @@ TP_NODES = 2
 """Tensor parallelism is searched up to this many nodes; a pinned degree may be any."""
 
 GRID_DEVICES = 512
-"""On more devices grids of tensor parallelism are not searched, as planning would take several times as long."""
+"""On more devices grids of tensor parallelism are not searched: planning would take several times as long."""
 
 MIN_POSITIONS = 8192
-"""Positions of a sequence that a rank keeps at least; fewer where the degree of context parallelism is pinned."""
+"""The least positions of a sequence per rank; fewer with a pinned degree of context parallelism."""
 
 
 class Shape(NamedTuple):
-    """Degrees of a parallel config; dp counts all ranks that have rows of their own."""
+    """Degrees of a parallel config; dp counts all ranks with different rows."""
 
     pp: int
     dp: int
@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
     @property
     def tensor(self) -> int:
-        """The ranks that share out the work on the same tokens."""
+        """Return the ranks that share out the work on the same tokens."""
         return self.ttp * self.tp
 
     def __str__(self) -> str:
@@ -55,7 +55,8 @@ class Shape(NamedTuple):
 
 
 def equal_configs(request: Request, num_units: int) -> Iterator[ParallelConfig]:
-    """All that agree with the pinned degrees, the batch and the number of units. Schedules are left open."""
+    """Yield all configs that agree with the pinned degrees, the batch and the number of units. Schedules are left
+    open."""
     limits = request.constraints
     legal = shapes(request, num_units)
     rows_of_rank = sorted({request.global_batch_size // shape.dp for shape in legal})
@@ -87,14 +88,14 @@ def equal_configs(request: Request, num_units: int) -> Iterator[ParallelConfig]:
 
 
 def _rows_are_shared(request: Request, shape: Shape, rows: int) -> bool:
-    """Whether rows are shared out as far as they can be before positions are, which costs an exchange of keys."""
+    """Return whether rows are shared out as far as possible before positions, which cost an exchange of keys."""
     degrees = request.constraints.degrees
     return math.gcd(rows, shape.cp) == 1 or "cp" in degrees or "dp" in degrees
 
 
 def zero_stages(request: Request, num_ranks: int, count: int) -> tuple[int, ...]:
-    """The stages that differ with `count` micro-batches; stage 1 is stage 2 where gradients are not summed. num_ranks:
-    that may share out what ZeRO shards."""
+    """Return the stages that differ with `count` micro-batches; stage 1 equals stage 2 if gradients are not summed.
+    num_ranks: that may share out what ZeRO shards."""
     if num_ranks == 1:
         return (0,)
     pinned = request.constraints.zero
@@ -104,12 +105,12 @@ def zero_stages(request: Request, num_ranks: int, count: int) -> tuple[int, ...]
 
 
 def meshes_of(request: Request, shape: Shape, zero: int) -> Iterator[Mesh]:
-    """How the ranks of a shape may lie on the nodes of a stage mesh.
+    """Yield the layouts of a shape's ranks on the nodes of a stage mesh.
 
-    ZeRO groups may be smaller than the data axis (ddp x dp): as large as what of one node, or of a few, tp leaves. Its
-    gradients are then scattered within a group, summed between groups, and its parameters gathered within a group.
-    Neighbours of a group may have different experts, unless there are several groups, which are pinned then.
-    ttp x tp joins neighbours, unless the links between nodes are faster than those inside.
+    ZeRO groups may be smaller than the data axis (ddp x dp): as large as one node, or a few, divided by tp.
+    Gradients are then scattered within a group and summed between groups, and parameters gathered within a group.
+    Neighbors of a group may have different experts, unless there are several groups, which are pinned then. ttp x tp
+    joins neighbors, unless the links between nodes are faster than those inside.
     """
     _, dp, cp, ttp, tp = shape
     cluster, pinned = request.cluster, request.constraints.degrees.get("ddp")
@@ -133,9 +134,11 @@ def meshes_of(request: Request, shape: Shape, zero: int) -> Iterator[Mesh]:
 
 
 def expert_degrees(request: Request, dp: int, tensor: int) -> list[int]:
-    """Over how many of `dp` ranks experts may be shared out: what divides both, or what is pinned. On many devices
-    these are as many as fill, with the `tensor` ranks of ttp x tp, whole nodes, or equal parts of a rack that is one
-    node, of eight devices and more. With etp=1 the latter share them out, too."""
+    """Return over how many of `dp` ranks experts may be shared out: common divisors, or the pinned degree.
+
+    On many devices they fill whole nodes together with the `tensor` ranks of ttp x tp. A rack that is one node may
+    be filled by equal groups of eight devices and more. With etp=1 the tensor ranks share experts out, too.
+    """
     pinned, graph = request.constraints.degrees.get("ep"), request.trace(request.global_batch_size)
     experts, etp = num_experts(graph), request.constraints.etp
     degrees = divisors(math.gcd(dp, experts) if experts else 1)
@@ -153,11 +156,11 @@ def expert_degrees(request: Request, dp: int, tensor: int) -> list[int]:
 
 
 def tensor_degrees(request: Request, ranks: int, most_tp: int) -> Iterator[tuple[int, int]]:
-    """The pairs (ttp, tp) whose product divides `ranks`, with pinned degrees as they are.
+    """Yield the pairs (ttp, tp) whose product divides `ranks`, with pinned degrees as they are.
 
-    Unless it is pinned, ttp is 1, but where the global batch has no more rows than the cluster has nodes: rows cannot
-    keep the ranks of a node busy then, and a grid that fills whole nodes is tried, too. A grid has two sides, as ttp
-    alone is tp.
+    An unpinned ttp is 1, unless the global batch has no more rows than the cluster has nodes. Rows cannot keep the
+    ranks of a node busy then, and a grid that fills whole nodes is tried, too. A grid has two sides: ttp alone
+    equals tp.
     """
     degrees, cluster = request.constraints.degrees, request.cluster
     pinned, per_node = degrees.get("ttp"), cluster.devices_per_node
@@ -171,8 +174,8 @@ def tensor_degrees(request: Request, ranks: int, most_tp: int) -> Iterator[tuple
 
 
 def context_degrees(request: Request, ranks: int) -> list[int]:
-    """Over how many of `ranks` ranks the positions of a sequence may be shared out: what divides both, or what is
-    pinned. Unless it is pinned, a rank keeps MIN_POSITIONS of a sequence whose attention can be cut."""
+    """Return over how many of `ranks` ranks the positions of a sequence may be shared out: common divisors, or the
+    pinned degree. If unpinned, attention must be able to cut the sequence, and a rank keeps MIN_POSITIONS."""
     pinned, graph = request.constraints.degrees.get("cp"), request.trace(request.global_batch_size)
     length = sequence_length(graph)
     degrees = divisors(math.gcd(ranks, length) if length else 1)
@@ -184,14 +187,15 @@ def context_degrees(request: Request, ranks: int) -> list[int]:
 
 
 def inter_node_rate(cluster: Cluster) -> float:
-    """Bytes per second of one device over the links between nodes."""
+    """Return the bytes per second of one device over the links between nodes."""
     link = cluster.inter_node
     return link.achievable_bytes_per_second / (cluster.devices_per_node if link.shared_by_node else 1)
 
 
 def offloads(request: Request, zero: int) -> tuple[str, ...]:
-    """What may live in host memory: parameters only in shards. A rank on a CPU has no memory but its host's. Unless it
-    is pinned, nothing does of what an optimiser must see whole, which the host has in part."""
+    """Return what may be stored in host memory: parameters only in shards. A rank on a CPU has only its host's
+    memory. Unless pinned, nothing is offloaded of parameters that an optimizer must see whole: the host has only
+    a shard."""
     pinned = request.constraints.offload
     if pinned == "parameters" and zero != 3:
         return ()
@@ -203,14 +207,14 @@ def offloads(request: Request, zero: int) -> tuple[str, ...]:
 
 
 def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list[Shape]:
-    """Those whose product is the cluster. most_tp: of tp and of a grid, unless it is pinned; by default TP_NODES.
+    """Return the shapes whose product is the cluster. most_tp: of tp and of a grid, if unpinned; by default TP_NODES.
 
-    Raises ConstraintError where pinned degrees leave none.
+    Raises ConstraintError if pinned degrees leave none.
     """
     devices, degrees = request.cluster.num_devices, request.constraints.degrees
     if degrees.get("pp", 1) > num_units:
         raise ConstraintError(
-            "a pipeline of more ranks than the model has blocks",
+            "the pipeline has more ranks than the model has blocks",
             values=f"pp={degrees['pp']}, {num_units} block" + "s" * (num_units > 1),
             alternatives=f"a pp that divides {devices} devices: "
             + ", ".join(str(pp) for pp in divisors(devices) if pp <= num_units),
@@ -230,7 +234,7 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
         pinned = " x ".join(f"{a}={n}" for a, n in named.items())
         agreeing = [s for s in found if any(degrees.get(a) == n for a, n in s._asdict().items())]
         raise ConstraintError(
-            "the pinned degrees do not make the cluster's number of devices",
+            "the pinned degrees do not multiply to the cluster's number of devices",
             values=f"{pinned} for {devices} devices",
             alternatives=[str(shape) for shape in (agreeing or found)[:8]],
         )
@@ -248,7 +252,7 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
 
 
 def _agrees(degrees: Mapping[str, int], shape: Shape) -> bool:
-    """Whether the shape has the pinned degrees."""
+    """Return whether the shape has the pinned degrees."""
     ddp, dp = degrees.get("ddp", 1), degrees.get("dp")
     is_data = shape.dp % ddp == 0 if dp is None else shape.dp == ddp * dp
     return is_data and all(
@@ -257,7 +261,8 @@ def _agrees(degrees: Mapping[str, int], shape: Shape) -> bool:
 
 
 def micro_batch_counts(rows: int, pinned: int | None) -> list[int]:
-    """Counts that cut the rows of one data-parallel rank into equal micro-batches, one of the two a power of two."""
+    """Return counts that cut the rows of one data-parallel rank into equal micro-batches; the count or the rows of
+    one are a power of two."""
     if pinned is not None:
         return [pinned] if rows % pinned == 0 else []
     return [count for count in divisors(rows) if _is_power(count) or _is_power(rows // count)]

@@ -1,4 +1,4 @@
-"""A plan that is given: checked against the model, the cluster and what is asked for beside it, and priced anew."""
+"""A plan from the user: checked against the model, the cluster and the request's options, and priced again."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from cost_models.schedule import SCHEDULES, placement
 
 
 def reprice(request: Request, plan: Plan, before: Graph | None = None) -> SearchResult:
-    """Validate a given plan against the model and predict it anew, with its own compression and fp8.
+    """Validate a plan against the model and predict it again, with its compression and fp8.
 
-    before: what the plan is for, where that is the same model with other numbers, to which it is refitted.
-    Raises PlanError, and ConstraintError for a plan in fp8 on a cluster without it.
+    before: the model that the plan was written for, if it is this model with other numbers; the plan is refitted
+    then. Raises PlanError, and ConstraintError for a plan in fp8 on a cluster without it.
     """
     request = replace(request.compressed(plan.compression), fp8=plan.fp8)
     if plan.fp8:
@@ -36,7 +36,7 @@ def reprice(request: Request, plan: Plan, before: Graph | None = None) -> Search
     if plan.precision != request.precision:
         raise PlanError(
             f"{plan.at('precision')}: the plan is for another precision than the program",
-            values=f"{plan.precision}, and {request.precision} is asked for",
+            values=f"the plan has {plan.precision}, the program has {request.precision}",
             alternatives=f"precision={plan.precision!r}, or a plan for {request.precision}",
         )
     if plan.global_batch_size % (plan.num_micro_batches * plan.mesh.num_data_ranks):
@@ -67,12 +67,12 @@ def reprice(request: Request, plan: Plan, before: Graph | None = None) -> Search
 
 
 def _check_devices(plan: Plan, cluster: AnyCluster) -> None:
-    """Raises PlanError unless the plan's pipeline ranks take all devices of every group of nodes."""
+    """Raise PlanError unless the plan's pipeline ranks take all devices of every group of nodes."""
     used = [0] * len(cluster.groups)
     for stage_mesh in plan.stage_meshes:
         if stage_mesh.group >= len(used):
             raise PlanError(
-                f"{plan.at('pipeline', 'positions')}: a pipeline rank is of a group that the cluster does not have",
+                f"{plan.at('pipeline', 'positions')}: a pipeline rank is in a group that the cluster does not have",
                 values=f"group {stage_mesh.group} of {cluster}",
                 alternatives=", ".join(f"group {i}: {group}" for i, group in enumerate(cluster.groups)),
             )
@@ -88,7 +88,7 @@ def _check_devices(plan: Plan, cluster: AnyCluster) -> None:
 
 
 def check_pipeline(plan: Plan, graph: Graph) -> None:
-    """Raises PlanError for stages, modes or a schedule that the model's units cannot have."""
+    """Raise PlanError for stages, modes or a schedule that the model's units cannot have."""
     pipeline, units = plan.pipeline, chain(graph)
     if not pipeline.stages:
         return
@@ -103,7 +103,7 @@ def check_pipeline(plan: Plan, graph: Graph) -> None:
     known = (*SCHEDULES, "") if pipeline.num_pipeline_ranks == 1 else SCHEDULES
     if pipeline.schedule not in known:
         raise PlanError(
-            f"{plan.at('pipeline', 'schedule')}: the plan's schedule is not one that autopar has",
+            f"{plan.at('pipeline', 'schedule')}: autopar does not have the plan's schedule",
             values=repr(pipeline.schedule),
             alternatives=", ".join(SCHEDULES),
         )
@@ -128,7 +128,7 @@ def check_pipeline(plan: Plan, graph: Graph) -> None:
 
 
 def _check_stage_count(plan: Plan) -> None:
-    """Raises PlanError where the schedule gives the pipeline ranks another number of stages than the plan has."""
+    """Raise PlanError if the schedule gives the pipeline ranks another number of stages than the plan has."""
     pipeline = plan.pipeline
     found, pipeline_ranks = len(pipeline.stages), pipeline.num_pipeline_ranks
     given = pipeline.num_chunks if SCHEDULES[pipeline.schedule].chooses_chunks else None
@@ -147,7 +147,7 @@ def _check_stage_count(plan: Plan) -> None:
 
 
 def check_agreement(plan: Plan, limits: Constraints, global_batch_size: int | None) -> None:
-    """Raises PlanError where what a user asks for beside a given plan contradicts it."""
+    """Raise PlanError if an option of the user contradicts the plan."""
     pipeline = plan.pipeline
     modes = {mode for stage in pipeline.stages for runs in stage.recompute.values() for mode, _ in runs} or {"none"}
     stages = {s.zero for scope in plan.scopes.values() for s in scope.parameters.values()} - {0} or {0}
@@ -167,14 +167,14 @@ def check_agreement(plan: Plan, limits: Constraints, global_batch_size: int | No
     for name, asked, given in pinned:
         if asked is not None and asked != given:
             raise PlanError(
-                f"{plan.source or 'the plan'} contradicts what is asked for beside it",
+                f"{plan.source or 'the plan'} contradicts an option of this call",
                 values=f"{name}={asked or 'none'}, and the plan has {given or 'none'}",
                 alternatives=[f"{name} left out", "a new plan"],
             )
 
 
 def unit_names(units: tuple[str, ...]) -> str:
-    """The units of a model with their numbers: `0 top 0, 1-8 Block, 9 top 1`."""
+    """Return the units of a model with their numbers: `0 top 0, 1-8 Block, 9 top 1`."""
     parts = []
     for name, group in itertools.groupby(range(len(units)), key=lambda i: units[i]):
         numbers = list(group)

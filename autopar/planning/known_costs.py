@@ -1,7 +1,7 @@
-"""What searches that share solved layers find once for all of them.
+"""Costs that searches share along with solved layers.
 
-Requests that differ in their constraints alone price the same parameters, bound the same configs and cut many of them
-alike. Each thing is kept under all that it depends on, so that a search gives what it would give by itself.
+Requests that differ in their constraints alone price the same parameters, bound the same configs and cut many of
+them alike. The key of each entry covers all that it depends on, so that a search gives the same result alone.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, operators_at
 
 Limits = tuple[str | None, tuple[float, ...]]
-"""Of a search: the pinned recompute mode, and the bytes that a rank of every group of nodes may use."""
+"""Limits of a search: the pinned recompute mode, and the usable bytes of a rank of every group of nodes."""
 
 Synchronised = tuple[list[float], list[float], list[tuple[float, float]], list[float]]
-"""Of the parameters of every class of units: exposed seconds per micro-batch and per step, those of hosts, and what of
-the ones per step is gradients on their way."""
+"""Seconds of the parameters of every class of units: exposed per micro-batch and per step, those of hosts, and the
+share of the ones per step in which gradients are in flight."""
 
 
 @dataclass
 class KnownCosts:
-    """Of all requests that are `request` but for their batch and constraints on which no price depends.
+    """Costs of all requests that equal `request` but for their batch and constraints that affect no price.
 
-    stored, parameters, synchronised, chains: as `ConfigCosts` finds them. bounds: with memory free, by config; tight:
-    with memory, by limits and config. solutions: by limits and config, with their cutoff. cuts: by config and
-    recompute mode. decided, unit_costs, candidates: what plans are made of (candidates.py).
+    stored, parameters, synchronised, chains: as `ConfigCosts` computes them. bounds: with memory free, by config;
+    tight: with memory, by limits and config. solutions: by limits and config, with their cutoff. cuts: by config and
+    recompute mode. decided, unit_costs, candidates: parts of plans (candidates.py).
     """
 
     request: Request
@@ -51,28 +51,28 @@ class KnownCosts:
     _operators: dict[tuple[int, int], tuple[Graph, dict[tuple[str, str], Operator]]] = field(default_factory=dict)
 
     def operators(self, request: Request, rows: int) -> tuple[Graph, dict[tuple[str, str], Operator]]:
-        """The graph of so many rows of a micro-batch of the request's batch and its calls."""
+        """Return the graph of so many rows of a micro-batch of the request's batch and its calls."""
         key = request.global_batch_size, rows
         if key not in self._operators:
             self._operators[key] = operators_at(request, rows)
         return self._operators[key]
 
     def serves(self, request: Request) -> bool:
-        """Whether all of it holds for the request."""
+        """Return whether all entries are valid for the request."""
         defers = [defers_weights(each.constraints.schedule or "") for each in (request, self.request)]
         own = self.request
         return defers[0] == defers[1] and replace(of_batch(request, own), constraints=own.constraints) == own
 
 
 def of_batch(request: Request, other: Request) -> Request:
-    """The request with another one's batch, if both are about the same model; all configs say their rows."""
+    """Return the request with another one's batch, if both are about the same model; all configs include their rows."""
     source = request.trace.source
     trace = other.trace if source is not None and source == other.trace.source else request.trace
     return replace(request, trace=trace, unpadded=other.unpadded, global_batch_size=other.global_batch_size)
 
 
 def known_costs(found: list[KnownCosts], request: Request) -> KnownCosts:
-    """Those that serve the request, which are added where there are none yet."""
+    """Return those that serve the request; add new ones if there are none yet."""
     for each in found:
         if each.serves(request):
             return each

@@ -1,4 +1,4 @@
-"""Solved layers that questions about one model share, however many rows, devices or micro-batches they ask about."""
+"""Solved layers that searches about one model share, for any number of rows, devices or micro-batches."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from autopar.planning.solved_layers import GRID_ROWS, SolvedLayers
 
 @dataclass
 class LayerPool:
-    """Solved layers by what they depend on, so that a search gives what it would give by itself. fitting: configs under
-    which something fitted, the last one first, one of each kind."""
+    """Solved layers by all that they depend on, so that a search gives the same result alone.
+
+    fitting: configs under which a plan fitted, the last one first, one of each kind.
+    """
 
     known: list[SolvedLayers] = field(default_factory=list)
     fitting: list[ParallelConfig] = field(default_factory=list)
 
     def of(self, request: Request, typical_rows: int | None) -> SolvedLayers:
-        """Those for the request, new ones where there are none yet. typical_rows: see `SolvedLayers`."""
+        """Return those for the request, new ones if there are none yet. typical_rows: see `SolvedLayers`."""
         for each in self.known:
             if each.typical_rows == typical_rows and _is_alike(request, each.request):
                 return each
@@ -28,12 +30,12 @@ class LayerPool:
         return self.known[-1]
 
     def fitted(self, config: ParallelConfig) -> None:
-        """Something fits under a config."""
+        """Record that a plan fits under a config."""
         self.fitting = [config, *(each for each in self.fitting if kind_of(each) != kind_of(config))]
 
 
 def kind_of(config: ParallelConfig) -> Hashable:
-    """A config but for rows and micro-batches."""
+    """Return a config without rows and micro-batches."""
     return (
         config.pipeline_ranks,
         config.stage_meshes,
@@ -45,7 +47,7 @@ def kind_of(config: ParallelConfig) -> Hashable:
 
 
 def _is_alike(request: Request, other: Request) -> bool:
-    """Whether layers are solved alike: their rows are asked for one by one, and memory is not looked at."""
+    """Return whether layers are solved alike: their rows are solved one by one, and memory is ignored."""
     limits = replace(
         request.constraints,
         micro_batches=other.constraints.micro_batches,

@@ -1,11 +1,11 @@
-"""How pipelines are made to fit their memory: a bound on recomputation, and cuts that fit as the prediction counts.
+"""Fit pipelines to their memory: a bound on recomputation, and cuts that fit by the prediction's count.
 
-The closed form of memory by which a pipeline is cut (`search.inter_op`) is less than what the prediction counts where
-several things are alive at once that it takes one by one. A solution that so exceeds the memory of a rank is solved
-again with as much less, until it fits; where that comes to nothing, the leanest pipeline is the last that is tried.
+The closed form that cuts a pipeline (`search.inter_op`) counts less than the prediction if several things are alive at
+once that it takes one by one. A solution that exceeds the memory of a rank by such an amount is solved again with as
+much less memory, until it fits. If no solution is left, the leanest pipeline is tried last.
 
-The closed form is also more than what is counted: it adds the most that any unit needs while it runs to what all units
-keep, most of which is gone by then. So the cut that was found stays, and its units take faster modes (`lightened`).
+The closed form may also count more: it adds the largest running peak of any unit to what all units keep, most of
+which is freed by then. So the cut stays, and its units take faster modes (`lightened`).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ WithLimits = Callable[[Mapping[str, float]], PipelineProblem]
 """A problem with limits of memory by submesh."""
 
 Held = Callable[[PipelineSolution], Mapping[str, float]]
-"""Bytes on the fullest rank of every submesh that is used, as the prediction will count them."""
+"""Bytes on the fullest rank of every used submesh, by the prediction's count."""
 
 MAX_ROUNDS = 8
 
 NOTHING = 1.0
-"""Bytes that are less than any stage needs."""
+"""Fewer bytes than any stage needs."""
 
 TRIED = 8
-"""Numbers of units in the faster one of two modes that are tried, before all between two of them."""
+"""Numbers of units in the faster one of two modes that are tried, before all numbers between two of them."""
 
 SAME = 1e-6
-"""Share of their time by which two solutions may differ of which the second is no other for having less memory."""
+"""Two solutions whose times differ by no more than this share count as one, even with less memory."""
 
 ROUNDING = 1e-6
 """Share of the memory by which a bound is loosened."""
@@ -52,14 +52,15 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """A pipeline to be cut. memory_bytes: of a rank of every submesh, by its name, that its solutions may hold."""
+    """A pipeline to be cut. memory_bytes: limit of a rank of every submesh, by its name."""
 
     problem: WithLimits
     held: Held
     memory_bytes: Mapping[str, float]
 
     def within(self, num_bytes: float) -> Fitting:
-        """The same with `num_bytes` on a rank of the roomiest submesh, and as much more or less on the others."""
+        """Return the same with `num_bytes` on a rank of the roomiest submesh, and the others changed by the same
+        difference."""
         raised = num_bytes - max(self.memory_bytes.values())
         return replace(self, memory_bytes={name: own + raised for name, own in self.memory_bytes.items()})
 
@@ -71,11 +72,11 @@ def least_recompute(
     memory_bytes: float,
     fixed_bytes: float,
 ) -> float:
-    """Seconds per micro-batch that recomputation takes at least, if the memory of all pipeline ranks were one and every
-    unit kept what it keeps on the rank where that is least; inf where even so nothing fits.
+    """Return the least seconds of recomputation per micro-batch, if all pipeline ranks shared one memory and every unit
+    were on the rank where it keeps least; inf if even so nothing fits.
 
-    units: how many there are of a kind, and all modes that they may take. ranks: (p, i), as in `Holding`.
-    memory_bytes: of one device of every rank, added up; fixed_bytes: what of it is taken whatever is recomputed.
+    units: how many there are of a kind, and all their possible modes. ranks: (p, i), as in `Holding`. memory_bytes:
+    of one device of every rank, added up; fixed_bytes: the share taken independent of recomputation.
     """
     room_bytes = memory_bytes * (1 + ROUNDING) - fixed_bytes
     if room_bytes < 0:
@@ -87,14 +88,14 @@ def least_recompute(
 def least_kept(
     units: Iterable[tuple[int, Iterable[Mode]]], holding: Holding, ranks: Sequence[tuple[int, int]]
 ) -> float:
-    """Bytes that all units keep at least, each in the mode and on the rank where that is least."""
+    """Return the least bytes that all units keep, each in its best mode and on its best rank."""
     return sum(count * min(holding.least(ranks, mode) for mode in modes) for count, modes in units)
 
 
 def solve_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolution:
-    """The best pipeline whose ranks hold no more than their memory.
+    """Return the best pipeline whose ranks stay within their memory.
 
-    Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError where none is faster.
+    Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError if none is faster.
     """
     solution = found_in_rounds(fitting, cutoff)
     if solution is None:
@@ -106,8 +107,8 @@ def solve_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolut
 
 
 def none_is_below(fitting: Fitting, cutoff: float) -> bool:
-    """Whether no pipeline takes less than `cutoff` seconds, even if nothing but what units keep took memory, which is
-    never more than what is counted."""
+    """Return whether no pipeline takes less than `cutoff` seconds, even if only the units' kept bytes took memory.
+    These are never more than the count."""
     problem = fitting.problem(fitting.memory_bytes)
     points = {key: tuple(replace(each, transient_bytes=0.0) for each in own) for key, own in problem.points.items()}
     try:
@@ -118,8 +119,8 @@ def none_is_below(fitting: Fitting, cutoff: float) -> bool:
 
 
 def lightened(fitting: Fitting, solution: PipelineSolution) -> PipelineSolution:
-    """The solution with its stages as they are and their units in the fastest modes, at most two of a class on a stage,
-    with which its ranks still hold no more than their memory as the prediction counts it."""
+    """Return the solution with its stages unchanged and its units in the fastest modes that fit by the prediction's
+    count, at most two of a class on a stage."""
     problem, stages = fitting.problem(fitting.memory_bytes), list(solution.stages)
 
     def fits(number: int, kind: str, modes: Counts) -> bool:
@@ -158,18 +159,18 @@ Modes = Mapping[str, tuple[float, float]]
 
 
 def _kept_bytes(modes: Modes, counts: Counts) -> float:
-    """Return the bytes that units keep which take modes as often as `counts` says."""
+    """Return the bytes that units keep with modes as often as `counts` says."""
     return sum(count * modes[label][1] for label, count in counts)
 
 
 def _faster(
     modes: Modes, counts: Mapping[str, int], room_bytes: float, fits: Callable[[Counts], bool]
 ) -> Counts | None:
-    """The fastest counts of two modes that fit, if any of them are faster than `counts`. room_bytes: that all units of
-    the class may keep at most.
+    """Return the fastest counts of two modes that fit, if any of them are faster than `counts`.
 
-    With ever more units in the faster mode a stage holds less at first, if a slower one takes more while it runs, and
-    then more: of the numbers that may fit, as many as TRIED are tried, the most units first.
+    room_bytes: limit of the kept bytes of all units of the class. With more units in the faster mode, a stage may
+    first need less, if a slower one takes more while it runs, and then more. So TRIED of the numbers that may fit
+    are tried, the most units first.
     """
     total, best, found = sum(counts.values()), sum(modes[label][0] * n for label, n in counts.items()), None
     for first, second in itertools.combinations(sorted(modes, key=lambda label: modes[label][0]), 2):
@@ -193,13 +194,13 @@ def _faster(
 
 
 def _with_modes(stage: StageChoice, kind: str, modes: Counts) -> StageChoice:
-    """The stage with other modes of its units of one class."""
+    """Return the stage with other modes of its units of one class."""
     return replace(stage, counts=tuple((name, modes if name == kind else own) for name, own in stage.counts))
 
 
 def found_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolution | None:
-    """The pipeline of `solve_in_rounds`; None where one fits by the closed form but none is found that fits as
-    counted."""
+    """Return the pipeline of `solve_in_rounds`; None if one fits by the closed form but none by the prediction's
+    count."""
     memory_bytes = fitting.memory_bytes
     limits = dict(memory_bytes)
     before, stride = math.inf, 1.0
@@ -213,7 +214,7 @@ def found_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolut
         excess = {name: num_bytes - memory_bytes[name] for name, num_bytes in fitting.held(solution).items()}
         if max(excess.values()) <= 0:
             return solution
-        # Another solution of the same time lacks as much again, as a rule.
+        # Another solution of the same time usually exceeds the memory by as much.
         stride = 2 * stride if math.isclose(solution.objective, before, rel_tol=SAME) else 1.0
         before = solution.objective
         limits |= {name: limits[name] - stride * max(lacking, 0.0) for name, lacking in excess.items()}
@@ -221,8 +222,8 @@ def found_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolut
 
 
 def least_bytes(fitting: Fitting) -> float:
-    """Bytes on a rank of the roomiest submesh below which nothing fits, by the closed form; inf where no cut uses the
-    devices, whatever the memory."""
+    """Return the bytes on a rank of the roomiest submesh below which nothing fits, by the closed form; inf if no cut
+    uses the devices, whatever the memory."""
     try:
         solve_pipeline(fitting.problem(fitting.within(NOTHING).memory_bytes))
     except PipelineInfeasibleError as error:
@@ -232,15 +233,15 @@ def least_bytes(fitting: Fitting) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Lean:
-    """The pipeline that keeps least by the closed form, and the bytes on a rank of the roomiest submesh with which it
-    is found and fits as the prediction counts."""
+    """The pipeline that keeps least by the closed form, with its bytes on a rank of the roomiest submesh. These
+    suffice to solve it and to fit the prediction's count."""
 
     num_bytes: float
     solution: PipelineSolution
 
 
 def leanest(fitting: Fitting, least: float) -> Lean | None:
-    """The leanest cut of a pipeline whose `least_bytes` are known; None where they are without limit."""
+    """Return the leanest cut of a pipeline with these `least_bytes`; None if they are infinite."""
     if least == math.inf:
         return None
     enough = fitting.within(least * (1 + 1e-9)).memory_bytes

@@ -1,8 +1,8 @@
 """The search without pipelines: meshes and micro-batch counts around the exact inner problem under a memory budget.
 
-For every way to write the number of devices as dp x ep x tp (pinned degrees kept), and for micro-batch counts from few
-to many, the inner problem is solved to optimality: every call, tensor, parameter and ZeRO stage at once. Meshes and
-counts that could not win even with free memory are skipped.
+The search covers every factorization of the devices as dp x ep x tp (pinned degrees kept), and micro-batch counts
+from few to many. For each, the inner problem is solved to optimality: every call, tensor, parameter and ZeRO stage
+at once. Meshes and counts that could not win even with free memory are skipped.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MAX_TRANSIENT_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A mesh and number of micro-batches on which even the leanest plan needs too much. kinds: its bytes by kind.
-    least_bytes: what the leanest decisions keep, where that is known: no others need less."""
+    """A mesh and number of micro-batches on which even the leanest plan does not fit. kinds: its bytes by kind.
+    least_bytes: of the leanest decisions, if known: no others need less."""
 
     num_bytes: float
     mesh: Mesh
@@ -51,39 +51,39 @@ class Failure:
 
     @property
     def where(self) -> str:
-        """What failed, in words such as `dp4, 2 micro-batches`."""
+        """Return the mesh and count in words such as `dp4, 2 micro-batches`."""
         return f"{self.mesh}, {self.num_micro_batches} micro-batch{'es' if self.num_micro_batches > 1 else ''}"
 
 
 class OneStageSearch(BestFirst[Mesh, Candidate]):
-    """The search for the best plan of one stage on every mesh. failures: what did not fit of that which was tried."""
+    """The search for the best plan of one stage on every mesh. failures: tried meshes and counts that did not fit."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.failures: list[Failure] = []
 
     def bounded(self) -> Iterator[tuple[float, Mesh, Bound]]:
-        """Where the search begins."""
+        """Yield the start of the search."""
         for mesh in sorted(meshes(self.request), key=str):
             yield lower_bound(mesh, self.request), mesh, Bound.TIGHT
 
     def solve(self, candidate: Mesh, cutoff: float) -> tuple[float, Candidate] | None:
-        """The best plan on the mesh and its predicted seconds."""
+        """Return the best plan on the mesh and its predicted seconds."""
         found = _best_on(candidate, self.request, self.failures, cutoff)
         return None if found is None else (chosen(found.plan), found)
 
     def layout(self, candidate: Mesh) -> str:
-        """The mesh in words."""
+        """Return the mesh in words."""
         return str(candidate)
 
 
 def lower_bound(mesh: Mesh, request: Request) -> float:
-    """Step time on `mesh` if memory were free and with the fewest micro-batches: no plan on it is faster."""
+    """Return the step time on `mesh` if memory were free and with the fewest micro-batches: no plan on it is faster."""
     return free_optimum(mesh, request, micro_batch_counts(request, mesh)[0])
 
 
 def free_optimum(mesh: Mesh, request: Request, count: int) -> float:
-    """Step time on `mesh` with `count` micro-batches if memory were free, which no plan there undercuts; it does not
+    """Return the step time on `mesh` with `count` micro-batches if memory were free: a lower bound that does not
     fall as the count grows."""
     graph = request.trace(request.global_batch_size // count)
     pricer = pricer_for(request, mesh, count, has_first_pass=graph.has_first_pass)
@@ -92,7 +92,7 @@ def free_optimum(mesh: Mesh, request: Request, count: int) -> float:
 
 
 def meshes(request: Request) -> list[Mesh]:
-    """Every dp x cp x ep x ttp x tp of all devices that agrees with pinned degrees and the batch.
+    """Return every dp x cp x ep x ttp x tp of all devices that agrees with pinned degrees and the batch.
 
     Raises ConstraintError.
     """
@@ -107,7 +107,7 @@ def meshes(request: Request) -> list[Mesh]:
 
 
 def micro_batch_counts(request: Request, mesh: Mesh) -> list[int]:
-    """Counts that cut the global batch into equal micro-batches of whole rows per rank, few first."""
+    """Return counts that cut the global batch into equal micro-batches of whole rows per rank, few first."""
     rows = request.global_batch_size // mesh.num_data_ranks
     pinned = request.constraints.micro_batches
     if pinned is not None:
@@ -122,11 +122,11 @@ def micro_batch_counts(request: Request, mesh: Mesh) -> list[int]:
 
 
 def _best_on(mesh: Mesh, request: Request, failures: list[Failure], limit_seconds: float) -> Candidate | None:
-    """The fastest plan on `mesh` over all micro-batch counts, or None where none takes less than `limit_seconds`.
+    """Return the fastest plan on `mesh` over all micro-batch counts, or None if none takes less than `limit_seconds`.
 
-    More micro-batches need less memory, which can buy a faster plan (less ZeRO), so from the first count that fits the
-    counts are tried until even free memory would not make the next one faster. That first count is found by bisection
-    among those that are fast enough with free memory, if the last of them fits; only a single micro-batch, whose
+    More micro-batches need less memory, which can buy a faster plan (less ZeRO). So counts are tried from the first
+    that fits, until even free memory would not make the next one faster. That first count is found by bisection
+    among those that are fast enough with free memory, if the last of them fits. Only a single micro-batch, whose
     gradients are not summed, can need less than the next count.
     """
     tried: dict[int, Candidate | Failure] = {}
@@ -157,7 +157,7 @@ def _best_on(mesh: Mesh, request: Request, failures: list[Failure], limit_second
 
 
 def _solve(mesh: Mesh, request: Request, count: int) -> Candidate | Failure:
-    """Solve; where the transients of the solution do not fit beside it, solve again with less."""
+    """Solve; if the solution's transients do not fit in the rest of the memory, solve again with less."""
     graph, operators = operators_at(request, request.global_batch_size // count)
     pricer = pricer_for(request, mesh, count, has_first_pass=graph.has_first_pass)
     room, transient = _room_bytes(graph, request), 0.0
@@ -181,7 +181,7 @@ def _solve(mesh: Mesh, request: Request, count: int) -> Candidate | Failure:
 
 @dataclass
 class _Decided:
-    """What solutions of a mesh's problem cost, each found once."""
+    """Costs of solutions of a mesh's problem, each computed once."""
 
     search_space: SearchSpace
     operators: Mapping[tuple[str, str], Operator]
@@ -189,7 +189,7 @@ class _Decided:
     _costs: dict[tuple[int, ...], PipelineCosts] = field(default_factory=dict)
 
     def costs(self, solution: Solution) -> PipelineCosts:
-        """Of the plan."""
+        """Return the costs of the plan."""
         chosen = solution.assignment
         if chosen not in self._costs:
             assignment = decode(self.search_space, chosen)
@@ -197,7 +197,7 @@ class _Decided:
         return self._costs[chosen]
 
     def stretches(self, solution: Solution) -> tuple[Stretch, ...]:
-        """Of a micro-batch, with its share of what is done once per step."""
+        """Return the stretches of a micro-batch, with its share of the work once per step."""
         (rank,) = self.costs(solution).ranks
         layers, counts = layers_of(self.search_space.graph), Counter(chain(self.search_space.graph))
         found = []
@@ -210,14 +210,14 @@ class _Decided:
 
 
 def _room_bytes(graph: Graph, request: Request) -> float:
-    """What decisions may take of one rank's memory."""
+    """Return one rank's memory for decisions."""
     return usable_bytes(request) - unread_bytes(graph)
 
 
 def _leanest(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, request: Request
 ) -> Candidate | Failure:
-    """The plan that keeps the least, if it fits; else what it would need."""
+    """Return the plan that keeps the least, if it fits; else the bytes that it would need."""
     search_space, count = (
         build_search_space(graph, operators, pricer, request.constraints, 0.0),
         pricer.training.num_micro_batches,
@@ -272,7 +272,7 @@ def _candidate(
 
 
 def at_budget(request: Request, failure: Failure, num_bytes: float) -> Plan | None:
-    """The plan on a failure's mesh with its number of micro-batches that fits `num_bytes` per rank."""
+    """Return the plan on a failure's mesh with its number of micro-batches that fits `num_bytes` per rank."""
     limited = replace(request, constraints=replace(request.constraints, memory_bytes=int(num_bytes)))
     found = _solve(failure.mesh, limited, failure.num_micro_batches)
     return found.plan if isinstance(found, Candidate) else None

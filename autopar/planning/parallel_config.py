@@ -1,4 +1,4 @@
-"""What is fixed before the stages of a pipeline are cut."""
+"""Everything that is fixed before the stages of a pipeline are cut."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from autopar.ir.stage_mesh import StageMesh
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """A parallel configuration of which the stages are left open.
+    """A parallel configuration with open stages.
 
-    stage_meshes: that pipeline ranks may have; one where all are alike. pipeline_ranks: how many there may be. rows: of
-    one micro-batch over all data-parallel ranks. multiplier: under which decisions are made (see solved_layers.py).
-    offload: "", "optimizer" or "parameters". schedule: "" where that is left open, too. chunks: stages of a pipeline
-    rank.
+    stage_meshes: possible meshes of pipeline ranks; one if all are equal. pipeline_ranks: their possible numbers.
+    rows: of one micro-batch over all data-parallel ranks. multiplier: of the decisions (see solved_layers.py).
+    offload: "", "optimizer" or "parameters". schedule: "" if that is open, too. chunks: stages of a pipeline rank.
     """
 
     stage_meshes: tuple[StageMesh, ...]
@@ -29,26 +28,26 @@ class ParallelConfig:
 
     @property
     def pp(self) -> int:
-        """The most pipeline ranks that it may have."""
+        """Return the largest possible number of pipeline ranks."""
         return max(self.pipeline_ranks)
 
     @property
     def tp(self) -> int:
-        """The largest tensor-parallel degree, for which decisions are made."""
+        """Return the largest tensor-parallel degree: decisions are made for it."""
         return max(each.mesh.size("tp") for each in self.stage_meshes)
 
     @property
     def sharing(self) -> tuple[int, ...]:
-        """The degrees of the first stage mesh that decisions depend on."""
+        """Return the degrees of the first stage mesh that decisions depend on."""
         return tuple(self.stage_meshes[0].mesh.size(axis) for axis in ("ttp", "cp", "ep", "tp"))
 
     def rows_on(self, stage_mesh: StageMesh) -> int:
-        """Of one micro-batch on one data-parallel rank of a stage mesh."""
+        """Return the rows of one micro-batch on one data-parallel rank of a stage mesh."""
         return self.rows // stage_mesh.mesh.num_data_ranks
 
     def under(self, schedule: str, chunks: int = 1) -> ParallelConfig:
-        """The same with a schedule."""
-        # Not by `replace`, which takes longer than the bound of a config.
+        """Return the same with a schedule."""
+        # `replace` would take longer than the bound of a config.
         return ParallelConfig(
             stage_meshes=self.stage_meshes,
             pipeline_ranks=self.pipeline_ranks,
@@ -63,6 +62,6 @@ class ParallelConfig:
 
     @property
     def key(self) -> tuple[int, tuple[str, ...], int, int, float, str, str]:
-        """A key by which equally good configs have a fixed order."""
+        """Return a key that orders equally good configs."""
         meshes = tuple(map(str, self.stage_meshes))
         return self.pp, meshes, self.num_micro_batches, self.zero, self.multiplier, self.offload, self.schedule

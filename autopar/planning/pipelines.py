@@ -1,9 +1,9 @@
 """The search over pipelines: parallel configs, best bound first, each cut into stages to optimality.
 
-A config's bound is what its units take with memory to spare and evenly cut (bounds.py); configs are solved
+A config's bound is the time of its units with unlimited memory and an even cut (bounds.py). Configs are solved
 (stage_problem.py) in the order of their bounds until the next bound is no better than the best solution. A config's
-cut is the one that is best by the closed form of `search.inter_op`. Its plan is then simulated event by event, and
-what that predicts is what configs are compared by.
+cut is the best one by the closed form of `search.inter_op`. Its plan is then simulated event by event; configs are
+compared by that prediction.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from search.inter_op import NothingBelowCutoffError
 from search.pipeline_problem import PipelineInfeasibleError
 
 EXACT_SOLVED_LAYERS = 16
-"""Number of (tp, rows) up to which every solved layer is solved for its own rows; beyond, for TYPICAL_ROWS and
+"""Number of (tp, rows) up to which every solved layer is solved for its exact rows; beyond, for TYPICAL_ROWS and
 reused."""
 
 TYPICAL_ROWS = 2
@@ -45,12 +45,12 @@ GAP = 0.03
 """Share of the step by which a better pipeline of unlike stage meshes may be missed on more than FEW_DEVICES."""
 
 MOST_SOLVED = 300
-"""Problems of unlike stage meshes, most promising first, that are solved on more than FEW_DEVICES once a pipeline is
-known."""
+"""Problems of unlike stage meshes, most promising first, that are solved on more than FEW_DEVICES once a pipeline
+exists."""
 
 
 Bounded = tuple[float, ParallelConfig, Bound]
-"""Seconds that no pipeline under the config can undercut."""
+"""Lower bound in seconds on every pipeline under the config."""
 
 
 class PipelineSearch(BestFirst[ParallelConfig, Found]):
@@ -62,10 +62,10 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
 
     @abstractmethod
     def configs(self) -> Iterator[ParallelConfig]:
-        """All of them whose closed form is minimised."""
+        """Return all configs whose closed form is minimized."""
 
     def closer(self, candidate: ParallelConfig, known: Bound) -> Iterator[Bounded]:
-        """The config with the next bound; where its bound knows nothing of parameters, every variant of it."""
+        """Yield the config with the next bound; if its bound ignores parameters, every variant of it."""
         if known == Bound.WITHOUT_PARAMETERS:
             for each in variants(self.request, candidate):
                 yield bound(self.costs, each), each, Bound.WITH_MEMORY_FREE
@@ -73,8 +73,8 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
             yield tightened(self.costs, candidate), candidate, Bound.TIGHT
 
     def solve(self, candidate: ParallelConfig, cutoff: float) -> tuple[float, Found] | None:
-        """The cut that is best by the closed form, and the seconds that its plan predicts, as choices count them; None
-        where the plan needs more memory than it was priced for, too."""
+        """Return the best cut by the closed form, and the seconds that its plan predicts, as plan choice counts
+        them; None also if the plan needs more memory than it was priced for."""
         found = self.cut(candidate, cutoff * self.slack(candidate))
         if found is None:
             return None
@@ -86,12 +86,12 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
         return (chosen(plan), found) if fits else None
 
     def slack(self, config: ParallelConfig) -> float:
-        """A factor by which the closed form of a config's cut is at most more than what its plan predicts; on more than
-        EXACT_DEVICES they are taken to be alike.
+        """Return the largest factor by which the closed form of a config's cut may exceed its plan's prediction; on
+        more than EXACT_DEVICES they are assumed equal.
 
-        The closed form has S + (m - 1) T. A step with that busiest stage takes m T at least, and S less what of the
-        first wait the stage fills with forwards (see bounds.py): (w - 1) min(f, b) under 1F1B. On a CPU stages run
-        faster while others wait, and all cuts are looked at.
+        The closed form has S + (m - 1) T. A step with that busiest stage takes m T at least, and S less the forwards
+        with which the stage fills the first wait (see bounds.py): (w - 1) min(f, b) under 1F1B. On a CPU stages run
+        faster while others wait, so all cuts are tried.
         """
         if self.request.whole.num_devices > EXACT_DEVICES:
             return 1.0
@@ -103,11 +103,11 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
         return CLOSED_FORMS[config.schedule].slack(p, count)
 
     def cut(self, config: ParallelConfig, cutoff: float = math.inf) -> Found | None:
-        """The config's best cut by the closed form; None where none takes less than `cutoff` by it.
+        """Return the config's best cut by the closed form; None if none takes less than `cutoff` by it.
 
-        A cut is the same whatever the cutoff: of cuts that are as good the solver may find another one below a cutoff,
-        which the simulation tells from the first, and of which other modes fit. On more than EXACT_DEVICES that is let
-        be.
+        The cut does not depend on the cutoff: of equally good cuts the solver may return another one below a cutoff.
+        The simulation tells the two apart, and other modes fit them. On more than EXACT_DEVICES that difference is
+        accepted.
         """
         known, key = self.costs.known.solutions, (self.costs.limits, config)
         found, tried = known.get(key, (None, -math.inf))
@@ -129,7 +129,7 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
             return self._solved(candidate, math.inf) if cutoff < math.inf else None
 
     def layout(self, candidate: ParallelConfig) -> Hashable:
-        """Its pipeline ranks and stage meshes."""
+        """Return its pipeline ranks and stage meshes."""
         return candidate.pp, *map(str, candidate.stage_meshes)
 
     def key(self, candidate: ParallelConfig) -> tuple[object, ...]:
@@ -137,12 +137,12 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
         return candidate.key
 
     def turn(self, candidate: ParallelConfig) -> str:
-        """Schedules take turns."""
+        """Return the schedule; schedules take turns."""
         return candidate.schedule
 
 
 class EqualSearch(PipelineSearch):
-    """The search over pipelines of which all ranks have equal stage meshes.
+    """The search over pipelines with equal stage meshes on all ranks.
 
     solved: layers of another request that differs only in what they do not depend on (see solved_layers.py).
     """
@@ -150,7 +150,7 @@ class EqualSearch(PipelineSearch):
     def __init__(self, request: Request, solved: SolvedLayers | LayerPool | None = None) -> None:
         num_units = most_stages(request.trace(request.global_batch_size))
         self.unscheduled = tuple(equal_configs(request, num_units))
-        # Without the first, ttp: that grids are tried beside the rest makes no plan of the rest less exact.
+        # Without ttp, the first: additional grids make no other plan less exact.
         kinds = {(*c.sharing[1:], c.rows_on(c.stage_meshes[0])) for c in self.unscheduled}
         if not isinstance(solved, SolvedLayers):
             is_exact = len(kinds) <= EXACT_SOLVED_LAYERS or not request.trace.can_estimate(2 * TYPICAL_ROWS)
@@ -161,21 +161,21 @@ class EqualSearch(PipelineSearch):
         self._alike: dict[Hashable, list[ParallelConfig]] = {}
 
     def configs(self) -> Iterator[ParallelConfig]:
-        """All of them whose closed form is minimised."""
+        """Yield all configs whose closed form is minimized."""
         for config in self.unscheduled:
             if not self.solved_layers.repeats(config):
                 yield from self.scheduled(config)
 
     def scheduled(self, config: ParallelConfig) -> Iterator[ParallelConfig]:
-        """The config under every schedule that it may have."""
+        """Return the config under each of its possible schedules."""
         own = schedules(self.request)
         if config.pp == 1:
             own = () if self.request.constraints.schedule else (PLAIN,)
         return (config.under(schedule) for schedule in own)
 
     def promising(self) -> Iterator[tuple[float, ParallelConfig]]:
-        """(seconds, config) of several pipeline ranks by what it takes at least under 1F1B, with the recomputation that
-        its memory asks for; last, inf, what does not fit even so."""
+        """Yield (seconds, config) of several pipeline ranks by their least seconds under 1F1B, with the
+        recomputation that their memory requires. Configs that do not fit even so come last, with inf."""
         several = (each.under(PLAIN) for each in self.unscheduled if each.pp > 1)
         costed = (each for each in several if self.solved_layers.of(each, each.stage_meshes[0]))
         queue = [(bound(self.costs, each), each.key, False, each) for each in costed]
@@ -188,7 +188,7 @@ class EqualSearch(PipelineSearch):
                 heapq.heappush(queue, (tightened(self.costs, config), key, True, config))
 
     def bounded(self) -> Iterable[Bounded]:
-        """Where the search begins; of large requests with what most configs need not be looked at for."""
+        """Yield the start of the search; for large requests with a bound that spares most configs."""
         if self.solved_layers.typical_rows is None:
             yield from ((bound(self.costs, each), each, Bound.WITH_MEMORY_FREE) for each in self.configs())
             return
@@ -201,8 +201,8 @@ class EqualSearch(PipelineSearch):
                 yield least, each, Bound.OF_MANY_ROWS
 
     def closer(self, candidate: ParallelConfig, known: Bound) -> Iterator[Bounded]:
-        """The config with the next bound; where its bound knows of its rows only, all that have them so, but for those
-        that another with the same assignment stands for."""
+        """Yield the config with the next bound. If its bound depends only on its rows, return all configs with
+        these rows, except those for which another with the same assignment stands."""
         if known > Bound.OF_MANY_ROWS:
             yield from super().closer(candidate, known)
             return
@@ -212,7 +212,7 @@ class EqualSearch(PipelineSearch):
                 yield bound(self.costs, each), each, Bound.WITH_MEMORY_FREE
 
     def _most_rows(self, config: ParallelConfig) -> tuple[int, SolvedLayer | None]:
-        """The most rows that a rank has under the config's degrees, with their solved layer."""
+        """Return the most rows of a rank under the config's degrees, with their solved layer."""
         if not self._many:
             rows = {
                 each.sharing: (each.rows_on(each.stage_meshes[0]), each)
@@ -226,15 +226,15 @@ class EqualSearch(PipelineSearch):
 
 
 def _of_rows(config: ParallelConfig) -> Hashable:
-    """Equal for configs of equal stage meshes that share out the rows alike."""
+    """Return a key that is equal for configs of equal stage meshes that share out the rows alike."""
     return config.pp, config.stage_meshes[0].mesh, config.num_micro_batches
 
 
 class UnequalSearch(PipelineSearch):
     """The search over pipelines with unlike stage meshes: of several sizes, or in groups of unlike nodes.
 
-    solved: layers of another request, as for `EqualSearch`. On many devices what is found is the best to GAP, or
-    that of the MOST_SOLVED most promising problems.
+    solved: layers of another request, as for `EqualSearch`. On many devices the result is the best to GAP, or that
+    of the MOST_SOLVED most promising problems.
     """
 
     def __init__(self, request: Request, solved: SharedAssignments | None = None) -> None:
@@ -244,10 +244,10 @@ class UnequalSearch(PipelineSearch):
             self.gap, self.most_solved = GAP, MOST_SOLVED
 
     def configs(self) -> Iterator[ParallelConfig]:
-        """All of them."""
+        """Return all configs."""
         return unequal_configs(self.request, self.assignments, self.costs.most_stages)
 
     def bounded(self) -> Iterable[Bounded]:
-        """Where the search begins: what bears on parameters only is left open."""
+        """Return the start of the search: settings that affect parameters only are left open."""
         configs = without_parameters(self.request, self.assignments, self.costs.most_stages)
         return ((bound_without_parameters(self.costs, each), each, Bound.WITHOUT_PARAMETERS) for each in configs)

@@ -1,8 +1,8 @@
 """The outer search: one stage with everything decided at once, and pipelines with recomputation and offload.
 
-`one_stage.py` is exact over the decisions of a mesh and knows neither stages nor recomputation; `pipelines.py` knows
-them and takes the decisions of a mesh from a few points of its frontier. Both price alike; the faster plan wins, and
-the others are kept as runner-ups.
+`one_stage.py` is exact over the decisions of a mesh and knows neither stages nor recomputation. `pipelines.py` knows
+both, and takes the decisions of a mesh from a few points of its frontier. Both price alike; the faster plan wins,
+and the others are kept as runners-up.
 """
 
 from __future__ import annotations
@@ -42,31 +42,32 @@ from autopar.units import bytes_text
 from codegen.axes import AXES
 
 ONE_STAGE_DEVICES = 8
-"""Devices up to which one stage is searched exactly; on larger clusters that search only polishes the mesh on which
-pipelines.py found the best plan."""
+"""Devices up to which one stage is searched exactly; on larger clusters that search only polishes the best mesh of
+pipelines.py."""
 POLISH_ONLY = 0
-"""The same number where one stage need not be searched exactly on every mesh, which takes ten times as long."""
+"""The same number if one stage need not be searched exactly on every mesh, which takes ten times as long."""
 UNEQUAL_DEVICES = 16
 """On more devices, and on a power of two of them, all ranks of a pipeline over equal nodes have equal stage meshes."""
 NEVER_UNLIKE = tuple(axis for axis in SHARDING_AXES if not AXES[axis].is_basic)
 """Axes that pipelines with unlike stage meshes do not have."""
 MOST_CANDIDATES = 4
-"""Parallel configs, best first, that are told of as runners-up."""
+"""Parallel configs, best first, that are reported as runners-up."""
 MOST_CHUNKED = 2
 """The same under schedules with several stages per pipeline rank."""
 MOST_ALIKE = 3
-"""Kinds of configs under which something fitted that are tried first where any plan will do."""
+"""Kinds of configs under which a plan fitted that are tried first if any plan will do."""
 TIE = 1e-9
-"""Plans whose times differ by no more than this share are as fast; the one found by the exact search is preferred, and
-unlike stage meshes are the last that are."""
+"""Plans whose times differ by no more than this share are equally fast. The plan of the exact search is preferred;
+unlike stage meshes come last."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """candidates: feasible plans, fastest first. skipped: (lower bound in seconds, parallel config) that could not win.
+    """The result of a search.
 
-    infeasible: what did not fit, in words. is_given: nothing was searched, the plan was given. solved: the layers that
-    the search solved, with what it found of their costs; further questions about the request begin with them.
+    candidates: feasible plans, fastest first. skipped: (lower bound in seconds, parallel config) that could not win.
+    infeasible: what did not fit, in words. is_given: nothing was searched, the user gave the plan. solved: the
+    layers that the search solved, with their cached costs; further searches for the request begin with them.
     """
 
     candidates: tuple[Candidate, ...]
@@ -82,7 +83,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A request with the plan that was chosen for it, and the search that found it."""
+    """A request with its chosen plan, and the search behind it."""
 
     request: Request
     best: Candidate
@@ -90,7 +91,7 @@ class Planned:
 
 
 def is_only_polished(request: Request) -> bool:
-    """Whether `search_plans` does the same with no devices that are few enough for the exact search."""
+    """Return whether `search_plans` does the same without the exact search (exact_devices=0)."""
     devices = request.whole.num_devices
     is_equal = devices > UNEQUAL_DEVICES or (devices > ONE_STAGE_DEVICES and math.log2(devices).is_integer())
     return request.mixed is not None or is_equal
@@ -100,20 +101,18 @@ def is_only_polished(request: Request) -> bool:
 def search_plans(
     request: Request, shared: Solved | LayerPool | None = None, exact_devices: int = ONE_STAGE_DEVICES
 ) -> SearchResult:
-    """The best plan of each parallel config that can still win, fastest first.
+    """Return the best plan of each parallel config that can still win, fastest first.
 
     shared: solved layers of another request that differs only in what they do not depend on (see solved_layers.py).
-    exact_devices: on larger clusters the exact search only polishes; with 0 all pipeline ranks have equal stage meshes
-    too.
-
-    Raises InfeasibleError with what the smallest plan needs.
+    exact_devices: on larger clusters the exact search only polishes; with 0 all pipeline ranks have equal stage
+    meshes too. Raises InfeasibleError with the needs of the smallest plan.
     """
     if request.mixed is not None:
         return _search_mixed(UnequalSearch(request, shared if isinstance(shared, SharedAssignments) else None))
     try:
         search = EqualSearch(request, shared if isinstance(shared, (SolvedLayers, LayerPool)) else None)
     except ConstraintError:
-        # No equal stage meshes make the cluster's number of devices.
+        # No equal stage meshes fill the cluster.
         unlike = _unequal(request) if exact_devices else None
         uneven = unlike.run().best if unlike is not None else None
         if uneven is None:
@@ -156,8 +155,8 @@ def search_plans(
 
 
 def fits_soon(request: Request, pool: LayerPool) -> bool:
-    """Whether a pipeline fits, and `search_plans` has no other reason to refuse, by what fitted other requests and the
-    configs that look leanest. Where that finds none, another one may fit."""
+    """Return whether a pipeline fits, and `search_plans` has no other reason to refuse. Tries the configs that
+    fitted other requests and those that look leanest. If none of these fits, another one may."""
     if request.mixed is not None or request.needs.whole or request.unpadded is not None:
         return False
     try:
@@ -177,20 +176,20 @@ def fits_soon(request: Request, pool: LayerPool) -> bool:
 
 
 def _fits_under(search: EqualSearch, config: ParallelConfig) -> bool:
-    """Whether a pipeline fits under a config."""
+    """Return whether a pipeline fits under a config."""
     return search.solve(config, math.inf) is not None
 
 
 def _alike(search: EqualSearch, known: ParallelConfig) -> Iterator[ParallelConfig]:
-    """Two configs that are like another request's: with as many rows of a micro-batch, and with the fewest."""
+    """Yield two configs like another request's: with as many rows of a micro-batch, and with the fewest."""
     scheduled = (each for config in search.unscheduled for each in search.scheduled(config))
     found = [each for each in scheduled if kind_of(each) == kind_of(known)]
     yield from sorted(found, key=lambda each: (each.rows != known.rows, each.rows))[:2]
 
 
 def _lean(search: EqualSearch) -> Iterator[ParallelConfig]:
-    """The configs that look as if they needed least, with rows alone shared out and whatever is: most is sharded or on
-    the host, with the fewest rows."""
+    """Yield the leanest-looking config with only rows shared out, and the leanest-looking of all. These have the most
+    sharded or on the host, and the fewest rows."""
     order = ("parameters", "optimizer", "")
     lean = sorted(
         search.unscheduled, key=lambda c: (-c.zero, order.index(c.offload), c.pp, c.rows, -c.multiplier, c.key)
@@ -201,10 +200,8 @@ def _lean(search: EqualSearch) -> Iterator[ParallelConfig]:
 
 
 def _deferring(search: EqualSearch, best: Found | None) -> Iterator[Candidate]:
-    """Solve the best config under the schedules that defer weight gradients, with layers that are solved for them.
-
-    The layers that schedules share assume that sums over tensor-parallel ranks run beside weight gradients.
-    """
+    """Return the best config under the schedules that defer weight gradients, with layers solved for them. Layers
+    that schedules share assume that sums over tensor-parallel ranks overlap weight gradients."""
     request = search.request
     config = best.config if best is not None else None
     if config is None or config.pp == 1 or request.constraints.schedule is not None:
@@ -221,20 +218,20 @@ def _deferring(search: EqualSearch, best: Found | None) -> Iterator[Candidate]:
 
 
 def _fitting(solved: Iterable[Found], request: Request, known: KnownCosts) -> Iterator[Candidate]:
-    """The plans of solved configs, but for those that need more on the graph of their micro-batch than on the one that
-    they were priced on."""
+    """Return the plans of solved configs, except those that need more on the graph of their micro-batch than they
+    were priced for."""
     candidates = (candidate_of(each, request, known) for each in solved)
     return (c for c in candidates if c.plan.prediction.peak_bytes <= request.capacity_bytes())
 
 
 def _search_mixed(search: UnequalSearch) -> SearchResult:
-    """The best pipeline over groups of unlike nodes. Raises InfeasibleError, and ConstraintError for a pinned axis that
-    their stage meshes do not have."""
+    """Return the best pipeline over groups of unlike nodes. Raises InfeasibleError, and ConstraintError for a pinned
+    axis that their stage meshes do not have."""
     request = search.request
     pinned = {axis: request.constraints.degrees.get(axis, 1) for axis in NEVER_UNLIKE}
     if max(pinned.values()) > 1:
         raise ConstraintError(
-            "stages on groups of unlike nodes have dp and tp alone",
+            "stages on groups of unlike nodes support only dp and tp",
             values=", ".join(f"{axis}={size}" for axis, size in pinned.items() if size > 1),
             alternatives="pp, dp and tp, or nodes that are alike",
         )
@@ -260,7 +257,7 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
 
 
 def _unequal(request: Request) -> UnequalSearch | None:
-    """The search over unlike stage meshes, where there may be such; on few GPUs only."""
+    """Return the search over unlike stage meshes, if there may be such; on few GPUs only."""
     limits = request.constraints
     is_plain = all(limits.degrees.get(axis, 1) == 1 for axis in NEVER_UNLIKE)
     is_open = is_plain and limits.schedule in (None, *CLOSED_FORMS)
@@ -272,7 +269,7 @@ def _unequal(request: Request) -> UnequalSearch | None:
 
 
 def _one_stage(request: Request, found: list[Candidate], exact_devices: int) -> OneStageSearch | None:
-    """The exact search, where the constraints and the size of the cluster leave room for it."""
+    """Return the exact search, if the constraints and the size of the cluster allow it."""
     limits = request.constraints
     one_stage = limits.degrees.get("pp", 1) == limits.degrees.get("ddp", 1) == 1
     is_open = one_stage and limits.recompute in (None, "none") and not limits.offload
@@ -289,7 +286,7 @@ def _one_stage(request: Request, found: list[Candidate], exact_devices: int) -> 
 
 
 def _distinct(found: list[Candidate]) -> list[Candidate]:
-    """The fastest of each parallel config."""
+    """Return the fastest of each parallel config."""
     first: dict[str, Candidate] = {}
     for candidate in found:
         first.setdefault(candidate.plan.mesh_text, candidate)
@@ -299,7 +296,7 @@ def _distinct(found: list[Candidate]) -> list[Candidate]:
 def price_plan(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], request: Request, plan: Plan, assignment: Assignment
 ) -> Candidate:
-    """A given plan with a fresh prediction. Raises InfeasibleError if it does not fit."""
+    """Return the plan with a new prediction. Raises InfeasibleError if it does not fit."""
     found = predicted(
         request,
         Candidate(
@@ -318,7 +315,7 @@ def price_plan(
 
 
 def _refuse_undivided(search: EqualSearch) -> None:
-    """A pinned tp that divides no dim of any call but its batch: its ranks would do all of the work each."""
+    """Refuse a pinned tp that divides no dim of any call but its batch: each of its ranks would do all of the work."""
     request = search.request
     tp = request.constraints.degrees.get("tp", 1)
     if tp == 1:
@@ -331,7 +328,7 @@ def _refuse_undivided(search: EqualSearch) -> None:
     legal = [n for n in divisors(request.cluster.num_devices)[1:] if any(size % n == 0 for size in sizes)]
     nearest = sorted(legal, key=lambda n: abs(n - tp))[:2]
     raise ConstraintError(
-        "tp divides no dim of the model that may be cut: every rank of it would repeat all of the work",
+        "tp divides no dim of the model that may be cut: every tp rank would repeat all of the work",
         values=f"tp={tp}, sizes {', '.join(map(str, sorted(sizes, reverse=True)[:8]))}",
         alternatives=[*(f"tp={n}" for n in nearest), "tp left out"],
     )

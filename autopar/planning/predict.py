@@ -1,6 +1,6 @@
 """The prediction of a plan: its stages priced on their meshes, put together and simulated.
 
-`test_predict` holds that the seconds add up to the search's objective.
+`test_predict` checks that the seconds add up to the search's objective.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from autopar.plan import Plan
 from autopar.planning.request import Request, pricer_for
 
 Known = tuple[dict[Hashable, dict[str, LayerCost]], Hashable]
-"""Costs of units that were found already, and the key of a candidate's, beside its stage meshes."""
+"""Cached costs of units, by a candidate's key and its stage meshes."""
 
 
 def chosen(plan: Plan) -> float:
-    """The seconds of a plan by which it is chosen."""
+    """Return the seconds of a plan by which it is chosen."""
     return chosen_seconds(plan.prediction.seconds)
 
 
 def predicted(request: Request, candidate: Candidate, known: Known | None = None) -> Candidate:
-    """The candidate with a fresh prediction of its plan."""
+    """Return the candidate with a new prediction of its plan."""
     prediction = simulate_plan(request, candidate, known).prediction
     return replace(candidate, plan=replace(candidate.plan, prediction=prediction))
 
@@ -40,14 +40,14 @@ def predicted(request: Request, candidate: Candidate, known: Known | None = None
 def one_stage_costs(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, assignment: Assignment
 ) -> PipelineCosts:
-    """A plan that is one stage and keeps everything. pricer: on the plan's mesh."""
+    """Price a plan of one stage that keeps everything. pricer: on the plan's mesh."""
     costs = unit_costs(graph, operators, pricer, assignment)
     return pipeline_costs([_chain_costs(graph, pricer, assignment, costs)], Pipeline(), pricer.cluster)
 
 
 def simulate_plan(request: Request, candidate: Candidate, known: Known | None = None) -> Simulated:
-    """The plan's timeline and what it predicts; a plan without stages is one stage. Every stage is priced on the mesh
-    of its pipeline rank."""
+    """Return the plan's timeline and its prediction; a plan without stages is one stage. Every stage is priced on
+    the mesh of its pipeline rank."""
     plan, graph, operators = candidate.plan, candidate.graph, candidate.operators
     chains: dict[StageMesh, ChainCosts] = {}
     found, key = known or ({}, None)
@@ -63,7 +63,7 @@ def simulate_plan(request: Request, candidate: Candidate, known: Known | None = 
 
 
 def priced_decisions(request: Request, candidate: Candidate, stage_mesh: StageMesh) -> tuple[Pricer, Assignment]:
-    """The prices on the mesh of a pipeline rank, and the plan's decisions on its axes."""
+    """Return the prices on the mesh of a pipeline rank, and the plan's decisions on its axes."""
     plan = candidate.plan
     group, mesh = request.of_group(stage_mesh.group), stage_mesh.mesh.compact
     has_first_pass = candidate.graph.has_first_pass
@@ -74,7 +74,7 @@ def priced_decisions(request: Request, candidate: Candidate, stage_mesh: StageMe
 def _chain_costs(
     graph: Graph, pricer: Pricer, assignment: Assignment, costs: Mapping[str, LayerCost], group: int = 0
 ) -> ChainCosts:
-    """Every unit of the chain under decisions on the pricer's mesh, in a group of nodes."""
+    """Price every unit of the chain under decisions on the pricer's mesh, in a group of nodes."""
     return ChainCosts(
         graph=graph,
         pricer=pricer,

@@ -1,4 +1,4 @@
-"""Planning on several ranks: rank 0 plans, the others have its plan, and the models of all are compared."""
+"""Planning on several ranks: rank 0 plans and sends its plan to the others; the models of all ranks are compared."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from codegen.once_per_node import Neighbours
 
 
 def planned_together(request: Request, plan: Callable[[], SearchResult]) -> SearchResult:
-    """What `plan` gives, under torch.distributed what it gives rank 0: its candidate or its error crosses to all ranks.
+    """Return the result of `plan`, under torch.distributed that of rank 0: its candidate or its error is sent to all
+    ranks.
 
-    The graph crosses too: of one model two processes may trace graphs whose calls differ in order and name (a set of
-    strings that forward iterates over is ordered by the process's hash seed), and ranks that run different programs
+    The graph is sent too. Two processes may trace one model into graphs whose calls differ in order and name: a set
+    of strings that forward iterates over is ordered by the process's hash seed. Ranks that run different programs
     wait for each other forever. Raises PlanError on every rank if the models of the ranks differ in more than that.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -51,9 +52,9 @@ def planned_together(request: Request, plan: Callable[[], SearchResult]) -> Sear
 
 
 def neighbours_of(request: Request, best: Candidate) -> Neighbours:
-    """How many ranks that share out experts share a node, for rows that cross between nodes once per node, by what rank
-    0 knows of the cluster: ranks that send other rows wait for each other forever. On unlike stage meshes rows go
-    straight."""
+    """Return how many ranks that share out experts share a node, for rows that cross between nodes once per node.
+    Rank 0's view of the cluster decides: ranks that send other rows wait for each other forever. On unlike stage
+    meshes rows go straight."""
     plan = best.plan
     pricer = pricer_for(request, plan.mesh, plan.num_micro_batches)
     mixtures = [] if plan.pipeline.stage_meshes else mixtures_of(best.operators.values(), plan.mesh)
@@ -64,7 +65,7 @@ def neighbours_of(request: Request, best: Candidate) -> Neighbours:
 
 
 def outline_of(graph: Graph) -> tuple[Any, ...]:
-    """Return what of a graph does not depend on the order and names of its calls."""
+    """Return the properties of a graph that do not depend on the order and names of its calls."""
     nodes = [n for piece in graph.body for n in (piece.layer.nodes if isinstance(piece, LayerRun) else (piece,))]
     calls = Counter((node.op, node.outputs) for node in nodes)
     stored = sorted((p.name, p.meta.shape, str(p.meta.dtype), p.is_buffer) for p in graph.parameters)

@@ -1,9 +1,9 @@
-"""A plan refitted to a model whose numbers or flags were changed: calls may be others, layers of other classes.
+"""Refit a plan to a model with other numbers or flags: calls may differ, and layers may have other classes.
 
-A factor of 1.0 leaves its product out, and layers that had one class have two where one of them has another number.
-Parameters lie as before, for the refitted program shares them. One that forward only now reads, or only now gives a
-gradient, is whole on every rank, as are buffers that were not read before. `expand` checks the result as it checks a
-file.
+A factor of 1.0 leaves its product out. Layers of one class split into two if one of them has another number.
+Parameters keep their placement, because the refitted program shares them. A parameter that only the new forward
+reads, or gives a gradient, is replicated on every rank, as are newly read buffers. `expand` checks the result as it
+checks a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autopar.plan import Plan
 
 
 def refit(plan: Plan, before: Graph, graph: Graph, offers: LegalPlacements) -> Plan:
-    """The decisions of a plan for `before` that `graph`, to which offers belong, asks for, and no others."""
+    """Return the decisions of a plan for `before` that `graph`, with its `offers`, needs, and no others."""
     old = {scope.name: scope for scope in scopes_of(before)}
     stored = {
         name: plan.scopes[scope.name].parameters[own]
@@ -43,7 +43,7 @@ def refit(plan: Plan, before: Graph, graph: Graph, offers: LegalPlacements) -> P
 
 
 def _parameters(scope: Scope, graph: Graph) -> Iterator[tuple[str, str]]:
-    """The parameters of a scope by their names in the model, and their names in the scope."""
+    """Yield the parameters of a scope by their names in the model, with their names in the scope."""
     if scope.layer is None:
         read = {ref.node for piece in graph.body for ref in piece.inputs}
         yield from ((p.name, p.name) for p in graph.parameters if p.name in read)
@@ -52,7 +52,8 @@ def _parameters(scope: Scope, graph: Graph) -> Iterator[tuple[str, str]]:
 
 
 def _stored(scope: Scope, own: str, meta: TensorMeta, before: Stored | None, offers: LegalPlacements) -> Stored:
-    """How a parameter lies: as before, as far as it has a gradient where it had one; else whole on every rank."""
+    """Return a parameter's placement: as before, if it has a gradient only where it had one; else replicated on
+    every rank."""
     legal = offers.parameter(scope, Ref(own), meta)
     if before is not None and not meta.requires_grad:
         before = Stored(tuple(R if each.kind == "Rp" else each for each in before.placements), 0)
@@ -65,7 +66,7 @@ def _stored(scope: Scope, own: str, meta: TensorMeta, before: Stored | None, off
 
 
 def _cut(given: Input, offers: LegalPlacements) -> Placements:
-    """How an input of the batch lies that was not read before: cut into rows, as far as ranks take other ones."""
+    """Return the placement of a newly read input of the batch: cut into rows, as far as ranks take different ones."""
     legal = offers.batch_input(given.name, given.meta, given.batch_dim)
     axes = offers.mesh.axes
 
@@ -113,7 +114,8 @@ def _refitted(
 
 
 def _source(scope: Scope, old: Mapping[str, Scope]) -> Scope | None:
-    """The scope that a scope's layers were in, or the class of layers with the same parameters; None without one."""
+    """Return the former scope of a scope's layers, or the class of layers with the same parameters; None without
+    one."""
     if scope.layer is None:
         return old[""]
     layers = [each for each in old.values() if each.layer is not None]
@@ -124,7 +126,7 @@ def _source(scope: Scope, old: Mapping[str, Scope]) -> Scope | None:
 
 
 def _refitted_stage(stage: StagePlan, before: tuple[str, ...], units: tuple[str, ...], classes: set[str]) -> StagePlan:
-    """The stage whose layers recompute as they did, under the names of their classes now."""
+    """Return the stage with its layers' recompute modes, under the current names of their classes."""
     left = {name: _modes(runs) for name, runs in stage.recompute.items()}
     found: dict[str, list[str]] = {}
     for old, unit in zip(before[stage.first : stage.last], units[stage.first : stage.last], strict=True):

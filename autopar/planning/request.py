@@ -1,4 +1,4 @@
-"""What is to be planned, and how its parts are priced: shared by the searches over meshes and over pipelines."""
+"""A planning request and its prices, shared by the searches over meshes and over pipelines."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from cost_models.mixed import AnyCluster, MixedCluster
 from cost_models.straggler import paced
 
 HIDDEN_FRACTION = 0.5
-"""Share of gradient traffic taken to run behind backward on a GPU, and of the seconds of weight gradients in which sums
-of input gradients are: an assumption until it is calibrated."""
+"""Share of gradient traffic assumed to overlap backward on a GPU, and of the seconds of weight gradients to overlap
+sums of input gradients: an assumption until it is calibrated."""
 
 _PRICERS: Mapping[tuple[bool, bool], type[Pricer]] = {
     (False, False): Pricer,
@@ -42,15 +42,16 @@ _PRICERS: Mapping[tuple[bool, bool], type[Pricer]] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be planned.
+    """A planning request.
 
-    trace: the model's graph at any number of micro-batch rows. cluster: of equal nodes; where `mixed` has unlike groups
-    of them, the first. kernels: whether the program will have fused kernels, which then are what is priced. fp8:
-    whether its linear layers will multiply in e4m3, likewise. num_waiting: devices that wait for one another in a step,
-    0 for all of `whole`. needs: what the optimiser's update must see whole; `constraints` have it. no_evaluation: why a
-    program of the model cannot evaluate, if it cannot. gives_logits: whether what the model returns as logits in
-    evaluation mode is what it returns in training, but for what programs know of. unpadded: the trace without heads of
-    padding, where `trace` has some and plans without them are to be compared. reads: what the trace read of the model.
+    trace: the model's graph at any number of micro-batch rows. cluster: of equal nodes; if `mixed` has unlike groups
+    of them, the first. kernels: whether the program will have fused kernels, which are priced then. fp8: whether its
+    linear layers will multiply in e4m3, likewise. num_waiting: devices that wait for one another in a step, 0 for
+    all of `whole`. needs: parameters that the optimizer's update must see whole; `constraints` include them.
+    no_evaluation: why a program of the model cannot evaluate, if so. gives_logits: whether the logits returned in
+    evaluation mode are those of training, except for differences that programs handle. unpadded: the trace without
+    heads of padding, if `trace` has some and plans without them are to be compared. reads: the trace's reads of the
+    model.
     """
 
     trace: BatchedTrace
@@ -72,22 +73,22 @@ class Request:
 
     @property
     def whole(self) -> AnyCluster:
-        """All devices that there are."""
+        """Return all devices."""
         return self.mixed or self.cluster
 
     @property
     def overlaps(self) -> bool:
-        """Whether the program sums gradients over tensor-parallel ranks beside weight gradients (codegen/overlap.py).
+        """Return whether the program sums gradients over tensor-parallel ranks during weight gradients
+        (codegen/overlap.py).
 
-        Not on a CPU: such sums take cores from the products, and steps gain no more than their times scatter. Not with
-        inductor, which compiles linear layers with what stands around them: calls of the run time's own would cut that
-        apart.
+        Not on a CPU: such sums take cores from the products, and steps gain no more than their times scatter. Not
+        with inductor, which compiles linear layers with their neighbors: separate run-time calls would split that.
         """
         return not is_cpu(self.whole.groups[0]) and self.backend != "inductor"
 
     @property
     def basis(self) -> Basis:
-        """What plans are priced for."""
+        """Return the basis for which plans are priced."""
         inputs = self.trace(self.global_batch_size).inputs
         shapes = {
             each.name: f"{str(each.meta.dtype).removeprefix('torch.')} {list(each.meta.shape)}" for each in inputs
@@ -95,39 +96,42 @@ class Request:
         return Basis(shapes, self.kernels, self.backend)
 
     def of(self, graph: Graph) -> Request:
-        """The same request with the trace that a plan's graph is of."""
+        """Return the same request with the trace of a plan's graph."""
         if self.unpadded is None or graph.heads_padded_to > 1:
             return self
         return replace(self, trace=self.unpadded, unpadded=None)
 
     def splits(self, count: int) -> bool:
-        """Whether the batch may be cut into `count` micro-batches (options/micro_batches.py)."""
+        """Return whether the batch may be cut into `count` micro-batches (options/micro_batches.py)."""
         return self.trace.whole_batch_reason(count) is None
 
     def of_group(self, group: int) -> Request:
-        """The same request for one of the cluster's groups of equal nodes."""
+        """Return the same request for one of the cluster's groups of equal nodes."""
         num_waiting = self.num_waiting or self.whole.num_devices
         return replace(self, cluster=self.whole.groups[group], mixed=None, num_waiting=num_waiting)
 
     def compressed(self, compression: Compression) -> Request:
-        """The same request with ZeRO's collectives compressed like this."""
+        """Return the same request with ZeRO's collectives compressed like this."""
         return replace(self, training=replace(self.training, compression=compression))
 
     def capacity_bytes(self, group: int = 0) -> int:
-        """What a rank of a group may use: the user's budget, or the device's memory."""
+        """Return the usable bytes of a group's rank: the user's budget, or the device's memory."""
         return self.constraints.memory_bytes or self.whole.groups[group].device.memory_bytes
 
     def certainty(self, num_bytes: Mapping[str, float], group: int = 0) -> Certainty:
-        """How sure the predicted bytes of a rank of a group are, by kind, and so whether they fit."""
+        """Return how sure the predicted bytes of a rank of a group are, by kind, and so whether they fit."""
         return spread(OWN, is_cpu(self.whole.groups[group])).certainty(num_bytes, self.capacity_bytes(group))
 
 
 def pricer_for(
     request: Request, mesh: Mesh, num_micro_batches: int, offload: str = "", has_first_pass: bool = False
 ) -> Pricer:
-    """Prices for a mesh. Gradient traffic hides behind backward, on CPUs as far as was measured. Sums over
-    tensor-parallel ranks run beside weight gradients where programs do that. Devices are as slow as the slowest of all
-    that wait for one another."""
+    """Return the prices for a mesh.
+
+    Gradient traffic is hidden behind backward, on CPUs by the measured share. Sums over tensor-parallel ranks
+    overlap weight gradients if programs do that. Devices are as slow as the slowest of all that wait for one
+    another.
+    """
     on_cpu = is_cpu(request.cluster)
     training = replace(
         request.training, num_micro_batches=num_micro_batches, has_first_pass=has_first_pass, offload=offload
@@ -144,12 +148,12 @@ def pricer_for(
 
 
 def usable_bytes(request: Request) -> float:
-    """What decisions and transients may take of one rank's memory: capacity less the device's own workspace."""
+    """Return one rank's memory for decisions and transients: capacity less the device's workspace."""
     return float(request.capacity_bytes() - (0 if is_cpu(request.cluster) else request.cluster.device.reserved_bytes))
 
 
 def decode(search_space: SearchSpace, chosen: tuple[int, ...]) -> Assignment:
-    """The options that a solver chose, by the names of what they decide."""
+    """Return the solver's chosen options, by the names of their variables."""
     picked = {d.key: d.options[i] for d, i in zip(search_space.variables, chosen, strict=True)}
     return Assignment(
         {key[1:3]: value for key, value in picked.items() if key[0] == "operator"},
@@ -159,11 +163,11 @@ def decode(search_space: SearchSpace, chosen: tuple[int, ...]) -> Assignment:
 
 
 def operators_at(request: Request, rows: int) -> tuple[Graph, dict[tuple[str, str], Operator]]:
-    """The graph of `rows` micro-batch rows and its calls."""
+    """Return the graph of `rows` micro-batch rows and its calls."""
     graph = request.trace(rows)
     return graph, operators_of(graph)
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of a number, ascending."""
+    """Return the divisors of a number, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]

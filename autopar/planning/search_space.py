@@ -1,6 +1,6 @@
 """The search space: every variable of a graph on one mesh, and the Problem that prices them together.
 
-Its variables, which are those of the Problem, are of four kinds:
+The variables of the Problem are of four kinds:
 
     operator   an Option of a call
     tensor     the placements in which a batch input, a layer's input, or a tensor with several uses is kept;
@@ -8,9 +8,9 @@ Its variables, which are those of the Problem, are of four kinds:
     parameter  a Stored: placements as used, and a ZeRO stage
     zero       the ZeRO stage of a scope (the top level or a layer class), shared by all parameters that can have one
 
-Edges carry resharding times (forward plus conjugate backward, less what runs beside weight gradients). Layers of one
-class are one set of decisions whose costs count as often as there are layers; a layer's carried output is resharded to
-its input's placements, so the class decides its own boundary.
+Edges have resharding times (forward plus conjugate backward, less the share that overlaps weight gradients). Layers of
+one class are one set of decisions whose costs count as often as there are layers. A layer's carried output is resharded
+to its input's placements, so the class decides its boundary.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ Key = tuple[str, str, str, int]
 
 @dataclass(frozen=True, slots=True)
 class SearchVariable:
-    """One variable. `placements[i]` is where option i leaves each output (one entry for tensors and parameters)."""
+    """One variable. `placements[i]` has the placements of each output under option i (one entry for tensors and
+    parameters)."""
 
     key: Key
     options: tuple[Any, ...]
@@ -53,9 +54,9 @@ class SearchVariable:
 
 @dataclass(frozen=True, slots=True)
 class Reshards:
-    """From where a variable leaves a tensor to where another one takes it, or the loss's own (source is target).
+    """Reshards from one variable's placements of a tensor to those of another, or of the loss (source is target).
 
-    made, wanted: placements by option. count: how often in a step. is_joined: with what reads the result, where its
+    made, wanted: placements by option. count: how often in a step. is_joined: with the result's readers, where its
     gradient is summed (overlap.py).
     """
 
@@ -70,8 +71,11 @@ class Reshards:
 
 @dataclass
 class SearchSpace:
-    """The variables of one graph on one mesh, in order, and the problem made of them. reshards: all that there may be.
-    gathers: number of a "zero" variable -> how often a step gathers its scope under stage 3."""
+    """The variables of one graph on one mesh, in order, and their problem.
+
+    reshards: all possible ones. gathers: number of a "zero" variable -> how often a step gathers its scope under
+    stage 3.
+    """
 
     graph: Graph
     mesh: Mesh
@@ -92,9 +96,12 @@ def build_search_space(
     memory_limit: float = float("inf"),
     is_bound: bool = False,
 ) -> SearchSpace:
-    """All variables and prices. memory_limit: bytes per rank for what the variables account for. is_bound: prices that
-    add up to no more than what a plan predicts. Else a reshard counts once for every call that reads its result, and
-    gradients as if they were never sent while the device waits for its host."""
+    """Build all variables and prices.
+
+    memory_limit: bytes per rank for the variables. is_bound: prices add up to no more than a plan's prediction.
+    Otherwise a reshard counts once for every call that reads its result, and gradients as if they were never sent
+    while the device waits for its host.
+    """
     builder = _Builder(graph=graph, operators=operators, pricer=pricer, constraints=constraints, is_bound=is_bound)
     builder.add_variables()
     builder.add_edges()
@@ -140,7 +147,7 @@ class _Builder:
     # --- variables --------------------------------------------------------------------------------------------
 
     def add_variables(self) -> None:
-        """Parameters, inputs and operators of the top level, then of each layer class."""
+        """Add parameters, inputs and operators of the top level, then of each layer class."""
         for item in self.graph.inputs:
             if Ref(item.name) in self.uses[""]:
                 self._add_tensor(
@@ -196,7 +203,7 @@ class _Builder:
                     self._add_tensor(scope.name, ref, meta, self.offers.tensor(scope, ref, produced))
 
     def _loss_seconds(self, scope: Scope, name: str, option: Option) -> float:
-        """The loss ends replicated."""
+        """Price replicating the loss at the end."""
         if scope.name or self.graph.loss.node != name:
             return 0.0
         meta = scope.metas[self.graph.loss]
@@ -256,11 +263,12 @@ class _Builder:
             self._add_matrix(self.index["zero", scope.name, "", 0], self.index[variable.key], np.array(bar))
 
     def _zero_stages(self, meta: TensorMeta, placements: Placements) -> tuple[int, ...]:
-        """Stages open to one parameter: its gradient must be partial over dp."""
+        """Return the ZeRO stages open to one parameter: its gradient must be partial over dp."""
         return self._stages() if self.offers.can_shard(meta, placements) else (0,)
 
     def _stages(self) -> tuple[int, ...]:
-        """Stages open to a scope. With one micro-batch stage 1 is never better than 2, which costs the same."""
+        """Return the ZeRO stages open to a scope. With one micro-batch stage 1 is never better than 2, which costs
+        the same."""
         if not set(ZERO_AXES) & set(self.pricer.mesh.axes):
             return (0,)
         if self.constraints.zero is not None:
@@ -270,7 +278,7 @@ class _Builder:
     # --- edges ------------------------------------------------------------------------------------------------
 
     def add_edges(self) -> None:
-        """Adds the edges from each producer to its kept tensor, and from there to each use."""
+        """Add the edges from each producer to its kept tensor, and from there to each use."""
         micro = self.pricer.training.num_micro_batches
         for scope in self.scopes.values():
             weight = scope.count * micro
@@ -298,7 +306,7 @@ class _Builder:
             self._run_edges(run, micro)
 
     def _add_route_bar(self, scope: Scope, name: str) -> None:
-        """inf where a layer of experts does not route its rows over the axes of the first one with the same rows."""
+        """Add inf if an expert layer routes its rows over other axes than the first one with the same rows."""
         first = self.operators[scope.name, name].route.like
         if first in ("", name):
             return
@@ -310,7 +318,7 @@ class _Builder:
     def _bar_moves(
         self, scope: Scope, ref: Ref, made: Sequence[Placements], wanted: Sequence[Placements], matrix: np.ndarray
     ) -> np.ndarray:
-        """The matrix with inf where a reshard would move rows that are sorted by expert."""
+        """Return the matrix with inf where a reshard would move rows that are sorted by expert."""
         operator = self.operators.get((scope.name, ref.node))
         if operator is None or operator.route.returns:
             return matrix
@@ -329,7 +337,7 @@ class _Builder:
             )
 
     def source(self, scope: Scope, ref: Ref) -> tuple[int, int]:
-        """(variable, output index) that says where `ref` lies when it is used."""
+        """Return the (variable, output index) that decides the placements of `ref` at its use."""
         for kind in ("tensor", "parameter"):
             found = self.index.get((kind, scope.name, ref.node, ref.index))
             if found is not None:
@@ -369,8 +377,9 @@ class _Builder:
     def _parameter_bar(
         self, made: tuple[Placements, ...], wanted: tuple[Placements, ...], is_single: bool, is_written: bool
     ) -> np.ndarray:
-        """inf where a parameter with one use would be gathered in every micro-batch, or cut though it may be stored so,
-        which is never worse, and where a call that writes to a buffer would write to what was moved."""
+        """Return inf if a parameter with one use would be gathered in every micro-batch, or cut though it may be
+        stored so, which is never worse. Also return inf if a call that writes to a buffer would write to a moved
+        copy."""
         sizes = self.pricer.mesh.sizes
         bar: dict[tuple[Placements, Placements], float] = {}
         for pair in {(m, w) for m in made for w in wanted}:

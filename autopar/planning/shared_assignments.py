@@ -1,7 +1,7 @@
-"""The assignments that all pipeline ranks with unlike stage meshes share.
+"""Assignments shared by all pipeline ranks with unlike stage meshes.
 
-They are made once, for the largest tensor-parallel degree among the stage meshes: what is cut evenly in eight is in
-four, and on a mesh without an axis its decisions fall away.
+They are solved once, for the largest tensor-parallel degree among the stage meshes: a dim cut evenly in eight is cut
+evenly in four. On a mesh without an axis, its decisions are dropped.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from autopar.planning.solved_layers import MULTIPLIERS, Key, SolvedLayer, Solved
 from cost_models.machine import Cluster
 
 TYPICAL_ROWS = 2
-"""Rows of one data-parallel rank for which decisions are made."""
+"""Rows of one data-parallel rank for which decisions are solved."""
 
 
 @dataclass
 class SharedAssignments:
-    """Assignments by tensor-parallel degree, rows of a micro-batch, and multiplier (see solved_layers.py), made on
+    """Assignments by tensor-parallel degree, rows of a micro-batch, and multiplier (see solved_layers.py), solved on
     demand.
 
-    solved_layers: by number of the group of nodes that they are made for. known_costs: what searches found that share
-    these assignments.
+    solved_layers: by number of the group of nodes that they are for. known_costs: cached costs of searches that
+    share these assignments.
     """
 
     request: Request
@@ -40,10 +40,10 @@ class SharedAssignments:
     known_costs: list[KnownCosts] = field(default_factory=list)
 
     def of(self, config: ParallelConfig, stage_mesh: StageMesh) -> SolvedLayer | None:
-        """A config's solved layer on one of its stage meshes; None where the constraints leave nothing.
+        """Return a config's solved layer on one of its stage meshes; None if the constraints leave nothing.
 
-        Forward and backward depend on the rows of a rank, not on how many such ranks there are: they are priced on at
-        most two data-parallel ranks.
+        Forward and backward depend on the rows of a rank, not on how many such ranks there are: they are priced on
+        at most two data-parallel ranks.
         """
         key = (stage_mesh, config.rows, config.tp, config.multiplier)
         if key not in self._made:
@@ -60,7 +60,7 @@ class SharedAssignments:
         operators = solved_layers.operators(solved_rows)
         costed = named_mesh(min(mesh.num_data_ranks, 2), mesh.size("tp"))
         whole = rows // mesh.num_data_ranks * costed.num_data_ranks
-        if not self.request.trace.can_estimate(whole):  # the model runs on the batch's rows alone
+        if not self.request.trace.can_estimate(whole):  # the model runs only at the batch's rows
             costed, whole = named_mesh(mesh.num_data_ranks, mesh.size("tp")), rows
         key = (stage_mesh.group, costed, whole, tp, multiplier)
         if key not in self._call_costs:
@@ -82,11 +82,11 @@ class SharedAssignments:
         )
 
     def assignment(self, tp: int, rows: int, multiplier: float) -> Assignment | None:
-        """None where the constraints leave nothing."""
+        """Return the assignment; None if the constraints leave nothing."""
         return self._solved_layers(tp).assignment(self._solved_key(tp, rows, multiplier))
 
     def multipliers(self, tp: int, rows: int) -> list[float]:
-        """Those at which decisions differ."""
+        """Return the multipliers at which decisions differ."""
         found: list[float] = []
         for multiplier in MULTIPLIERS:
             if all(self.assignment(tp, rows, multiplier) != self.assignment(tp, rows, other) for other in found):
@@ -94,18 +94,18 @@ class SharedAssignments:
         return found
 
     def has_data(self, tp: int, rows: int) -> bool:
-        """Whether they are made with a data axis: one row is not shared."""
+        """Return whether they have a data axis: one row is not shared."""
         return rows > 1 and 2 * tp <= self.request.whole.groups[self._main(tp)].num_devices
 
     def priced_for(self, request: Request) -> SharedAssignments:
-        """The same assignments on other devices or links."""
+        """Return the same assignments on other devices or links."""
         return SharedAssignments(
             request,
             {n: solved_layers.priced_for(request.of_group(n)) for n, solved_layers in self.solved_layers.items()},
         )
 
     def decided_for(self, request: Request) -> SharedAssignments:
-        """Assignments to be made for another request about the same model on the same devices."""
+        """Return assignments to be solved for another request about the same model on the same devices."""
         return SharedAssignments(
             request,
             {n: solved_layers.decided_for(request.of_group(n)) for n, solved_layers in self.solved_layers.items()},
@@ -126,8 +126,8 @@ class SharedAssignments:
         return key._replace(num_data=num_data, rows=rows // num_data)
 
     def _main(self, tp: int) -> int:
-        """The number of the group that decisions are made for: with room for two data-parallel ranks if there is one,
-        and of these the one with the highest rate of all devices together."""
+        """Return the number of the group for which decisions are solved: with room for two data-parallel ranks if
+        there is one, and of these the one with the highest rate of all devices together."""
         groups = self.request.whole.groups
         fits = [n for n, group in enumerate(groups) if tp <= group.num_devices]
         has_room = [n for n in fits if 2 * tp <= groups[n].num_devices] or fits
@@ -135,5 +135,5 @@ class SharedAssignments:
 
 
 def _rate(group: Cluster) -> float:
-    """Of all devices together."""
+    """Return the rate of all devices together."""
     return group.num_devices * max(group.device.peak_flops_per_second.values())

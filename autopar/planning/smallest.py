@@ -1,8 +1,8 @@
-"""The smallest budget of memory that gives a plan, for the message of a request that has none.
+"""The smallest memory budget that gives a plan, for the error message of a request that has none.
 
-Every search has a bound below which it has no plan, and a budget with which it has one: pipelines by their closed form
-and their leanest cut, one stage by what its leanest decisions keep. What can still undercut the smallest budget known
-is bisected between the two, with the very searches that the budget will be given to.
+Every search has a bound below which it has no plan, and a budget with which it has one. Pipelines have their closed
+form and their leanest cut; one stage has the bytes of its leanest decisions. Candidates that can still undercut the
+smallest known budget are bisected between the two, by the same searches that will later use the budget.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from autopar.units import bytes_text, fit_text
 from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
 
 NEAR = 0.02
-"""Share by which the budget that is named may be larger than the smallest."""
+"""Share by which the reported budget may be larger than the smallest."""
 
 
 def bisected(low: float, high: float, fits: Callable[[float], bool]) -> float:
-    """A budget that fits, no more than NEAR above one that does not. high fits, what is below `low` does not."""
+    """Return a budget that fits, no more than NEAR above one that does not. high fits; below `low` nothing does."""
     while high > low * (1 + NEAR):
         middle = math.ceil((low + high) / 2)
         if middle >= high:
@@ -45,13 +45,13 @@ def bisected(low: float, high: float, fits: Callable[[float], bool]) -> float:
 
 
 def smallest_pipeline(search: PipelineSearch, limit: float = math.inf) -> Failure | None:
-    """The config of which a rank needs the least bytes, where that is less than `limit` on every rank, with those of
+    """Return the config whose ranks need the least bytes, if that is less than `limit` on every rank, with those of
     its leanest cut by kind."""
     request = search.request
     if isinstance(search, EqualSearch) and request.constraints.schedule in CHUNKED:
         least = _smallest_chunked(search)
     else:
-        # The budget that is named is one number, whatever the memory of the groups.
+        # The reported budget is one number, whatever the memory of the groups.
         limited = replace(request.constraints, memory_bytes=request.capacity_bytes())
         costs = ConfigCosts(replace(request, constraints=limited), search.solved)
         least = _smallest_cut(costs, search.configs(), limit - _reserved(costs))
@@ -63,17 +63,17 @@ def smallest_pipeline(search: PipelineSearch, limit: float = math.inf) -> Failur
     mesh = Mesh((PIPELINE_AXIS, *axes), (pp, *sizes)) if pp > 1 and not plan.pipeline.stage_meshes else plan.mesh
     needed = num_bytes + _reserved(search.costs)
     if not plan.pipeline.stage_meshes:
-        # A search within the budget will hold the plan to what it needs on the graph of its own micro-batch.
+        # A search within the budget limits the plan to it on the graph of the plan's micro-batch.
         needed = max(needed, plan.prediction.peak_bytes)
     return Failure(needed, mesh, plan.num_micro_batches, plan.prediction.num_bytes)
 
 
 def _smallest_cut(costs: ConfigCosts, configs: Iterable[ParallelConfig], limit: float) -> tuple[float, Found] | None:
-    """The cut that is found with the least memory, where that is less than `limit`, and its bytes on a rank of the
+    """Return the feasible cut with the least memory, if that is less than `limit`, and its bytes on a rank of the
     roomiest stage mesh.
 
-    A bound on the bytes is replaced by the least bytes of the closed form, which take longer, when its turn comes, and
-    the leanest cut is looked for where it still comes first.
+    When a bound on the bytes comes first, the least bytes of the closed form, which take longer, replace it. If the
+    config still comes first, its leanest cut is solved.
     """
     best: tuple[float, Found] | None = None
     queue = [(bytes_bound(costs, config), number, config, False) for number, config in enumerate(configs)]
@@ -92,7 +92,7 @@ def _smallest_cut(costs: ConfigCosts, configs: Iterable[ParallelConfig], limit: 
 
 
 def _found_below(fitting: Fitting, least: float, limit: float) -> tuple[float, PipelineSolution] | None:
-    """The least memory with which a cut is found, and the cut, if that is less than `limit`."""
+    """Return the least memory with which a cut is feasible, and the cut, if that is less than `limit`."""
     lean = leanest(fitting, least)
     if lean is None:
         return None
@@ -117,7 +117,8 @@ def _found_below(fitting: Fitting, least: float, limit: float) -> tuple[float, P
 
 
 def _smallest_chunked(search: EqualSearch) -> tuple[float, Found] | None:
-    """Usable bytes and the config under the pinned schedule with several stages per rank that needs the least."""
+    """Return usable bytes and the config under the pinned schedule with several stages per rank that needs the
+    least."""
     least: tuple[float, Found] | None = None
     for stored, _, config in sorted(
         (stored_bound(search.costs, config) / config.pp, number, config)
@@ -133,12 +134,12 @@ def _smallest_chunked(search: EqualSearch) -> tuple[float, Found] | None:
 
 
 def _reserved(costs: ConfigCosts) -> float:
-    """Bytes of a rank that no decision may take, in the group of nodes where they are fewest."""
+    """Return the bytes of a rank that no decision may take, in the group of nodes where they are fewest."""
     return min(own.capacity_bytes() - usable for own, usable in zip(costs.groups, costs.usable_bytes, strict=True))
 
 
 def smallest_of_one_stage(request: Request, failures: list[Failure], limit: float) -> Failure | None:
-    """The one that needs least of the meshes of one stage, where that is less than `limit`."""
+    """Return the leanest plan over the meshes of one stage, if it is below `limit`."""
     best: Failure | None = None
     for failure in sorted(failures, key=lambda f: f.least_bytes):
         if failure.num_bytes == math.inf or failure.least_bytes * (1 + NEAR) >= limit:
@@ -162,7 +163,8 @@ def smallest_of_one_stage(request: Request, failures: list[Failure], limit: floa
 
 
 def nothing_fits(request: Request, failures: list[Failure], searches: Iterable[PipelineSearch]) -> InfeasibleError:
-    """The error with the smallest budget that gives a plan, and that plan's bytes by kind. failures: of one stage."""
+    """Return the error with the smallest budget that gives a plan, and that plan's bytes by kind. failures: of one
+    stage."""
     best: Failure | None = None
     for search in searches:
         best = smallest_pipeline(search, best.num_bytes if best else math.inf) or best
@@ -177,9 +179,9 @@ def nothing_fits(request: Request, failures: list[Failure], searches: Iterable[P
         "no plan fits the memory of one rank",
         values={
             **capacities(request),
-            "smallest that was found to do": f"{bytes_text(best.num_bytes)} ({best.where})",
+            "smallest budget that fits": f"{bytes_text(best.num_bytes)} ({best.where})",
             **({"whether it may fit": fit_text(certainty)} if certainty and certainty.fit != "no" else {}),
-            "its plan's": ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds if size),
+            "memory of its plan": ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds if size),
         }
         | _kept_whole(request),
         alternatives=[
@@ -192,7 +194,7 @@ def nothing_fits(request: Request, failures: list[Failure], searches: Iterable[P
 
 
 def capacities(request: Request) -> dict[str, str]:
-    """The memory of a rank, of every group of nodes, in words."""
+    """Return the memory of a rank, of every group of nodes, in words."""
     if request.mixed is None:
         return {"memory per rank": bytes_text(request.capacity_bytes())}
     groups = enumerate(request.whole.groups)
@@ -200,7 +202,7 @@ def capacities(request: Request) -> dict[str, str]:
 
 
 def _kept_whole(request: Request) -> dict[str, str]:
-    """Why the batch is not cut into micro-batches, which would need less, where it must not be."""
+    """Return why the batch must not be cut into micro-batches, which would need less memory."""
     fewest = next(iter(divisors(request.global_batch_size)[1:]), 1)
     reason = request.trace.whole_batch_reason(fewest)
     return {} if reason is None else {"micro-batches": f"1, because {reason}"}

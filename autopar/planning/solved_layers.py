@@ -1,13 +1,14 @@
-"""Solutions of the inner problem that pipelines are made of, each solved once for all meshes that share it.
+"""Solutions of the inner problem for pipelines, each solved once for all meshes that share it.
 
-What forward and backward cost on one rank depends on the degrees of tensor, context and expert parallelism and on the
-rows of one data-parallel rank, not on how many such ranks there are: `dp` shards the batch and nothing else, and every
-option on dp2 x tpN is one on dp64 x tpN. So one solution on two data-parallel ranks serves all; only what its
-parameters cost is priced anew.
+Forward and backward costs on one rank depend on the degrees of tensor, context and expert parallelism and on the rows
+of one data-parallel rank. They do not depend on the number of such ranks: `dp` shards the batch and nothing else, and
+every option on dp2 x tpN is one on dp64 x tpN. So one solution on two data-parallel ranks serves all; only its
+parameters are priced again.
 
-A solved layer minimises seconds + price * bytes, for a few multipliers (Lagrangian points of the time-memory frontier);
-the multipliers do not depend on the budget, so that a smaller budget has no candidates that a larger one lacks. Where
-devices wait for their hosts, the fastest has others beside it (waiting.py), of which each mesh takes the best.
+A solved layer minimizes seconds + price * bytes, for a few multipliers (Lagrangian points of the time-memory
+frontier). The multipliers do not depend on the budget, so that a smaller budget has no candidates that a larger one
+lacks. If devices wait for their hosts, the fastest solution has alternatives (waiting.py), and each mesh takes the
+best of these.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ from search.intra_op import solve
 from search.problem import InfeasibleError, Problem, Solution
 
 MULTIPLIERS = (0.0, 0.1, 1.0)
-"""Multipliers of the bytes of one device's memory, in times of the step's compute: 0 asks for speed alone."""
+"""Multipliers of the bytes of one device's memory, relative to the step's compute: 0 minimizes time alone."""
 
 GRID_ROWS = 2
-"""Rows of a data-parallel rank for which layers are solved that two axes of tensor parallelism share out: a call has as
-many options as the axes have pairs of them, and is solved as seldom as in a large request."""
+"""Rows of a data-parallel rank for which layers on two axes of tensor parallelism are solved. A call has as many
+options as the axes have pairs of them, and is solved as seldom as in a large request."""
 
 TYPICAL_MICRO_BATCHES = 4
-"""Micro-batches by which a solved layer weighs what is done per micro-batch against what is done per step."""
+"""Micro-batches by which a solved layer weighs costs per micro-batch against costs per step."""
 
 
 @dataclass(frozen=True, slots=True)
 class SolvedLayer:
-    """An assignment for a mesh, and what it costs per micro-batch without parameters.
+    """An assignment for a mesh, and its costs per micro-batch without parameters.
 
-    costed: a mesh of which one rank does the same as one of `mesh`, with the assignment and rows for all its ranks.
-    solved: the assignment as it was made, on the axes `solved_axes` for a graph of `solved_rows` rows with the calls
-    `operators`. multiplier: under which it was made. storage: equal for solved layers that store all parameters alike.
+    costed: a mesh with ranks like those of `mesh`, with the assignment and rows for all its ranks. solved: the
+    solver's assignment, on the axes `solved_axes` for a graph of `solved_rows` rows with the calls `operators`.
+    multiplier: of the solution. storage: equal for solved layers that store all parameters alike.
     """
 
     mesh: Mesh
@@ -71,26 +72,26 @@ class SolvedLayer:
 
     @property
     def costs(self) -> Mapping[str, LayerCost]:
-        """The cost of every unit, without its parameters."""
+        """Return the cost of every unit, without its parameters."""
         return self.call_costs.costs
 
     def assignment(self, zero: int, rows: int) -> Assignment:
-        """The assignment on the mesh for a graph of `rows` rows over all ranks, with a ZeRO stage wherever one is
-        possible."""
+        """Return the assignment on the mesh for a graph of `rows` rows over all ranks, with a ZeRO stage wherever
+        one is possible."""
         here = rescaled(self.solved, self.operators, self.solved_rows, rows)
         placed = on_axes(here, self.solved_axes, self.mesh.axes)
         return Assignment(placed.operators, placed.tensors, self.parameters(zero))
 
     def parameters(self, zero: int) -> dict[tuple[str, str], Stored]:
-        """The stored parameters with a ZeRO stage wherever one is possible."""
+        """Return the stored parameters with a ZeRO stage wherever one is possible."""
         return stored_parameters(self.solved, self.solved_axes, self.mesh.axes, zero)
 
 
 def stored_parameters(
     assignment: Assignment, axes: tuple[str, ...], wanted: tuple[str, ...], zero: int
 ) -> dict[tuple[str, str], Stored]:
-    """The parameters of an assignment on `axes` as they are stored on a mesh with `wanted` axes, with a ZeRO stage
-    wherever one is possible."""
+    """Return the parameters of an assignment on `axes` as they are stored on a mesh with `wanted` axes, with a ZeRO
+    stage wherever one is possible."""
     source = axis_sources(axes, wanted)
     found = {}
     for key, stored in assignment.parameters.items():
@@ -100,11 +101,11 @@ def stored_parameters(
 
 
 class Key(NamedTuple):
-    """The key of a solved layer: degrees of tensor, context and expert parallelism, rows per data-parallel rank,
-    and the multiplier.
+    """The key of a solved layer: degrees of tensor, context and expert parallelism, rows per data-parallel rank, and
+    the multiplier.
 
-    num_data: groups of data-parallel ranks: 1, or 2 for every larger number, unless the model runs on the batch's rows
-    alone. ttp: the other side of a grid of tensor parallelism.
+    num_data: groups of data-parallel ranks: 1, or 2 for every larger number, unless the model runs only at the
+    batch's number of rows. ttp: the other side of a grid of tensor parallelism.
     """
 
     tp: int
@@ -117,21 +118,23 @@ class Key(NamedTuple):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that it is solved on."""
+        """Return the mesh on which it is solved."""
         return named_mesh(self.num_data, self.tp, ep=self.ep, cp=self.cp, ttp=self.ttp)
 
     @property
     def whole_rows(self) -> int:
-        """Rows of the graph, over all ranks of the mesh."""
+        """Return the rows of the graph, over all ranks of the mesh."""
         return self.rows * self.mesh.num_data_ranks
 
 
 @dataclass
 class SolvedLayers:
-    """Solves layers on demand. Large requests, and grids of tensor parallelism (see GRID_ROWS), reuse the assignments
-    made for `typical_rows` at other numbers of rows, those made with a data axis where there is none, and, where
-    all ranks of a group of `ep` may have experts, those for the fewest of them. known_costs: what searches found that
-    share these layers."""
+    """Layers solved on demand.
+
+    Large requests, and grids of tensor parallelism (see GRID_ROWS), reuse assignments: those for `typical_rows` at
+    other numbers of rows, and those with a data axis on meshes without one. If all ranks of a group of `ep` may have
+    experts, they reuse those for the fewest of them. known_costs: cached costs of searches that share these layers.
+    """
 
     request: Request
     typical_rows: int | None = None
@@ -151,19 +154,19 @@ class SolvedLayers:
     _deferring: SolvedLayers | None = None
 
     def solved_layer(self, mesh: Mesh, rows: int, multiplier: float) -> SolvedLayer | None:
-        """The solved layer of a mesh whose tp ranks share `rows` rows of a micro-batch; None where the constraints
-        leave nothing."""
+        """Return the solved layer of a mesh whose tp ranks share `rows` rows of a micro-batch; None if the
+        constraints leave nothing."""
         key = (mesh, rows, multiplier)
         if key not in self._solved_layers:
             self._solved_layers[key] = self._make(*key)
         return self._solved_layers[key]
 
     def of(self, config: ParallelConfig, stage_mesh: StageMesh) -> SolvedLayer | None:
-        """A config's solved layer on its only stage mesh."""
+        """Return a config's solved layer on its only stage mesh."""
         return self.solved_layer(stage_mesh.mesh, config.rows_on(stage_mesh), config.multiplier)
 
     def repeats(self, config: ParallelConfig) -> bool:
-        """Whether bytes that cost nothing lead to the same assignment, or the constraints leave nothing."""
+        """Return whether free memory leads to the same assignment, or the constraints leave nothing."""
         (stage_mesh,) = config.stage_meshes
         priced = self.of(config, stage_mesh)
         if priced is None or not config.multiplier:
@@ -177,7 +180,7 @@ class SolvedLayers:
         fits_dp = 2 * tp * ttp * cp * ep <= self.request.cluster.num_devices
         typical_rows = self.typical_rows or (min(GRID_ROWS, self.request.global_batch_size) if ttp > 1 else None)
         solved_with_data = has_data or (typical_rows is not None and fits_dp)
-        # Where tp and ttp join neighbours, their costs do not depend on how many groups of it there are.
+        # If tp and ttp join neighbors, their costs do not depend on the number of their groups.
         costed = (
             mesh
             if mesh.axes and AXES[mesh.axes[0]].cuts_features and tp * ttp < mesh.num_ranks
@@ -186,10 +189,10 @@ class SolvedLayers:
         num_data, can_estimate = 1 + solved_with_data, self.request.trace.can_estimate
         whole = rows * costed.num_data_ranks
         if not can_estimate(whole) or not can_estimate((typical_rows or rows) * num_data * ep):
-            # The model runs on the batch's rows alone.
+            # The model runs only at the batch's number of rows.
             costed, typical_rows, num_data = mesh, None, mesh.num_data_ranks // ep
             whole = rows * costed.num_data_ranks
-        shares_out = num_experts(self.request.trace.estimate(whole)) % (ep * cp * ttp * tp) == 0  # whatever is decided
+        shares_out = num_experts(self.request.trace.estimate(whole)) % (ep * cp * ttp * tp) == 0  # for any decisions
         solved_ep = ep if typical_rows is None or ep == 1 or not shares_out else divisors(ep)[1]
         solved_key = Key(
             tp=tp,
@@ -201,7 +204,7 @@ class SolvedLayers:
             multiplier=multiplier,
         )
         assignment = self.assignment(solved_key)
-        if assignment is not None and not self._covers(assignment, whole):  # a model that is another one with few rows
+        if assignment is not None and not self._covers(assignment, whole):  # a model that differs at few rows
             solved_key = solved_key._replace(ep=ep, num_data=1 + has_data, rows=rows)
             assignment = self.assignment(solved_key)
         if assignment is None:
@@ -228,9 +231,9 @@ class SolvedLayers:
     def _costs_of(
         self, assignment: Assignment, solved_key: Key, costed: Mesh, rows: int
     ) -> tuple[Assignment, CallCosts]:
-        """An assignment with what it costs on a mesh with `rows` rows of a data-parallel rank."""
+        """Return an assignment with its costs on a mesh with `rows` rows of a data-parallel rank."""
         key, whole = (costed, rows, self._number_of(assignment)), rows * costed.num_data_ranks
-        # Of programs that differ in sizes alone, one may have views that another does without, which only CPUs count.
+        # Programs that differ in sizes alone may differ in views, which only CPUs count.
         decisions = None if is_cpu(self.request.cluster) else (key[2], len(self.operators(whole)))
         if key not in self._call_costs:
             solved_rows = solved_key.whole_rows
@@ -246,7 +249,7 @@ class SolvedLayers:
         return assignment, self._call_costs[key]
 
     def beside(self, key: Key) -> tuple[Assignment, ...]:
-        """What is found beside the assignment that is fastest on the device alone; none where no host is behind."""
+        """Return alternatives to the assignment that is fastest on the device alone; none if no host is behind."""
         if key not in self._beside:
             own, made = list[Solution](), dict[tuple[int, ...], Assignment]()
             known = self._assignments.get(key)
@@ -264,7 +267,7 @@ class SolvedLayers:
         return self._beside[key]
 
     def storage_of(self, assignment: Assignment, axes: tuple[str, ...]) -> int:
-        """A number for how an assignment stores the parameters: equal where that is."""
+        """Return a number for how an assignment stores the parameters: equal if that is."""
         key = self._number_of(assignment), axes
         if key not in self._stored_as:
             kind = axes, frozenset(assignment.parameters.items())
@@ -272,7 +275,7 @@ class SolvedLayers:
         return self._stored_as[key]
 
     def _number_of(self, assignment: Assignment) -> int:
-        """A number of the assignment, as it was made: the same wherever the programs of its decisions are known."""
+        """Return a number of the solver's assignment: the same wherever the programs of its decisions are known."""
         for number, each in enumerate(self._made):
             if each is assignment:
                 return number
@@ -280,14 +283,14 @@ class SolvedLayers:
         return len(self._made) - 1
 
     def _covers(self, assignment: Assignment, rows: int) -> bool:
-        """Whether the graph of so many rows has the calls that the assignment decides on."""
+        """Return whether the graph of so many rows has the calls that the assignment decides on."""
         key = self._number_of(assignment), rows
         if key not in self._covered:
             self._covered[key] = covers(assignment, self.request.trace.estimate(rows))
         return self._covered[key]
 
     def priced_for(self, request: Request) -> SolvedLayers:
-        """The same assignments for another cluster: only what they cost is found anew."""
+        """Return the same assignments for another cluster, with only their costs computed again."""
         return SolvedLayers(
             request,
             self.typical_rows,
@@ -300,8 +303,8 @@ class SolvedLayers:
         )
 
     def decided_for(self, request: Request) -> SolvedLayers:
-        """Layers to be solved for another request about the same model on the same devices: what it pays for is other
-        than what this one does. Its calls and the programs that were lowered are the same."""
+        """Return layers to be solved for another request about the same model on the same devices, with another
+        objective. Its calls and lowered programs are the same."""
         return SolvedLayers(
             request,
             self.typical_rows,
@@ -312,24 +315,24 @@ class SolvedLayers:
         )
 
     def deferring(self, request: Request) -> SolvedLayers:
-        """Layers for the same request under a schedule that defers weight gradients."""
+        """Return layers for the same request under a schedule that defers weight gradients."""
         if self._deferring is None:
             self._deferring = self.decided_for(request)
         return self._deferring
 
     def operators(self, rows: int) -> dict[tuple[str, str], Operator]:
-        """The calls of the graph at `rows` rows over all ranks."""
+        """Return the calls of the graph at `rows` rows over all ranks."""
         if rows not in self._operators:
             self._operators[rows] = operators_of(self.request.trace.estimate(rows))
         return self._operators[rows]
 
     def pricer(self, mesh: Mesh) -> Pricer:
-        """The prices on a solved layer's mesh."""
+        """Return the prices on a solved layer's mesh."""
         return pricer_for(self.request, mesh, TYPICAL_MICRO_BATCHES)
 
     def assignment(self, key: Key) -> Assignment | None:
-        """The assignment that minimises seconds plus multiplier times bytes; where that is the one that minimises
-        seconds, the same object."""
+        """Return the assignment that minimizes seconds plus multiplier times bytes; if that also minimizes seconds,
+        the same object."""
         if key not in self._assignments:
             try:
                 found = self._solve(key)
@@ -351,14 +354,14 @@ class SolvedLayers:
 
 
 def without_zero(limits: Constraints, mesh: Mesh) -> Constraints:
-    """The constraints for decisions that are made before the ZeRO stage is."""
+    """Return the constraints for decisions that precede the ZeRO stage's."""
     return replace(limits, zero=0 if set(ZERO_AXES) & set(mesh.axes) else None)
 
 
 def solved_anew(
     request: Request, graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: Mesh, multiplier: float
 ) -> Assignment:
-    """An assignment, made like a solved layer's, on a graph whose calls are not those that solved layers are made for.
+    """Return an assignment, solved like a solved layer's, on a graph whose calls differ from those of solved layers.
     Raises InfeasibleError."""
     limits = without_zero(request.constraints, mesh)
     search_space = build_search_space(graph, operators, pricer_for(request, mesh, TYPICAL_MICRO_BATCHES), limits)
@@ -366,7 +369,7 @@ def solved_anew(
 
 
 def _at_multiplier(search_space: SearchSpace, fastest: Solution, multiplier: float, request: Request) -> Assignment:
-    """The assignment that minimises seconds plus multiplier times bytes."""
+    """Return the assignment that minimizes seconds plus multiplier times bytes."""
     if not multiplier:
         return decode(search_space, fastest.assignment)
     seconds_per_byte = multiplier * fastest.objective / request.cluster.device.memory_bytes
@@ -374,15 +377,15 @@ def _at_multiplier(search_space: SearchSpace, fastest: Solution, multiplier: flo
 
 
 def _charged(problem: Problem, seconds_per_byte: float) -> Problem:
-    """The problem with the multiplier on every byte."""
+    """Return the problem with the multiplier on every byte."""
     variables = tuple(replace(v, costs=v.costs + seconds_per_byte * v.usage) for v in problem.variables)
     return replace(problem, variables=variables)
 
 
 @cache
 def named_mesh(dp: int, tp: int, ddp: int = 1, ep: int = 1, cp: int = 1, ttp: int = 1, tp_first: bool = False) -> Mesh:
-    """ddp x dp x cp x ep x ttp x tp without axes of one rank; tp_first: neighbours differ in data, and ttp x tp joins
-    distant ranks."""
+    """Return ddp x dp x cp x ep x ttp x tp without axes of one rank; tp_first: neighbors differ in data, and ttp x
+    tp joins distant ranks."""
     data = [("ddp", ddp), ("dp", dp), ("cp", cp), ("ep", ep)]
     tensor = [("ttp", ttp), ("tp", tp)]
     named = [(a, n) for a, n in ([*tensor, *data] if tp_first else [*data, *tensor]) if n > 1]

@@ -12,42 +12,40 @@ from cost_models.schedule import SCHEDULES
 from search.pipeline_problem import InFlight, PipelineSolution, Point
 
 CLOSED_FORMS = {name: schedule.closed_form for name, schedule in SCHEDULES.items() if schedule.closed_form is not None}
-"""By name, of the schedules whose cuts are minimized by a closed form. The others refine the best (chunked.py)."""
+"""Closed forms by schedule; cuts minimize these. Schedules without one refine the best cut (chunked.py)."""
 
 SEARCHED_SCHEDULES = tuple(name for name in CLOSED_FORMS if SCHEDULES[name].is_tried)
-"""Of these the closed form is minimized where no schedule is pinned."""
+"""The schedules whose closed form is minimized if none is pinned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Micro-batches that rank i of p holds at its fullest: in flight, and with deferred weight gradients."""
+    """Micro-batches at the peak of rank i of p: in flight, and with deferred weight gradients."""
 
     in_flight: InFlight
     num_deferred: InFlight | None = None
 
     def least(self, ranks: Iterable[tuple[int, int]], mode: Mode) -> float:
-        """Bytes of a layer on the one of `ranks` (p, i) where it keeps least."""
+        """Return the bytes of a layer on the one of `ranks` (p, i) where it keeps least."""
         held = {(self.in_flight(p, i), self.num_deferred(p, i) if self.num_deferred else 0.0) for p, i in ranks}
         return min(flying * mode.kept_bytes + waiting * mode.live.deferred for flying, waiting in held)
 
 
 def holding_of(schedule: str, count: int) -> Holding:
-    """Return what pipeline ranks hold under a schedule with a closed form, of `count` micro-batches.
-
-    It is never more than `costs/peak.py` counts.
-    """
+    """Return the micro-batches in flight under a schedule with a closed form, of `count` micro-batches; never more
+    than `costs/peak.py` counts."""
     form = CLOSED_FORMS[schedule]
     num_deferred = partial(form.num_deferred, count) if form.num_deferred is not None else None
     return Holding(partial(form.in_flight, count), num_deferred)
 
 
 def stretch_of(costs: Mapping[str, LayerCost], counts: Mapping[str, int], schedule: str, count: int) -> float:
-    """The factor on the bottleneck's time per micro-batch under zero bubble. counts: of every unit; count: of
+    """Return the factor on the bottleneck's time per micro-batch under zero bubble. counts: of every unit; count: of
     micro-batches.
 
-    With p equal stages of f, i and w seconds its schedule takes m (f + i + w) + (p - 1) (f + i - w), that is the
-    sum of the stages' f + i - w, plus (m - 1) (f + i + w), plus 2 w: the last term is charged to the second, with
-    the model's own share of w. Of one micro-batch there is no second term, and the first is f + i.
+    With p equal stages of f, i and w seconds its schedule takes m (f + i + w) + (p - 1) (f + i - w). That is the sum
+    of the stages' f + i - w, plus (m - 1) (f + i + w), plus 2 w: the last term is charged to the second, with the
+    model's share of w. With one micro-batch there is no second term, and the first is f + i.
     """
     if not defers_weights(schedule) or count == 1:
         return 1.0
@@ -58,14 +56,14 @@ def stretch_of(costs: Mapping[str, LayerCost], counts: Mapping[str, int], schedu
 
 
 def hidden_weights(count: int) -> int:
-    """How often the weight gradients of a stage are less in what it adds to the fill and drain of zero bubble than in
-    what it is busy with a micro-batch. count: of micro-batches."""
+    """Return how many times a stage's weight gradients are subtracted in the fill and drain of zero bubble, relative
+    to its busy time per micro-batch. count: of micro-batches."""
     return 2 if count > 1 else 1
 
 
 def modes_of(cost: LayerCost, pinned: str | None = None, has_host: bool = True) -> Mapping[str, Mode]:
-    """The recompute modes of a unit; calls outside layers keep everything. has_host: whether host memory is another
-    than the device's; else nothing is moved there unless that is pinned."""
+    """Return the recompute modes of a unit; calls outside layers keep everything. has_host: whether host memory is
+    separate from the device's; else nothing is moved there unless pinned."""
     if not cost.modes:
         return {"none": Mode(0.0, cost.live.kept, cost.transient_bytes, cost.live)}
     if pinned in cost.modes:
@@ -76,8 +74,8 @@ def modes_of(cost: LayerCost, pinned: str | None = None, has_host: bool = True) 
 def point(
     cost: LayerCost, label: str, mode: Mode, schedule: str, stretch: float = 1.0, hidden: int = hidden_weights(2)
 ) -> Point:
-    """One mode of a unit under a schedule; zero bubble fills its drain with weight gradients (f + i - w). hidden: see
-    `hidden_weights`."""
+    """Return one mode of a unit under a schedule; zero bubble fills its drain with weight gradients (f + i - w).
+    hidden: see `hidden_weights`."""
     busy = cost.chosen_seconds + mode.seconds
     defers = defers_weights(schedule)
     busy += cost.overlapped_seconds if defers else 0.0
@@ -95,7 +93,7 @@ def point(
 
 
 def pipeline_of(solution: PipelineSolution, num_ranks: int, schedule: str, offload: str) -> Pipeline:
-    """Stages with the layers that recompute most first (their memory does not depend on the order)."""
+    """Return stages with the layers that recompute most first (their memory does not depend on the order)."""
     stages = []
     for choice in solution.stages:
         modes = {}

@@ -1,9 +1,9 @@
 """The best pipeline under a parallel config: cut, stage meshes, recompute modes, as one problem of `search.inter_op`.
 
-What hosts take beside units (host_calls.py) is added to what was found: it is the same for all cuts but for what their
-stages can hide of it.
-Transfers between two stage meshes are priced at the boundary with the most bytes and taken to be linear in them. A
-parameter that two units read costs as much as on the stage mesh where a second copy costs most.
+Host seconds outside units (host_calls.py) are added to the solution: they are the same for all cuts, except for the
+share that stages can hide. Transfers between two stage meshes are priced at the boundary with the most bytes and
+assumed linear in them. A parameter that two units read costs as much as on the stage mesh where a second copy costs
+most.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A solved parallel config. objective: seconds by the closed form. pipeline: with the stage mesh of every pipeline
-    rank. solved_layer: on one of the stage meshes."""
+    """A solved parallel config. objective: seconds by the closed form. pipeline: with the stage mesh of every
+    pipeline rank. solved_layer: on one of the stage meshes."""
 
     objective: float
     config: ParallelConfig
@@ -40,7 +40,7 @@ class Found:
 
 @dataclass(frozen=True)
 class StageProblem:
-    """A parallel config to be cut into stages. chains: what every unit costs on each of the stage meshes."""
+    """A parallel config to be cut into stages. chains: costs of every unit on each of the stage meshes."""
 
     costs: ConfigCosts
     config: ParallelConfig
@@ -49,26 +49,26 @@ class StageProblem:
 
     @classmethod
     def of(cls, costs: ConfigCosts, config: ParallelConfig) -> StageProblem:
-        """With all costs found."""
+        """Return the problem with all costs computed."""
         return cls(costs, config, {mesh: costs.chain_costs(config, mesh) for mesh in config.stage_meshes})
 
     def solve(self, cutoff: float = math.inf) -> Found:
-        """The best pipeline. Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError where none is
+        """Return the best pipeline. Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError if none is
         faster."""
         return self.found(solve_in_rounds(self.fitting(), cutoff))
 
     def found(self, solution: PipelineSolution) -> Found:
-        """A solution of the problem."""
+        """Return a solution of the problem as a solved config."""
         solved_layer = self.costs.solved_layer(self.config, self.config.stage_meshes[0])
         pipeline, seconds = self.pipeline(solution), solution.objective
         beside = self._late(pipeline)
-        if any(map(sum, beside)) and self.config.schedule in CLOSED_FORMS:  # of others the simulation says how long
+        if any(map(sum, beside)) and self.config.schedule in CLOSED_FORMS:  # others: see the simulation
             seconds = objective(self.problem(self.fitting().memory_bytes), solution.stages, beside)
         return Found(seconds, self.config, pipeline, solved_layer)
 
     def _late(self, pipeline: Pipeline) -> list[tuple[float, float]]:
-        """Of every stage, seconds per micro-batch and per step for calls of its host that belong to no unit, as choices
-        count them."""
+        """Return for every stage the seconds per micro-batch and per step of host calls that belong to no unit, as
+        plan choice counts them."""
         units, stages = self.costs.units, pipeline.stages or (StagePlan(0, len(self.costs.units)),)
         home, found = placement(pipeline.schedule, pipeline.num_pipeline_ranks, pipeline.num_chunks), []
         for rank, stage in zip(home, stages, strict=True):
@@ -79,24 +79,24 @@ class StageProblem:
         return found
 
     def pipeline(self, solution: PipelineSolution) -> Pipeline:
-        """A solution's stages, and the stage mesh of every pipeline rank."""
+        """Return a solution's stages, and the stage mesh of every pipeline rank."""
         meshes = {str(mesh): mesh for mesh in self.config.stage_meshes}
         num_ranks = len(solution.stages) // self.config.chunks
         found = pipeline_of(solution, num_ranks, self.config.schedule, self.config.offload)
         return replace(found, stage_meshes=tuple(meshes[stage.submesh] for stage in solution.stages[:num_ranks]))
 
     def assembled(self, pipeline: Pipeline) -> PipelineCosts:
-        """A solution's pipeline, as the prediction will put it together."""
+        """Return a solution's pipeline, built as for the prediction."""
         ranks = [self.chains[mesh] for mesh in pipeline.stage_meshes]
         return pipeline_costs(ranks, pipeline, self.costs.request.whole, self._stage_costs)
 
     def fitting(self) -> Fitting:
-        """The problem in the memory of the request's devices."""
+        """Return the problem in the memory of the request's devices."""
         usable = {str(mesh): self.costs.usable_bytes[mesh.group] for mesh in self.chains}
         return Fitting(self.problem, self._held, usable)
 
     def _held(self, solution: PipelineSolution) -> dict[str, float]:
-        """Bytes on the fullest rank of every stage mesh, as the prediction will count them."""
+        """Return the bytes on the fullest rank of every stage mesh, by the prediction's count."""
         fullest: dict[str, float] = {}
         pipeline = self.pipeline(solution)
         for mesh, kinds in zip(pipeline.stage_meshes, self.assembled(pipeline).num_bytes(), strict=True):
@@ -104,7 +104,7 @@ class StageProblem:
         return fullest
 
     def problem(self, memory_bytes: Mapping[str, float]) -> PipelineProblem:
-        """The problem with so many bytes on a rank of every stage mesh, by its name."""
+        """Return the problem with so many bytes on a rank of every stage mesh, by its name."""
         costs, config = self.costs, self.config
         count, points, holding = config.num_micro_batches, {}, holding_of(config.schedule, config.num_micro_batches)
         for mesh, here in self.chains.items():
@@ -136,7 +136,7 @@ class StageProblem:
         )
 
     def _tied(self) -> Iterator[Tied]:
-        """Parameters that two units read."""
+        """Yield the parameters that two units read."""
         tied = [here.tied(self.config.pp) for here in self.chains.values()]
         for name, (first, last) in self.costs.shared.items():
             known = [each[name] for each in tied if name in each]

@@ -1,9 +1,9 @@
-"""Every parallel config that is searched in which pipeline ranks have unlike stage meshes.
+"""Every searched parallel config with unlike stage meshes on pipeline ranks.
 
-A pipeline may have one stage mesh in each group of nodes, and two where there is one group; all pipeline ranks together
-take all devices. A group of n devices has n / a pipeline ranks with its one mesh of a devices, or x with a devices and
-y with b devices, x, y >= 1, with x a + y b = n. As in Alpa (Zheng et al., OSDI 2022, section 5.2) a stage mesh is part
-of one node, or some whole nodes, of one group.
+A pipeline may have one stage mesh in each group of nodes, and two if there is one group; all pipeline ranks together
+take all devices. A group of n devices has n / a pipeline ranks with its one mesh of a devices, or x with a devices
+and y with b devices, x, y >= 1, with x a + y b = n. As in Alpa (Zheng et al., OSDI 2022, section 5.2) a stage mesh
+is a share of one node, or some whole nodes, of one group.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from autopar.planning.stage_points import CLOSED_FORMS, SEARCHED_SCHEDULES
 from cost_models.machine import Cluster
 
 MANY_DEVICES = 8
-"""Devices of a group of several nodes above which a submesh has half a node at least."""
+"""Devices of a group of several nodes above which a submesh has at least half a node."""
 
 
 def unequal_configs(request: Request, assignments: SharedAssignments, num_units: int) -> Iterator[ParallelConfig]:
-    """All that agree with the constraints."""
+    """Yield all configs that agree with the constraints."""
     for config in without_parameters(request, assignments, num_units):
         yield from variants(request, config)
 
 
 def without_parameters(request: Request, assignments: SharedAssignments, num_units: int) -> Iterator[ParallelConfig]:
-    """What bears on parameters only is left open: ZeRO stage 0 and no offload stand for all."""
+    """Yield configs with open parameter settings: ZeRO stage 0 and no offload stand for all."""
     counts = micro_batch_counts(request.global_batch_size, request.constraints.micro_batches)
     for count in filter(request.splits, counts):
         rows = request.global_batch_size // count
@@ -54,7 +54,7 @@ def without_parameters(request: Request, assignments: SharedAssignments, num_uni
 
 
 def variants(request: Request, config: ParallelConfig) -> Iterator[ParallelConfig]:
-    """The config with every ZeRO stage and offload."""
+    """Yield the config with every ZeRO stage and offload."""
     data = max(each.mesh.num_data_ranks for each in config.stage_meshes)
     for zero in zero_stages(request, data, config.num_micro_batches):
         for offload in offloads(request, zero):
@@ -64,7 +64,7 @@ def variants(request: Request, config: ParallelConfig) -> Iterator[ParallelConfi
 def mesh_sets(
     request: Request, assignments: SharedAssignments, num_units: int, rows: int
 ) -> Iterator[tuple[StageMesh, ...]]:
-    """Sets of stage meshes for micro-batches of `rows` rows: one of every group, or two of the only one."""
+    """Yield sets of stage meshes for micro-batches of `rows` rows: one of every group, or two of the only one."""
     legal = [list(_stage_meshes(request, number, rows)) for number in range(len(request.whole.groups))]
     sets = itertools.product(*legal) if len(legal) > 1 else itertools.combinations(legal[0], 2)
     for meshes in sets:
@@ -78,7 +78,7 @@ def mesh_sets(
 
 
 def numbers_of_ranks(request: Request, num_units: int, meshes: tuple[StageMesh, ...]) -> set[int]:
-    """How many pipeline ranks with these meshes, each at least once, take all devices; no more than the units are."""
+    """Return how many pipeline ranks with these meshes, each at least once, take all devices; at most one per unit."""
     found = {0}
     for number, group in enumerate(request.whole.groups):
         first, *others = [stage_mesh.mesh.num_ranks for stage_mesh in meshes if stage_mesh.group == number]
@@ -94,9 +94,11 @@ def numbers_of_ranks(request: Request, num_units: int, meshes: tuple[StageMesh, 
 
 
 def submesh_sizes(cluster: Cluster) -> list[int]:
-    """Numbers of devices of a submesh, such that submeshes laid out largest first never lie across two nodes in part:
-    any on one node; else halves of a node (of many devices, no less than half a node), and whole nodes, doubled as long
-    as they fit."""
+    """Return numbers of devices of a submesh, such that submeshes laid out largest first never straddle two nodes.
+
+    On one node any number; otherwise halves of a node (of many devices, at least half a node), and whole nodes,
+    doubled while they fit.
+    """
     per_node, nodes = cluster.devices_per_node, cluster.num_nodes
     if nodes == 1:
         return list(range(1, per_node + 1))
@@ -107,7 +109,7 @@ def submesh_sizes(cluster: Cluster) -> list[int]:
 
 
 def _stage_meshes(request: Request, number: int, rows: int) -> Iterator[StageMesh]:
-    """Submeshes of a group that divide its devices and a micro-batch."""
+    """Yield submeshes of a group that divide its devices and a micro-batch."""
     group, degrees = request.whole.groups[number], request.constraints.degrees
     for size in submesh_sizes(group):
         for tp in divisors(size):
@@ -118,8 +120,8 @@ def _stage_meshes(request: Request, number: int, rows: int) -> Iterator[StageMes
 
 
 def schedules(request: Request) -> tuple[str, ...]:
-    """That a pipeline may have. Under zero bubble one micro-batch ends sooner, too: its weight gradients are made
-    beside the backwards of earlier stages."""
+    """Return the possible schedules of a pipeline. Under zero bubble one micro-batch ends sooner, too: its weight
+    gradients overlap the backwards of earlier stages."""
     pinned = request.constraints.schedule
     if pinned is not None:
         return (pinned,) if pinned in CLOSED_FORMS else ()

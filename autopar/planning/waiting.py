@@ -1,23 +1,23 @@
-"""The options of one mesh where a device waits for its host: what is minimised is a maximum, which is no sum.
+"""Options of one mesh if a device waits for its host: the objective is a maximum, not a sum.
 
-Of every stretch (the forward or the backward of a unit, see costs/host_calls.py) D seconds of the device and H of its
-host count
+In every stretch (the forward or the backward of a unit, see costs/host_calls.py), D seconds of the device and H of its
+host weigh in a choice as
 
     (1 - W) D + W max(D, H),    W = WAITED,
 
-to a choice. Both are sums over options and reshards, so for any share 0 <= mu <= W of each scope
+Both are sums over options and reshards, so for any share 0 <= mu <= W of each scope
 
     (1 - mu) D + mu H
 
-is no more than that, and the integer program minimises it. What it finds is as good as can be where mu is W in scopes
-whose host is behind and 0 in those whose host is ahead. Shares of 0 are the search by the device alone. Where hosts are
-behind in what that finds, W is tried everywhere, then the shares that this finding asks for, then those that the found
-ones ask for, MOST_TRIED in all, and the best is taken. A scope whose host is behind in one direction alone has a share
-between: its optimum is not proven. Where no host is behind, nothing but the device's problem is solved.
+is a lower bound on that, which the integer program minimizes. Its solution is optimal if mu is W in scopes whose host
+is behind and 0 in those whose host is ahead. Shares of 0 are the search by the device alone. If hosts are behind in its
+solution, W is tried everywhere, then the shares that each solution calls for, MOST_TRIED in all, and the best is taken.
+A scope whose host is behind in one direction alone has a share between: its optimum is not proven. If no host is
+behind, only the device's problem is solved.
 
-Options differ in their host's calls by reshards here, by the function that joins a sum with the layers that read its
-tensor, and by gathers of ZeRO-3. Which calls a kernel joins is not known before there is a program (emitted.py), of
-which D and H of what was found are read.
+Here options differ in host calls by reshards, by the function that joins a sum with the layers that read its tensor,
+and by gathers of ZeRO-3. The calls that a kernel joins are known only in a program (emitted.py): D and H of a solution
+are read from its program.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from search.intra_op import solve
 from search.problem import Edge, Problem, Solution, evaluate
 
 MOST_TRIED = 4
-"""Problems that are solved at most after the device's own."""
+"""Limit of problems that are solved after the device's."""
 NEGLIGIBLE = 0.01
-"""Share of a mesh's seconds that waiting may take without a second look at its options."""
+"""Share of a mesh's seconds that waiting may take before its options are searched again."""
 
 Shares = Mapping[str, float]
-"""By scope, how much of the price is the host's."""
+"""By scope, the host's share of the price."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,32 +60,32 @@ class Stretch:
 
     @property
     def seconds(self) -> float:
-        """As choices count them."""
+        """Return the seconds as plan choice counts them."""
         return self.count * (self.device + WAITED * max(self.host - self.device, 0.0))
 
 
 Measure = Callable[[Solution], tuple[Stretch, ...]]
-"""What a solution's program takes per micro-batch."""
+"""Seconds of a solution's program per micro-batch."""
 
 
 def total(stretches: tuple[Stretch, ...]) -> float:
-    """Of a micro-batch, as choices count it."""
+    """Return the seconds of a micro-batch as plan choice counts it."""
     return sum(each.seconds for each in stretches)
 
 
 def waits(stretches: tuple[Stretch, ...]) -> bool:
-    """Whether devices wait for their hosts for more than is worth mentioning."""
+    """Return whether devices wait for their hosts for a notable time."""
     late = sum(each.count * max(each.host - each.device, 0.0) for each in stretches)
     return late > NEGLIGIBLE * total(stretches)
 
 
 def layers_of(graph: Graph) -> frozenset[str]:
-    """The units that are scopes of their own; the others are of the top level."""
+    """Return the units that are separate scopes; the others are of the top level."""
     return frozenset(scope.name for scope in scopes_of(graph) if scope.layer)
 
 
 def with_host(search_space: SearchSpace, pricer: Pricer, fastest: Solution, measure: Measure) -> list[Solution]:
-    """What is found beside the solution that is fastest on the device alone, best first; empty where no host is
+    """Return alternatives to the solution that is fastest on the device alone, best first; empty if no host is
     behind."""
     found: list[tuple[float, int, Solution]] = []
     last = measure(fastest)
@@ -108,7 +108,8 @@ def with_host(search_space: SearchSpace, pricer: Pricer, fastest: Solution, meas
 
 
 def shares_of(stretches: tuple[Stretch, ...]) -> Shares:
-    """By scope: WAITED where the host is behind in both directions of all units, as much of it as they take else."""
+    """Return each scope's share: WAITED if the host is behind in both directions of all units, else WAITED times the
+    share of seconds in which it is behind."""
     whole, behind = dict[str, float](), dict[str, float]()
     for each in stretches:
         whole[each.scope] = whole.get(each.scope, 0.0) + each.seconds
@@ -117,7 +118,7 @@ def shares_of(stretches: tuple[Stretch, ...]) -> Shares:
 
 
 def priced(search_space: SearchSpace, pricer: Pricer, shares: Shares) -> Problem:
-    """The problem with a share of every scope's seconds the host's."""
+    """Return the problem with a share of every scope's seconds weighed as the host's."""
     problem, scopes = search_space.problem, [variable.key[1] for variable in search_space.variables]
     own = [shares.get(scope, 0.0) for scope in scopes]
     costs = [v.costs * (1.0 - share) for v, share in zip(problem.variables, own, strict=True)]
@@ -137,7 +138,7 @@ def priced(search_space: SearchSpace, pricer: Pricer, shares: Shares) -> Problem
 
 
 def _matrix(reshards: Reshards, pricer: Pricer) -> np.ndarray:
-    """[len(made), len(wanted)] calls of forward and backward."""
+    """Return [len(made), len(wanted)] calls of forward and backward."""
     rest = pricer.mesh.sizes, reshards.has_gradient, pricer.num_forwards, reshards.is_joined
     return np.array([[_calls(made, wanted, *rest) for wanted in reshards.wanted] for made in reshards.made])
 
@@ -151,7 +152,7 @@ def _calls(
     num_forwards: int,
     is_joined: bool,
 ) -> float:
-    """Of one reshard; 0 where there is no way, which is forbidden anyway."""
+    """Return the calls of one reshard; 0 if there is no path, which is forbidden anyway."""
     path = steps(source, target, sizes) or ()
     is_summed = is_joined and has_gradient and path and path[-1].target.kind == "Rp" and path[-1].backward
     found = (num_forwards + 1) * host_calls.FUNCTION if is_summed else 0.0

@@ -87,7 +87,7 @@ def test_nothing_fits_says_what_would() -> None:
     message = str(caught.value)
     match = re.search(r"memory=(\d+)", message)
     assert match is not None, message
-    for part in ("memory per rank", "smallest that was found to do", "parameters", "optimizer state", "more devices"):
+    for part in ("memory per rank", "smallest budget that fits", "parameters", "optimizer state", "more devices"):
         assert part in message
     needed = int(match[1])
     assert needed > 600e6

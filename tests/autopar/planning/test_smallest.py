@@ -34,7 +34,7 @@ def slow(*values: Any) -> Any:
 )
 def test_it_is_the_smallest(name: str, cluster: str, pins: dict[str, Any]) -> None:
     workspace = request_for(name, cluster).cluster.device.reserved_bytes
-    with pytest.raises(InfeasibleError, match="smallest that was found to do") as caught:
+    with pytest.raises(InfeasibleError, match="smallest budget that fits") as caught:
         search_plans(request_for(name, cluster, memory=workspace + 1, **pins))
     needed = caught.value.needed_bytes
     assert needed is not None and needed > workspace
