@@ -1,4 +1,4 @@
-"""What holds for the source as a whole: no import cycle, imports at the top, short files and short functions."""
+"""What holds for the source as a whole: no import cycle, imports at the top."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ TYPE_IMPORTS = {
     ("autopar/simulate/scenario.py", "autopar.simulate.predictor"): "a scenario predicts itself again",
 }
 """Imports of autopar for type checkers alone, with the reason."""
-
-MOST_FILE_LINES, MOST_FUNCTION_LINES = 400, 60
 
 OPERATOR_TABLES = 47
 """Tables outside of `autopar/operators/` and `autopar/rules/` that name two or more operators of torch. `python -m
@@ -129,22 +127,6 @@ def test_imports_inside_functions_have_their_reason() -> None:
 
 def test_imports_for_type_checkers_have_their_reason() -> None:
     assert listed("types") <= TYPE_IMPORTS.keys()
-
-
-def test_files_and_functions_are_short() -> None:
-    long_files, long_functions = set(), set()
-    for root in ROOTS:
-        for path in files(root):
-            text, name = path.read_text(encoding="utf-8"), str(path.relative_to(REPOSITORY))
-            if len(text.splitlines()) > MOST_FILE_LINES:
-                long_files.add(name)
-            for node in nodes(path):
-                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    assert node.end_lineno is not None
-                    if node.end_lineno - node.lineno + 1 > MOST_FUNCTION_LINES:
-                        long_functions.add(f"{name}:{node.name}")
-    assert not long_files
-    assert not long_functions
 
 
 @cache

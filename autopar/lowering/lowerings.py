@@ -51,10 +51,28 @@ def lower_call(
     scope: Lowering, node: Node, operator: Operator, option: Option, local: LocalCall, call: Call
 ) -> Statement:
     """Return the statement for one call."""
-    lowering = local.lowering
-    if not option.axes:
-        lowering = _on_one_rank(node, operator)
-    name = base_name(node.op)
+    lowering = local.lowering if option.axes else _on_one_rank(node, operator)
+    statement = _by_operator(scope, node, operator, lowering, call)
+    if statement is not None:
+        return statement
+    if lowering is None:
+        return _own_operator(call) if node.op in (WINDOW_ATTENTION, SINK_ATTENTION, BAGS) else call
+    if lowering.name == "mean":
+        return replace(call, divisor=lowering.divisor)
+    if lowering.name == "group_norm":
+        return _group_norm(scope.shared.mesh, operator, lowering, call)
+    if lowering.name == HALO:
+        return _halo(operator, Raw(scope.shared.mesh.axes[lowering.axes[0]]), call)
+    if lowering.name in EXCHANGES:
+        return _context_attention(call, lowering, scope.shared.mesh.axes[lowering.axes[0]])
+    return _at_positions(scope, node, operator, lowering, call)
+
+
+def _by_operator(
+    scope: Lowering, node: Node, operator: Operator, lowering: LoweringCall | None, call: Call
+) -> Statement | None:
+    """Return the statement for an operator that has one statement of its own, whatever its option; else None."""
+    name, mesh = base_name(node.op), scope.shared.mesh
     if is_plain_cross_entropy(node, operator.inputs, any_dims=True):
         axes = lowering.axes if lowering and lowering.name == "cross_entropy" else ()
         return _cross_entropy(scope, node, axes, _with_rows(scope, call))
@@ -67,24 +85,17 @@ def lower_call(
     if node.op == IN_TRAINING:
         return replace(call, target="self.in_training")
     if name == "batch_norm":
-        return _batch_norm(scope.shared.mesh, lowering, call)
-    if lowering is None and node.op in (WINDOW_ATTENTION, SINK_ATTENTION, BAGS):
-        return _own_operator(call)
+        return _batch_norm(mesh, lowering, call)
     user_rows = scope.shared.graph.vocabularies.get(node.name) if not operator.scope else None
+    if lowering is not None and lowering.name == "vocab_embedding":
+        return _vocab_embedding(call, Raw(mesh.axes[lowering.axes[0]]), user_rows)
     if lowering is None and name == "embedding" and user_rows is not None:
         return _vocab_embedding(call, None, user_rows)
-    if lowering is None:
-        return call
-    if lowering.name == "mean":
-        return replace(call, divisor=lowering.divisor)
-    if lowering.name == "vocab_embedding":
-        return _vocab_embedding(call, Raw(scope.shared.mesh.axes[lowering.axes[0]]), user_rows)
-    if lowering.name == "group_norm":
-        return _group_norm(scope.shared.mesh, operator, lowering, call)
-    if lowering.name == HALO:
-        return _halo(operator, Raw(scope.shared.mesh.axes[lowering.axes[0]]), call)
-    if lowering.name in EXCHANGES:
-        return _context_attention(call, lowering, scope.shared.mesh.axes[lowering.axes[0]])
+    return None
+
+
+def _at_positions(scope: Lowering, node: Node, operator: Operator, lowering: LoweringCall, call: Call) -> Statement:
+    """Return the statement for a call whose numbers follow from the global positions of its elements."""
     layout = scope.layout(lowering.layout_shape, lowering.layout)
     if lowering.name == "arange":
         return _arange(call, layout, node.meta.dtype)
@@ -98,9 +109,8 @@ def lower_call(
         return replace(call, target="self.same_dropout", args=(arguments["input"], arguments["p"]), kwargs=where)
     if lowering.name == "draw":
         return _draw(node, call, where)
-    if lowering.name == "attention":
-        return replace(call, target="self.dropout_attention", kwargs=(*call.kwargs, *where))
-    raise AssertionError(f"no statement for lowering {lowering.name}")
+    assert lowering.name == "attention", f"no statement for lowering {lowering.name}"
+    return replace(call, target="self.dropout_attention", kwargs=(*call.kwargs, *where))
 
 
 def _expert_linear(scope: Lowering, operator: Operator, lowering: LoweringCall | None, call: Call) -> Call:
