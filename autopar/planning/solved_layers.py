@@ -130,7 +130,7 @@ class SolvedLayers:
     """Solves layers on demand. Large requests, and grids of tensor parallelism (see GRID_ROWS), reuse the assignments
     made for `typical_rows` at other numbers of rows, those made with a data axis where there is none, and, where
     all ranks of a group of `ep` may have experts, those for the fewest of them. known_costs: what searches found that
-    share these layers."""
+    share these layers. prices_all_ranks: whether layers are priced on all data-parallel ranks, not on two of them."""
 
     request: Request
     typical_rows: int | None = None
@@ -147,6 +147,7 @@ class SolvedLayers:
     _known: Known = field(default_factory=dict)
     _made: list[Assignment] = field(default_factory=list)
     known_costs: list[KnownCosts] = field(default_factory=list)
+    prices_all_ranks: bool = False
     _deferring: SolvedLayers | None = None
 
     def solved_layer(self, mesh: Mesh, rows: int, multiplier: float) -> SolvedLayer | None:
@@ -179,7 +180,7 @@ class SolvedLayers:
         # Where tp and ttp join neighbours, their costs do not depend on how many groups of it there are.
         costed = (
             mesh
-            if mesh.axes[:1] in (("tp",), ("ttp",)) and tp * ttp < mesh.num_ranks
+            if self.prices_all_ranks or mesh.axes[:1] in (("tp",), ("ttp",)) and tp * ttp < mesh.num_ranks
             else Key(tp=tp, ttp=ttp, cp=cp, ep=ep, num_data=1 + has_data, rows=rows).mesh
         )
         num_data, can_estimate = 1 + solved_with_data, self.request.trace.can_estimate
