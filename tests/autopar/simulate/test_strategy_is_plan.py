@@ -55,6 +55,7 @@ def case(name: str, *, slow: bool = True, **pins: Any) -> Any:
     [
         *(case("llama", dp=8, zero=zero, slow=zero != 3) for zero in (0, 1, 2, 3)),
         case("llama", dp=4, tp=2, zero=1, micro_batches=2, slow=False),
+        case("llama", ddp=2, dp=4, zero=1),
         case("gpt2", dp=2, tp=4, zero=0),
         *(case("llama", **PIPELINE, schedule=name, slow=name != "1f1b") for name in ("gpipe", "1f1b", "zero-bubble")),
         case("llama", **PIPELINE, schedule="interleaved", chunks=2),
@@ -79,17 +80,16 @@ def test_a_strategy_takes_what_its_plan_does(name: str, pins: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("name", "pins"),
     [
-        case("llama", ddp=2, dp=4, zero=1),
         case("mixtral", dp=8, zero=1, slow=False),
         case("mixtral", dp=4, tp=2, etp=2, zero=0),
         case("mixtral", dp=4, cp=2, zero=0, context="all_gather", forbid_parameters={"*experts*": {"cp": "S(0)"}}),
     ],
 )
-def test_a_strategy_without_small_sums_is_close_to_its_plan(name: str, pins: dict[str, Any]) -> None:
-    """Layers are priced on two data-parallel ranks: the loss is summed over fewer ranks, or over one axis less."""
+def test_a_mixture_takes_what_its_plan_does_but_for_a_few_calls_of_the_host(name: str, pins: dict[str, Any]) -> None:
+    """Strategies trace experts as matmuls by expert; plans rewrite the model's own code, which has more calls."""
     plan, found = both(name, pins)
-    assert found.step_seconds == pytest.approx(plan.step_seconds, rel=0.02)
-    assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=1e-3)
+    assert found.step_seconds == pytest.approx(plan.step_seconds, rel=0.005)
+    assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=1e-6)
 
 
 @pytest.mark.parametrize(
