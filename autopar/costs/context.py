@@ -120,6 +120,11 @@ class ContextCall:
         return self.size if self.exchange == "ring" or self.is_causal or is_striped_window else 1
 
     @property
+    def kept_blocks(self) -> int:
+        """Number of kernels whose results are kept where a second forward skips attention."""
+        return self.num_blocks if self.habits.copies else 1
+
+    @property
     def parts_at_once(self) -> int:
         """Return how many ranks' keys a kernel reads. For a window `scores` already counts those of its tiles."""
         return self.size // self.num_blocks if self.tile_keys is None else 1
@@ -229,6 +234,11 @@ class NearCall:
     num_tiles: int = 1
     num_blocks: int = 1
 
+    @property
+    def kept_blocks(self) -> int:
+        """Number of kernels whose results are kept where a second forward skips attention."""
+        return self.num_blocks
+
     def seconds(
         self, collectives: CollectiveSeconds, memory: MemorySeconds, attention: AttentionSeconds
     ) -> tuple[float, float]:
@@ -289,58 +299,34 @@ def window_tiles(operator: Operator) -> tuple[int, int]:
     return (1, 0) if window is None else _mask_sizes(window, operator.inputs[0].shape[-2])
 
 
-def context_call(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> ContextCall | NearCall | None:
+def context_call(
+    operator: Operator, option: Option, mesh: Mesh, on_cpu: bool, habits: Habits = GENERATED
+) -> ContextCall | NearCall | None:
     """Return the call of one rank if the option cuts its keys along the sequence, else None. on_cpu: a CPU's flash
     kernel takes all dtypes."""
-    axis = next((number for number, own in enumerate(option.axes) if own.lowering in EXCHANGES), None)
+    axis = next((number for number, choice in enumerate(option.axes) if choice.lowering in EXCHANGES), None)
     if axis is None:
         return None
-    own = option.axes[axis]
-    ranks = Ranks(
-        exchange=str(own.lowering),
-        axis=axis,
-        size=mesh.sizes[axis],
-        queries=operator.inputs[0].shape[-2] // mesh.sizes[axis],
-        is_striped=operator.rule.joints[own.label].is_striped,
-    )
-    key, value = (num_local(operator.inputs[i], option.inputs[i], mesh) for i in (1, 2))
-    return call_of(operator, option, mesh, ranks, key + value, on_cpu)
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """The ranks that share a sequence. axis: their number in the mesh; size: how many; queries: of one rank."""
-
-    exchange: str
-    axis: int
-    size: int
-    queries: int
-    is_striped: bool
-    habits: Habits = GENERATED
-
-
-def call_of(
-    operator: Operator, option: Option, mesh: Mesh, ranks: Ranks, elements: int, on_cpu: bool
-) -> ContextCall | NearCall:
-    """Return the call of one rank. elements: of its local keys and values. on_cpu: as for `context_call`."""
-    query, key = operator.inputs[:2]
-    size, queries, output = ranks.size, ranks.queries, operator.node.outputs[0]
-    keys = key.shape[-2] // size
+    choice, size = option.axes[axis], mesh.sizes[axis]
+    exchange, is_striped = str(choice.lowering), operator.rule.joints[choice.label].is_striped
+    (query, key), output = operator.inputs[:2], operator.node.outputs[0]
+    queries, keys = query.shape[-2] // size, key.shape[-2] // size
+    elements = sum(num_local(operator.inputs[i], option.inputs[i], mesh) for i in (1, 2))
     heads = num_local(query, option.inputs[0], mesh) // (queries * query.shape[-1])
-    wide = max(WIDE_BYTES, key.dtype.itemsize) if ranks.habits.widens else key.dtype.itemsize
+    wide = max(WIDE_BYTES, key.dtype.itemsize) if habits.widens else key.dtype.itemsize
     results = num_local(output, option.outputs[0], mesh)
-    window = window_of(operator.node) if ranks.habits.copies else None
+    window = window_of(operator.node) if habits.copies else None
     tile_keys: int | None = None
     num_masked = 0
     if window is not None:
-        tile_keys, num_masked = _pieces(window, queries, size, ranks.is_striped)
+        tile_keys, num_masked = _pieces(window, queries, size, is_striped)
     has_mask = len(operator.inputs) > (4 if operator.node.op == SINK_ATTENTION else 3)
     is_flash = on_cpu or (not has_mask and not num_masked and key.dtype.itemsize < WIDE_BYTES)
-    is_flash = is_flash or not ranks.habits.copies
-    if window is not None and tile_keys is not None and ranks.exchange == "ring" and not ranks.is_striped:
+    is_flash = is_flash or not habits.copies
+    if window is not None and tile_keys is not None and exchange == "ring" and not is_striped:
         reached = sum(window.reach(queries * size, size)) / keys
         return NearCall(
-            axis=ranks.axis,
+            axis=axis,
             size=size,
             heads=max(heads, 1),
             queries=queries,
@@ -356,8 +342,8 @@ def call_of(
             num_blocks=1 if num_masked else 2,
         )
     return ContextCall(
-        exchange=ranks.exchange,
-        axis=ranks.axis,
+        exchange=exchange,
+        axis=axis,
         size=size,
         is_causal=is_causal(operator.node),
         heads=max(heads, 1),
@@ -370,8 +356,8 @@ def call_of(
         scores=0.0 if is_flash else float(heads * queries * (tile_keys or keys) * wide),
         tile_keys=tile_keys,
         num_tiles=max(num_masked, 1),
-        is_striped=ranks.is_striped,
-        habits=ranks.habits,
+        is_striped=is_striped,
+        habits=habits,
     )
 
 

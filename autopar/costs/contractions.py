@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.costs.context import AttentionSeconds, ContextCall, NearCall, context_call, seen_keys
+from autopar.costs.context import (
+    GENERATED,
+    AttentionSeconds,
+    ContextCall,
+    Direction,
+    Habits,
+    NearCall,
+    context_call,
+    seen_keys,
+)
 from autopar.costs.expert_exchange import ID_BYTES, Nodes, OncePerNode, nodes_of, pays
 from autopar.costs.rates import Rates, is_cpu, num_local_dim
 from autopar.costs.sinks import Sinks, sinks
@@ -30,10 +39,14 @@ class Contractions(Rates):
     """Prices of calls whose FLOPs count.
 
     by_node: (scope, call) of a program's expert layers whose rows cross between nodes once per node (emitted.py).
-    None without a program: then rows cross so wherever their mixture may and it pays.
+    None without a program: then rows cross so wherever their mixture may and it pays. habits: how ranks that share a
+    sequence exchange keys and values. sorts_rows: whether the rows of experts are sorted and put back by copies of
+    their own, as in generated programs, or by the calls that repeat and sum them.
     """
 
     by_node: frozenset[tuple[str, str]] | None = None
+    habits: Habits = GENERATED
+    sorts_rows: bool = True
 
     def contraction_seconds(self, operator: Operator, option: Option, num_bytes: float) -> tuple[float, float]:
         """Return the seconds (forward, backward) of a matmul or attention that reads and writes num_bytes. A
@@ -91,7 +104,7 @@ class Contractions(Rates):
         moved = [num_local(m, lies, self.mesh) * m.dtype.itemsize for (m, lies), goes in ways if goes]
         axes = routed_axes(option.axes)
         if not axes:
-            return 1.0, self.memory_seconds(2 * sum(moved))
+            return 1.0, self.memory_seconds(2 * sum(moved)) if self.sorts_rows else 0.0
         size, (num_experts, *_) = math.prod(self.mesh.sizes[axis] for axis in axes), operator.inputs[1].shape
         rows = num_local(operator.inputs[2], option.inputs[2], self.mesh) * size
         load = routing.fullest_load(size, num_experts, 1, rows, routing.EXPERT_SKEW)
@@ -186,21 +199,29 @@ class Contractions(Rates):
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
     ) -> tuple[float, float]:
         """Price forward and backward of torch's flash kernel, or of several with exchanges between ranks."""
+        if directions := self.context_directions(operator, option):
+            forward, backward = directions
+            return forward.seconds, backward.seconds
         query = operator.inputs[0]
         queries, width = query.shape[-2], query.shape[-1]
-        call = self.context_call(operator, option)
-        if call is not None:
-            kernels = self.kernels_of_context(call, width, num_bytes, dtype)
-            return call.seconds(self.collective_seconds, self.memory_seconds, kernels)
         heads = max(num_local(query, option.inputs[0], self.mesh) // (queries * width), 1)
         shape = (heads, queries, seen_keys(operator))
         return self._flash_seconds(flops, num_bytes, dtype, shape, is_causal(operator.node))
 
-    def kernels_of_context(
-        self, call: ContextCall | NearCall, width: int, num_bytes: float, dtype: str
-    ) -> AttentionSeconds:
-        """Return the seconds of the flash kernels of attention over keys of several ranks. width: of a head;
-        num_bytes: of a rank's queries, result, and local keys and values."""
+    def context_directions(self, operator: Operator, option: Option) -> tuple[Direction, Direction] | None:
+        """Return forward and backward of attention over keys of several ranks; None for other calls."""
+        call = self.context_call(operator, option)
+        if call is None:
+            return None
+        kernels = self.context_kernels(call, operator, option)
+        return call.directions(self.collective_seconds, self.memory_seconds, kernels)
+
+    def context_kernels(self, call: ContextCall | NearCall, operator: Operator, option: Option) -> AttentionSeconds:
+        """Return the seconds of the flash kernels of attention over keys of several ranks."""
+        output, width = operator.node.outputs[0], operator.inputs[0].shape[-1]
+        dtype = self.dtype_name(output)
+        tensors = [*zip(operator.inputs, option.inputs, strict=True), (output, option.outputs[0])]
+        num_bytes = sum(num_local(meta, lies, self.mesh) * meta.dtype.itemsize for meta, lies in tensors)
 
         def seconds(keys: int, causal: bool) -> tuple[float, float]:
             shape, moved = (call.heads, call.queries, keys), num_bytes + call.part * (keys / call.keys - 1)
@@ -226,7 +247,9 @@ class Contractions(Rates):
 
     def context_call(self, operator: Operator, option: Option) -> ContextCall | NearCall | None:
         """Return one rank's form of an attention call whose keys are cut along the sequence; None for other calls."""
-        return context_call(operator, option, self.mesh, is_cpu(self.cluster)) if operator.rule.joints else None
+        if not operator.rule.joints:
+            return None
+        return context_call(operator, option, self.mesh, is_cpu(self.cluster), self.habits)
 
     def _flash_seconds(
         self,

@@ -15,7 +15,7 @@ from autopar.costs.emitted import Emitted, Known, classes, emitted, priced
 from autopar.costs.events import Moved, Ran, Reader, Unit
 from autopar.costs.host_calls import host_calls
 from autopar.costs.kernels import KernelPricer
-from autopar.costs.layer_costs import ComputeSeconds, LayerCost
+from autopar.costs.layer_costs import HIDDEN, ComputeSeconds, LayerCost, exposed
 from autopar.costs.liveness import Walk
 from autopar.costs.overlap import Overlaps
 from autopar.costs.price import Pricer
@@ -27,7 +27,7 @@ from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.placement import Placements
 from autopar.options.assignment import Assignment
 from autopar.options.scopes import Scope, scopes_of
-from autopar.options.strategies import Operator
+from autopar.options.strategies import Operator, Option
 from codegen.program import ModuleClass, Statement
 
 
@@ -153,13 +153,32 @@ class _Evaluation:
             operator, option = self.operators[key], self.assignment.operators[key]
             forward, backward = self.pricer.operator_seconds(operator, option)
             kinds = self.pricer.compute_kinds(operator)
-            cost.forward[kinds[0]] += forward
-            cost.backward[kinds[1]] += backward
+            sent = self._exchanged(operator, option)
+            cost.forward[kinds[0]] += forward - exposed(sent[0])
+            cost.backward[kinds[1]] += backward - exposed(sent[1])
+            for table, part in zip((cost.forward, cost.backward), sent, strict=True):
+                for kind, seconds in part.items():
+                    table[kind] += seconds
             cost.weight_seconds += self.pricer.weight_seconds(operator, option, forward + backward)
             cost.deferring_seconds += self.pricer.deferring_seconds(operator)
         for event in unit.events:
             if isinstance(event, Moved):
                 self._move(scope, event, cost)
+
+    def _exchanged(self, operator: Operator, option: Option) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Of the seconds of a call's forward and backward, those of its exchange of keys and values by kind, with what
+        kernels hide of it."""
+        call = self.pricer.context_call(operator, option)
+        directions = self.pricer.context_directions(operator, option)
+        if call is None or directions is None:
+            return {}, {}
+        axis = self.pricer.mesh.axes[call.axis]
+        forward, backward = (
+            {f"{kind} {axis}": seconds for kind, seconds in direction.sent.items()}
+            | ({HIDDEN: direction.hidden} if direction.hidden else {})
+            for direction in directions
+        )
+        return forward, backward
 
     def _issued(self, scope: Scope, name: str, unit: Unit) -> tuple[float, float]:
         """Return the host seconds to issue the calls of a unit."""

@@ -111,9 +111,9 @@ def _kept(
             call = pricer.context_call(operator, option)
             num_bytes = _local_bytes(pricer, node.outputs[0], option.outputs[0])
             # For attention over several blocks of keys, the results of all of them are kept, and merged again.
-            parts += (call.num_blocks - 1) * num_bytes if call else 0.0
+            parts += (call.kept_blocks - 1) * num_bytes if call else 0.0
             products.append(pricer.product_bytes(operator, option) * (1.0 + pricer.fragmentation))
-            results += (call.num_blocks if call else 1) * num_bytes
+            results += (call.kept_blocks if call else 1) * num_bytes
             calls += PRODUCT
             costly += pricer.operator_seconds(operator, option)[0] - pricer.sent_again_seconds(operator, option)
             costly -= call.again_seconds(pricer.collective_seconds, pricer.memory_seconds) if call else 0.0

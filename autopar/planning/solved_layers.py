@@ -134,6 +134,7 @@ class SolvedLayers:
     Large requests, and grids of tensor parallelism (see GRID_ROWS), reuse assignments: those for `typical_rows` at
     other numbers of rows, and those with a data axis on meshes without one. If all ranks of a group of `ep` may have
     experts, they reuse those for the fewest of them. known_costs: cached costs of searches that share these layers.
+    prices_all_ranks: whether layers are priced on all data-parallel ranks, not on two of them.
     """
 
     request: Request
@@ -151,6 +152,7 @@ class SolvedLayers:
     _known: Known = field(default_factory=dict)
     _made: list[Assignment] = field(default_factory=list)
     known_costs: list[KnownCosts] = field(default_factory=list)
+    prices_all_ranks: bool = False
     _deferring: SolvedLayers | None = None
 
     def solved_layer(self, mesh: Mesh, rows: int, multiplier: float) -> SolvedLayer | None:
@@ -183,7 +185,7 @@ class SolvedLayers:
         # If tp and ttp join neighbors, their costs do not depend on the number of their groups.
         costed = (
             mesh
-            if mesh.axes and AXES[mesh.axes[0]].cuts_features and tp * ttp < mesh.num_ranks
+            if self.prices_all_ranks or (mesh.axes and AXES[mesh.axes[0]].cuts_features and tp * ttp < mesh.num_ranks)
             else Key(tp=tp, ttp=ttp, cp=cp, ep=ep, num_data=1 + has_data, rows=rows).mesh
         )
         num_data, can_estimate = 1 + solved_with_data, self.request.trace.can_estimate

@@ -2,14 +2,13 @@
 
 An experts module is one that has `num_experts` experts in three-dimensional weights `down_proj` [E, H, F] (or
 transposed) and `gate_up_proj` or `up_proj`, called with tokens [T, H], the experts of each token [T, k] and their
-weights [T, k]: the form of the mixtures of experts in transformers. Which token goes where is data, so it
-is traced as one that sends every expert the same number of tokens. The k copies of all tokens are written by expert,
-[E, T k / E, H]; the matmuls are batched over experts; results are weighted and added up. What lies between the first
-and the last matmul, and the exchange of tokens, is then priced for the tokens that the fullest rank has
-(cost_models/routing.py). Bytes are those of equal loads.
+weights [T, k]: the form of the mixtures of experts in transformers. It is traced as a mixture of searched plans: each
+token is repeated for its k experts, and a matmul by expert (rules/experts.py) multiplies every row by the matrix of its
+expert; results are weighted and added up. What lies between the first and the last matmul, and the exchange of tokens,
+is priced for the tokens that the fullest rank has (cost_models/routing.py). Bytes are those of equal loads.
 
 Under `ep` the ranks of a group of dp x cp hold E / ep experts each and exchange tokens by all_to_all. Balanced, a rank
-gets as many tokens as it gives: E / ep experts with ep T k / E tokens each, which is what is traced. Per module and
+gets as many rows as it gives, which is what is traced. Per module and
 micro-batch there are two exchanges (dispatch, combine) of T k H elements forward and two backward
 (D. Lepikhin et al., "GShard" (2020), section 3; S. Rajbhandari et al., "DeepSpeed-MoE" (2022), section 5), by the
 fastest of the kinds that the framework has (costs/expert_exchange.py), which their seconds are named after. They are
@@ -21,6 +20,7 @@ group of ep are neighbours, tensor-parallel ones aside; under sequence paralleli
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,13 +34,14 @@ from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
 from autopar.ir.chain import segments
-from autopar.ir.graph import Graph, Node, base_name, view_root
-from autopar.ir.mesh import Mesh
+from autopar.ir.graph import Graph, base_name, view_root
+from autopar.ir.mesh import Mesh, zero_axes
 from autopar.ir.placement import Placements, R, Stored
 from autopar.operators.traits import MATMULS
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import Operator, Option, num_local
 from autopar.planning.solved_layers import SolvedLayer
+from autopar.rules.experts import EXPERT_LINEAR
 from autopar.simulate.exchange import Exchange, again
 from autopar.simulate.pricing import ProfiledPricer
 from cost_models import collective, routing
@@ -66,7 +67,7 @@ def _is_experts(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def share_of_experts(model: nn.Module, ep: int) -> Iterator[None]:
-    """Within it, experts modules compute with balanced tokens and have the ep-th part of their experts, without memory.
+    """Within it, experts modules are matmuls by expert and have the ep-th part of their experts, without memory.
 
     Raises ConstraintError where ep does not divide the experts, or there are none.
     """
@@ -74,7 +75,7 @@ def share_of_experts(model: nn.Module, ep: int) -> Iterator[None]:
     _check_experts(modules, ep)
     with contextlib.ExitStack() as stack:
         for kind in {type(module) for module in modules}:
-            stack.enter_context(mock.patch.object(kind, "forward", balanced_forward))
+            stack.enter_context(mock.patch.object(kind, "forward", routed_forward))
         for module in modules if ep > 1 else ():
             parts = {n: _part(p, ep) for n, p in module._parameters.items() if p is not None and p.dim() > 1}
             stack.enter_context(mock.patch.dict(module._parameters, parts))
@@ -104,41 +105,35 @@ def _part(parameter: nn.Parameter, ep: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), parameter.requires_grad)
 
 
-def balanced_forward(self: Any, tokens_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, H] -> [T, H] with as many tokens for every expert. Raises ConstraintError where they do not divide."""
+def routed_forward(self: Any, tokens_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, H] -> [T, H], with the operator that searched plans have for experts."""
     T, H = tokens_TH.shape
-    K, E = experts_TK.shape[-1], self.down_proj.shape[0]
-    if T * K % E:
-        raise ConstraintError(
-            "the experts of a rank do not divide its tokens",
-            values=f"{T} tokens, {K} experts of each, {E} experts",
-            alternatives=f"a multiple of {E} tokens",
-        )
-    copies_TKH = tokens_TH.unsqueeze(1).expand(T, K, H).clone()
-    # Tokens outermost, so that a rank of dp has a part of every expert's.
-    own_ECH = copies_TKH.reshape(T * K // E, E, H).transpose(0, 1)
+    K = experts_TK.shape[-1]
+    rows_NH = tokens_TH.repeat_interleave(K, 0)
+    experts_N = experts_TK.reshape(T * K)
     if getattr(self, "has_gate", hasattr(self, "gate_up_proj")):
         gate = getattr(self, "_apply_gate", None)
-        both_ECF = _matmul(self, own_ECH, "gate_up_proj")
-        inner_ECF = gate(both_ECF) if gate else _swiglu(self, both_ECF)
+        both_NF = _linear(self, rows_NH, experts_N, "gate_up_proj")
+        inner_NF = gate(both_NF) if gate else _swiglu(self, both_NF)
     else:
-        inner_ECF = self.act_fn(_matmul(self, own_ECH, "up_proj"))
-    out_ECH = _matmul(self, inner_ECF, "down_proj")
-    out_TKH = out_ECH.transpose(0, 1).reshape(T, K, H)
-    return (out_TKH * weights_TK.unsqueeze(-1)).sum(dim=1).to(tokens_TH.dtype)
+        inner_NF = self.act_fn(_linear(self, rows_NH, experts_N, "up_proj"))
+    out_NH = _linear(self, inner_NF, experts_N, "down_proj") * weights_TK.reshape(T * K, 1)
+    return out_NH.view(T, K, H).sum(dim=1).to(tokens_TH.dtype)
 
 
-def _matmul(module: Any, x_ECI: Tensor, name: str) -> Tensor:
-    """[E, C, in] -> [E, C, out]; weights are [E, out, in], or [E, in, out] where `is_transposed`."""
+def _linear(module: Any, x_NI: Tensor, experts_N: Tensor, name: str) -> Tensor:
+    """[N, in] -> [N, out]; weights are [E, out, in], or [E, in, out] where `is_transposed`."""
     weight, bias = getattr(module, name), getattr(module, f"{name}_bias", None)
-    out_ECO = torch.bmm(x_ECI, weight if getattr(module, "is_transposed", False) else weight.transpose(1, 2))
-    return out_ECO if bias is None else out_ECO + bias.unsqueeze(1)
+    if not getattr(module, "is_transposed", False):
+        weight = weight.transpose(1, 2)
+    result: Tensor = torch.ops.autopar.expert_linear(x_NI, weight, experts_N, bias)
+    return result
 
 
-def _swiglu(module: Any, both_ECF: Tensor) -> Tensor:
-    gate_ECF, up_ECF = both_ECF.chunk(2, dim=-1)
-    out_ECF: Tensor = module.act_fn(gate_ECF) * up_ECF
-    return out_ECF
+def _swiglu(module: Any, both_NF: Tensor) -> Tensor:
+    gate_NF, up_NF = both_NF.chunk(2, dim=-1)
+    out_NF: Tensor = module.act_fn(gate_NF) * up_NF
+    return out_NF
 
 
 # --- the graph --------------------------------------------------------------------------------------------------------
@@ -206,24 +201,24 @@ def experts_of(graph: Graph) -> Experts:
             if owner == scope.name:
                 between = names[names.index(calls[0]) : names.index(calls[-1]) + 1]
                 inner |= {(owner, name) for name in between}
-                count = nodes[calls[0]].outputs[0].shape[0]
-                for shape in _copies(node for node in scope.nodes if node.module == module):
-                    routed[owner, module] = Routed(count, *shape[:2])
+                first, tokens = nodes[calls[0]], tokens_of(graph)
+                if first.op == EXPERT_LINEAR:
+                    count = own[view_root(first.inputs[1], nodes).node].meta.shape[0]
+                    routed[owner, module] = Routed(count, tokens, first.outputs[0].shape[0] // tokens)
     by_module = {key: tuple(calls) for key, calls in modules.items()}
     return Experts(frozenset(parameters), by_module, frozenset(inner), routed)
 
 
-def _copies(own: Iterable[Node]) -> Iterator[tuple[int, ...]]:
-    """The shape [T, k, H] of the copies that `balanced_forward` makes of all tokens; none in other code."""
-    return (node.outputs[0].shape for node in own if base_name(node.op) == "expand" and len(node.outputs[0].shape) == 3)
+def tokens_of(graph: Graph) -> int:
+    """Tokens of a graph's batch, by its first input of two dims or more."""
+    return next((math.prod(i.meta.shape[:2]) for i in graph.inputs if len(i.meta.shape) > 1), graph.batch_size)
 
 
 # --- prices -----------------------------------------------------------------------------------------------------------
 
 
 class _ByExpert(Pricer):
-    """What experts compute takes as long as on the fullest rank. Their matmuls are one product per expert, by the tiles
-    of each (a grouped matmul), as all batched ones are."""
+    """What experts compute takes as long as on the fullest rank."""
 
     experts: Experts
     load: float
@@ -260,14 +255,17 @@ class ProfiledExpertPricer(_ByExpert, ProfiledPricer):
 
 def expert_mesh(mesh: Mesh, ep: int) -> Mesh:
     """The ranks of `mesh` as experts' parameters lie on them: neighbours of dp (dp x cp) have different experts."""
-    sizes = (("ddp", mesh.size("ddp")), ("dp", mesh.size("dp") // ep), ("ep", ep), ("tp", mesh.size("tp")))
+    sharing = mesh.size("dp") * mesh.size("cp")
+    sizes = (("ddp", mesh.size("ddp")), ("dp", sharing // ep), ("ep", ep), ("tp", mesh.size("tp")))
     return Mesh(tuple(a for a, n in sizes if n > 1), tuple(n for _, n in sizes if n > 1))
 
 
 def expert_stored(stored: Stored, mesh: Mesh, target: Mesh, zero: int) -> Stored:
     """How a parameter of which every rank has its own experts lies on `target`, if it lies on `mesh` as `stored`."""
     by_axis = dict(zip(mesh.axes, stored.placements, strict=True)) | {"ep": R}
-    return Stored(tuple(by_axis[axis] for axis in target.axes), zero if target.size("dp") > 1 else 0)
+    by_axis.setdefault("dp", by_axis.get("cp", R))
+    placements = tuple(by_axis[axis] for axis in target.axes)
+    return Stored(placements, zero if zero_axes(target.axes, placements) else 0)
 
 
 def expert_exchanges(
@@ -290,7 +288,7 @@ def expert_exchanges(
         given = call_costs.operators[scope, calls[0]].inputs[0]
         routed = (experts.routed or {}).get((scope, module), Routed(given.shape[0], 0, 1))
         rows = num_local(given, data, solved_layer.costed) / given.shape[-1]
-        rows /= solved_layer.costed.num_data_ranks * senders
+        rows /= solved_layer.costed.num_token_ranks * senders
         mixture = Mixture(
             group,
             num_experts=routed.experts * group.size,

@@ -8,22 +8,25 @@ from dataclasses import dataclass, replace
 
 from autopar.costs.price import FREE
 from autopar.ir.chain import homes_of, segments
-from autopar.ir.graph import Graph, base_name, view_root
+from autopar.ir.graph import Graph, Node, base_name, view_root
 from autopar.ir.placement import R, S
 from autopar.operators.traits import ATTENTION, MATMULS, VIEWS
 from autopar.options.scopes import scopes_of
+from autopar.rules.experts import EXPERT_LINEAR
 from autopar.settings.constraints import Constraints
-from autopar.simulate.experts import Experts
+from autopar.simulate.experts import Experts, tokens_of
 from cost_models.frameworks import Framework
 
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """shapes: of every matrix that a matmul reads, and of embeddings, by pattern of its name. weights: multiply-adds
+    """shapes: of every matrix that a matmul reads, and of embeddings, by pattern of its name. experts: the patterns of
+    those that a matmul by expert reads. weights: multiply-adds
     per token of a unit's matrices. sequences: calls whose result is [rows, tokens, width]; residuals: those between
     matrices, such as norms and additions to the residual stream."""
 
     shapes: Mapping[str, tuple[int, ...]]
+    experts: tuple[str, ...]
     weights: Mapping[str, float]
     sequences: tuple[str, ...]
     residuals: tuple[str, ...]
@@ -38,7 +41,7 @@ def matrices_of(graph: Graph, experts: Experts) -> Matrices:
     shapes: dict[str, tuple[int, ...]] = {}
     modules = experts.modules or {}
     weights: dict[str, float] = {}
-    sequences, residuals = [], []
+    sequences, residuals, of_experts = [], [], []
     homes = homes_of(graph)
     for scope in scopes_of(graph):
         own = {p.name: p for p in (scope.layer.parameters if scope.layer else graph.parameters)}
@@ -60,28 +63,42 @@ def matrices_of(graph: Graph, experts: Experts) -> Matrices:
                 if name in MATMULS:
                     where = scope.name or homes.get(node.name, "")
                     where = where or segments(graph)[node.name]
-                    used = node.outputs[0].shape[1] / tokens_of(graph) if is_expert else 1.0
+                    used = _rows_of_expert(node, shape[0]) / tokens_of(graph) if is_expert else 1.0
                     weights[where] = weights.get(where, 0.0) + math.prod(shape) * used
                 if name in MATMULS or (name == "embedding" and own[ref.node].meta.numel == largest):
                     pattern = f"*.{ref.node}" if scope.layer else ref.node
                     shapes[pattern] = shape
-    return Matrices(shapes, weights, tuple(sequences), tuple(residuals))
+                    if node.op == EXPERT_LINEAR:
+                        of_experts.append(pattern)
+    return Matrices(
+        shapes=shapes,
+        experts=tuple(of_experts),
+        weights=weights,
+        sequences=tuple(sequences),
+        residuals=tuple(residuals),
+    )
 
 
-def tokens_of(graph: Graph) -> int:
-    """Tokens of a graph's batch, by its first input of two dims or more."""
-    return next((math.prod(i.meta.shape[:2]) for i in graph.inputs if len(i.meta.shape) > 1), graph.batch_size)
+def _rows_of_expert(node: Node, num_experts: int) -> float:
+    """Rows that a matmul by expert has for one expert, of equal numbers."""
+    rows = node.outputs[0].shape
+    return rows[0] / num_experts if node.op == EXPERT_LINEAR else rows[1]
 
 
-def pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: bool, tp: int) -> Constraints:
-    """The constraints with those ways of tensor parallelism forbidden that are not the framework's own."""
-    if tp == 1:
-        return limits
+def pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: bool) -> Constraints:
+    """The constraints with those ways of context and tensor parallelism forbidden that are not the framework's own. Of
+    an expert every rank of tp has a part, and every rank of cp the whole."""
+    cp, tp = (limits.degrees.get(axis, 1) for axis in ("cp", "tp"))
     parameters, activations = limits.forbid_parameters, limits.forbid_activations
-    if profile.shards_weights:
-        parameters += tuple((name, (("tp", R),)) for name in matrices.names(tp))
-    if not sp:
-        activations += tuple((name, (("tp", S(1)),)) for name in matrices.sequences)
-    elif profile.shards_weights:
-        activations += tuple((name, (("tp", R),)) for name in matrices.residuals)
+    if cp > 1:
+        limits = replace(limits, context=limits.context or profile.cp_exchange.replace("-", "_"))
+        parameters += tuple((name, (("cp", S(0)),)) for name in matrices.experts)
+    if tp > 1:
+        limits = replace(limits, etp=tp if matrices.experts else None)
+        if profile.shards_weights:
+            parameters += tuple((name, (("tp", R),)) for name in matrices.names(tp))
+        if not sp:
+            activations += tuple((name, (("tp", S(1)),)) for name in matrices.sequences)
+        elif profile.shards_weights:
+            activations += tuple((name, (("tp", R),)) for name in matrices.residuals)
     return replace(limits, forbid_parameters=parameters, forbid_activations=activations)

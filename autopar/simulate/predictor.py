@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from autopar.cluster import as_cluster
-from autopar.costs.context import GENERATED, PUBLISHED
 from autopar.costs.cost_table import combined
 from autopar.costs.layer_costs import LayerCost
 from autopar.costs.pipeline_costs import ChainCosts, pipeline_costs
@@ -25,8 +24,7 @@ from autopar.frontend.rebatch import BatchedTrace
 from autopar.ir.plan_data import Pipeline, StagePlan
 from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.request import Request, pricer_for
-from autopar.planning.solved_layers import SolvedLayer, named_mesh
-from autopar.simulate.context import context_exchanges
+from autopar.planning.solved_layers import SolvedLayer
 from autopar.simulate.exchange import Exchange, with_exchanges
 from autopar.simulate.experts import expert_exchanges
 from autopar.simulate.fits import require_fit
@@ -34,7 +32,15 @@ from autopar.simulate.matrices import pinned
 from autopar.simulate.prediction import StrategyPrediction
 from autopar.simulate.pricing import matmul_dtype, traced_as
 from autopar.simulate.scenario import Scenario
-from autopar.simulate.share import ScoredLayers, Setting, Share, ShareTrace, tracer_of
+from autopar.simulate.share import (
+    ScoredLayers,
+    Setting,
+    Share,
+    ShareTrace,
+    drops_attention,
+    tracer_of,
+    without_attention_dropout,
+)
 from autopar.simulate.stage_meshes import stage_meshes_of
 from autopar.simulate.stages import cut, profiled
 from autopar.simulate.storage import stored_shares
@@ -70,7 +76,7 @@ def predict(
         "sp": False             no sequence parallelism beside tensor parallelism
         "attention": "unfused"  or "flash", instead of the framework's kernel
         "kernels": "off"        of "autopar": no fused kernels, which programs have on GPUs ("on": on CPUs, too)
-        "cp": 2                 context parallelism: rows cut along their tokens (simulate/context.py)
+        "cp": 2                 context parallelism: rows cut along their tokens
         "cp_exchange": "ring"   or "all-gather", instead of the framework's way
         "ep": 8                 expert parallelism among the ranks of dp x cp (simulate/experts.py)
         "capacity_factor": 1.25 places of every expert by its even share of tokens; without it none is dropped
@@ -109,32 +115,36 @@ class Predictor:
         self._start(tracer_of(model, batch, loss_fn, dtype))
 
     @classmethod
-    def of_trace(cls, traced: BatchedTrace, rows: int, precision: str, shares: ShareTrace | None = None) -> Predictor:
-        """The predictor of a graph at hand: traced in bf16 for 16-bit precisions and fp8, else in fp32. shares: traces
-        for strategies with cp or ep, which are refused without it."""
+    def of_trace(cls, traced: BatchedTrace, rows: int, precision: str) -> Predictor:
+        """The predictor of a graph at hand: traced in bf16 for 16-bit precisions and fp8, else in fp32. Strategies with
+        ep are refused."""
         self = cls.__new__(cls)
         self.traced_as, self.precision, self.rows = traced_as(precision), precision, rows
 
-        def at(cp: int, ep: int) -> BatchedTrace:
-            if cp == ep == 1:
-                return traced
-            if shares is None:
-                raise ConstraintError("the graph at hand is of whole rows and experts", values=f"cp={cp}, ep={ep}")
-            return shares(cp, ep)
+        def at(ep: int) -> BatchedTrace:
+            if ep > 1:
+                raise ConstraintError("the graph at hand has all experts", values=f"ep={ep}", alternatives="ep=1")
+            return traced
 
         self._start(at)
         return self
 
     def _start(self, trace_share: ShareTrace) -> None:
         self._trace_share = trace_share
-        self._shares: dict[tuple[int, int], Share] = {}
-        self.share(1, 1)
+        self._shares: dict[tuple[int, bool], Share] = {}
+        self.share(1)
 
-    def share(self, cp: int, ep: int) -> Share:
-        """What one of cp x ep ranks has of the model, traced when it is asked for first. Raises ConstraintError."""
-        if (cp, ep) not in self._shares:
-            self._shares[cp, ep] = Share(self._trace_share(cp, ep), cp)
-        return self._shares[cp, ep]
+    def share(self, ep: int, drops_attention: bool = True) -> Share:
+        """Return the model with one rank's share of its experts, traced on first use. drops_attention: False for a
+        model whose attention has no dropout. Raises ConstraintError."""
+        key = ep, drops_attention
+        if key not in self._shares:
+            if drops_attention:
+                traced = self._trace_share(ep)
+            else:
+                traced = BatchedTrace(lambda rows: without_attention_dropout(self.share(ep).traced(rows)))
+            self._shares[key] = Share(traced)
+        return self._shares[key]
 
     # --- one strategy -----------------------------------------------------------------------------------------
 
@@ -164,9 +174,7 @@ class Predictor:
         capacities = [
             float(wanted.memory_bytes or cluster.groups[each.group].device.memory_bytes) for each in stage_meshes
         ]
-        result = self._planned(terms, wanted, cluster, stage_meshes, rows, capacities)
-        if result is None:
-            result = self._result(terms, wanted, cluster, stage_meshes, rows, capacities)
+        result = self._result(terms, wanted, cluster, stage_meshes, rows, capacities)
         plain = result.prediction
         found = StrategyPrediction(
             plain.seconds,
@@ -189,28 +197,6 @@ class Predictor:
             require_fit(found)
         return found
 
-    def _planned(
-        self,
-        terms: Terms,
-        wanted: Strategy,
-        cluster: AnyCluster,
-        stage_meshes: Sequence[StageMesh],
-        rows: int,
-        capacities: Sequence[float],
-    ) -> Simulated | None:
-        """A generated program's context parallelism, on an axis of its mesh as the planner has it; None for all other
-        strategies, and where the planner offers no such exchange."""
-        if wanted.cp == 1 or wanted.ep > 1 or not terms.is_planners:
-            return None
-        sizes = {axis: wanted.mesh.size(axis) for axis in ("dp", "tp", "ddp")}
-        mesh = named_mesh(sizes["dp"] // wanted.cp, sizes["tp"], sizes["ddp"], cp=wanted.cp)
-        exchange = (wanted.cp_exchange or terms.framework.cp_exchange).replace("-", "_")
-        own = replace(wanted, cp=1, mesh=mesh, limits=replace(wanted.limits, context=exchange))
-        try:
-            return self._result(terms, own, cluster, [replace(e, mesh=mesh) for e in stage_meshes], rows, capacities)
-        except ConstraintError:
-            return None
-
     def _result(
         self,
         terms: Terms,
@@ -220,7 +206,7 @@ class Predictor:
         rows: int,
         capacities: Sequence[float],
     ) -> Simulated:
-        share = self.share(wanted.cp, wanted.ep)
+        share = self.share(wanted.ep, wanted.cp == 1 or terms.framework.name == "autopar")
         terms = replace(terms, kernels=has_kernels(wanted, cluster, terms, share), load=_fullest_load(wanted, share))
         settings = self._settings(share, cluster, terms, wanted, rows)
         return self._score(share, settings, terms, wanted, cluster, stage_meshes, capacities)
@@ -278,9 +264,19 @@ class Predictor:
         tp = wanted.mesh.size("tp")
         sp = _is_sequence_parallel(profile, wanted)
         pins = (profile.shards_weights, sp) if tp > 1 else None
-        key = (whole, cluster, terms.without_host, pins, tp if pins else 0, rows, repr(wanted.limits))
+        key = (
+            whole,
+            cluster,
+            terms.without_host,
+            pins,
+            tp if pins else 0,
+            rows,
+            repr(wanted.limits),
+        )
         if key not in share.settings:
-            limits = pinned(share.matrices, wanted.limits, profile, sp, tp)
+            limits = pinned(share.matrices, wanted.limits, profile, sp)
+            if profile.name == "autopar" and not wanted.limits.context and drops_attention(share.graph):
+                limits = replace(limits, context=None)  # The program exchanges heads, as under plans.
             limits.check(share.graph)
             request = Request(
                 trace=share.traced,
@@ -295,7 +291,7 @@ class Predictor:
             def priced(plain: Pricer) -> Pricer:
                 return priced_under(plain, terms, share)
 
-            layers = ScoredLayers(request, priced=priced, cp=wanted.cp)
+            layers = ScoredLayers(request, priced=priced, prices_all_ranks=True)
             share.settings[key] = Setting(
                 request, layers if decided is None else decided.solved_layers.priced_for(request)
             )
@@ -316,7 +312,7 @@ def _in_group(share: Share, setting: Setting, number: int, terms: Terms, wanted:
         raise ConstraintError("the pinned placements leave no way to run the model", values=str(wanted.mesh))
     plain = pricer_for(setting.request, wanted.mesh, wanted.micro_batches, wanted.offload)
     pricer, parameters = priced_under(plain, terms, share), solved_layer.parameters(wanted.zero)
-    own = (wanted.mesh, wanted.rows, wanted.zero, wanted.offload, wanted.micro_batches > 1, wanted.cp_exchange)
+    own = (wanted.mesh, wanted.rows, wanted.zero, wanted.offload, wanted.micro_batches > 1)
     if own not in setting.costs:
         costs: Mapping[str, LayerCost] = solved_layer.costs
         for exchanges in _exchanges(share, solved_layer, pricer, terms, wanted):
@@ -341,18 +337,14 @@ def _fullest_load(wanted: Strategy, share: Share) -> float:
     """Tokens of the fullest rank of experts by the mean."""
     if wanted.capacity_factor is not None:
         return wanted.capacity_factor if share.experts.calls else 1.0
-    return share.experts.fullest_load(wanted.ep, wanted.rows / share.rows, wanted.expert_skew)
+    return share.experts.fullest_load(wanted.ep, wanted.rows / share.rows / wanted.cp, wanted.expert_skew)
 
 
 def _exchanges(
     share: Share, solved_layer: SolvedLayer, pricer: Pricer, terms: Terms, wanted: Strategy
 ) -> list[dict[str, list[Exchange]]]:
-    """The exchanges that context and expert parallelism need."""
+    """The exchanges that expert parallelism needs."""
     found, profile = [], terms.framework
-    if wanted.cp > 1:
-        by_ring = (wanted.cp_exchange or profile.cp_exchange) == "ring"
-        habits = GENERATED if profile.cp_habits == "generated" else PUBLISHED
-        found.append(context_exchanges(solved_layer, pricer, wanted.cp, by_ring, habits))
     if wanted.ep > 1:
         sp = _is_sequence_parallel(profile, wanted)
         tp = pricer.mesh.size("tp")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.costs.context import AttentionSeconds, ContextCall, NearCall
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
 from autopar.ir.graph import TensorMeta, base_name, has_dropout, is_causal
@@ -91,9 +92,9 @@ class ProfiledPricer(Pricer):
     def _plain_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         name = base_name(operator.node.op)
         if name in ATTENTION:
-            if self.attention == "unfused":
-                return self._unfused_attention_seconds(operator, option)
-            return self._flash_attention_seconds(operator, option)
+            if directions := self.context_directions(operator, option):
+                return directions[0].seconds, directions[1].seconds
+            return self._kernel_seconds(operator, option, None)
         if name == "cross_entropy_loss" and self.framework.loss_bytes:
             moved = self.framework.loss_bytes * num_local(operator.inputs[0], option.inputs[0], self.mesh) / 2
             return self.memory_seconds(moved) + self._inner_seconds(operator, option)[0], self.memory_seconds(moved)
@@ -136,33 +137,49 @@ class ProfiledPricer(Pricer):
         moved = CASTS[self.matmul_dtype]
         return self.memory_seconds(moved * sum(sizes)), self.memory_seconds(moved * made)
 
-    def _flash_attention_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+    def context_kernels(self, call: ContextCall | NearCall, operator: Operator, option: Option) -> AttentionSeconds:
+        """Each part of the keys takes its share of one kernel over all of them."""
+        forward, backward = self._kernel_seconds(operator, option, call)
+        whole = call.size * call.keys
+        return lambda keys, causal: (forward * keys / whole, backward * keys / whole)
+
+    def _kernel_seconds(
+        self, operator: Operator, option: Option, call: ContextCall | NearCall | None
+    ) -> tuple[float, float]:
+        """One attention kernel of a rank's queries and all keys that they see. call: where ranks exchange keys."""
+        seconds = self._unfused_attention_seconds if self.attention == "unfused" else self._flash_attention_seconds
         query, key = operator.inputs[0], operator.inputs[1]
         local = num_local(query, option.inputs[0], self.mesh)
-        queries, width, keys = query.shape[-2], query.shape[-1], key.shape[-2]
-        heads = max(local // (queries * width), 1)
+        queries = call.queries if call else query.shape[-2]
+        heads = max(local // (queries * query.shape[-1]), 1)
+        received = (call.size - 1) * call.part if call else 0.0
+        return seconds(operator, option, (heads, queries, key.shape[-2]), received)
+
+    def _flash_attention_seconds(
+        self, operator: Operator, option: Option, shape: tuple[int, int, int], received: float
+    ) -> tuple[float, float]:
+        """shape: heads, queries, keys. received: bytes of the keys and values of other ranks."""
+        heads, queries, keys = shape
         causal = is_causal(operator.node)
-        flops = 4.0 * heads * queries * keys * width * (0.5 if causal else 1.0)
+        flops = 4.0 * heads * queries * keys * operator.inputs[0].shape[-1] * (0.5 if causal else 1.0)
         moved = sum(self._local_bytes(m, p) for m, p in zip(operator.inputs, option.inputs, strict=True))
-        moved += self._local_bytes(operator.node.outputs[0], option.outputs[0])
+        moved += self._local_bytes(operator.node.outputs[0], option.outputs[0]) + received
         dtype = "bf16" if self.matmul_dtype in CASTS else self.dtype_name(operator.node.outputs[0])
         variant = "fa2" if self.attention == "flash" else self.attention
-        return self._flash_seconds(flops, moved, dtype, (heads, queries, keys), causal, variant)
+        return self._flash_seconds(flops, moved, dtype, shape, causal, variant)
 
-    def _unfused_attention_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+    def _unfused_attention_seconds(
+        self, operator: Operator, option: Option, shape: tuple[int, int, int], received: float
+    ) -> tuple[float, float]:
         """Two batched matmuls over all of the scores, causal or not, and the passes over the scores."""
-        query, key = operator.inputs[0], operator.inputs[1]
-        local = num_local(query, option.inputs[0], self.mesh)
-        rows, width, columns = query.shape[-2], query.shape[-1], key.shape[-2]
-        batch = max(local // (rows * width), 1)
-        size = query.dtype.itemsize
+        batch, rows, columns = shape
+        width, size = operator.inputs[0].shape[-1], operator.inputs[0].dtype.itemsize
         dtype = "bf16" if self.matmul_dtype in CASTS else self.dtype_name(operator.node.outputs[0])
         flops = 2.0 * batch * rows * columns * width
         moved = size * batch * (rows * columns + (rows + columns) * width)
         device = self.cluster.device
-        shape = (rows, columns, width)
         product = compute.seconds(
-            compute.Work(kind="matmul", flops=flops, num_bytes=moved, dtype=dtype, shape=shape), device
+            compute.Work(kind="matmul", flops=flops, num_bytes=moved, dtype=dtype, shape=(rows, columns, width)), device
         )
         scores = float(size * batch * rows * columns)
         # What the matmuls move of the scores is in their own bytes; two of the passes forward, four backward.

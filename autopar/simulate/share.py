@@ -1,9 +1,10 @@
-"""What one rank has of the model: the graph of its tokens and experts, and what follows from that graph alone."""
+"""The part of the model that the ranks of one group of experts have: its graph, and what follows from that alone."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,29 +15,24 @@ from autopar.costs.price import Pricer
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.chain import chain, homes_of
-from autopar.ir.graph import layer_names
+from autopar.ir.graph import Graph, LayerClass, LayerRun, Node, base_name, has_dropout, layer_names
+from autopar.operators.traits import ATTENTION
 from autopar.options.scopes import scopes_of
-from autopar.options.strategies import Operator
 from autopar.planning.request import Request
 from autopar.planning.solved_layers import SolvedLayers
-from autopar.simulate.context import check_context, shortened, with_whole_keys
 from autopar.simulate.experts import experts_of, share_of_experts
 from autopar.simulate.fusion import Key, Part, fused_parts
 from autopar.simulate.matrices import matrices_of
 
-ShareTrace = Callable[[int, int], BatchedTrace]
-"""(cp, ep) -> the model with the cp-th part of a row's tokens and the ep-th part of its experts, for any number of
-rows."""
+ShareTrace = Callable[[int], BatchedTrace]
+"""ep -> the model with the ep-th part of its experts, for any number of rows."""
 
 
 @dataclass
 class ScoredLayers(SolvedLayers):
-    """Layers solved under a profile's prices. priced: the planner's prices -> the profile's. cp: ranks whose keys and
-    values every attention call sees."""
+    """Layers solved under a profile's prices. priced: the planner's prices -> the profile's."""
 
     priced: Callable[[Pricer], Pricer] = field(kw_only=True)
-    cp: int = field(default=1, kw_only=True)
-    _whole: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
 
     def pricer(self, mesh: Any) -> Pricer:
         """The profile's prices on a solved layer's mesh."""
@@ -44,15 +40,7 @@ class ScoredLayers(SolvedLayers):
 
     def priced_for(self, request: Request) -> ScoredLayers:
         """The same decisions on other nodes, those that are not made yet among them."""
-        return ScoredLayers(request, priced=self.priced, cp=self.cp, _assignments=self._assignments)
-
-    def operators(self, rows: int) -> dict[tuple[str, str], Operator]:
-        """The calls of the graph at `rows` rows over all ranks, with the keys that attention sees."""
-        if self.cp == 1:
-            return super().operators(rows)
-        if rows not in self._whole:
-            self._whole[rows] = with_whole_keys(super().operators(rows), self.cp)
-        return self._whole[rows]
+        return ScoredLayers(request, priced=self.priced, prices_all_ranks=True, _assignments=self._assignments)
 
 
 @dataclass
@@ -64,16 +52,41 @@ class Setting:
     costs: dict[Any, Mapping[str, LayerCost]] = field(default_factory=dict)
 
 
-class Share:
-    """One rank's share of the model. Raises ConstraintError where cp ranks cannot share the attention."""
+def drops_attention(graph: Graph) -> bool:
+    """Whether attention of the graph drops probabilities."""
+    nodes = (node for scope in scopes_of(graph) for node in scope.nodes)
+    return any(base_name(node.op) in ATTENTION and has_dropout(node) for node in nodes)
 
-    def __init__(self, traced: BatchedTrace, cp: int) -> None:
+
+def without_attention_dropout(graph: Graph) -> Graph:
+    """Return the graph with attention that drops nothing.
+
+    A framework's kernels drop attention probabilities while they compute. autopar's programs have no such kernel over
+    keys of several ranks, so the planner has no option to price such a call by.
+    """
+
+    def without(node: Node) -> Node:
+        if base_name(node.op) not in ATTENTION or not has_dropout(node):
+            return node
+        kwargs = tuple((name, value) for name, value in node.kwargs if name != "dropout_p")
+        return replace(node, args=(*node.args[:4], *(0.0,)[: len(node.args[4:])], *node.args[5:]), kwargs=kwargs)
+
+    @functools.cache
+    def in_layer(layer: LayerClass) -> LayerClass:
+        return replace(layer, nodes=tuple(map(without, layer.nodes)))
+
+    body = (replace(p, layer=in_layer(p.layer)) if isinstance(p, LayerRun) else without(p) for p in graph.body)
+    return replace(graph, body=tuple(body))
+
+
+class Share:
+    """The model with one rank's share of its experts."""
+
+    def __init__(self, traced: BatchedTrace) -> None:
         self.traced = traced
         self.rows = 2
         graph = traced(self.rows)
         traced(2 * self.rows)
-        if cp > 1:
-            check_context(graph, cp)
         self.graph = graph
         self.units, self.layers = chain(graph), layer_names(graph)
         self.homes, self.scopes = homes_of(graph), scopes_of(graph)
@@ -96,15 +109,14 @@ def tracer_of(
     dtype: torch.dtype | None,
 ) -> ShareTrace:
     """Traces `model` itself. batch: by name."""
-    with share_of_experts(model, 1):
-        cuts = find_cuts(model, batch, loss_fn)
 
-    def at(cp: int, ep: int) -> BatchedTrace:
-        part = shortened(batch, cp)
+    def at(ep: int) -> BatchedTrace:
+        with share_of_experts(model, ep):  # a share is another model, whose traces follow from its own first one
+            cuts = find_cuts(model, batch, loss_fn)
 
         def at_rows(rows: int) -> Any:
             with share_of_experts(model, ep):
-                return trace(model, part, loss_fn, batch_size=rows, param_dtype=dtype, cuts=cuts)
+                return trace(model, batch, loss_fn, batch_size=rows, param_dtype=dtype, cuts=cuts)
 
         return BatchedTrace(at_rows)
 

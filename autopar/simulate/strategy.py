@@ -25,10 +25,10 @@ OWN_KEYS = ("sp", "attention", "kernels", "cp", "ep", "cp_exchange", "capacity_f
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """limits: the patterns in it. pp, mesh, zero, micro_batches, rows: of one micro-batch on one data-parallel
-    rank. The ranks of cp are ranks of the mesh's dp, with the same rows. capacity_factor, expert_skew: how tokens are
+    rank. capacity_factor, expert_skew: how tokens are
     spread over experts (cost_models/routing.py), None for no capacity. groups: of nodes, by pipeline rank, () for their
-    own order (simulate/stage_meshes.py). sp: sequence parallelism, attention: the kernel, cp_exchange: of `Framework`;
-    None and "" for the framework's own. kernels: whether generated programs have fused ones, "" for where `compile`
+    own order (simulate/stage_meshes.py). sp: sequence parallelism, attention: the kernel; None and
+    "" for the framework's own. kernels: whether generated programs have fused ones, "" for where `compile`
     would. memory_bytes: that a rank may use, None for the device's."""
 
     limits: Constraints
@@ -49,7 +49,6 @@ class Strategy:
     sp: bool | None
     attention: str
     kernels: str
-    cp_exchange: str
     memory_bytes: int | None
 
 
@@ -84,14 +83,15 @@ def parse_strategy(given: Mapping[str, Any], cluster: AnyCluster, global_batch_s
     assert micro_batches is not None
     return Strategy(
         limits=Constraints(
-            {},
+            {axis: size for axis, size in (("cp", cp), ("tp", tp)) if size > 1},
             parameters=limits.parameters,
             activations=limits.activations,
             forbid_parameters=limits.forbid_parameters,
             forbid_activations=limits.forbid_activations,
+            context=exchange.replace("-", "_") if exchange and cp > 1 else None,
         ),
         pp=pp,
-        mesh=named_mesh(dp * cp, tp, ddp),
+        mesh=named_mesh(dp, tp, ddp, cp=cp),
         cp=cp,
         ep=ep,
         capacity_factor=capacity,
@@ -107,7 +107,6 @@ def parse_strategy(given: Mapping[str, Any], cluster: AnyCluster, global_batch_s
         sp=sp,
         attention=attention,
         kernels=kernels,
-        cp_exchange=exchange,
         memory_bytes=limits.memory_bytes,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.costs.context import GENERATED, PUBLISHED
 from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
@@ -55,6 +56,7 @@ def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
         return kind(plain.mesh, plain.cluster, plain.training, *rates, *host, **own)
     profile = terms.framework
     profiled = ProfiledExpertPricer if has_experts else ProfiledPricer
+    is_generated = profile.cp_habits == "generated"
     return profiled(
         plain.mesh,
         plain.cluster,
@@ -65,6 +67,8 @@ def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
         parts=share.parts(profile.fusion),
         matmul_dtype=terms.matmul_dtype,
         attention=terms.attention,
+        habits=GENERATED if is_generated else PUBLISHED,
+        sorts_rows=is_generated,
         **own,
     )
 

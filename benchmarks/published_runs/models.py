@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import find_cuts, trace
 from autopar.ir.graph import Graph
 from benchmarks.published_runs.machines import precision_of
@@ -178,12 +176,3 @@ def graph_of(row: Row, rows: int) -> Graph:
         cuts = find_cuts(model, batch)
     deep = tuple(replace(cut, num_blocks=row["layers"]) for cut in cuts)
     return trace(model, batch, batch_size=rows, param_dtype=dtype, cuts=deep)
-
-
-def share_of(row: Row, cp: int, ep: int) -> BatchedTrace:
-    """`graph_of` with the cp-th part of the tokens. Raises SkippedError for what no row has described yet."""
-    if ep > 1:
-        raise SkippedError("ep, but the row's architecture has no experts")
-    if row["seq_len"] % cp:
-        raise SkippedError("cp does not divide seq_len")
-    return BatchedTrace(partial(graph_of, {**row, "seq_len": row["seq_len"] // cp}))

@@ -13,7 +13,7 @@ from autopar.frontend.rebatch import BatchedTrace
 from autopar.ir.plan_data import Prediction
 from autopar.simulate import Predictor
 from benchmarks.published_runs.machines import cluster_of, device_of, precision_of
-from benchmarks.published_runs.models import build, built_as, graph_of, model_key, share_of
+from benchmarks.published_runs.models import build, built_as, graph_of, model_key
 from benchmarks.published_runs.rows import NEEDED, Row, SkippedError
 from benchmarks.published_runs.strategies import profile_of, strategy_of
 from cost_models.frameworks import Framework
@@ -103,7 +103,7 @@ class Predictions:
                 self.predictors[key] = Predictor(model, example_inputs=batch, precision=precision_of(row))
             else:
                 traced = BatchedTrace(partial(graph_of, row))
-                self.predictors[key] = Predictor.of_trace(traced, 2, precision_of(row), partial(share_of, row))
+                self.predictors[key] = Predictor.of_trace(traced, 2, precision_of(row))
             self.trace_seconds += time.perf_counter() - started
         return self.predictors[key]
 

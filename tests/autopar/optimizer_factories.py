@@ -315,7 +315,7 @@ def refused(net: nn.Module) -> dict[str, tuple[Any, str]]:
         "by value": (by_value, "not by identity or value"),
         "LBFGS": (torch.optim.LBFGS, "LBFGS.step needs a closure"),
         "freezing": (freezing, "requires_grad=False"),
-        "no optimiser": (lambda params: params, "must return a torch.optim.Optimizer"),
+        "no optimizer": (lambda params: params, "must return a torch.optim.Optimizer"),
         "failing": (torch.optim.Muon, "Muon only supports 2D parameters"),
         "sparse": (torch.optim.SparseAdam, "does not support dense gradients"),
         "constructor": (Lookahead, "'slow' of embed.weight"),

@@ -169,7 +169,7 @@ def test_a_forward_more_of_every_micro_batch_is_priced(pins: dict[str, Any]) -> 
     of_stages = compiled.plan.prediction.pipeline_ranks or (compiled.plan.prediction.num_bytes,)
     whole_bytes = 4 * (4 * 2 * EXPERTS + 2 * 3 + WIDTH)
     assert whole_bytes / pins.get("tp", 1) <= sum(kinds[SUMS] for kinds in of_stages) <= whole_bytes
-    assert "forwards run twice" in compiled.report() and "forwards run twice" not in alone.report()
+    assert "forward runs twice" in compiled.report() and "forward runs twice" not in alone.report()
     solution = compiled.best.solution
     if solution is not None:  # what several readers share is paid for once
         assert solution.objective == pytest.approx(compiled.plan.prediction.step_seconds, rel=0.01)

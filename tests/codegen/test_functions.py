@@ -244,7 +244,7 @@ def test_dims_are_cut_where_the_calls_of_the_parts_are_those_of_the_whole(functi
 
 def test_the_report_names_what_is_cut() -> None:
     compiled = autopar.compile(Applies(Tripled), "2 cpu", example_inputs=BATCH, loss_fn=nn.functional.mse_loss)
-    assert "as the operators that they call may be: Tripled" in " ".join(str(compiled.report()).split())
+    assert "sharded by the operators that they call: Tripled" in " ".join(str(compiled.report()).split())
 
 
 @pytest.mark.parametrize(

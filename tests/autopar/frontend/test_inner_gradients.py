@@ -158,7 +158,7 @@ def test_equal_on_two_processes(loss: Callable[[Any, Tensor], Tensor]) -> None:
 
 def test_calls_are_cut_along_the_batch() -> None:
     compiled = compiled_for(Net(penalty), {"x": BATCH["x"].clone()}, cluster="1x2 cpu", constraints={"dp": 2})
-    assert "nothing is split" not in str(compiled.report())
+    assert "nothing is sharded" not in str(compiled.report())
 
 
 def dropped(m: Any, x: Tensor) -> Tensor:

@@ -121,4 +121,4 @@ def test_other_branches_on_the_batch_are_taken(check: Callable[[Tensor], object]
 
 def test_the_report_names_the_line() -> None:
     compiled = autopar.compile(Checks(raising), "2 cpu", example_inputs=(IDS,))
-    assert "a check of values that the program leaves out" in str(compiled.report())
+    assert "the program omits this check of values" in str(compiled.report())
