@@ -54,7 +54,7 @@ class Variables:
     sizes: dict[Key, float] = field(default_factory=dict)
     total: float = 0.0
 
-    def made(self, key: Key, num_bytes: float) -> None:
+    def add(self, key: Key, num_bytes: float) -> None:
         self.sizes[key] = num_bytes
         self.total += num_bytes
 

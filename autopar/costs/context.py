@@ -369,7 +369,7 @@ def _nothing(num_bytes: float) -> float:
 def _pieces(window: Window, queries: int, size: int, is_striped: bool) -> tuple[int, int]:
     """Return (keys that kernels read for each query, how many need a mask) of the last rank: with the keys of one
     rank in stripes, else with all visible keys."""
-    at, stride, held = (size - 1, size, queries) if is_striped else ((size - 1) * queries, 1, size * queries)
-    own, keys, length = Positions(at, queries, stride), Positions(0, held, stride), queries * size
-    num_masked = sum(piece.kind == "masked" for piece in window.pieces(own, keys, length))
-    return max(round(window.pairs(own, keys, length) / queries), 1), num_masked
+    at, stride, num_keys = (size - 1, size, queries) if is_striped else ((size - 1) * queries, 1, size * queries)
+    positions, keys, length = Positions(at, queries, stride), Positions(0, num_keys, stride), queries * size
+    num_masked = sum(piece.kind == "masked" for piece in window.pieces(positions, keys, length))
+    return max(round(window.pairs(positions, keys, length) / queries), 1), num_masked

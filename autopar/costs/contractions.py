@@ -64,9 +64,9 @@ class Contractions(Rates):
                 forward += self.memory_seconds(2 * repeated)
                 backward += self.memory_seconds(2 * repeated)
             if operator.node.op == SINK_ATTENTION:
-                own = self.sinks(operator, option)
-                forward += self.memory_seconds(own.moved_forward)
-                backward += self.memory_seconds(own.moved_backward)
+                sink_bytes = self.sinks(operator, option)
+                forward += self.memory_seconds(sink_bytes.moved_forward)
+                backward += self.memory_seconds(sink_bytes.moved_backward)
             return forward, backward if any(meta.requires_grad for meta in operator.inputs) else 0.0
         forward, wrt_input, wrt_weight = self._matmul_seconds(operator, option, flops, num_bytes, dtype)
         is_routed = operator.node.op == EXPERT_LINEAR
@@ -139,18 +139,18 @@ class Contractions(Rates):
         two gathers on the way there, which move C and N.
         """
         way, route = self._way(operator, option), operator.route
-        rows, found = way.tokens * way.choices, 0.0
+        rows, seconds = way.tokens * way.choices, 0.0
         if route.dispatches:
             size = num_local_dim(operator.inputs[0], option.inputs[0], self.mesh) * operator.inputs[0].dtype.itemsize
-            found += way.seconds(size, size, load, self.cluster)
-            found += self.memory_seconds(size * ((2 * load + 1) * rows + 2 * way.copies - way.tokens))
+            seconds += way.seconds(size, size, load, self.cluster)
+            seconds += self.memory_seconds(size * ((2 * load + 1) * rows + 2 * way.copies - way.tokens))
         if route.returns:
             output = operator.node.outputs[0]
             width, size = num_local_dim(output, option.outputs[0], self.mesh), output.dtype.itemsize
-            found += way.seconds(width * size, width * route.summed_bytes, load, self.cluster)
-            found += way.seconds_across(way.choices * route.summed_bytes, self.cluster)  # weights, or their gradients
-            found += self.memory_seconds(width * size * 2 * load * rows)
-        return found
+            seconds += way.seconds(width * size, width * route.summed_bytes, load, self.cluster)
+            seconds += way.seconds_across(way.choices * route.summed_bytes, self.cluster)  # weights, or their gradients
+            seconds += self.memory_seconds(width * size * 2 * load * rows)
+        return seconds
 
     def sent_again_seconds(self, operator: Operator, option: Option) -> float:
         """Return the forward seconds of an expert layer that a second run repeats although its products are kept:

@@ -23,23 +23,23 @@ def unit_costs(
     """Return the cost of every unit, by name."""
     calls = layer_costs(graph, operators, pricer, assignment)
     parameters = StoredParameters.of(assignment.parameters, homes_of(graph), scopes_of(graph))
-    found = combined(calls, stored_costs(graph, pricer, parameters), pricer.num_forwards)
+    costs = combined(calls, stored_costs(graph, pricer, parameters), pricer.num_forwards)
     for name, num_bytes in _summed_bytes(graph, pricer, assignment).items():
-        found[name].fixed[SUMS] += num_bytes
-    return found
+        costs[name].fixed[SUMS] += num_bytes
+    return costs
 
 
 def _summed_bytes(graph: Graph, pricer: Pricer, assignment: Assignment) -> dict[str, float]:
     """Return by unit the bytes of the batch sums that a first pass computes, in at least fp32. They stay until the
     next first pass."""
     metas, homes, last = {scope.name: scope.metas for scope in scopes_of(graph)}, segments(graph), chain(graph)[-1]
-    found: dict[str, float] = defaultdict(float)
+    bytes_of: dict[str, float] = defaultdict(float)
     for scope, ref in graph.accumulation.summed if graph.accumulation is not None else ():
         meta, option = metas[scope][ref], assignment.operators.get((scope, ref.node))
         # The result of a run of layers has no option.
         part = meta.numel if option is None else num_local(meta, option.outputs[ref.index], pricer.mesh)
-        found[scope or homes.get(ref.node, last)] += part * max(meta.dtype.itemsize, 4)
-    return found
+        bytes_of[scope or homes.get(ref.node, last)] += part * max(meta.dtype.itemsize, 4)
+    return bytes_of
 
 
 def combined(
@@ -50,31 +50,33 @@ def combined(
 
     num_forwards: of a micro-batch in a step; the first of two is a kind of its own, and keeps nothing.
     """
-    found = {}
+    combined_costs = {}
     for name, cost in costs.items():
-        own = stored.get(name, StoredCost())
+        stored_cost = stored.get(name, StoredCost())
         behind = defaultdict(float, cost.backward)
-        for kind, value in own.per_micro.items():
+        for kind, value in stored_cost.per_micro.items():
             behind[kind] += value
-        issued = cost.host[0] + own.host[0], cost.host[1] + own.host[1]
+        issued = cost.host[0] + stored_cost.host[0], cost.host[1] + stored_cost.host[1]
         forward = _waiting(cost.forward, issued[0])
         backward = _waiting(behind, issued[1])
         if num_forwards > 1:
             forward = defaultdict(float, forward) | {FIRST_PASS: (num_forwards - 1) * exposed(forward)}
-        modes = {n: replace(m, transient_bytes=m.transient_bytes + own.gathered_bytes) for n, m in cost.modes.items()}
-        found[name] = replace(
+        modes = {
+            n: replace(m, transient_bytes=m.transient_bytes + stored_cost.gathered_bytes) for n, m in cost.modes.items()
+        }
+        combined_costs[name] = replace(
             cost,
             forward=forward,
             backward=backward,
-            step=_beside(own.per_step, backward.get(HOST, 0.0)),
-            fixed=own.fixed,
-            gathered_bytes=own.gathered_bytes,
-            slots=tuple(own.slots),
+            step=_beside(stored_cost.per_step, backward.get(HOST, 0.0)),
+            fixed=stored_cost.fixed,
+            gathered_bytes=stored_cost.gathered_bytes,
+            slots=tuple(stored_cost.slots),
             overlapped=_beyond(cost.overlapped, backward.get(HOST, 0.0)),
             modes=modes,
             host=issued,
         )
-    return found
+    return combined_costs
 
 
 def _waiting(seconds: dict[str, float], issued: float) -> dict[str, float]:

@@ -63,7 +63,7 @@ def emitted(
     operators: Mapping[Key, Operator],
     pricer: Pricer,
     assignment: Assignment,
-    known: Known,
+    cache: Known,
     decisions: Hashable = None,
 ) -> Emitted:
     """Return the program of these decisions, after the passes that the pricer prices.
@@ -79,19 +79,19 @@ def emitted(
     crossing = tuple((mixture, pricer.neighbours(*mixture)) for mixture in mixtures)
     of_pricer = has_kernels, has_fp8, overlaps, pays, crossing, pricer.is_compiled
     like = *of_pricer, pricer.mesh.axes, decisions
-    if decisions is not None and like in known:
-        return known[like]
+    if decisions is not None and like in cache:
+        return cache[like]
     key = *of_pricer, pricer.mesh, _signature(assignment)
-    if key not in known:
+    if key not in cache:
         program = lower(graph, operators, _OneStage(pricer.mesh), assignment)
         for rewrite in passes(
             fused=has_kernels, fp8=has_fp8, overlapped=overlaps, neighbours=pricer.neighbours if mixtures else None
         ):
             program = rewrite(program)
-        known[key] = Emitted(with_idioms(program) if pricer.has_idioms else program)
+        cache[key] = Emitted(with_idioms(program) if pricer.has_idioms else program)
     if decisions is not None:
-        known[like] = known[key]
-    return known[key]
+        cache[like] = cache[key]
+    return cache[key]
 
 
 def mixtures_of(operators: Iterable[Operator], mesh: Mesh) -> list[tuple[int, int, tuple[str, ...]]]:
@@ -106,20 +106,20 @@ def mixtures_of(operators: Iterable[Operator], mesh: Mesh) -> list[tuple[int, in
 def priced(program: Program, graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer) -> Pricer:
     """Return the pricer for this program: with its fused runs, its products in e4m3, and its expert rows that cross
     between nodes once per node."""
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     calls = [(scope, call) for scope, cls in classes(program) for call in cls.body if isinstance(call, Call)]
     if isinstance(pricer, KernelPricer):
-        made = {(scope, call.target, name) for scope, call in calls for name in names_of(call)}
-        fusions = found["fusions"] = dict[Key, Fusion]()
+        call_names = {(scope, call.target, name) for scope, call in calls for name in names_of(call)}
+        fusions = changes["fusions"] = dict[Key, Fusion]()
         for scope, fusion in _runs(graph, operators, pricer):
-            if (scope, fusion.node.op, fusion.node.name) in made and pricer.is_one_call(fusion):
+            if (scope, fusion.node.op, fusion.node.name) in call_names and pricer.is_one_call(fusion):
                 fusions |= {(scope, member.name): fusion for member in fusion.members}
     if isinstance(pricer, Fp8Pricer):
         products = ((scope, names_of(call)) for scope, call in calls if call.target in IN_FP8)
-        found["products"] = {(scope, name): len(names) for scope, names in products for name in names}
+        changes["products"] = {(scope, name): len(names) for scope, names in products for name in names}
     if any(operator.route.choices for operator in operators.values()):
-        found["by_node"] = frozenset(_crossing(program))
-    return replace(pricer, **found) if found else pricer
+        changes["by_node"] = frozenset(_crossing(program))
+    return replace(pricer, **changes) if changes else pricer
 
 
 def _crossing(program: Program) -> Iterator[Key]:
@@ -129,7 +129,7 @@ def _crossing(program: Program) -> Iterator[Key]:
         routes = {result for call in calls if call.target == "runtime.NodeRoutes" for result in call.results}
         for call in calls:
             if not routes.isdisjoint(reads(call)):
-                yield from ((scope, name) for own in call.original for name in names_of(own))
+                yield from ((scope, name) for original in call.original for name in names_of(original))
 
 
 def classes(program: Program) -> Iterator[tuple[str, ModuleClass]]:
@@ -151,7 +151,7 @@ def _runs(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer) -> li
         return []
     scopes = [scope for scope in scopes_of(graph) if scope.nodes]
     runs = [(scope.name, operators[scope.name, scope.nodes[0].name].runs) for scope in scopes]
-    return [(name, fusion) for name, found in runs if found is not None for fusion in found.all]
+    return [(name, fusion) for name, fusions in runs if fusions is not None for fusion in fusions.all]
 
 
 def _signature(assignment: Assignment) -> Hashable:

@@ -36,15 +36,15 @@ def layer_costs(
     operators: Mapping[tuple[str, str], Operator],
     pricer: Pricer,
     assignment: Assignment,
-    known: Known | None = None,
+    cache: Known | None = None,
 ) -> dict[str, LayerCost]:
     """Price forward and backward without parameters.
 
     Depends on the micro-batch shape of one data-parallel rank, not on the number of such ranks. known: cached
     programs of the model.
     """
-    made = emitted(graph, operators, pricer, assignment, {} if known is None else known)
-    return _Evaluation(made, graph, operators, pricer, assignment).costs()
+    program = emitted(graph, operators, pricer, assignment, {} if cache is None else cache)
+    return _Evaluation(program, graph, operators, pricer, assignment).costs()
 
 
 def layer_seconds(
@@ -52,12 +52,12 @@ def layer_seconds(
     operators: Mapping[tuple[str, str], Operator],
     pricer: Pricer,
     assignment: Assignment,
-    known: Known | None = None,
+    cache: Known | None = None,
     decisions: Hashable = None,
 ) -> dict[str, ComputeSeconds]:
     """Return the seconds of every unit, as `layer_costs` does, without counting bytes. decisions: see `emitted`."""
-    made = emitted(graph, operators, pricer, assignment, {} if known is None else known, decisions)
-    costs = _Evaluation(made, graph, operators, pricer, assignment).costs(with_bytes=False)
+    program = emitted(graph, operators, pricer, assignment, {} if cache is None else cache, decisions)
+    costs = _Evaluation(program, graph, operators, pricer, assignment).costs(with_bytes=False)
     return {
         name: ComputeSeconds(
             forward=cost.forward_seconds,
@@ -85,8 +85,8 @@ def statement_costs(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer, assignment: Assignment
 ) -> dict[str, tuple[StatementCost, ...]]:
     """Return by scope the seconds of every statement that `layer_costs` adds up."""
-    made = emitted(graph, operators, pricer, assignment, {})
-    evaluation = _Evaluation(made, graph, operators, pricer, assignment)
+    program = emitted(graph, operators, pricer, assignment, {})
+    evaluation = _Evaluation(program, graph, operators, pricer, assignment)
     return {scope.name: tuple(evaluation.statements(scope)) for scope in scopes_of(graph)}
 
 
@@ -95,49 +95,49 @@ class _Evaluation:
 
     def __init__(
         self,
-        made: Emitted,
+        program: Emitted,
         graph: Graph,
         operators: Mapping[tuple[str, str], Operator],
         pricer: Pricer,
         assignment: Assignment,
     ) -> None:
-        self.made, self.graph, self.operators, self.assignment = made, graph, operators, assignment
-        self.pricer = priced(made.program, graph, operators, pricer)
+        self.emitted, self.graph, self.operators, self.assignment = program, graph, operators, assignment
+        self.pricer = priced(program.program, graph, operators, pricer)
         self.overlaps = Overlaps(graph, operators, pricer)
-        self.found: dict[str, LayerCost] = {name: LayerCost() for name in chain(graph)}
+        self.unit_costs: dict[str, LayerCost] = {name: LayerCost() for name in chain(graph)}
 
     def costs(self, with_bytes: bool = True) -> dict[str, LayerCost]:
         """Return the costs of all units; without bytes there are only seconds, and no modes."""
         for scope in scopes_of(self.graph):
             units = self._units(scope, anew=with_bytes)
             for name, unit in units.items():
-                self._seconds(scope, unit, self.found[name])
-                self.found[name].host = self._issued(scope, name, unit)
+                self._seconds(scope, unit, self.unit_costs[name])
+                self.unit_costs[name].host = self._issued(scope, name, unit)
             if with_bytes:
                 self._bytes(scope, units)
             if scope.layer and with_bytes:
-                cost = self.found[scope.name]
+                cost = self.unit_costs[scope.name]
                 cost.modes = recompute_modes(self.graph, self.operators, self.pricer, self.assignment, scope, cost)
-        return self.found
+        return self.unit_costs
 
     def _units(self, scope: Scope, anew: bool) -> Mapping[str, Unit]:
         """Return the events in the units of a scope. anew: with the calls of this graph, because bytes need the
         sizes."""
         key = scope.name, self.pricer.mesh
-        if anew or key not in self.made.units:
-            self.made.units[key] = self._reader(scope).units(*self._body(scope))
-        found: Mapping[str, Unit] = self.made.units[key]
-        return found
+        if anew or key not in self.emitted.units:
+            self.emitted.units[key] = self._reader(scope).units(*self._body(scope))
+        units: Mapping[str, Unit] = self.emitted.units[key]
+        return units
 
     def _reader(self, scope: Scope) -> Reader:
         fusions = (self.pricer.fusions if isinstance(self.pricer, KernelPricer) else None) or {}
-        own = self.operators, self.assignment, fusions, segments(self.graph)
-        return Reader(scope, self.pricer.mesh, *own)
+        tables = self.operators, self.assignment, fusions, segments(self.graph)
+        return Reader(scope, self.pricer.mesh, *tables)
 
     def _body(self, scope: Scope) -> tuple[ModuleClass, tuple[Statement, ...]]:
         """Return a scope's class, and the statements that run ahead of its body."""
-        before = () if scope.layer else self.made.program.whole_sums
-        return dict(classes(self.made.program))[scope.name], before
+        before = () if scope.layer else self.emitted.program.whole_sums
+        return dict(classes(self.emitted.program))[scope.name], before
 
     def statements(self, scope: Scope) -> Iterator[StatementCost]:
         """Yield every statement of a scope with its seconds."""
@@ -182,12 +182,12 @@ class _Evaluation:
 
     def _issued(self, scope: Scope, name: str, unit: Unit) -> tuple[float, float]:
         """Return the host seconds to issue the calls of a unit."""
-        one, known = self.pricer.host_call_seconds, self.made.calls
+        one, calls = self.pricer.host_call_seconds, self.emitted.calls
         if not one:
             return 0.0, 0.0
-        if name not in known:
-            known[name] = host_calls(unit.statements, bool(scope.layer), self.pricer.is_compiled)
-        return one * known[name][0], one * known[name][1]
+        if name not in calls:
+            calls[name] = host_calls(unit.statements, bool(scope.layer), self.pricer.is_compiled)
+        return one * calls[name][0], one * calls[name][1]
 
     def _move(self, scope: Scope, move: Moved, cost: LayerCost) -> None:
         meta, axes = scope.metas[move.ref], self.pricer.mesh.axes
@@ -215,7 +215,7 @@ class _Evaluation:
         on_cpu = is_cpu(self.pricer.cluster)
         kept = saved_tensors(nodes, scope.metas, parameters, partial(_copied, ran, copies), on_cpu)
         for name, unit in units.items():
-            self.found[name].live = Walk(scope, unit, self.pricer, kept, parameters).measure()
+            self.unit_costs[name].live = Walk(scope, unit, self.pricer, kept, parameters).measure()
 
 
 def _copied(ran: Mapping[str, Ran], copies: set[tuple[Ref, Placements]], node: Node, ref: Ref) -> Placements | None:

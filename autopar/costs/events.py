@@ -114,11 +114,11 @@ class Reader:
         body = (*before, *cls.body)
         flow = Flow.of(body, cls.outputs)
         overlapped = _overlapped(body, flow)
-        found: dict[str, Unit] = {}
+        units: dict[str, Unit] = {}
         homes = self._homes(body)
         previous: tuple[str, int] = "", -1
         for index, (statement, home) in enumerate(zip(body, homes, strict=True)):
-            unit = found.setdefault(home, Unit())
+            unit = units.setdefault(home, Unit())
             unit.statements.append(statement)
             if isinstance(statement, Call):
                 self._call(statement, unit)
@@ -126,8 +126,8 @@ class Reader:
                 joins = previous == (statement.source.name, index - 1) and self._is_only_for(index, flow)
                 self._reshard(statement, unit, joins, overlapped.get(index, ()))
                 previous = statement.result.name, index
-        self._end(found, body, homes, cls.outputs, flow)
-        return found
+        self._end(units, body, homes, cls.outputs, flow)
+        return units
 
     def each(self, cls: ModuleClass, before: tuple[Statement, ...] = ()) -> Iterator[tuple[Statement, Unit]]:
         """Yield every statement of the class with its events; steps of one reshard are several events here."""
@@ -149,11 +149,11 @@ class Reader:
         nearest = next(iter(self.segments.values()), "")
         homes, waiting = list[str](), 0
         for statement in (*body, None):
-            made = names_of(statement) if isinstance(statement, Call) else ()
-            found = next((self.segments[name] for name in made if name in self.segments), "")
+            names = names_of(statement) if isinstance(statement, Call) else ()
+            home = next((self.segments[name] for name in names if name in self.segments), "")
             waiting += statement is not None
-            if found or statement is None or isinstance(statement, LayerLoop):
-                nearest = found or nearest
+            if home or statement is None or isinstance(statement, LayerLoop):
+                nearest = home or nearest
                 homes, waiting = homes + [nearest] * waiting, 0
         return homes
 
@@ -166,22 +166,22 @@ class Reader:
                 unit.events += self._fused(fusion, call)
                 unit.calls += [(self.scope.name, member.name) for member in fusion.members]
             return
-        for own in call.original:
-            names = [name for name in names_of(own) if (self.scope.name, name) in self.operators]
+        for original in call.original:
+            names = [name for name in names_of(original) if (self.scope.name, name) in self.operators]
             if not names:
-                self._stands_in(own)
+                self._stands_in(original)
             for name in names:
                 if name not in self.done:
                     self.done.add(name)
                     key = self.scope.name, name
-                    held = self._names(call, name)
-                    unit.events.append(Ran(self.operators[key], self.assignment.operators[key], not held, held))
+                    produced = self._names(call, name)
+                    unit.events.append(Ran(self.operators[key], self.assignment.operators[key], not produced, produced))
                     unit.calls.append(key)
 
-    def _names(self, call: Call, made: str) -> tuple[tuple[str, Key], ...]:
+    def _names(self, call: Call, tensor_name: str) -> tuple[tuple[str, Key], ...]:
         """Return the variables that refer to results of the graph's call `made`."""
-        own = (result for result in assigns(call) if result.type.tensor[0] == made)
-        return tuple((result.name, key) for result in own if (key := self.key(result)) is not None)
+        results = (result for result in assigns(call) if result.type.tensor[0] == tensor_name)
+        return tuple((result.name, key) for result in results if (key := self.key(result)) is not None)
 
     def _stands_in(self, call: Call) -> None:
         """Let a result outside the graph stand for its source."""
@@ -233,7 +233,7 @@ class Reader:
 
     def _end(
         self,
-        found: Mapping[str, Unit],
+        units: Mapping[str, Unit],
         body: tuple[Statement, ...],
         homes: list[str],
         outputs: tuple[Var, ...],
@@ -241,9 +241,9 @@ class Reader:
     ) -> None:
         if self.scope.layer is not None:
             keys = [self.key(output) for output in outputs]
-            found[self.scope.name].ends += [key for key in keys if key is not None]
+            units[self.scope.name].ends += [key for key in keys if key is not None]
             return
-        for name, unit in found.items():
+        for name, unit in units.items():
             others = (s for s, home in zip(body, homes, strict=True) if home != name or _is_loop(s))
             unit.rebound |= {variable.name for statement in others for variable in assigns(statement)}
         for index, statement in enumerate(body):
@@ -251,8 +251,8 @@ class Reader:
                 readers = flow.readers.get((index, variable.name), frozenset())
                 leaves = any(r == len(body) or homes[r] != homes[index] or _is_loop(body[r]) for r in readers)
                 key = self.key(variable) if leaves else None
-                if key is not None and key not in found[homes[index]].ends:
-                    found[homes[index]].ends.append(key)
+                if key is not None and key not in units[homes[index]].ends:
+                    units[homes[index]].ends.append(key)
 
     def key(self, variable: Var) -> Key | None:
         """Return the graph's tensor that a variable refers to or stands for; None for counts and the like."""
@@ -273,9 +273,9 @@ def _is_loop(statement: Statement) -> bool:
     return isinstance(statement, LayerLoop)
 
 
-def placements_of(held: TensorType, mesh: Mesh) -> Placements:
+def placements_of(tensor_type: TensorType, mesh: Mesh) -> Placements:
     """Return a variable's placements, one per mesh axis."""
-    return _parsed(held.placements, mesh.axes)
+    return _parsed(tensor_type.placements, mesh.axes)
 
 
 @cache

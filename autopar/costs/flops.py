@@ -23,7 +23,9 @@ def model_flops(graph: Graph, operators: Mapping[tuple[str, str], Operator]) -> 
     for trained weights, twice for frozen ones.
     """
     counts = {scope.name: scope.count for scope in scopes_of(graph)}
-    return sum(counts[scope] * _with_backward(each) for (scope, _), each in operators.items() if _multiplies(each))
+    return sum(
+        counts[scope] * _with_backward(operator) for (scope, _), operator in operators.items() if _multiplies(operator)
+    )
 
 
 def model_flops_utilisation(flops: float, seconds: float, cluster: AnyCluster, dtype: str) -> float:

@@ -59,12 +59,12 @@ class _Product:
 
     def forward_temporary(self, on_cpu: bool) -> float:
         """Return the temporary bytes of the forward besides y, which counts from the start."""
-        made = self.width * self.y
+        result_bytes = self.width * self.y
         scales = 4.0 * (self.rows + self.columns)
         casting = _cast(0, self.x, self.width, on_cpu), _cast(self.x, self.weight, self.width, on_cpu, self.is_addmm)
         multiplying = _multiply(self.x, self.weight, self.y, on_cpu) + scales
-        adding = self.x + 2.0 * made if self.has_bias else 0.0
-        return max(*casting, multiplying, self.x + self.weight + scales + made, adding) - made
+        adding = self.x + 2.0 * result_bytes if self.has_bias else 0.0
+        return max(*casting, multiplying, self.x + self.weight + scales + result_bytes, adding) - result_bytes
 
     def backward_temporary(self, on_cpu: bool) -> float:
         """Return the temporary bytes of the backward until dx exists, besides dx and dw, which count from the start."""
@@ -78,11 +78,11 @@ class _Product:
         return max(max(*casting, multiplying, self.y + self.weight + scales + dx) - dx - dw, 0.0)
 
 
-def _cast(held: int, elements: int, width: int, on_cpu: bool, copies: bool = False) -> float:
+def _cast(num_bytes: int, elements: int, width: int, on_cpu: bool, copies: bool = False) -> float:
     """Return the bytes while a factor is cast, besides `held` codes of the other factor."""
     if on_cpu:
-        return held + (5.0 + (4.0 if width < 4 else 0.0)) * elements
-    return held + elements + (width * elements if copies else 0.0)
+        return num_bytes + (5.0 + (4.0 if width < 4 else 0.0)) * elements
+    return num_bytes + elements + (width * elements if copies else 0.0)
 
 
 def _multiply(a: int, b: int, result: int, on_cpu: bool) -> float:
@@ -107,14 +107,14 @@ class Fp8Pricer(Pricer):
         plain = super()._matmul_seconds(operator, option, flops, num_bytes, dtype)
         if not self.is_fp8(operator, option):
             return plain
-        own = self._product(operator, option)
-        x, weight, y, width = own.x, own.weight, own.y, own.width
+        product = self._product(operator, option)
+        x, weight, y, width = product.x, product.weight, product.y, product.width
         forward, wrt_input, _ = super()._matmul_seconds(operator, option, flops, x + weight + width * y, "fp8")
         copied = 2 * width * weight
         forward += self.memory_seconds((width + 1) * x) / self._num_sharing(operator)
-        forward += self.memory_seconds((width + 1) * weight + (copied if own.is_addmm else 0))
+        forward += self.memory_seconds((width + 1) * weight + (copied if product.is_addmm else 0))
         wrt_input += self.memory_seconds((width + 1) * y)
-        wrt_input += self.memory_seconds((width + 1) * weight + (0 if own.is_addmm else copied))
+        wrt_input += self.memory_seconds((width + 1) * weight + (0 if product.is_addmm else copied))
         return forward, wrt_input, plain[2]
 
     def is_fp8(self, operator: Operator, option: Option) -> bool:
@@ -150,17 +150,17 @@ class Fp8Pricer(Pricer):
 
     def backward_bytes(self, operator: Operator, option: Option) -> float:
         """Return the temporary bytes of the backward besides the gradients that it computes."""
-        found = super().backward_bytes(operator, option)
+        num_bytes = super().backward_bytes(operator, option)
         if self.is_fp8(operator, option):
-            found += self._product(operator, option).backward_temporary(is_cpu(self.cluster))
-        return found
+            num_bytes += self._product(operator, option).backward_temporary(is_cpu(self.cluster))
+        return num_bytes
 
     def product_bytes(self, operator: Operator, option: Option) -> float:
         """Return the bytes of the product before the bias is added, and on a CPU before scales are multiplied."""
-        own = self._product(operator, option) if self.is_fp8(operator, option) else None
-        if own is None or not (is_cpu(self.cluster) or own.has_bias):
+        product = self._product(operator, option) if self.is_fp8(operator, option) else None
+        if product is None or not (is_cpu(self.cluster) or product.has_bias):
             return 0.0
-        return float(own.width * own.y)
+        return float(product.width * product.y)
 
     def _product(self, operator: Operator, option: Option) -> _Product:
         position = DEFERRABLE[base_name(operator.node.op)]

@@ -84,10 +84,10 @@ def calls_of(statement: Statement) -> Calls:
         return 0.0, 0.0
     if statement.target.startswith("kernels."):
         return _kernel(statement)
-    found = [_call(own) for own in statement.original]
+    counts = [_call(call) for call in statement.original]
     functions = FUNCTION if statement.target.startswith(JOINED) else 0.0
     is_trained = any(result.type.requires_grad for result in statement.results)
-    forward, backward = (sum(each) for each in zip(*found, strict=True))
+    forward, backward = (sum(side) for side in zip(*counts, strict=True))
     return forward + functions, backward + functions if is_trained else 0.0
 
 
@@ -110,15 +110,15 @@ def host_calls(statements: Iterable[Statement], is_layer: bool, is_compiled: boo
     for statement in statements:
         is_plain = isinstance(statement, Call) and statement.target.startswith(("aten.", "idioms."))
         if not (is_plain and is_layer and is_compiled):
-            own = calls_of(statement)
+            calls = calls_of(statement)
             in_graph = False
         else:
             assert isinstance(statement, Call)
-            own = _in_graph(statement)
+            calls = _in_graph(statement)
             if not in_graph:
-                own = own[0] + GRAPH + CALL, own[1] + GRAPH + CALL
+                calls = calls[0] + GRAPH + CALL, calls[1] + GRAPH + CALL
             in_graph = True
-        forward, backward = forward + own[0], backward + own[1]
+        forward, backward = forward + calls[0], backward + calls[1]
     return forward, backward
 
 
@@ -136,8 +136,8 @@ def _call(call: Call) -> Calls:
     if call.target.startswith(JOINED):
         return product_calls(gradients)
     if not call.target.startswith("aten."):
-        known = LOSS if call.target == "runtime.cross_entropy" else RUNTIME
-        return known if gradients else (known[0], 0.0)
+        counts = LOSS if call.target == "runtime.cross_entropy" else RUNTIME
+        return counts if gradients else (counts[0], 0.0)
     name = base_name(call.target)
     if name in VIEWS and name != "reshape":
         return VIEW if gradients else (VIEW[0], 0.0)
@@ -151,6 +151,6 @@ def _call(call: Call) -> Calls:
 def _in_graph(call: Call) -> Calls:
     """Return the calls of one call inside a compiled graph: products are separate kernels, everything else shares
     one kernel with its neighbors."""
-    kernels = sum(base_name(own.target) in MATMULS | ATTENTION for own in call.original)
+    kernels = sum(base_name(product.target) in MATMULS | ATTENTION for product in call.original)
     is_trained = any(result.type.requires_grad for result in call.results)
     return kernels * CALL, 2 * kernels * CALL if is_trained else 0.0

@@ -62,7 +62,7 @@ class Kept:
 
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
-    made: tuple[int, ...] = ()
+    extra_bytes: tuple[int, ...] = ()
     shares: dict[str, tuple[bool, ...]] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -75,32 +75,32 @@ def kept(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
     """Return what the call keeps. on_cpu: whether it runs on a CPU."""
     if not any(meta.requires_grad for meta in node.outputs):
         return _NOTHING
-    known = _BY_NODE.get((id(node), on_cpu))  # the node is stored with it, so that no other has its id
-    if known is not None and known[1] == inputs:
-        return known[2]
+    cached = _BY_NODE.get((id(node), on_cpu))  # the node is stored with it, so that no other has its id
+    if cached is not None and cached[1] == inputs:
+        return cached[2]
     if len(_BY_NODE) > _LARGEST_CACHE:
         _BY_NODE.clear()
         _BY_CALL.clear()
     numbers = count()
-    given = map_refs((node.args, node.kwargs), lambda ref: Ref("", next(numbers)))
-    key = node.op, given, inputs, on_cpu
+    refs = map_refs((node.args, node.kwargs), lambda ref: Ref("", next(numbers)))
+    key = node.op, refs, inputs, on_cpu
     try:
-        found = _BY_CALL.get(key)
-        if found is None:
-            found = _BY_CALL[key] = _found(node, inputs, on_cpu)
+        record = _BY_CALL.get(key)
+        if record is None:
+            record = _BY_CALL[key] = _found(node, inputs, on_cpu)
     except TypeError:  # an argument that cannot be a key
-        found = _found(node, inputs, on_cpu)
-    _BY_NODE[id(node), on_cpu] = node, inputs, found
-    return found
+        record = _found(node, inputs, on_cpu)
+    _BY_NODE[id(node), on_cpu] = node, inputs, record
+    return record
 
 
 def made_bytes(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool) -> float:
     """Return the bytes that a rank keeps of tensors that the call creates for its backward alone."""
     node, inputs = operator.node, operator.inputs
     whole = kept(node, inputs, on_cpu)
-    if not whole.made:
+    if not whole.extra_bytes:
         return 0.0
-    sizes = [float(size) for size in whole.made]
+    sizes = [float(size) for size in whole.extra_bytes]
     share = num_local(inputs[0], option.inputs[0], mesh) / max(inputs[0].numel, 1)
     if _record(node.op) is not None:  # numbers per row of the first argument, whose rows are complete
         return sum(sizes) * share
@@ -128,8 +128,8 @@ def _found(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
     if record is not None:
         arguments, has_result, row_bytes = record
         rows = inputs[0].numel // max(inputs[0].shape[-1], 1)
-        held = tuple(position for position in arguments if position < len(inputs))
-        return Kept(held, (0,) if has_result else (), (row_bytes * rows,) if row_bytes else ())
+        kept_inputs = tuple(position for position in arguments if position < len(inputs))
+        return Kept(kept_inputs, (0,) if has_result else (), (row_bytes * rows,) if row_bytes else ())
     name = base_name(node.op)
     is_attention = name == "scaled_dot_product_attention"
     if is_attention and not on_cpu and not has_dropout(node):
@@ -151,8 +151,8 @@ def _record(op: str) -> tuple[tuple[int, ...], bool, int] | None:
     space, _, name = op.partition(".")
     if space in ("kernels", OTHER_RESULT.removesuffix(".")):
         pattern = next(pattern for pattern in PATTERNS if pattern.target == f"kernels.{name}")
-        held = tuple(pattern.leaves.index(leaf) for leaf in pattern.saves)
-        return held, False, pattern.row_bytes if space == "kernels" else 0
+        kept_inputs = tuple(pattern.leaves.index(leaf) for leaf in pattern.saves)
+        return kept_inputs, False, pattern.row_bytes if space == "kernels" else 0
     module = _RECORDED.get(op.rpartition(".")[0])
     return importlib.import_module(module).SAVED if module else None
 
@@ -162,8 +162,8 @@ def _flash(node: Node, inputs: Metas) -> Kept:
     masks = [(position, meta) for position, meta in enumerate(inputs) if position > 2]
     rows = query.numel // query.shape[-1]
     copies = [meta.numel * query.dtype.itemsize for _, meta in masks if meta.dtype == torch.bool]
-    held = [position for position, meta in masks if meta.dtype != torch.bool]
-    return Kept((0, 1, 2, *held), (0,), (4 * rows, *copies))
+    kept_masks = [position for position, meta in masks if meta.dtype != torch.bool]
+    return Kept((0, 1, 2, *kept_masks), (0,), (4 * rows, *copies))
 
 
 def _asked(node: Node, inputs: Metas, on_fakes: bool) -> Kept:
@@ -179,12 +179,12 @@ def _asked(node: Node, inputs: Metas, on_fakes: bool) -> Kept:
 
 
 def _tensor(meta: TensorMeta, fake: Any) -> Tensor:
-    made = (
+    tensor = (
         torch.empty(meta.shape, dtype=meta.dtype, device="meta")
         if fake is None
         else empty(fake, meta.shape, meta.dtype)
     )
-    return made.requires_grad_(meta.requires_grad)
+    return tensor.requires_grad_(meta.requires_grad)
 
 
 def _watched(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], leaves: Sequence[Tensor], is_in_place: bool) -> Kept:
@@ -200,18 +200,20 @@ def _watched(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], leaves: Sequen
         results = run(values)
     inputs = {_storage(value): position for position, value in reversed(list(enumerate(values)))}
     outputs = {_storage(value): position for position, value in reversed(list(enumerate(results)))}
-    held: set[int] = set()
+    kept_inputs: set[int] = set()
     returned: set[int] = set()
-    made: dict[int, int] = {}
+    new_storages: dict[int, int] = {}
     for tensor in saved:
         storage = _storage(tensor)
         if storage in inputs and not (is_in_place and storage in outputs):
-            held.add(inputs[storage])
+            kept_inputs.add(inputs[storage])
         elif storage in outputs:
             returned.add(outputs[storage])
         elif tensor.dim():
-            made[storage] = tensor.untyped_storage().nbytes()
-    return Kept(tuple(sorted(held)), tuple(sorted(returned)), tuple(size for size in made.values() if size))
+            new_storages[storage] = tensor.untyped_storage().nbytes()
+    return Kept(
+        tuple(sorted(kept_inputs)), tuple(sorted(returned)), tuple(size for size in new_storages.values() if size)
+    )
 
 
 def _storage(tensor: Tensor) -> int:
@@ -229,11 +231,11 @@ def _cut(operator: Operator, chosen: AxisOption, ranks: int, whole: Kept, on_cpu
         metas = _local(operator.inputs, chosen.inputs, sizes)
         outputs = _local(node.outputs, chosen.outputs, sizes)
     except ValueError:
-        return (False,) * len(whole.made)
+        return (False,) * len(whole.extra_bytes)
     part = kept(replace(node, op=local.op, args=local.args, kwargs=local.kwargs, outputs=outputs), metas, on_cpu)
-    if len(part.made) != len(whole.made):
-        return (False,) * len(whole.made)
-    return tuple(own < size for own, size in zip(part.made, whole.made, strict=True))
+    if len(part.extra_bytes) != len(whole.extra_bytes):
+        return (False,) * len(whole.extra_bytes)
+    return tuple(part_size < size for part_size, size in zip(part.extra_bytes, whole.extra_bytes, strict=True))
 
 
 def _local(metas: Metas, placements: Sequence[Any], sizes: tuple[int, ...]) -> Metas:

@@ -57,11 +57,11 @@ class KernelPricer(Pricer):
 
     def fusion(self, operator: Operator) -> Fusion | None:
         """Return the run that programs for this mesh and device fuse the call into."""
-        known = self._preferred.get(id(operator))
-        if known is None:  # the operator is kept, so that no other has its id
+        cached = self._preferred.get(id(operator))
+        if cached is None:  # the operator is kept, so that no other has its id
             preferred = next((fusion for fusion in operator.fusions if self._is_preferred(fusion)), None)
-            known = self._preferred[id(operator)] = operator, preferred
-        return known[1]
+            cached = self._preferred[id(operator)] = operator, preferred
+        return cached[1]
 
     def _is_preferred(self, fusion: Fusion) -> bool:
         """Return whether programs use the run, and prefer no other run for any of its calls."""
@@ -114,9 +114,9 @@ class KernelPricer(Pricer):
 
     def _traffic_seconds(self, fusion: Fusion, operator: Operator, option: Option) -> tuple[float, float]:
         """Return the call's share of the run's seconds: its inputs and results as a share of the run's traffic."""
-        own = [*zip(operator.inputs, option.inputs, strict=True)]
-        own += zip(operator.node.outputs, option.outputs, strict=True)
-        largest, lies = max(own, key=lambda pair: pair[0].numel)
+        tensors = [*zip(operator.inputs, option.inputs, strict=True)]
+        tensors += zip(operator.node.outputs, option.outputs, strict=True)
+        largest, lies = max(tensors, key=lambda pair: pair[0].numel)
         local = num_local(largest, lies, self.mesh) / largest.numel
         name, pattern = operator.node.name, fusion.match.pattern
         metas, charged = fusion.tensors, fusion.charged
@@ -177,17 +177,19 @@ class KernelPricer(Pricer):
         if fusion.name == LM_HEAD:
             is_layer = base_name(operator.node.op) == "linear"
             return self._lm_head(operator.inputs[:2], option.inputs[:2]).kept_bytes * scale if is_layer else 0.0
-        held, name = kept_by(fusion), operator.node.name
-        own = [*zip(operator.node.inputs, operator.inputs, option.inputs, strict=True)]
+        kept_refs, name = kept_by(fusion), operator.node.name
+        tensors = [*zip(operator.node.inputs, operator.inputs, option.inputs, strict=True)]
         results = (Ref(name, index) for index in range(len(operator.node.outputs)))
-        own += zip(results, operator.node.outputs, option.outputs, strict=True)
-        sizes = {ref: num_local(meta, lies, self.mesh) * meta.dtype.itemsize for ref, meta, lies in own}
+        tensors += zip(results, operator.node.outputs, option.outputs, strict=True)
+        sizes = {ref: num_local(meta, lies, self.mesh) * meta.dtype.itemsize for ref, meta, lies in tensors}
         first = fusion.node.inputs[0]
         rows = 0.0
         if fusion.charged[first] == name:  # numbers per row are cut with the rows
-            whole = sum(kept(fusion.node, tuple(fusion.tensors[ref] for ref in fusion.node.inputs), False).made)
+            whole = sum(kept(fusion.node, tuple(fusion.tensors[ref] for ref in fusion.node.inputs), False).extra_bytes)
             rows = whole * sizes[first] / fusion.tensors[first].num_bytes
-        return scale * (sum(size for ref, size in sizes.items() if ref in held and fusion.charged[ref] == name) + rows)
+        return scale * (
+            sum(size for ref, size in sizes.items() if ref in kept_refs and fusion.charged[ref] == name) + rows
+        )
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Return the bytes (kept besides inputs and results, temporaries of the forward) of a fused call."""
@@ -262,5 +264,7 @@ def is_whole(fusion: Fusion, operator: Operator, option: Option) -> bool:
 def kept_by(fusion: Fusion) -> frozenset[Ref]:
     """Return which inputs and results of a run its backward keeps."""
     metas = fusion.tensors
-    held = ((node.inputs, kept(node, tuple(metas[ref] for ref in node.inputs), False).inputs) for node in fusion.nodes)
-    return frozenset(inputs[position] for inputs, positions in held for position in positions)
+    kept_inputs = (
+        (node.inputs, kept(node, tuple(metas[ref] for ref in node.inputs), False).inputs) for node in fusion.nodes
+    )
+    return frozenset(inputs[position] for inputs, positions in kept_inputs for position in positions)

@@ -40,8 +40,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
     def reset_peak(self) -> None:
         """Start a new peak from the bytes that are alive now."""
-        for key, known in self._alive.items():
-            storage = known()
+        for key, storage_ref in self._alive.items():
+            storage = storage_ref()
             if storage is not None and storage.nbytes() != self._sizes[key]:
                 self._resized.add(key)
         self._measure_resized()
@@ -50,9 +50,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = [leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        before = {id(storage) for storage in given}
-        for storage in given:
+        storages = [leaf.untyped_storage() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        before = {id(storage) for storage in storages}
+        for storage in storages:
             if self._sizes.get(id(storage), storage.nbytes()) != storage.nbytes():
                 self._resized.add(id(storage))
         result = func(*args, **(kwargs or {}))

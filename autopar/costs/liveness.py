@@ -112,21 +112,21 @@ class Walk:
     def _kept(self, ran: Ran, saved: tuple[Saved, ...]) -> list[tuple[Key | None, float]]:
         """Return (storage, bytes) of what a call is first to keep; None: created by the call itself."""
         node, option = ran.operator.node, ran.option
-        found: list[tuple[Key | None, float]] = []
+        sizes: list[tuple[Key | None, float]] = []
         for ref, num_bytes in saved:
-            own = ref.node == node.name
-            placements = option.outputs[ref.index] if own else option.inputs[node.inputs.index(ref)]
+            is_result = ref.node == node.name
+            placements = option.outputs[ref.index] if is_result else option.inputs[node.inputs.index(ref)]
             kept_as = self.gathered.get((ref, placements), placements)
             meta = self.scope.metas[ref]
             share = num_local(meta, kept_as, self.pricer.mesh) / max(meta.numel, 1)
-            found.append((self._root(ref, placements), share * num_bytes * self.scale))
+            sizes.append((self._root(ref, placements), share * num_bytes * self.scale))
         if any(meta.requires_grad for meta in node.outputs):
             local = num_local(node.outputs[0], option.outputs[0], self.pricer.mesh)
             extra = self.pricer.made_bytes(ran.operator, option)
             extra += self.pricer.window_bytes(ran.operator, ran.option, local)
             extra += self.pricer.kernel_bytes(ran.operator, option)[0]
-            found.append((None, extra * self.scale))
-        return found
+            sizes.append((None, extra * self.scale))
+        return sizes
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -157,40 +157,40 @@ class Walk:
         storages = {key for parts in self.kept.values() for key, _ in parts if key is not None}
         savers = [ran.name for ran in self.ran if any(size for _, size in self.kept[ran.name])]
         last = savers[-1] if savers else ""
-        held = Variables()
+        variables = Variables()
         kept = peak = again = 0.0
         saved_before: set[Key] = set()
         passing: list[Key] = []
         for event in self.events:
-            made, temporary = self._made(event), self._forward_temporary(event)
+            sizes, temporary = self._made(event), self._forward_temporary(event)
             if event.name == last and isinstance(event, Ran):
-                again = max(peak, kept + held.total + sum(size for _, size in self.kept[last]))
-            for key, size in made.items():
+                again = max(peak, kept + variables.total + sum(size for _, size in self.kept[last]))
+            for key, size in sizes.items():
                 if key in storages:
                     kept += size
                     saved_before.add(key)
                 else:
-                    held.made(key, size)
+                    variables.add(key, size)
             if isinstance(event, Ran):
                 # Inputs that the unit keeps, and tensors that a call creates for its backward.
                 kept += sum(size for key, size in self.kept[event.name] if key is None or key not in saved_before)
                 saved_before |= {key for key, _ in self.kept[event.name] if key is not None}
-            peak = max(peak, kept + held.total + temporary)
+            peak = max(peak, kept + variables.total + temporary)
             for name, (ref, lies) in event.names:
-                held.assign(name, self._root(ref, lies))
+                variables.assign(name, self._root(ref, lies))
             if isinstance(event, Ran) and event.is_passing:
-                passing += made
+                passing += sizes
             elif isinstance(event, Ran):
-                held.drop_unnamed(passing)
+                variables.drop_unnamed(passing)
                 passing = []
-        held.forget(self.rebound)
-        return held.total, peak, again
+        variables.forget(self.rebound)
+        return variables.total, peak, again
 
     def _made(self, event: Event) -> dict[Key, float]:
         """Return new allocations by storage."""
         if isinstance(event, Moved):
-            made = {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
-            return {} if event.is_free or made.keys() <= self.gathered.keys() else made
+            sizes = {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
+            return {} if event.is_free or sizes.keys() <= self.gathered.keys() else sizes
         node = event.operator.node
         if is_view(node):
             return {}
@@ -274,7 +274,7 @@ class Walk:
                 continue
             is_linear = defers and self.pricer.may_defer(event.operator, option)
             weights = [] if is_linear else self._weights(event)
-            found = self._inputs_backward(event, present[0], gradients)
+            gradients_of_inputs = self._inputs_backward(event, present[0], gradients)
             temporary = self._backward_temporary(event) + self._again(zip(node.inputs, option.inputs, strict=True))
             peak = max(peak, kept + stays + gradients.total + sum(weights) + temporary)
             stays += sum(weights) if waits else 0.0
@@ -284,7 +284,7 @@ class Walk:
                 for number in present:
                     gradients.hold(number)
                     tasks.add(number)
-            for key, number in found:
+            for key, number in gradients_of_inputs:
                 gradients.add(key, number)
             for key in outs:
                 if key in gradients.of:
@@ -302,32 +302,32 @@ class Walk:
         if number is None:
             return 0.0
         if all((s.source.kind, s.target.kind) in (("P", "R"), ("R", "P")) for s in move.path):
-            made = number
+            number_of_gradient = number
         else:
-            made = gradients.new(self._bytes(self.scope.metas[move.ref], move.source))
+            number_of_gradient = gradients.new(self._bytes(self.scope.metas[move.ref], move.source))
         peak = gradients.total + self._copies(move)
         if move.ref.node in self.parameters:
-            gradients.hold(made)
-            gradients.drop(made)
+            gradients.hold(number_of_gradient)
+            gradients.drop(number_of_gradient)
         else:
-            gradients.add((move.ref, move.source), made)
+            gradients.add((move.ref, move.source), number_of_gradient)
         gradients.drop(number)
         return peak
 
-    def _inputs_backward(self, ran: Ran, given: int, gradients: Gradients) -> list[tuple[Key, int]]:
+    def _inputs_backward(self, ran: Ran, output_gradient: int, gradients: Gradients) -> list[tuple[Key, int]]:
         node, option = ran.operator.node, ran.option
         name, output = base_name(node.op), node.outputs[0]
-        found = []
+        numbers = []
         for position, ref in enumerate(node.inputs):
             meta, placements = self.scope.metas[ref], option.inputs[position]
             if not meta.requires_grad or (ref.node in self.parameters):
                 continue
             size = self._bytes(meta, placements)
-            is_same = size == gradients.sizes[given] or name in VIEWS | JOINS
+            is_same = size == gradients.sizes[output_gradient] or name in VIEWS | JOINS
             hands_on = name in HANDED_ON and is_same and not (name == "sub" and position == 1)
             hands_on = hands_on or (name == "to" and meta.dtype == output.dtype)
-            found.append(((ref, placements), given if hands_on else gradients.new(size)))
-        return found
+            numbers.append(((ref, placements), output_gradient if hands_on else gradients.new(size)))
+        return numbers
 
     def _weights(self, ran: Ran) -> list[float]:
         return [

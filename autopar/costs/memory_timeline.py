@@ -41,20 +41,22 @@ class RankMemory:
 def memory_over_time(simulated: Simulated) -> tuple[RankMemory, ...]:
     """Return the memory of a rank of each pipeline rank."""
     step_end = max(simulated.prediction.step_seconds, simulated.timeline.makespan)
-    found = []
+    ranks = []
     for rank, sizes in enumerate(simulated.memory):
         fixed = sum(size for kind, size in sizes.items() if kind not in PASSING)
-        found.append(RankMemory(fixed, tuple(_moments(simulated, rank, step_end))))
-    return tuple(found)
+        ranks.append(RankMemory(fixed, tuple(_moments(simulated, rank, step_end))))
+    return tuple(ranks)
 
 
 def _moments(simulated: Simulated, rank: int, step_end: float) -> list[Moment]:
-    own = {index: simulated.stages[index].peaks for index, home in enumerate(simulated.home) if home == rank}
-    held = {stage: 0 for stage in own}
-    deferred = {stage: 0 for stage in own}
+    peaks_of_stages = {
+        index: simulated.stages[index].peaks for index, home in enumerate(simulated.home) if home == rank
+    }
+    in_flight = {stage: 0 for stage in peaks_of_stages}
+    deferred = {stage: 0 for stage in peaks_of_stages}
 
     def kept() -> float:
-        return sum(peaks.kept * held[s] + peaks.deferred * deferred[s] for s, peaks in own.items())
+        return sum(peaks.kept * in_flight[s] + peaks.deferred * deferred[s] for s, peaks in peaks_of_stages.items())
 
     moments, now = [], 0.0
     timeline = simulated.timeline
@@ -62,12 +64,12 @@ def _moments(simulated: Simulated, rank: int, step_end: float) -> list[Moment]:
     for action, start, end in columns:
         if start > now:
             moments.append(Moment(now, start, kept(), 0.0))
-        peaks, stage = own[action.stage], action.stage
-        held[stage] -= action.kind in "BI"
+        peaks, stage = peaks_of_stages[action.stage], action.stage
+        in_flight[stage] -= action.kind in "BI"
         running = {"F": peaks.forward, "B": peaks.backward, "I": peaks.deferring, "W": 2 * peaks.weight}[action.kind]
         moments.append(Moment(start, end, kept(), running))
-        held[stage] += action.kind == "F"
+        in_flight[stage] += action.kind == "F"
         deferred[stage] += {"I": 1, "W": -1}.get(action.kind, 0)
         now = end
-    updated = sum(peaks.updated for peaks in own.values())
+    updated = sum(peaks.updated for peaks in peaks_of_stages.values())
     return [*moments, Moment(now, max(step_end, now), kept(), updated)]

@@ -73,11 +73,11 @@ class Overlaps:
         self, site: Site, sources: tuple[Placements, ...], targets: tuple[Placements, ...], is_kept: bool = False
     ) -> np.ndarray:
         """Return the seconds of `Rates.reshard_matrix` less hidden ones."""
-        found = self._pricer.reshard_matrix(sources, targets, self._metas[site[0]][site[1]])
+        matrix = self._pricer.reshard_matrix(sources, targets, self._metas[site[0]][site[1]])
         if self._is_priced(site, is_kept):
             pairs = {(s, t): self.seconds(site, s, t, is_kept) for s in set(sources) for t in set(targets)}
-            found = found - np.array([[pairs[s, t] for t in targets] for s in sources])
-        return found
+            matrix = matrix - np.array([[pairs[s, t] for t in targets] for s in sources])
+        return matrix
 
     def is_joined(self, site: Site, is_kept: bool = False) -> bool:
         """Return whether the tensor's readers are one call with the sum if this reshard has one."""
@@ -135,18 +135,18 @@ def _bias_and_weight(operator: Operator) -> tuple[Ref | None, Ref]:
 def joined_layers(graph: Graph) -> Mapping[Site, tuple[str, ...]]:
     """Return tensor -> the linear layers that are its only readers. Programs make one call of them if the tensor is
     resharded to Rp, as codegen/linear_calls.py finds them in unsharded code."""
-    found: dict[Site, tuple[str, ...]] = {}
+    joined: dict[Site, tuple[str, ...]] = {}
     for scope in scopes_of(graph):
         stored = {p.name for p in (scope.layer.parameters if scope.layer else graph.parameters)}
         body = tuple(unsharded_call(node, scope.metas, stored) for node in scope.nodes)
         outputs = scope.layer.outputs if scope.layer else tuple(_read_beside(graph))
         flow = Flow.of(body, tuple(unsharded(ref, scope.metas[ref], stored) for ref in outputs))
-        made = {Ref(*result.type.tensor): index for index, call in enumerate(body) for result in call.results}
+        position_of = {Ref(*result.type.tensor): index for index, call in enumerate(body) for result in call.results}
         for ref, meta in scope.metas.items():
-            readers = None if ref.node in stored else readers_of(unsharded(ref, meta), made.get(ref, -1), flow)
+            readers = None if ref.node in stored else readers_of(unsharded(ref, meta), position_of.get(ref, -1), flow)
             if readers is not None:
-                found[scope.name, ref] = tuple(layer.call.results[0].type.tensor[0] for layer in readers.layers)
-    return found
+                joined[scope.name, ref] = tuple(layer.call.results[0].type.tensor[0] for layer in readers.layers)
+    return joined
 
 
 def _read_beside(graph: Graph) -> Iterator[Ref]:

@@ -166,12 +166,12 @@ class ParameterPrices(Rates):
         axes = tuple(range(len(self.mesh.sizes)))
         # Value and gradient there, value back.
         rounds = 1.5 * self.taken_bytes(meta, stored) / ROUND_BYTES
-        found = compute.seconds(work, device) + rounds * self.joint_seconds("all_to_all", axes, ROUND_BYTES)
+        seconds = compute.seconds(work, device) + rounds * self.joint_seconds("all_to_all", axes, ROUND_BYTES)
         cutting = {axis for axis in axes if stored.placements[axis].is_shard}
         cutting |= {*zero_axes(self.mesh.axes, stored.placements)} if stored.zero else set()
         rounds = share * self.stored_elements(meta, stored) * training.gradient_bytes / ROUND_BYTES
         copied = sum(self.collective_seconds("broadcast", axis, ROUND_BYTES) for axis in {*axes} - cutting)
-        return found + rounds * copied
+        return seconds + rounds * copied
 
     def copy_traffic(self, meta: TensorMeta, stored: Stored) -> float:
         """Return the bytes per stored element that copy an updated master to its compute tensor.

@@ -133,18 +133,18 @@ def peaks(units: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float 
         loose += 0.0 if life.is_layer else life.live.loose
     forward = max(forward, before + loose + root)
     forward += sent_bytes
-    held = _held(units)
+    accumulated = _held(units)
     reductions = _reductions(units)
     backward = deferring = 0.0
     for index in reversed(range(len(units))):
         life = units[index]
         before -= life.kept
-        beside = before + held[index] + root + sum(gathered[max(index - 1, 0) : index + 1])
+        beside = before + accumulated[index] + root + sum(gathered[max(index - 1, 0) : index + 1])
         if index and not life.is_layer:
-            beside = before + held[index] + root + gathered[index - 1]
+            beside = before + accumulated[index] + root + gathered[index - 1]
         during, after, waits = reductions[index]
-        own = life.live.waiting if waits else life.live.backward
-        backward = max(backward, beside + own + during, beside + life.live.entering + after)
+        entering = life.live.waiting if waits else life.live.backward
+        backward = max(backward, beside + entering + during, beside + life.live.entering + after)
         deferred = sum(later.live.deferred for later in units[index + 1 :])
         deferring = max(
             deferring, beside + life.live.deferring + deferred + during, beside + life.live.entering + after + deferred
@@ -165,13 +165,13 @@ def peaks(units: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float 
 def _held(units: Sequence[Life]) -> list[float]:
     """Return for each unit the gradient bytes of parameters that a later unit uses too; autograd adds these up
     first."""
-    held = [0.0] * len(units)
+    gradients = [0.0] * len(units)
     for first, life in enumerate(units):
         for slot in life.slots:
             later = [i for i, other in enumerate(units) if other.name == slot.last_reader and i > first]
             for index in range(first, later[-1] if later and slot.last_reader != life.name else first):
-                held[index] += slot.gradient
-    return held
+                gradients[index] += slot.gradient
+    return gradients
 
 
 def _reductions(units: Sequence[Life]) -> list[tuple[float, float, bool]]:
@@ -179,21 +179,21 @@ def _reductions(units: Sequence[Life]) -> list[tuple[float, float, bool]]:
     end, and whether its gradients wait."""
     buckets = _buckets(units)
     lines: list[float] = []
-    found: list[tuple[float, float, bool]] = []
+    peaks_of_units: list[tuple[float, float, bool]] = []
     for index in reversed(range(len(units))):
         earlier = sum(size for b in buckets for unit, size in b.waiting.items() if unit > index)
-        own = sum(b.waiting.get(index, 0.0) for b in buckets)
+        waiting_bytes = sum(b.waiting.get(index, 0.0) for b in buckets)
         during = earlier + sum(lines)
-        after = during + own
+        after = during + waiting_bytes
         for bucket in [b for b in buckets if min(b.waiting, default=index) >= index]:
-            after = max(after, earlier + own + sum(lines) + bucket.line)
+            after = max(after, earlier + waiting_bytes + sum(lines) + bucket.line)
             earlier -= sum(size for unit, size in bucket.waiting.items() if unit > index)
-            own -= bucket.waiting.get(index, 0.0)
+            waiting_bytes -= bucket.waiting.get(index, 0.0)
             lines = [*lines, bucket.under_way][-IN_FLIGHT:] if bucket.line else lines
-            after = max(after, earlier + own + sum(lines))
+            after = max(after, earlier + waiting_bytes + sum(lines))
             buckets.remove(bucket)
-        found.append((during, after, any(slot.waiting for slot in units[index].slots)))
-    return found[::-1]
+        peaks_of_units.append((during, after, any(slot.waiting for slot in units[index].slots)))
+    return peaks_of_units[::-1]
 
 
 def _buckets(units: Sequence[Life]) -> list[_Bucket]:
@@ -227,14 +227,20 @@ def at_peak(states: Sequence[Holding], stages: Mapping[int, Peaks]) -> tuple[flo
     most, best = 0.0, -1.0
     # W: autograd copies the incoming gradient.
     running = {
-        s: {"F": own.forward, "B": own.backward, "I": own.deferring, "W": 2 * own.weight} for s, own in stages.items()
+        s: {
+            "F": stage_peaks.forward,
+            "B": stage_peaks.backward,
+            "I": stage_peaks.deferring,
+            "W": 2 * stage_peaks.weight,
+        }
+        for s, stage_peaks in stages.items()
     }
-    waiting = {s: (own.kept, own.deferred) for s, own in stages.items()}
+    waiting = {s: (stage_peaks.kept, stage_peaks.deferred) for s, stage_peaks in stages.items()}
     for kind, stage, counts in states:
         others = 0.0
-        for s, held, num_deferred in counts:
+        for s, num_kept, num_deferred in counts:
             kept, deferred = waiting[s]
-            others += kept * held + deferred * num_deferred
+            others += kept * num_kept + deferred * num_deferred
         total = others + running[stage][kind]
         if total > best:
             # W's micro-batch is counted among those deferred.

@@ -97,14 +97,14 @@ class PipelineCosts:
 
     def transfers(self) -> dict[tuple[int, int], float]:
         """Return (source stage, target stage) -> seconds of one micro-batch's message."""
-        found, plans = {}, self.pipeline.stages
+        seconds_of, plans = {}, self.pipeline.stages
         for number in range(len(plans) - 1):
             source, target = (self.ranks[self.home[index]] for index in (number, number + 1))
             size = max(source.sent_bytes(plans[number]), target.received_bytes(plans[number + 1]))
             is_near = self.home[number] == self.home[number + 1]
             seconds = 0.0 if is_near else hop_seconds(self.cluster, source.stage_mesh, target.stage_mesh, size)
-            found[number, number + 1] = seconds
-        return found
+            seconds_of[number, number + 1] = seconds
+        return seconds_of
 
     def simulated(self, capacities: Sequence[float] = ()) -> Simulated:
         """Simulate the step event by event and predict it. capacities: usable bytes of a device of every pipeline
@@ -125,7 +125,7 @@ def pipeline_costs(
     ranks: Sequence[ChainCosts],
     pipeline: Pipeline,
     cluster: AnyCluster,
-    known: dict[Hashable, StageCost] | None = None,
+    cache: dict[Hashable, StageCost] | None = None,
 ) -> PipelineCosts:
     """Price a pipeline; one without stages has the whole chain as its only stage.
 
@@ -142,39 +142,39 @@ def pipeline_costs(
         pipeline=pipeline,
         cluster=cluster,
         ranks=tuple(ranks),
-        stages=_stage_costs(of_stage, stages, {} if known is None else known),
+        stages=_stage_costs(of_stage, stages, {} if cache is None else cache),
         home=home,
         tied=tied,
     )
 
 
 def _stage_costs(
-    of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan], found: dict[Hashable, StageCost]
+    of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan], cache: dict[Hashable, StageCost]
 ) -> tuple[StageCost, ...]:
     """Return the costs of all stages, computed once for equal stages."""
     graph = of_stage[0].graph
     names, layers = chain(graph), layer_names(graph)
     result = []
     for here, stage in zip(of_stage, stages, strict=True):
-        held = tuple(c for c in here.copies if c.first < stage.first <= c.last < stage.last)
-        own, sent = names[stage.first : stage.last], here.sent_bytes(stage)
-        at, is_alone = stage.first if held else -1, len(stages) == 1
-        key = (id(here), own, tuple(stage.recompute.items()), sent, stage.first > 0, at, is_alone)
-        if key not in found:
+        copies = tuple(c for c in here.copies if c.first < stage.first <= c.last < stage.last)
+        units_of_stage, sent = names[stage.first : stage.last], here.sent_bytes(stage)
+        at, is_alone = stage.first if copies else -1, len(stages) == 1
+        key = (id(here), units_of_stage, tuple(stage.recompute.items()), sent, stage.first > 0, at, is_alone)
+        if key not in cache:
             one = here.pricer.host_call_seconds
-            found[key] = stage_cost(here.costs, names, layers, stage, sent, held, one, is_alone)
-        result.append(found[key])
+            cache[key] = stage_cost(here.costs, names, layers, stage, sent, copies, one, is_alone)
+        result.append(cache[key])
     return tuple(result)
 
 
 def _tied(of_stage: Sequence[ChainCosts], stages: Sequence[StagePlan], pp: int) -> tuple[TiedParameter, ...]:
     """Return the parameters that two units read, as the second one's stage stores them."""
     holder = [number for number, stage in enumerate(stages) for _ in range(stage.first, stage.last)]
-    found = []
+    parameters = []
     for name, (first, last) in tied_parameters(of_stage[0].graph).items():
         pair = of_stage[holder[last]].tied(pp).get(name)
         if pair is not None:
             sizes, seconds = pair
             fixed = dict(zip(FIXED_KINDS, sizes, strict=True))
-            found.append(TiedParameter(holder[first], holder[last], fixed, seconds))
-    return tuple(found)
+            parameters.append(TiedParameter(holder[first], holder[last], fixed, seconds))
+    return tuple(parameters)

@@ -107,18 +107,18 @@ class Pricer(Contractions, ParameterPrices):
     def halo_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Return (a rank's rows with those of its neighbors, the most of one neighbor) of a convolution whose space
         is cut; zeros for other calls."""
-        axis = next((number for number, own in enumerate(option.axes) if own.lowering == HALO), None)
+        axis = next((number for number, num_bytes in enumerate(option.axes) if num_bytes.lowering == HALO), None)
         if axis is None:
             return 0.0, 0.0
         x, joint = operator.inputs[0], operator.rule.joints[option.axes[axis].label]
-        own = num_local(x, option.inputs[0], self.mesh) * x.dtype.itemsize
+        num_bytes = num_local(x, option.inputs[0], self.mesh) * x.dtype.itemsize
         share = joint.least * self.mesh.sizes[axis] / x.shape[option.inputs[0][axis].dim]
-        return own * (1 + 2 * share), own * share
+        return num_bytes * (1 + 2 * share), num_bytes * share
 
     def _neighbours_seconds(self, operator: Operator, option: Option) -> float:
         """Return the seconds to send and join neighbors' rows of space; the backward takes as long."""
         joined, sent = self.halo_bytes(operator, option)
-        axis = next((number for number, own in enumerate(option.axes) if own.lowering == HALO), 0)
+        axis = next((number for number, axis_option in enumerate(option.axes) if axis_option.lowering == HALO), 0)
         return 2 * self.collective_seconds("p2p", axis, sent) + self.memory_seconds(2 * joined) if sent else 0.0
 
     def _inner_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:

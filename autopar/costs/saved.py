@@ -43,7 +43,7 @@ def saved_tensors(
     """
     base: dict[Ref, Copy] = {}
     counted: set[Copy] = set()
-    found: dict[str, tuple[Saved, ...]] = {}
+    saved: dict[str, tuple[Saved, ...]] = {}
 
     def allocation(node: Node, ref: Ref) -> Copy:
         first = base.get(ref, (ref, None))
@@ -56,13 +56,13 @@ def saved_tensors(
             base |= {Ref(node.name, index): root for index in range(len(node.outputs))}
         if not any(meta.requires_grad for meta in node.outputs):
             continue
-        own = kept(node, tuple(metas[ref] for ref in node.inputs), on_cpu)
+        record = kept(node, tuple(metas[ref] for ref in node.inputs), on_cpu)
         first = []
-        for ref in (*(node.inputs[i] for i in own.inputs), *(Ref(node.name, i) for i in own.outputs)):
+        for ref in (*(node.inputs[i] for i in record.inputs), *(Ref(node.name, i) for i in record.outputs)):
             root = allocation(node, ref)
             if root not in counted and root[0].node not in parameters:
                 counted.add(root)
                 # An expanded view is often copied by the reshape that follows it.
                 first.append(Saved(ref, max(metas[root[0]].num_bytes, metas[ref].num_bytes)))
-        found[node.name] = tuple(first)
-    return found
+        saved[node.name] = tuple(first)
+    return saved

@@ -35,16 +35,16 @@ def sinks(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool, is_excha
     whether keys of other ranks are visible. Their exchange has a higher temporary peak than sinks (context.py)."""
     (query, key, value), output = operator.inputs[:3], operator.node.outputs[0]
     sizes = [num_local(x, lies, mesh) for x, lies in zip(operator.inputs[:3], option.inputs, strict=False)]
-    own, wide = output.dtype.itemsize, max(WIDE_BYTES, output.dtype.itemsize)
+    itemsize, wide = output.dtype.itemsize, max(WIDE_BYTES, output.dtype.itemsize)
     result = num_local(output, option.outputs[0], mesh)
-    moved = 2.0 * result * own, result * (2.0 * own + 4.0 * wide)
+    moved = 2.0 * result * itemsize, result * (2.0 * itemsize + 4.0 * wide)
     if is_exchanged:
         return Sinks(*moved, 0.0, 0.0)
     window, length = window_of(operator.node), query.shape[-2]
-    num_tiles, is_half = window_tiles(operator)[0], own < WIDE_BYTES
+    num_tiles, is_half = window_tiles(operator)[0], itemsize < WIDE_BYTES
     is_flash = on_cpu or (is_half and key.shape[-1] == value.shape[-1] and (window is None or window.chunk is None))
     has_pieces = window is not None and (on_cpu or not is_flash)
-    forward, backward = float(result * own), max(float(result * wide - sum(sizes) * own), 0.0)
+    forward, backward = float(result * itemsize), max(float(result * wide - sum(sizes) * itemsize), 0.0)
     if has_pieces:
         keys = seen_keys(operator) / length
         parts = sizes[0] / num_tiles + (sizes[1] + sizes[2]) * keys

@@ -26,7 +26,7 @@ def boundary_bytes(graph: Graph, mesh: Mesh, assignment: Assignment) -> tuple[fl
     gradient that an earlier unit computes and this one or a later one reads. Each stage recomputes tensors
     without a gradient."""
     place, scopes = Placer(graph, assignment), {scope.name: scope for scope in scopes_of(graph)}
-    made: dict[Ref, int] = {}
+    producers: dict[Ref, int] = {}
     crossing = [0.0] * len(chain(graph))
 
     def send(ref: Ref, source: int, target: int, scope: str) -> None:
@@ -39,32 +39,32 @@ def boundary_bytes(graph: Graph, mesh: Mesh, assignment: Assignment) -> tuple[fl
     reach: dict[Ref, int] = {}
     for piece, first, last in _spans(graph):
         for ref in piece.inputs:
-            if ref in made:
+            if ref in producers:
                 carried = isinstance(piece, LayerRun) and piece.args.index(ref) in {i for i, _ in piece.carried}
                 reach[ref] = max(reach.get(ref, 0), first if carried else last)
         if isinstance(piece, LayerRun):
             for _, output in piece.carried:
                 for unit in range(first, last):
                     send(piece.layer.outputs[output], unit, unit + 1, piece.layer.name)
-        made |= {Ref(piece.name, i): last for i in range(len(piece.outputs))}
+        producers |= {Ref(piece.name, i): last for i in range(len(piece.outputs))}
     for ref, target in reach.items():
-        send(ref, made[ref], target, "")
+        send(ref, producers[ref], target, "")
     return tuple(crossing)
 
 
 def _spans(graph: Graph) -> list[tuple[Node | LayerRun, int, int]]:
     """Return every piece of the body with its first and last unit."""
-    own, found = segments(graph), list[tuple[Node | LayerRun, int, int]]()
+    unit_of, spans = segments(graph), list[tuple[Node | LayerRun, int, int]]()
     unit, previous = -1, ""
     for piece in graph.body:
         if isinstance(piece, LayerRun):
-            found.append((piece, unit + 1, unit + len(piece.instances)))
+            spans.append((piece, unit + 1, unit + len(piece.instances)))
             unit, previous = unit + len(piece.instances), ""
             continue
-        if own[piece.name] != previous:
-            unit, previous = unit + 1, own[piece.name]
-        found.append((piece, unit, unit))
-    return found
+        if unit_of[piece.name] != previous:
+            unit, previous = unit + 1, unit_of[piece.name]
+        spans.append((piece, unit, unit))
+    return spans
 
 
 @derived
@@ -104,7 +104,7 @@ def tied_costs(
 
     The sum is priced between pipeline ranks half of the pipeline apart.
     """
-    metas, found = {p.name: p.meta for p in graph.parameters}, {}
+    metas, costs = {p.name: p.meta for p in graph.parameters}, {}
     for name in tied_parameters(graph):
         stored = parameters.get(("", name))
         if stored is not None and pp > 1:
@@ -113,8 +113,8 @@ def tied_costs(
             stride = min(pricer.mesh.num_ranks * (pp // 2), pricer.cluster.num_devices // 2)
             pair = collective.Group(2 if stride else 1, max(stride, 1))
             seconds = collective.seconds("all_reduce", size / pricer.zero_size(stored), pair, pricer.cluster)
-            found[name] = (pricer.parameter_bytes(metas[name], stored), seconds)
-    return found
+            costs[name] = (pricer.parameter_bytes(metas[name], stored), seconds)
+    return costs
 
 
 def second_copies(graph: Graph, pricer: Pricer, parameters: Mapping[tuple[str, str], Stored]) -> tuple[SecondCopy, ...]:

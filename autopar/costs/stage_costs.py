@@ -60,7 +60,7 @@ class StageCost:
     @property
     def chosen_times(self) -> StageTimes:
         """Return the same as plan choice counts them."""
-        forward, backward = (own * (1.0 - WAITED) for own in self.waiting)
+        forward, backward = (seconds * (1.0 - WAITED) for seconds in self.waiting)
         return replace(self, forward=self.forward - forward, backward=self.backward - backward).times
 
 
@@ -100,11 +100,11 @@ def stage_cost(
     step: dict[str, float] = defaultdict(float)
     fixed: dict[str, float] = defaultdict(float)
     overlapped: dict[str, float] = defaultdict(float)
-    own = units[stage.first : stage.last]
-    modes = {name: _modes(stage, name, own.count(name)) for name in dict.fromkeys(own)}
+    names = units[stage.first : stage.last]
+    modes = {name: _modes(stage, name, names.count(name)) for name in dict.fromkeys(names)}
     forward = backward = weight = deferring = 0.0
     lives = []
-    for index, name in enumerate(own, stage.first):
+    for index, name in enumerate(names, stage.first):
         cost, label = costs[name], modes[name].pop(0)
         slots = (*cost.slots, *(copy.slot for copy in copies if copy.last == index))
         tables = (cost.forward, micro), (cost.backward, micro), (cost.step, step), (cost.overlapped, overlapped)
@@ -120,13 +120,13 @@ def stage_cost(
             backward += mode.seconds
             kept, live = mode.kept_bytes, mode.live
         lives.append(Life(name, kept, live, slots, is_layer=name in layers))
-    late = late_seconds([costs[name] for name in own], host_call_seconds, is_alone)
+    late = late_seconds([costs[name] for name in names], host_call_seconds, is_alone)
     if late.step:
         forward, backward = forward + late.forward, backward + late.backward
         micro[HOST] += late.forward + late.backward
         step[HOST] += late.step
     received_bytes = lives[0].live.entering if stage.first else 0.0
-    held = peaks(lives, received_bytes, sent_bytes)
+    stage_peaks = peaks(lives, received_bytes, sent_bytes)
     return StageCost(
         micro=micro,
         step=step,
@@ -134,12 +134,12 @@ def stage_cost(
         backward=backward,
         weight=weight,
         fixed=fixed,
-        peaks=held,
+        peaks=stage_peaks,
         deferring=deferring,
         overlapped=overlapped,
         waiting=(
-            sum(costs[name].forward.get(HOST, 0.0) for name in own) + late.forward,
-            sum(costs[name].backward.get(HOST, 0.0) for name in own) + late.backward,
+            sum(costs[name].forward.get(HOST, 0.0) for name in names) + late.forward,
+            sum(costs[name].backward.get(HOST, 0.0) for name in names) + late.backward,
         ),
     )
 
@@ -226,7 +226,7 @@ def simulated(
     seconds = defaultdict(float, tables[busiest][0])
     if host.carries and timeline.makespan > 0:
         lost = _receiving(home, transfers, num_micro_batches)
-        least = max(own + waits for own, waits in zip(exposed, lost, strict=True))
+        least = max(busy + waits for busy, waits in zip(exposed, lost, strict=True))
         # On shared cores a pipeline rank is the faster the more of the others wait.
         timeline = timeline.scaled(max(host.core_share, least / timeline.makespan))
     if pp > 1 and any(any(stage.waiting) for stage in stages):
@@ -237,8 +237,8 @@ def simulated(
         seconds[BUBBLE] = bubble if bubble > ROUND_OFF * timeline.makespan else 0.0
     for kind, value in _once([table for _, table in tables], slowest).items():
         seconds[kind] += value
-    held = rank_bytes(stages, pipeline, num_micro_batches, tied)
-    memory = [kinds | own for kinds, own in zip(held, workspace, strict=True)]
+    bytes_of_ranks = rank_bytes(stages, pipeline, num_micro_batches, tied)
+    memory = [kinds | busy for kinds, busy in zip(bytes_of_ranks, workspace, strict=True)]
     sizes = capacities or [1.0] * pp
     fullest = memory[max(range(pp), key=lambda rank: sum(memory[rank].values()) / sizes[rank])]
     prediction = Prediction(dict(seconds), fullest, tuple(memory) if pp > 1 else ())
@@ -259,13 +259,13 @@ def _once(tables: Sequence[Mapping[str, float]], slowest: int) -> dict[str, floa
     If another one takes longer as plan choice counts it, part of the slowest one's waiting for its host becomes
     bubble, until both are equal.
     """
-    found = dict(tables[slowest])
-    lacking = max(map(chosen_seconds, tables)) - chosen_seconds(found)
+    seconds = dict(tables[slowest])
+    lacking = max(map(chosen_seconds, tables)) - chosen_seconds(seconds)
     if lacking > 0.0:
-        bubble = min(lacking / (1.0 - WAITED), found.get(HOST, 0.0))
-        found[HOST] = found.get(HOST, 0.0) - bubble
-        found[BUBBLE] = bubble
-    return found
+        bubble = min(lacking / (1.0 - WAITED), seconds.get(HOST, 0.0))
+        seconds[HOST] = seconds.get(HOST, 0.0) - bubble
+        seconds[BUBBLE] = bubble
+    return seconds
 
 
 def _waits_of_step(makespan: float, less: float, busy: float, seconds: dict[str, float]) -> float:
@@ -325,18 +325,18 @@ def holding_states(schedule: str, pp: int, num_micro_batches: int, chunks: int) 
     """Return per pipeline rank every kind of action with its stages' micro-batches in flight, once each."""
     count = schedule_named(schedule).representative_micro_batches(pp, num_micro_batches)
     home = placement(schedule, pp, chunks)
-    found = []
+    states_of_ranks = []
     for rank, line in enumerate(make_schedule(schedule, pp, count, chunks)):
-        held = {stage: [0, 0] for stage, where in enumerate(home) if where == rank}
+        counts_of = {stage: [0, 0] for stage, where in enumerate(home) if where == rank}
         seen: dict[Holding, None] = {}
         for action in line:
-            counts = held[action.stage]
+            counts = counts_of[action.stage]
             counts[0] -= action.kind in "BI"
-            seen[action.kind, action.stage, tuple((s, kept, late) for s, (kept, late) in held.items())] = None
+            seen[action.kind, action.stage, tuple((s, kept, late) for s, (kept, late) in counts_of.items())] = None
             counts[0] += action.kind == "F"
             counts[1] += {"I": 1, "W": -1}.get(action.kind, 0)
-        found.append(tuple(seen))
-    return tuple(found)
+        states_of_ranks.append(tuple(seen))
+    return tuple(states_of_ranks)
 
 
 def _of_rank(
@@ -365,16 +365,16 @@ def _memory(
     tied: Sequence[TiedParameter],
 ) -> dict[str, float]:
     """Return the peak of one device of a pipeline rank by kind."""
-    found: dict[str, float] = defaultdict(float)
-    own = [i for i, where in enumerate(home) if where == rank]
-    for index in own:
+    num_bytes: dict[str, float] = defaultdict(float)
+    stages_of_rank = [i for i, where in enumerate(home) if where == rank]
+    for index in stages_of_rank:
         for kind, value in stages[index].fixed.items():
-            found[kind] += value
+            num_bytes[kind] += value
     for pair in tied:
         if home[pair.last] == rank and home[pair.first] != rank:
             for kind, value in pair.fixed.items():
-                found[kind] += value
-    activations, peak = at_peak(states, {index: stages[index].peaks for index in own})
-    updated = sum(stages[index].peaks.updated for index in own)
-    found["activations"], found["transient"] = activations, max(peak, updated) - activations
-    return dict(found)
+                num_bytes[kind] += value
+    activations, peak = at_peak(states, {index: stages[index].peaks for index in stages_of_rank})
+    updated = sum(stages[index].peaks.updated for index in stages_of_rank)
+    num_bytes["activations"], num_bytes["transient"] = activations, max(peak, updated) - activations
+    return dict(num_bytes)

@@ -96,12 +96,12 @@ def stored_costs(
     """
     hidden = pricer.hidden_fraction
     gathered: dict[str, set[int]] = defaultdict(set)
-    found: dict[str, StoredCost] = defaultdict(StoredCost)
+    costs: dict[str, StoredCost] = defaultdict(StoredCost)
     # All prices are linear in the elements of parameters that share buffers, but for launches: those stored alike are
     # priced as one.
     for alike, elements in parameters.elements.items():
         (scope, where, stored, dtype, requires_grad), number = alike, parameters.numbers[alike]
-        unit, meta = found[where], TensorMeta((elements,), dtype, requires_grad)
+        unit, meta = costs[where], TensorMeta((elements,), dtype, requires_grad)
         unit_bytes = parameters.scope_bytes.get(scope, 0)
         if stored.zero == 3 and requires_grad:
             gathered[where].add(pricer.zero_size(stored))
@@ -122,11 +122,11 @@ def stored_costs(
             unit.fixed[kind] += size
         unit.gathered_bytes += pricer.gathered_bytes(meta, stored)
     for where, trained in parameters.trained.items():
-        found[where].make_slots = partial(_slots, graph, pricer, trained)
-        _issue(found[where], pricer, len(trained), len(gathered[where] - {1}))
+        costs[where].make_slots = partial(_slots, graph, pricer, trained)
+        _issue(costs[where], pricer, len(trained), len(gathered[where] - {1}))
     if counts_unread:
-        found[home_of_unread(graph)].fixed[FIXED_KINDS[0]] += unread_bytes(graph)
-    return found
+        costs[home_of_unread(graph)].fixed[FIXED_KINDS[0]] += unread_bytes(graph)
+    return costs
 
 
 def _issue(unit: StoredCost, pricer: Pricer, num_trained: int, num_gathered: int) -> None:

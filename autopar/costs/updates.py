@@ -66,13 +66,13 @@ def training_of(
     eight = _Probe(factory, parameters, max(parts, key=lambda pair: pair[0])[1], 8, on_gpu)
     widths = memory.precision(precision)
     return Training(
-        state_bytes=sum(weight * each.state_bytes for weight, each in ones) / PROBE_ELEMENTS,
+        state_bytes=sum(weight * probe.state_bytes for weight, probe in ones) / PROBE_ELEMENTS,
         compute_bytes=widths.compute_bytes,
         master_bytes=widths.master_bytes,
         gradient_bytes=widths.gradient_bytes,
         update_bytes=one.temporary_bytes / PROBE_ELEMENTS,
         updates_together=eight.temporary_bytes >= 4 * one.temporary_bytes > 0,
-        update_traffic=sum(weight * each.moved_bytes for weight, each in ones) / PROBE_ELEMENTS,
+        update_traffic=sum(weight * probe.moved_bytes for weight, probe in ones) / PROBE_ELEMENTS,
         whole_share=share,
         update_flops=ones[0][1].flops / PROBE_ELEMENTS / PROBE_ROWS * _mean_rows(mine),
         update_dtype=ones[0][1].product_dtype,
@@ -102,26 +102,26 @@ class _Probe:
     def __init__(
         self,
         factory: OptimizerFactory,
-        given: Sequence[GlobalParameter],
+        parameters_given: Sequence[GlobalParameter],
         watched: Sequence[GlobalParameter],
         count: int,
         on_gpu: bool,
     ) -> None:
-        made = whole_optimizer(factory, given)
+        optimizer_built = whole_optimizer(factory, parameters_given)
         self.state_bytes = self.temporary_bytes = self.moved_bytes = self.flops = 0
         self.product_dtype = "fp32"
-        known = {parameter.name for parameter in watched}
-        held = [name for names in made.groups for name in names if name in known]
-        if not held:
+        watched_names = {parameter.name for parameter in watched}
+        held_names = [name for names in optimizer_built.groups for name in names if name in watched_names]
+        if not held_names:
             return
         # Most elements are in the group with the largest parameter; this has at least two dims if that one does.
-        largest = max(held, key=lambda name: made.stand_ins[name].numel())
-        dims, matrix = made.stand_ins[largest].ndim, (PROBE_ROWS, PROBE_ELEMENTS // PROBE_ROWS)
+        largest = max(held_names, key=lambda name: optimizer_built.stand_ins[name].numel())
+        dims, matrix = optimizer_built.stand_ins[largest].ndim, (PROBE_ROWS, PROBE_ELEMENTS // PROBE_ROWS)
         shape = (*(1 for _ in range(dims - 2)), *matrix) if dims > 1 else (PROBE_ELEMENTS,)
         parameters = [nn.Parameter(torch.zeros(shape, device="cpu")) for _ in range(count)]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        optimizer = made.replace({largest: parameters})
+        optimizer = optimizer_built.replace({largest: parameters})
         for group in optimizer.param_groups:
             if on_gpu and group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True
@@ -172,9 +172,9 @@ class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             written = {id(t): t.nbytes for t in leaves if isinstance(t, torch.Tensor)}
         else:
             storages = {t.untyped_storage().data_ptr() for t in tree_leaves(named) if isinstance(t, torch.Tensor)}
-            made = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-            if any(t.untyped_storage().data_ptr() in storages for t in made):
+            results = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+            if any(t.untyped_storage().data_ptr() in storages for t in results):
                 return result
-            written = {id(t): t.nbytes for t in made}
+            written = {id(t): t.nbytes for t in results}
         self.num_bytes += sum(read.values()) + sum(written.values())
         return result

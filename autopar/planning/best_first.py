@@ -36,13 +36,13 @@ class Searched(Generic[Tried, Solution]):
     skipped: (lower bound in seconds, candidate) of the other layouts.
     """
 
-    found: tuple[Solution, ...] = ()
+    solutions: tuple[Solution, ...] = ()
     skipped: tuple[tuple[float, Tried], ...] = ()
 
     @property
     def best(self) -> Solution | None:
         """Return the fastest, if there is any."""
-        return self.found[0] if self.found else None
+        return self.solutions[0] if self.solutions else None
 
 
 class BestFirst(ABC, Generic[Tried, Solution]):
@@ -59,7 +59,7 @@ class BestFirst(ABC, Generic[Tried, Solution]):
     def bounded(self) -> Iterable[tuple[float, Tried, Bound]]:
         """Return the start of the search: candidates with lower bounds in seconds."""
 
-    def closer(self, candidate: Tried, known: Bound) -> Iterable[tuple[float, Tried, Bound]]:
+    def closer(self, candidate: Tried, tightness: Bound) -> Iterable[tuple[float, Tried, Bound]]:
         """Return the candidate with the next bound, or all candidates that it stands for; called while its bound is
         not TIGHT."""
         return ()
@@ -88,39 +88,52 @@ class BestFirst(ABC, Generic[Tried, Solution]):
         """
         queues: dict[str, list[tuple[float, int, Tried, Bound]]] = {}
         numbers = itertools.count()
-        for seconds, candidate, known in self.bounded():
-            queues.setdefault(self.turn(candidate), []).append((seconds, next(numbers), candidate, known))
+        for seconds, candidate, tightness in self.bounded():
+            queues.setdefault(self.turn(candidate), []).append((seconds, next(numbers), candidate, tightness))
         for queue in queues.values():
             heapq.heapify(queue)
-        found: dict[Hashable, tuple[float, Tried, Solution]] = {}
+        best_of_layout: dict[Hashable, tuple[float, Tried, Solution]] = {}
         slower: list[tuple[float, int, Tried, Bound]] = []
         best, turn, num_solved = cutoff, 0, 0
         while heads := [queue for queue in queues.values() if queue and queue[0][0] < best * (1 - self.gap)]:
             queue = heads[turn % len(heads)] if best == math.inf else min(heads, key=lambda head: head[0][:2])
-            least, number, candidate, known = heapq.heappop(queue)
-            if known < Bound.TIGHT:
-                for seconds, each, now in self.closer(candidate, known):
-                    entry = seconds, number if each is candidate else next(numbers), each, now
+            least, number, candidate, tightness = heapq.heappop(queue)
+            if tightness < Bound.TIGHT:
+                for seconds, closer_candidate, tighter in self.closer(candidate, tightness):
+                    entry = (
+                        seconds,
+                        number if closer_candidate is candidate else next(numbers),
+                        closer_candidate,
+                        tighter,
+                    )
                     if seconds < best * (1 - self.gap):
                         heapq.heappush(queue, entry)
                     elif seconds < math.inf:
                         slower.append(entry)
                 continue
             turn, num_solved = turn + 1, num_solved + 1
-            if found and num_solved > self.most_solved:
+            if best_of_layout and num_solved > self.most_solved:
                 break
             cutoff = best * (1 - self.gap)
             solution = self.solve(candidate, cutoff)
             if solution is None:
-                slower += [(max(least, cutoff), number, candidate, known)] if cutoff < math.inf else []
+                slower += [(max(least, cutoff), number, candidate, tightness)] if cutoff < math.inf else []
                 continue
             seconds, layout = solution[0], self.layout(candidate)
             best = min(best, seconds)
-            if layout not in found or seconds < found[layout][0]:
-                found[layout] = seconds, candidate, solution[1]
-        left = sorted(itertools.chain(slower, *queues.values()), key=lambda each: each[:2])
-        missing = {self.layout(each): (seconds, each) for seconds, _, each, _ in reversed(left)}
+            if layout not in best_of_layout or seconds < best_of_layout[layout][0]:
+                best_of_layout[layout] = seconds, candidate, solution[1]
+        left = sorted(itertools.chain(slower, *queues.values()), key=lambda entry: entry[:2])
+        missing = {
+            self.layout(closer_candidate): (seconds, closer_candidate)
+            for seconds, _, closer_candidate, _ in reversed(left)
+        }
         return Searched(
-            tuple(each for *_, each in sorted(found.values(), key=lambda each: (each[0], self.key(each[1])))),
-            tuple(each for layout, each in missing.items() if layout not in found),
+            tuple(
+                closer_candidate
+                for *_, closer_candidate in sorted(
+                    best_of_layout.values(), key=lambda entry: (entry[0], self.key(entry[1]))
+                )
+            ),
+            tuple(closer_candidate for layout, closer_candidate in missing.items() if layout not in best_of_layout),
         )

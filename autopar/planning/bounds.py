@@ -59,23 +59,25 @@ Seconds = np.ndarray
 
 def bound(costs: ConfigCosts, config: ParallelConfig) -> float:
     """Return the bound with memory and transfers free."""
-    known = costs.known.bounds
-    if config not in known:
-        known[config] = _bound(costs, config, [costs.seconds(config, own) for own in config.stage_meshes])
-    return known[config]
+    bounds = costs.cached.bounds
+    if config not in bounds:
+        bounds[config] = _bound(
+            costs, config, [costs.seconds(config, stage_mesh) for stage_mesh in config.stage_meshes]
+        )
+    return bounds[config]
 
 
 def bound_without_parameters(costs: ConfigCosts, config: ParallelConfig) -> float:
     """Return the same for free parameters."""
-    totals = [costs.seconds_without_parameters(config, own) for own in config.stage_meshes]
+    totals = [costs.seconds_without_parameters(config, stage_mesh) for stage_mesh in config.stage_meshes]
     return _bound(costs, config, totals)
 
 
 def bound_of_many_rows(costs: ConfigCosts, config: ParallelConfig, many: SolvedLayer, rows: int) -> float:
     """Return the same from the seconds of `rows` rows of a data-parallel rank: one row takes no less with fewer of
     them."""
-    (own,) = config.stage_meshes
-    share, busy = config.rows_on(own) / rows, costs.busy(many, config)
+    (stage_mesh,) = config.stage_meshes
+    share, busy = config.rows_on(stage_mesh) / rows, costs.busy(many, config)
     micro, weight, forward = ([share * seconds for seconds in kind] for kind in (busy.micro, busy.weight, busy.forward))
     return _bound(costs, config, [ClassSeconds(micro, weight, busy.step, forward)])
 
@@ -83,9 +85,9 @@ def bound_of_many_rows(costs: ConfigCosts, config: ParallelConfig, many: SolvedL
 def tightened(costs: ConfigCosts, config: ParallelConfig) -> float:
     """Return `bound` plus the recomputation and the transfers of any cut; inf if the memory is too small."""
     key = costs.limits, config
-    if key not in costs.known.tight:
-        costs.known.tight[key] = _tightened(costs, config)
-    return costs.known.tight[key]
+    if key not in costs.cached.tight:
+        costs.cached.tight[key] = _tightened(costs, config)
+    return costs.cached.tight[key]
 
 
 def _tightened(costs: ConfigCosts, config: ParallelConfig) -> float:
@@ -94,12 +96,19 @@ def _tightened(costs: ConfigCosts, config: ParallelConfig) -> float:
         return math.inf
     crossing, crossed = 0.0, min(config.pipeline_ranks) - 1
     if crossed:
-        boundaries = [costs.solved_layer(config, own).call_costs.boundary_bytes for own in config.stage_meshes]
+        boundaries = [
+            costs.solved_layer(config, stage_mesh).call_costs.boundary_bytes for stage_mesh in config.stage_meshes
+        ]
         rates = byte_seconds(costs, config, boundaries)
-        crossing = 2 * crossed * min(rates.values()) * min(max(own) for own in list(zip(*boundaries, strict=True))[1:])
+        crossing = (
+            2
+            * crossed
+            * min(rates.values())
+            * min(max(stage_mesh) for stage_mesh in list(zip(*boundaries, strict=True))[1:])
+        )
     if not recompute_seconds and not crossing:
         return bound(costs, config)
-    totals = [costs.seconds(config, own) for own in config.stage_meshes]
+    totals = [costs.seconds(config, stage_mesh) for stage_mesh in config.stage_meshes]
     return _bound(costs, config, totals, recompute_seconds, crossing)
 
 
@@ -108,11 +117,11 @@ def byte_seconds(
 ) -> dict[tuple[StageMesh, StageMesh], float]:
     """Return the seconds of one byte of the largest message, between any two stage meshes. boundaries: bytes on
     every stage mesh at every boundary."""
-    largest = [max(own) for own in zip(*boundaries, strict=True)]
+    largest = [max(sizes) for sizes in zip(*boundaries, strict=True)]
     at = max(range(len(largest)), key=lambda i: largest[i])
     if config.pp == 1:
         return {(mesh, mesh): 0.0 for mesh in config.stage_meshes}
-    sent = {mesh: own[at] for mesh, own in zip(config.stage_meshes, boundaries, strict=True)}
+    sent = {mesh: sizes[at] for mesh, sizes in zip(config.stage_meshes, boundaries, strict=True)}
     return {
         (a, b): hop_seconds(costs.request.whole, a, b, max(sent[a], sent[b])) / max(largest[at], 1.0)
         for a in sent
@@ -126,7 +135,7 @@ def recompute_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
     if len(costs.groups) == 1:
         memory = costs.usable_bytes[0] * config.pp
     else:
-        devices = {each.group: each.mesh.num_ranks for each in config.stage_meshes}
+        devices = {stage_mesh.group: stage_mesh.mesh.num_ranks for stage_mesh in config.stage_meshes}
         groups = costs.request.whole.groups
         memory = sum(costs.usable_bytes[g] * (groups[g].num_devices // n) for g, n in devices.items())
     units, fixed = _kept_of_units(costs, config)
@@ -144,8 +153,8 @@ def bytes_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
 def stored_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
     """Return the bytes of one rank of every stage together that stay from step to step, each unit on the mesh where
     it is least."""
-    own = [costs.stored_bytes(config, mesh) for mesh in config.stage_meshes]
-    return sum(count * min(each.get(name, 0.0) for each in own) for name, count in costs.counts.items())
+    sizes_of_meshes = [costs.stored_bytes(config, mesh) for mesh in config.stage_meshes]
+    return sum(count * min(sizes.get(name, 0.0) for sizes in sizes_of_meshes) for name, count in costs.counts.items())
 
 
 def _ranks(config: ParallelConfig) -> list[tuple[int, int]]:
@@ -155,9 +164,9 @@ def _ranks(config: ParallelConfig) -> list[tuple[int, int]]:
 
 def _kept_of_units(costs: ConfigCosts, config: ParallelConfig) -> tuple[list[tuple[int, list[Mode]]], float]:
     """Return how often each unit is in the model with its possible modes on any stage mesh, and `stored_bound`."""
-    own = [costs.solved_layer(config, mesh).costs for mesh in config.stage_meshes]
+    costs_of_meshes = [costs.solved_layer(config, mesh).costs for mesh in config.stage_meshes]
     units = [
-        (count, [mode for each in own for mode in costs.modes(each[name]).values()])
+        (count, [mode for unit_costs in costs_of_meshes for mode in costs.modes(unit_costs[name]).values()])
         for name, count in costs.counts.items()
     ]
     return units, stored_bound(costs, config)
@@ -173,10 +182,10 @@ def _bound(
     """Return the bound. totals: on every stage mesh. recompute_seconds: of all layers per micro-batch, in any plan.
     crossing: seconds of a micro-batch's messages in both directions."""
     counts, p, count, host = list(costs.counts.values()), config.pp, config.num_micro_batches, costs.host
-    micro = _least([own.micro for own in totals])
+    micro = _least([seconds.micro for seconds in totals])
     acting, least_seconds = _acting(costs, config), CLOSED_FORMS[config.schedule or PLAIN].least_seconds
     work = _total(counts, micro) + recompute_seconds + min(config.pipeline_ranks) * acting
-    busy = _bottleneck(costs, config, [own.micro for own in totals]) + acting
+    busy = _bottleneck(costs, config, [seconds.micro for seconds in totals]) + acting
     busy = max(busy, work / p, *(n * t for n, t in zip((math.ceil(n / p) for n in counts), micro, strict=True)))
     if len(totals) > 1 and costs.request.whole.num_devices > EXACT_DEVICES:
         least = _closed_form(counts, totals, config, work, busy) + crossing
@@ -186,7 +195,7 @@ def _bound(
         least = min(least_seconds(work, busy, p, count) for p in config.pipeline_ranks) + crossing
     # The busiest stage's time includes no message.
     least = max(host.core_share * least if p > 1 and host.carries else least, count * busy)
-    return least + _bottleneck(costs, config, [own.step for own in totals])
+    return least + _bottleneck(costs, config, [seconds.step for seconds in totals])
 
 
 def _acting(costs: ConfigCosts, config: ParallelConfig) -> float:
@@ -202,12 +211,15 @@ def _closed_form(
 ) -> float:
     """Return the seconds of all micro-batches by the closed form of `search.inter_op`. On many devices pipelines of
     unlike stage meshes are searched by it (see `GAP` of pipelines.py). Their bounds are not reported."""
-    count, sums = config.num_micro_batches, [(_total(counts, own.weight), _total(counts, own.micro)) for own in totals]
+    count, sums = (
+        config.num_micro_batches,
+        [(_total(counts, seconds.weight), _total(counts, seconds.micro)) for seconds in totals],
+    )
     if defers_weights(config.schedule):
         hidden = hidden_weights(count)
-        drained = [[t - hidden * w for t, w in zip(own.micro, own.weight, strict=True)] for own in totals]
-        work += _total(counts, _least(drained)) - _total(counts, _least([own.micro for own in totals]))
-        busy *= 1.0 + 2.0 * min(weight / each for weight, each in sums) / (count - 1) if count > 1 else 1.0
+        drained = [[t - hidden * w for t, w in zip(seconds.micro, seconds.weight, strict=True)] for seconds in totals]
+        work += _total(counts, _least(drained)) - _total(counts, _least([seconds.micro for seconds in totals]))
+        busy *= 1.0 + 2.0 * min(weight / total for weight, total in sums) / (count - 1) if count > 1 else 1.0
     return work + (count - 1) * busy
 
 
@@ -223,15 +235,15 @@ def zero_bubble(
         step >= sum_s l_s (m t_s + sum_(r < s) f_r + sum_(r > s) (f_r + i_r) - (w_s - 1) f_s)
              >= sum over units of min_s (l_s m t + (1 - l_s w_s) f + L_s i)
     """
-    found, first = math.inf, totals[0]
-    busy, forward, weight = (_total(counts, each) or 1.0 for each in (first.micro, first.forward, first.weight))
+    least, first = math.inf, totals[0]
+    busy, forward, weight = (_total(counts, seconds) or 1.0 for seconds in (first.micro, first.forward, first.weight))
     shares = round(forward / busy, 2), round((busy - forward - weight) / busy, 2)
     for p in config.pipeline_ranks:
         weights = _weights(p, config.num_micro_batches, *shares)
-        own = [_on_best_stage(each, weights) for each in totals]
+        on_best_stages = [_on_best_stage(seconds, weights) for seconds in totals]
         recomputed = recompute_seconds * float((weights[0] + weights[2]).min())
-        found = min(found, float(np.minimum.reduce(own) @ np.array(counts)) + recomputed + crossing / 2)
-    return found
+        least = min(least, float(np.minimum.reduce(on_best_stages) @ np.array(counts)) + recomputed + crossing / 2)
+    return least
 
 
 def _on_best_stage(seconds: ClassSeconds, weights: np.ndarray) -> Seconds:
@@ -249,8 +261,8 @@ def _weights(p: int, count: int, forward: float, gradients: float) -> np.ndarray
     for number in begun:
         weights.append(max((1.0 - gradients * ahead) / (count - number * forward), 0.0))
         ahead += weights[-1]
-    own = np.array(weights) / ahead
-    return np.array((own * count, 1.0 - own * np.array(begun), np.cumsum(own) - own))
+    shares = np.array(weights) / ahead
+    return np.array((shares * count, 1.0 - shares * np.array(begun), np.cumsum(shares) - shares))
 
 
 def _least(seconds: list[list[float]]) -> list[float]:
@@ -266,15 +278,18 @@ def _total(counts: list[int], seconds: list[float]) -> float:
 def _bottleneck(costs: ConfigCosts, config: ParallelConfig, seconds: list[list[float]]) -> float:
     """Return the least seconds of the busiest stage. seconds: of every class of units on every stage mesh."""
     whole, counts = costs.request.whole, list(costs.counts.values())
-    devices = [each.mesh.num_ranks for each in config.stage_meshes]
-    areas = [[count * each for each in own] for count, own in zip(devices, seconds, strict=True)]
+    devices = [stage_mesh.mesh.num_ranks for stage_mesh in config.stage_meshes]
+    areas = [
+        [count * stage_mesh for stage_mesh in unit_seconds]
+        for count, unit_seconds in zip(devices, seconds, strict=True)
+    ]
     least = _total(counts, _least(areas)) / whole.num_devices
     if len(costs.groups) == 1:
         return least
     work, rate = _total(counts, seconds[0]), 0.0
-    for each, own in zip(config.stage_meshes, seconds, strict=True):
-        slower = min((a / b for a, b in zip(own, seconds[0], strict=True) if b), default=0.0)
+    for stage_mesh, unit_seconds in zip(config.stage_meshes, seconds, strict=True):
+        slower = min((a / b for a, b in zip(unit_seconds, seconds[0], strict=True) if b), default=0.0)
         if not slower:
             return least
-        rate += whole.groups[each.group].num_devices / each.mesh.num_ranks / slower
+        rate += whole.groups[stage_mesh.group].num_devices / stage_mesh.mesh.num_ranks / slower
     return max(least, work / rate)

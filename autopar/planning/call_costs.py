@@ -31,13 +31,15 @@ class CallCosts:
     operators: Mapping[tuple[str, str], Operator]
     pricer: Pricer
     assignment: Assignment
-    known: Known = field(default_factory=dict)
+    emitted_programs: Known = field(default_factory=dict)
     decisions: Hashable = None
 
     @cached_property
     def seconds(self) -> Mapping[str, ComputeSeconds]:
         """Return unit -> seconds of forward and backward, and of deferrable weight gradients."""
-        return layer_seconds(self.graph, self.operators, self.pricer, self.assignment, self.known, self.decisions)
+        return layer_seconds(
+            self.graph, self.operators, self.pricer, self.assignment, self.emitted_programs, self.decisions
+        )
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
@@ -45,8 +47,8 @@ class CallCosts:
         layers, counts = layers_of(self.graph), Counter(chain(self.graph))
         return tuple(
             Stretch(name if name in layers else "", device, host, counts[name])
-            for name, own in self.seconds.items()
-            for device, host in zip((own.forward, own.backward), own.host, strict=True)
+            for name, seconds in self.seconds.items()
+            for device, host in zip((seconds.forward, seconds.backward), seconds.host, strict=True)
         )
 
     @cached_property
@@ -62,4 +64,4 @@ class CallCosts:
     @cached_property
     def costs(self) -> Mapping[str, LayerCost]:
         """Return unit -> seconds by kind and bytes."""
-        return layer_costs(self.graph, self.operators, self.pricer, self.assignment, self.known)
+        return layer_costs(self.graph, self.operators, self.pricer, self.assignment, self.emitted_programs)

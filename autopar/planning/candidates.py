@@ -12,46 +12,48 @@ from autopar.planning.known_costs import KnownCosts
 from autopar.planning.predict import predicted
 from autopar.planning.request import Request
 from autopar.planning.solved_layers import solved_anew, stored_parameters
-from autopar.planning.stage_problem import Found
+from autopar.planning.stage_problem import PipelineCut
 
 
-def candidate_of(found: Found, request: Request, known: KnownCosts | None = None) -> Candidate:
+def candidate_of(cut: PipelineCut, request: Request, known_costs: KnownCosts | None = None) -> Candidate:
     """Return the plan of a solved config on the graph of its micro-batch, with the prediction of its simulation.
 
     If all stage meshes are equal, the plan leaves them out. known: cached plan parts.
     """
-    known = known or KnownCosts(request)
+    known_costs = known_costs or KnownCosts(request)
     capacities = tuple(map(request.capacity_bytes, range(len(request.whole.groups))))
-    made = known.candidates.setdefault((found.config, capacities), [])
-    for pipeline, candidate in made:
-        if pipeline == found.pipeline:
+    candidates = known_costs.candidates.setdefault((cut.config, capacities), [])
+    for pipeline, candidate in candidates:
+        if pipeline == cut.pipeline:
             return candidate  # type: ignore[no-any-return]
-    candidate = _candidate(found, request, known)
-    made.append((found.pipeline, candidate))
+    candidate = _candidate(cut, request, known_costs)
+    candidates.append((cut.pipeline, candidate))
     return candidate
 
 
-def _candidate(found: Found, request: Request, known: KnownCosts) -> Candidate:
-    config, meshes = found.config, {each.mesh for each in found.pipeline.stage_meshes}
+def _candidate(cut: PipelineCut, request: Request, known_costs: KnownCosts) -> Candidate:
+    config, meshes = cut.config, {stage_mesh.mesh for stage_mesh in cut.pipeline.stage_meshes}
     mesh = (
-        found.pipeline.stage_meshes[0].mesh
+        cut.pipeline.stage_meshes[0].mesh
         if len(meshes) == 1
-        else envelope([each.mesh for each in found.pipeline.stage_meshes])
+        else envelope([stage_mesh.mesh for stage_mesh in cut.pipeline.stage_meshes])
     )
-    stage_meshes = tuple(StageMesh(each.mesh.over(mesh.axes), each.group) for each in found.pipeline.stage_meshes)
+    stage_meshes = tuple(
+        StageMesh(stage_mesh.mesh.over(mesh.axes), stage_mesh.group) for stage_mesh in cut.pipeline.stage_meshes
+    )
     are_alike = request.mixed is None and len(set(stage_meshes)) == 1
-    pipeline = replace(found.pipeline, stage_meshes=() if are_alike else stage_meshes)
+    pipeline = replace(cut.pipeline, stage_meshes=() if are_alike else stage_meshes)
     count, rows = config.num_micro_batches, request.global_batch_size // config.num_micro_batches
-    graph, operators = known.operators(request, rows)
+    graph, operators = known_costs.operators(request, rows)
     key = mesh, config.stage_meshes, config.rows, count, config.zero, config.multiplier
-    if key not in known.decided:
-        assignment = replace(found.solved_layer, mesh=mesh).assignment(config.zero, rows)
+    if key not in known_costs.decided:
+        assignment = replace(cut.solved_layer, mesh=mesh).assignment(config.zero, rows)
         if not suits(assignment, graph, operators, mesh):  # a model that differs at few rows
             assignment = solved_anew(request, graph, operators, mesh, config.multiplier)
             stored = stored_parameters(assignment, mesh.axes, mesh.axes, config.zero)
             assignment = replace(assignment, parameters=stored)
-        known.decided[key] = assignment, compress(graph, operators, mesh, assignment)
-    assignment, scopes = known.decided[key]
+        known_costs.decided[key] = assignment, compress(graph, operators, mesh, assignment)
+    assignment, scopes = known_costs.decided[key]
     plan = Plan(
         model=graph.name,
         cluster=str(request.whole),
@@ -68,4 +70,4 @@ def _candidate(found: Found, request: Request, known: KnownCosts) -> Candidate:
         heads_padded_to=graph.heads_padded_to,
     )
     candidate = Candidate(plan=plan, graph=graph, operators=operators, assignment=assignment, solution=None)
-    return predicted(request, candidate, (known.unit_costs, (key, config.offload)))
+    return predicted(request, candidate, (known_costs.unit_costs, (key, config.offload)))

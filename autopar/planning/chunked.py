@@ -19,7 +19,7 @@ from autopar.planning.bounds import stored_bound
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import EqualSearch
 from autopar.planning.stage_points import CLOSED_FORMS, modes_of, point
-from autopar.planning.stage_problem import Found, StageProblem
+from autopar.planning.stage_problem import PipelineCut, StageProblem
 from autopar.units import either_text
 from cost_models.schedule import PLAIN, SCHEDULES, num_chunks, placement
 from search.inter_op import solve_pipeline
@@ -36,7 +36,7 @@ MOST_PINNED = 16
 """The same limit at most with a pinned schedule, if more may be faster by their bounds."""
 
 
-def refined(search: EqualSearch, found: tuple[Found, ...]) -> Iterator[Found]:
+def refined(search: EqualSearch, solutions: tuple[PipelineCut, ...]) -> Iterator[PipelineCut]:
     """Yield configs of `found`, or the most promising ones, under the schedules with several stages per pipeline
     rank."""
     pinned = search.request.constraints.schedule
@@ -45,7 +45,7 @@ def refined(search: EqualSearch, found: tuple[Found, ...]) -> Iterator[Found]:
     if pinned is not None:
         _check_depth(search)
     for schedule, chunks in chunks_of(search):
-        several = ((0.0, each.config) for each in found if each.config.pp > 1)
+        several = ((0.0, solution.config) for solution in solutions if solution.config.pp > 1)
         accepted, best = 0, math.inf
         for seconds, config in several if pinned is None else search.promising():
             is_enough = accepted >= MOST_PINNED or pinned is None or seconds > best
@@ -59,7 +59,7 @@ def refined(search: EqualSearch, found: tuple[Found, ...]) -> Iterator[Found]:
 
 def _check_depth(search: EqualSearch) -> None:
     """Raise ConstraintError if the model is too short for the pinned schedule with every number of ranks."""
-    numbers, num_units = sorted({each.pp for each in search.unscheduled if each.pp > 1}), search.costs.most_stages
+    numbers, num_units = sorted({config.pp for config in search.unscheduled if config.pp > 1}), search.costs.most_stages
     needed = [number * chunks for number in numbers for _, chunks in chunks_of(search)]
     if needed and min(needed) > num_units:
         limits = search.request.constraints
@@ -79,7 +79,7 @@ def chunks_of(search: EqualSearch) -> Iterator[tuple[str, int]]:
             yield schedule, num_chunks(schedule, chunks)
 
 
-def _best_mode(search: EqualSearch, config: ParallelConfig) -> Found | None:
+def _best_mode(search: EqualSearch, config: ParallelConfig) -> PipelineCut | None:
     """Return the config under the first recompute mode that fits."""
     costs, usable = search.costs, search.costs.usable_bytes[0]
     solved_layer = search.solved_layers.of(config, config.stage_meshes[0])
@@ -94,7 +94,7 @@ def _best_mode(search: EqualSearch, config: ParallelConfig) -> Found | None:
         return None  # modes that keep more are cut into stages of about the same length
     for cut in cuts_by_mode(search, config):
         if cut.held_bytes <= usable and cut.peak_bytes <= usable:
-            return replace(cut.found, objective=cut.seconds)
+            return replace(cut.cut, objective=cut.seconds)
     return None
 
 
@@ -103,7 +103,7 @@ class EvenCut:
     """A config cut evenly under one recompute mode."""
 
     problem: StageProblem
-    found: Found
+    cut: PipelineCut
     mode: str
 
     @cached_property
@@ -111,36 +111,36 @@ class EvenCut:
         """Return the bytes of the fullest rank that it stores and that micro-batches in flight keep: most of its
         peak, quick to compute."""
         config, (here,), units = self.problem.config, self.problem.chains.values(), self.problem.costs.units
-        stages = [units[stage.first : stage.last] for stage in self.found.pipeline.stages]
+        stages = [units[stage.first : stage.last] for stage in self.cut.pipeline.stages]
         modes = {name: _mode(cost, self.mode) for name, cost in here.costs.items()}
         kept = {name: mode.kept_bytes for name, mode in modes.items()}
-        stored = [sum(sum(here.costs[name].fixed.values()) for name in own) for own in stages]
-        held = [sum(kept[name] for name in own) for own in stages]
-        deferred = [sum(modes[name].live.deferred for name in own) for own in stages]
+        stored = [sum(sum(here.costs[name].fixed.values()) for name in units_of_stage) for units_of_stage in stages]
+        bytes_in_flight = [sum(kept[name] for name in units_of_stage) for units_of_stage in stages]
+        deferred = [sum(modes[name].live.deferred for name in units_of_stage) for units_of_stage in stages]
         # The running micro-batch: a forward ends with all of it, a backward begins with all but the last unit's.
-        begun = [size - kept[own[-1]] for size, own in zip(held, stages, strict=True)]
-        running = {"F": held, "B": begun, "I": begun, "W": [0.0] * len(stages)}
+        begun = [size - kept[units_of_stage[-1]] for size, units_of_stage in zip(bytes_in_flight, stages, strict=True)]
+        running = {"F": bytes_in_flight, "B": begun, "I": begun, "W": [0.0] * len(stages)}
         home = placement(config.schedule, config.pp, config.chunks)
         states = holding_states(config.schedule, config.pp, config.num_micro_batches, config.chunks)
         ranks = [
             sum(size for size, at in zip(stored, home, strict=True) if at == rank)
             + max(
-                running[kind][at] + sum(held[s] * n + deferred[s] * late for s, n, late in counts)
-                for kind, at, counts in own
+                running[kind][at] + sum(bytes_in_flight[s] * n + deferred[s] * late for s, n, late in counts)
+                for kind, at, counts in units_of_stage
             )
-            for rank, own in enumerate(states)
+            for rank, units_of_stage in enumerate(states)
         ]
         return max(ranks) * (1 - ROUND_OFF)
 
     @cached_property
     def peak_bytes(self) -> float:
         """Return the peak of the fullest rank."""
-        return self.problem.assembled(self.found.pipeline).peak_bytes
+        return self.problem.assembled(self.cut.pipeline).peak_bytes
 
     @cached_property
     def seconds(self) -> float:
         """Return the simulated seconds, as plan choice counts them."""
-        return chosen_seconds(self.problem.assembled(self.found.pipeline).simulated().prediction.seconds)
+        return chosen_seconds(self.problem.assembled(self.cut.pipeline).simulated().prediction.seconds)
 
 
 def cuts_by_mode(search: EqualSearch, config: ParallelConfig) -> Iterator[EvenCut]:
@@ -157,15 +157,15 @@ def _modes(search: EqualSearch) -> tuple[str, ...]:
 
 def _even_cut(search: EqualSearch, config: ParallelConfig, mode: str) -> EvenCut | None:
     """Return the even cut under one recompute mode; None if there are too few units or micro-batches for it."""
-    costs, known = search.costs, search.costs.known.cuts
+    costs, cuts = search.costs, search.costs.cached.cuts
     is_long_enough = config.pp * config.chunks <= costs.most_stages and config.num_micro_batches > 1
     if not is_long_enough or search.solved_layers.of(config, config.stage_meshes[0]) is None:
         return None
-    if (config, mode) not in known:
+    if (config, mode) not in cuts:
         problem = StageProblem.of(costs, config)
         solution = _evenly(problem, mode)
-        known[config, mode] = None if solution is None else EvenCut(problem, problem.found(solution), mode)
-    return known[config, mode]  # type: ignore[no-any-return]
+        cuts[config, mode] = None if solution is None else EvenCut(problem, problem.cut_of(solution), mode)
+    return cuts[config, mode]  # type: ignore[no-any-return]
 
 
 def _mode(cost: LayerCost, label: str) -> Mode:

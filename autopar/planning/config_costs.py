@@ -54,7 +54,7 @@ class ConfigCosts:
         self.usable_bytes = [usable_bytes(group) for group in self.groups]
         self.is_on_cpu = is_cpu(request.whole.groups[0])
         self.host = host_of(pricer_for(self.groups[0], named_mesh(1, 1), 1).cluster)
-        self.known = known_costs(solved.known_costs, request)
+        self.cached = known_costs(solved.known_costs, request)
         self.limits: Limits = request.constraints.recompute, tuple(self.usable_bytes)
         self._none = [0.0] * len(self.counts)
 
@@ -65,21 +65,24 @@ class ConfigCosts:
 
     def solved_layer(self, config: ParallelConfig, stage_mesh: StageMesh) -> SolvedLayer:
         """Return the solved layer on a stage mesh, which must exist."""
-        found = self.solved.of(config, stage_mesh)
-        assert found is not None
-        return found
+        layer = self.solved.of(config, stage_mesh)
+        assert layer is not None
+        return layer
 
     def seconds(self, config: ParallelConfig, stage_mesh: StageMesh) -> ClassSeconds:
         """Return the seconds on a stage mesh."""
         solved_layer = self.solved_layer(config, stage_mesh)
         key = stage_mesh, solved_layer.storage, config.zero, config.offload, self._summing(config)
-        if key not in self.known.synchronised:
+        if key not in self.cached.synchronised:
             stored = self.stored(config, stage_mesh)
-            own = [stored.get(name, StoredCost()) for name in self.counts]
-            micro, step = [exposed(s.per_micro) for s in own], [chosen_seconds(s.per_step) for s in own]
-            sent = [s.per_step.get(SYNCHRONISATION, 0.0) for s in own]
-            self.known.synchronised[key] = micro, step, [s.host for s in own], sent
-        return self._busy(solved_layer, config, *self.known.synchronised[key])
+            stored_of_classes = [stored.get(name, StoredCost()) for name in self.counts]
+            micro, step = (
+                [exposed(s.per_micro) for s in stored_of_classes],
+                [chosen_seconds(s.per_step) for s in stored_of_classes],
+            )
+            sent = [s.per_step.get(SYNCHRONISATION, 0.0) for s in stored_of_classes]
+            self.cached.synchronised[key] = micro, step, [s.host for s in stored_of_classes], sent
+        return self._busy(solved_layer, config, *self.cached.synchronised[key])
 
     def seconds_without_parameters(self, config: ParallelConfig, stage_mesh: StageMesh) -> ClassSeconds:
         """Return the seconds on a stage mesh for free parameters."""
@@ -100,17 +103,20 @@ class ConfigCosts:
         sent: list[float],
     ) -> ClassSeconds:
         """Return the busy seconds. per_micro, per_step, host, sent: of the parameters of every class."""
-        own = solved_layer.call_costs.seconds
-        busy = [own[name] for name in self.counts]
+        seconds_of = solved_layer.call_costs.seconds
+        busy = [seconds_of[name] for name in self.counts]
         num_forwards = 2 if self.has_first_pass(config) else 1
         stored = list(zip(busy, per_micro, host, strict=True))
-        micro = [each.under(config.schedule, num_forwards, exposed, issued) for each, exposed, issued in stored]
-        late = (each.late(exposed, issued) for each, exposed, issued in stored)
-        step = [once - min(own, waits) for once, own, waits in zip(per_step, sent, late, strict=True)]
-        found = ClassSeconds(micro, [each.weight for each in busy], step)
+        micro = [
+            layer_seconds.under(config.schedule, num_forwards, exposed, issued)
+            for layer_seconds, exposed, issued in stored
+        ]
+        late = (layer_seconds.late(exposed, issued) for layer_seconds, exposed, issued in stored)
+        step = [once - min(seconds_of, waits) for once, seconds_of, waits in zip(per_step, sent, late, strict=True)]
+        totals = ClassSeconds(micro, [layer_seconds.weight for layer_seconds in busy], step)
         if defers_weights(config.schedule):
-            found.forward.extend(each.ahead(num_forwards, issued) for each, _, issued in stored)
-        return found
+            totals.forward.extend(layer_seconds.ahead(num_forwards, issued) for layer_seconds, _, issued in stored)
+        return totals
 
     def has_first_pass(self, config: ParallelConfig) -> bool:
         """Return whether micro-batches run forward twice."""
@@ -124,11 +130,11 @@ class ConfigCosts:
         """Return the parameters of every unit on a stage mesh."""
         solved_layer = self.solved_layer(config, stage_mesh)
         key = stage_mesh, solved_layer.storage, config.zero, config.offload, self._summing(config)
-        if key not in self.known.stored:
+        if key not in self.cached.stored:
             parameters = self._parameters(solved_layer, config.zero)
             few = replace(config, num_micro_batches=min(config.num_micro_batches, 2))
-            self.known.stored[key] = stored_costs(self.graph, self._pricer(few, stage_mesh), parameters)
-        return self.known.stored[key]
+            self.cached.stored[key] = stored_costs(self.graph, self._pricer(few, stage_mesh), parameters)
+        return self.cached.stored[key]
 
     def _summing(self, config: ParallelConfig) -> tuple[bool, bool]:
         """Return what the prices of parameters need to know of the micro-batches.
@@ -141,10 +147,10 @@ class ConfigCosts:
     def _parameters(self, solved_layer: SolvedLayer, zero: int) -> StoredParameters:
         """Return the parameters as a solved layer stores them, on meshes of its axes."""
         key = solved_layer.storage, solved_layer.mesh.axes, zero
-        if key not in self.known.parameters:
-            found = StoredParameters.of(solved_layer.parameters(zero), self.homes, self.scopes)
-            self.known.parameters[key] = found
-        return self.known.parameters[key]
+        if key not in self.cached.parameters:
+            parameters = StoredParameters.of(solved_layer.parameters(zero), self.homes, self.scopes)
+            self.cached.parameters[key] = parameters
+        return self.cached.parameters[key]
 
     def stored_bytes(self, config: ParallelConfig, stage_mesh: StageMesh) -> dict[str, float]:
         """Return the bytes of every unit that stay from step to step."""
@@ -153,9 +159,9 @@ class ConfigCosts:
     def chain_costs(self, config: ParallelConfig, stage_mesh: StageMesh) -> ChainCosts:
         """Return every unit on a stage mesh, with its parameters and the bytes across the boundary before it."""
         key = stage_mesh, replace(config, pipeline_ranks=(), schedule="", chunks=1)
-        if key not in self.known.chains:
-            self.known.chains[key] = self._chain_costs(config, stage_mesh)
-        return self.known.chains[key]
+        if key not in self.cached.chains:
+            self.cached.chains[key] = self._chain_costs(config, stage_mesh)
+        return self.cached.chains[key]
 
     def _chain_costs(self, config: ParallelConfig, stage_mesh: StageMesh) -> ChainCosts:
         solved_layer = self.solved_layer(config, stage_mesh)

@@ -220,7 +220,7 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
             + ", ".join(str(pp) for pp in divisors(devices) if pp <= num_units),
         )
     most = most_tp or TP_NODES * request.cluster.devices_per_node
-    found = [
+    candidates = [
         Shape(pp=pp, dp=devices // pp // ttp // tp // cp, cp=cp, ttp=ttp, tp=tp)
         for pp in divisors(devices)
         if pp <= num_units
@@ -228,20 +228,20 @@ def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list
         for cp in context_degrees(request, devices // pp // ttp // tp)
     ]
     ddp = degrees.get("ddp", 1)
-    wanted = [s for s in found if _agrees(degrees, s) and expert_degrees(request, s.dp // ddp, s.tensor)]
+    wanted = [s for s in candidates if _agrees(degrees, s) and expert_degrees(request, s.dp // ddp, s.tensor)]
     if not wanted:
         named = {**degrees, **({"etp": request.constraints.etp} if request.constraints.etp else {})}
         pinned = " x ".join(f"{a}={n}" for a, n in named.items())
-        agreeing = [s for s in found if any(degrees.get(a) == n for a, n in s._asdict().items())]
+        agreeing = [s for s in candidates if any(degrees.get(a) == n for a, n in s._asdict().items())]
         raise ConstraintError(
             "the pinned degrees do not multiply to the cluster's number of devices",
             values=f"{pinned} for {devices} devices",
-            alternatives=[str(shape) for shape in (agreeing or found)[:8]],
+            alternatives=[str(shape) for shape in (agreeing or candidates)[:8]],
         )
     legal = [s for s in wanted if request.global_batch_size % s.dp == 0]
     if not legal:
         smallest, rows = min(s.dp for s in wanted), request.global_batch_size
-        others = sorted((s for s in found if rows % s.dp == 0 and s.dp < smallest), key=lambda s: -s.dp)
+        others = sorted((s for s in candidates if rows % s.dp == 0 and s.dp < smallest), key=lambda s: -s.dp)
         raise ConstraintError(
             "no mesh divides the global batch",
             values=f"batch {rows} on "

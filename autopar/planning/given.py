@@ -100,8 +100,8 @@ def check_pipeline(plan: Plan, graph: Graph) -> None:
             values=", ".join(f"{stage.first}-{stage.last - 1}" for stage in pipeline.stages),
             alternatives=f"ranges from 0 to {len(units) - 1} without gaps: " + unit_names(units),
         )
-    known = (*SCHEDULES, "") if pipeline.num_pipeline_ranks == 1 else SCHEDULES
-    if pipeline.schedule not in known:
+    schedules = (*SCHEDULES, "") if pipeline.num_pipeline_ranks == 1 else SCHEDULES
+    if pipeline.schedule not in schedules:
         raise PlanError(
             f"{plan.at('pipeline', 'schedule')}: autopar does not have the plan's schedule",
             values=repr(pipeline.schedule),
@@ -130,17 +130,17 @@ def check_pipeline(plan: Plan, graph: Graph) -> None:
 def _check_stage_count(plan: Plan) -> None:
     """Raise PlanError if the schedule gives the pipeline ranks another number of stages than the plan has."""
     pipeline = plan.pipeline
-    found, pipeline_ranks = len(pipeline.stages), pipeline.num_pipeline_ranks
-    given = pipeline.num_chunks if SCHEDULES[pipeline.schedule].chooses_chunks else None
-    wanted = len(placement(pipeline.schedule, pipeline_ranks, given))
-    if wanted != found:
+    num_stages, pipeline_ranks = len(pipeline.stages), pipeline.num_pipeline_ranks
+    num_chunks = pipeline.num_chunks if SCHEDULES[pipeline.schedule].chooses_chunks else None
+    wanted = len(placement(pipeline.schedule, pipeline_ranks, num_chunks))
+    if wanted != num_stages:
         raise PlanError(
             f"{plan.at('pipeline', 'schedule')}: {pipeline.schedule} does not fit the number of stages",
-            values=f"{found} stages on {pipeline_ranks} pipeline ranks",
+            values=f"{num_stages} stages on {pipeline_ranks} pipeline ranks",
             alternatives=f"{wanted} stages"
             + (
                 " or another multiple of the pipeline ranks"
-                if given
+                if num_chunks
                 else " (or interleaved, for several per pipeline rank)"
             ),
         )
@@ -164,11 +164,11 @@ def check_agreement(plan: Plan, limits: Constraints, global_batch_size: int | No
         pinned.append(("zero", limits.zero, stages.pop() if len(stages) == 1 else stages))
     if not pipeline.stage_meshes:
         pinned += [(axis, limits.degrees.get(axis), size) for axis, size in plan.mesh.degrees.items()]
-    for name, asked, given in pinned:
-        if asked is not None and asked != given:
+    for name, asked, planned in pinned:
+        if asked is not None and asked != planned:
             raise PlanError(
                 f"{plan.source or 'the plan'} contradicts an option of this call",
-                values=f"{name}={asked or 'none'}, and the plan has {given or 'none'}",
+                values=f"{name}={asked or 'none'}, and the plan has {planned or 'none'}",
                 alternatives=[f"{name} left out", "a new plan"],
             )
 

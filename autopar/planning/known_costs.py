@@ -59,9 +59,9 @@ class KnownCosts:
 
     def serves(self, request: Request) -> bool:
         """Return whether all entries are valid for the request."""
-        defers = [defers_weights(each.constraints.schedule or "") for each in (request, self.request)]
-        own = self.request
-        return defers[0] == defers[1] and replace(of_batch(request, own), constraints=own.constraints) == own
+        defers = [defers_weights(asked.constraints.schedule or "") for asked in (request, self.request)]
+        first = self.request
+        return defers[0] == defers[1] and replace(of_batch(request, first), constraints=first.constraints) == first
 
 
 def of_batch(request: Request, other: Request) -> Request:
@@ -71,10 +71,10 @@ def of_batch(request: Request, other: Request) -> Request:
     return replace(request, trace=trace, unpadded=other.unpadded, global_batch_size=other.global_batch_size)
 
 
-def known_costs(found: list[KnownCosts], request: Request) -> KnownCosts:
+def known_costs(pool: list[KnownCosts], request: Request) -> KnownCosts:
     """Return those that serve the request; add new ones if there are none yet."""
-    for each in found:
-        if each.serves(request):
-            return each
-    found.append(KnownCosts(request))
-    return found[-1]
+    for costs in pool:
+        if costs.serves(request):
+            return costs
+    pool.append(KnownCosts(request))
+    return pool[-1]

@@ -18,20 +18,20 @@ class LayerPool:
     fitting: configs under which a plan fitted, the last one first, one of each kind.
     """
 
-    known: list[SolvedLayers] = field(default_factory=list)
+    layers: list[SolvedLayers] = field(default_factory=list)
     fitting: list[ParallelConfig] = field(default_factory=list)
 
     def of(self, request: Request, typical_rows: int | None) -> SolvedLayers:
         """Return those for the request, new ones if there are none yet. typical_rows: see `SolvedLayers`."""
-        for each in self.known:
-            if each.typical_rows == typical_rows and _is_alike(request, each.request):
-                return each
-        self.known.append(SolvedLayers(request, typical_rows))
-        return self.known[-1]
+        for layers in self.layers:
+            if layers.typical_rows == typical_rows and _is_alike(request, layers.request):
+                return layers
+        self.layers.append(SolvedLayers(request, typical_rows))
+        return self.layers[-1]
 
     def fitted(self, config: ParallelConfig) -> None:
         """Record that a plan fits under a config."""
-        self.fitting = [config, *(each for each in self.fitting if kind_of(each) != kind_of(config))]
+        self.fitting = [config, *(other for other in self.fitting if kind_of(other) != kind_of(config))]
 
 
 def kind_of(config: ParallelConfig) -> Hashable:
@@ -53,5 +53,5 @@ def _is_alike(request: Request, other: Request) -> bool:
         micro_batches=other.constraints.micro_batches,
         memory_bytes=other.constraints.memory_bytes,
     )
-    rows = [min(GRID_ROWS, each.global_batch_size) for each in (request, other)]
+    rows = [min(GRID_ROWS, asked.global_batch_size) for asked in (request, other)]
     return rows[0] == rows[1] and replace(of_batch(request, other), constraints=limits) == other

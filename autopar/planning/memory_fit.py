@@ -32,7 +32,7 @@ from search.pipeline_problem import (
 WithLimits = Callable[[Mapping[str, float]], PipelineProblem]
 """A problem with limits of memory by submesh."""
 
-Held = Callable[[PipelineSolution], Mapping[str, float]]
+StageBytes = Callable[[PipelineSolution], Mapping[str, float]]
 """Bytes on the fullest rank of every used submesh, by the prediction's count."""
 
 MAX_ROUNDS = 8
@@ -55,14 +55,14 @@ class Fitting:
     """A pipeline to be cut. memory_bytes: limit of a rank of every submesh, by its name."""
 
     problem: WithLimits
-    held: Held
+    stage_bytes: StageBytes
     memory_bytes: Mapping[str, float]
 
     def within(self, num_bytes: float) -> Fitting:
         """Return the same with `num_bytes` on a rank of the roomiest submesh, and the others changed by the same
         difference."""
         raised = num_bytes - max(self.memory_bytes.values())
-        return replace(self, memory_bytes={name: own + raised for name, own in self.memory_bytes.items()})
+        return replace(self, memory_bytes={name: limit + raised for name, limit in self.memory_bytes.items()})
 
 
 def least_recompute(
@@ -110,7 +110,10 @@ def none_is_below(fitting: Fitting, cutoff: float) -> bool:
     """Return whether no pipeline takes less than `cutoff` seconds, even if only the units' kept bytes took memory.
     These are never more than the count."""
     problem = fitting.problem(fitting.memory_bytes)
-    points = {key: tuple(replace(each, transient_bytes=0.0) for each in own) for key, own in problem.points.items()}
+    points = {
+        key: tuple(replace(point, transient_bytes=0.0) for point in points_of_kind)
+        for key, points_of_kind in problem.points.items()
+    }
     try:
         solve_pipeline(replace(problem, points=points), cutoff=cutoff)
     except (PipelineInfeasibleError, NothingBelowCutoffError):
@@ -125,23 +128,25 @@ def lightened(fitting: Fitting, solution: PipelineSolution) -> PipelineSolution:
 
     def fits(number: int, kind: str, modes: Counts) -> bool:
         trial = [*stages[:number], _with_modes(stages[number], kind, modes), *stages[number + 1 :]]
-        held = fitting.held(PipelineSolution(solution.objective, tuple(trial)))
-        return all(num_bytes <= fitting.memory_bytes[name] for name, num_bytes in held.items())
+        bytes_of_stages = fitting.stage_bytes(PipelineSolution(solution.objective, tuple(trial)))
+        return all(num_bytes <= fitting.memory_bytes[name] for name, num_bytes in bytes_of_stages.items())
 
     for number, stage in enumerate(solution.stages):
         flying, deferred = problem.live_micro_batches(len(stages), number)
         modes = {
             kind: {
-                each.label: (
-                    each.steady_seconds,
-                    each.fixed_bytes + flying * each.micro_bytes + deferred * each.deferred_bytes,
+                point.label: (
+                    point.steady_seconds,
+                    point.fixed_bytes + flying * point.micro_bytes + deferred * point.deferred_bytes,
                 )
-                for each in problem.points[kind, stage.submesh]
+                for point in problem.points[kind, stage.submesh]
             }
             for kind, _ in stage.counts
         }
         for kind, counts in stage.counts:
-            beside = sum(_kept_bytes(modes[name], own) for name, own in stages[number].counts if name != kind)
+            beside = sum(
+                _kept_bytes(modes[name], modes_of_kind) for name, modes_of_kind in stages[number].counts if name != kind
+            )
             room = fitting.memory_bytes[stage.submesh] - beside
             faster = _faster(modes[kind], dict(counts), room, functools.partial(fits, number, kind))
             if faster is not None:
@@ -172,15 +177,15 @@ def _faster(
     first need less, if a slower one takes more while it runs, and then more. So TRIED of the numbers that may fit
     are tried, the most units first.
     """
-    total, best, found = sum(counts.values()), sum(modes[label][0] * n for label, n in counts.items()), None
+    total, best, best_counts = sum(counts.values()), sum(modes[label][0] * n for label, n in counts.items()), None
     for first, second in itertools.combinations(sorted(modes, key=lambda label: modes[label][0]), 2):
         (quick, more), (slow, less) = modes[first], modes[second]
 
         def mixed(count: int, names: tuple[str, str] = (first, second)) -> Counts:
             return tuple((label, n) for label, n in zip(names, (count, total - count), strict=True) if n)
 
-        def may_fit(count: int, own: tuple[float, float] = (more, less)) -> bool:
-            return count * own[0] + (total - count) * own[1] <= room_bytes * (1 + ROUNDING)
+        def may_fit(count: int, bytes_of_modes: tuple[float, float] = (more, less)) -> bool:
+            return count * bytes_of_modes[0] + (total - count) * bytes_of_modes[1] <= room_bytes * (1 + ROUNDING)
 
         seconds = [count * quick + (total - count) * slow for count in range(total + 1)]
         wanted = [count for count in range(total + 1) if seconds[count] < best * (1 - SAME) and may_fit(count)]
@@ -189,13 +194,13 @@ def _faster(
         if fitting is not None:
             between = [count for count in wanted if count >= fitting]
             most = bisect.bisect_left(between, True, lo=1, key=lambda count: not fits(mixed(count))) - 1
-            best, found = seconds[between[most]], mixed(between[most])
-    return found
+            best, best_counts = seconds[between[most]], mixed(between[most])
+    return best_counts
 
 
 def _with_modes(stage: StageChoice, kind: str, modes: Counts) -> StageChoice:
     """Return the stage with other modes of its units of one class."""
-    return replace(stage, counts=tuple((name, modes if name == kind else own) for name, own in stage.counts))
+    return replace(stage, counts=tuple((name, modes if name == kind else others) for name, others in stage.counts))
 
 
 def found_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolution | None:
@@ -211,7 +216,7 @@ def found_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolut
             if not number:
                 raise
             break
-        excess = {name: num_bytes - memory_bytes[name] for name, num_bytes in fitting.held(solution).items()}
+        excess = {name: num_bytes - memory_bytes[name] for name, num_bytes in fitting.stage_bytes(solution).items()}
         if max(excess.values()) <= 0:
             return solution
         # Another solution of the same time usually exceeds the memory by as much.
@@ -246,5 +251,5 @@ def leanest(fitting: Fitting, least: float) -> Lean | None:
         return None
     enough = fitting.within(least * (1 + 1e-9)).memory_bytes
     solution = solve_pipeline(fitting.problem(enough))
-    lacking = max(num_bytes - enough[name] for name, num_bytes in fitting.held(solution).items())
+    lacking = max(num_bytes - enough[name] for name, num_bytes in fitting.stage_bytes(solution).items())
     return Lean(max(enough.values()) + max(lacking, 0.0), solution)

@@ -69,8 +69,8 @@ class OneStageSearch(BestFirst[Mesh, Candidate]):
 
     def solve(self, candidate: Mesh, cutoff: float) -> tuple[float, Candidate] | None:
         """Return the best plan on the mesh and its predicted seconds."""
-        found = _best_on(candidate, self.request, self.failures, cutoff)
-        return None if found is None else (chosen(found.plan), found)
+        candidate_found = _best_on(candidate, self.request, self.failures, cutoff)
+        return None if candidate_found is None else (chosen(candidate_found.plan), candidate_found)
 
     def layout(self, candidate: Mesh) -> str:
         """Return the mesh in words."""
@@ -149,9 +149,9 @@ def _best_on(mesh: Mesh, request: Request, failures: list[Failure], limit_second
     for count in counts[first:]:
         if best is not None and free_optimum(mesh, request, count) >= chosen(best.plan):
             break
-        found = at(count)
-        if isinstance(found, Candidate) and (best is None or chosen(found.plan) < chosen(best.plan)):
-            best = found
+        outcome = at(count)
+        if isinstance(outcome, Candidate) and (best is None or chosen(outcome.plan) < chosen(best.plan)):
+            best = outcome
     failures += [failure for failure in tried.values() if isinstance(failure, Failure)]
     return best
 
@@ -171,7 +171,11 @@ def _solve(mesh: Mesh, request: Request, count: int) -> Candidate | Failure:
         costs = decided.costs(solution)
         if costs.peak_bytes <= usable_bytes(request):
             beside = with_host(search_space, pricer, solution, decided.stretches) if pricer.host_call_seconds else []
-            fitting = (each for each in beside if decided.costs(each).peak_bytes <= usable_bytes(request))
+            fitting = (
+                assignment_tried
+                for assignment_tried in beside
+                if decided.costs(assignment_tried).peak_bytes <= usable_bytes(request)
+            )
             best = next(fitting, solution)
             assignment = decode(search_space, best.assignment)
             return _candidate(graph, operators, request, decided.costs(best), assignment, best)
@@ -200,13 +204,13 @@ class _Decided:
         """Return the stretches of a micro-batch, with its share of the work once per step."""
         (rank,) = self.costs(solution).ranks
         layers, counts = layers_of(self.search_space.graph), Counter(chain(self.search_space.graph))
-        found = []
+        stretches = []
         for name, cost in rank.costs.items():
             once = cost.step_seconds / self.pricer.training.num_micro_batches
             device = [exposed(table) - table.get(HOST, 0.0) for table in (cost.forward, cost.backward)]
             for seconds, host in ((device[0], cost.host[0]), (device[1], cost.host[1]), (once, 0.0)):
-                found.append(Stretch(name if name in layers else "", seconds, host, counts[name]))
-        return tuple(found)
+                stretches.append(Stretch(name if name in layers else "", seconds, host, counts[name]))
+        return tuple(stretches)
 
 
 def _room_bytes(graph: Graph, request: Request) -> float:
@@ -274,5 +278,5 @@ def _candidate(
 def at_budget(request: Request, failure: Failure, num_bytes: float) -> Plan | None:
     """Return the plan on a failure's mesh with its number of micro-batches that fits `num_bytes` per rank."""
     limited = replace(request, constraints=replace(request.constraints, memory_bytes=int(num_bytes)))
-    found = _solve(failure.mesh, limited, failure.num_micro_batches)
-    return found.plan if isinstance(found, Candidate) else None
+    outcome = _solve(failure.mesh, limited, failure.num_micro_batches)
+    return outcome.plan if isinstance(outcome, Candidate) else None

@@ -34,7 +34,7 @@ class ParallelConfig:
     @property
     def tp(self) -> int:
         """Return the largest tensor-parallel degree: decisions are made for it."""
-        return max(each.mesh.size("tp") for each in self.stage_meshes)
+        return max(stage_mesh.mesh.size("tp") for stage_mesh in self.stage_meshes)
 
     @property
     def sharing(self) -> tuple[int, ...]:

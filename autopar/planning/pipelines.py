@@ -28,7 +28,7 @@ from autopar.planning.request import Request
 from autopar.planning.shared_assignments import SharedAssignments
 from autopar.planning.solved_layers import MULTIPLIERS, SolvedLayer, SolvedLayers
 from autopar.planning.stage_points import CLOSED_FORMS
-from autopar.planning.stage_problem import Found, StageProblem
+from autopar.planning.stage_problem import PipelineCut, StageProblem
 from autopar.planning.unequal_configs import schedules, unequal_configs, variants, without_parameters
 from cost_models.schedule import PLAIN
 from search.inter_op import NothingBelowCutoffError
@@ -53,7 +53,7 @@ Bounded = tuple[float, ParallelConfig, Bound]
 """Lower bound in seconds on every pipeline under the config."""
 
 
-class PipelineSearch(BestFirst[ParallelConfig, Found]):
+class PipelineSearch(BestFirst[ParallelConfig, PipelineCut]):
     """A search for one request over the configs of a kind."""
 
     def __init__(self, request: Request, solved: Solved) -> None:
@@ -64,26 +64,26 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
     def configs(self) -> Iterator[ParallelConfig]:
         """Return all configs whose closed form is minimized."""
 
-    def closer(self, candidate: ParallelConfig, known: Bound) -> Iterator[Bounded]:
+    def closer(self, candidate: ParallelConfig, tightness: Bound) -> Iterator[Bounded]:
         """Yield the config with the next bound; if its bound ignores parameters, every variant of it."""
-        if known == Bound.WITHOUT_PARAMETERS:
-            for each in variants(self.request, candidate):
-                yield bound(self.costs, each), each, Bound.WITH_MEMORY_FREE
+        if tightness == Bound.WITHOUT_PARAMETERS:
+            for variant in variants(self.request, candidate):
+                yield bound(self.costs, variant), variant, Bound.WITH_MEMORY_FREE
         else:
             yield tightened(self.costs, candidate), candidate, Bound.TIGHT
 
-    def solve(self, candidate: ParallelConfig, cutoff: float) -> tuple[float, Found] | None:
+    def solve(self, candidate: ParallelConfig, cutoff: float) -> tuple[float, PipelineCut] | None:
         """Return the best cut by the closed form, and the seconds that its plan predicts, as plan choice counts
         them; None also if the plan needs more memory than it was priced for."""
-        found = self.cut(candidate, cutoff * self.slack(candidate))
-        if found is None:
+        cut = self.cut(candidate, cutoff * self.slack(candidate))
+        if cut is None:
             return None
-        priced = StageProblem.of(self.costs, candidate).assembled(found.pipeline).simulated().prediction
+        priced = StageProblem.of(self.costs, candidate).assembled(cut.pipeline).simulated().prediction
         if chosen_seconds(priced.seconds) >= cutoff:
             return None
-        plan = candidate_of(found, self.request, self.costs.known).plan
+        plan = candidate_of(cut, self.request, self.costs.cached).plan
         fits = plan.prediction.peak_bytes <= self.request.capacity_bytes(plan.fullest_group)
-        return (chosen(plan), found) if fits else None
+        return (chosen(plan), cut) if fits else None
 
     def slack(self, config: ParallelConfig) -> float:
         """Return the largest factor by which the closed form of a config's cut may exceed its plan's prediction; on
@@ -102,24 +102,24 @@ class PipelineSearch(BestFirst[ParallelConfig, Found]):
             return math.inf
         return CLOSED_FORMS[config.schedule].slack(p, count)
 
-    def cut(self, config: ParallelConfig, cutoff: float = math.inf) -> Found | None:
+    def cut(self, config: ParallelConfig, cutoff: float = math.inf) -> PipelineCut | None:
         """Return the config's best cut by the closed form; None if none takes less than `cutoff` by it.
 
         The cut does not depend on the cutoff: of equally good cuts the solver may return another one below a cutoff.
         The simulation tells the two apart, and other modes fit them. On more than EXACT_DEVICES that difference is
         accepted.
         """
-        known, key = self.costs.known.solutions, (self.costs.limits, config)
-        found, tried = known.get(key, (None, -math.inf))
-        if found is None and tried < cutoff:
+        solutions, key = self.costs.cached.solutions, (self.costs.limits, config)
+        solution, tried = solutions.get(key, (None, -math.inf))
+        if solution is None and tried < cutoff:
             if self.request.whole.num_devices > EXACT_DEVICES:
-                found = self._solved(config, cutoff)
+                solution = self._solved(config, cutoff)
             elif cutoff == math.inf or not none_is_below(StageProblem.of(self.costs, config).fitting(), cutoff):
-                found = self._solved(config, math.inf)
-            known[key] = found, cutoff
-        return found  # type: ignore[no-any-return]
+                solution = self._solved(config, math.inf)
+            solutions[key] = solution, cutoff
+        return solution  # type: ignore[no-any-return]
 
-    def _solved(self, candidate: ParallelConfig, cutoff: float) -> Found | None:
+    def _solved(self, candidate: ParallelConfig, cutoff: float) -> PipelineCut | None:
         try:
             return StageProblem.of(self.costs, candidate).solve(cutoff)
         except NothingBelowCutoffError:
@@ -168,17 +168,24 @@ class EqualSearch(PipelineSearch):
 
     def scheduled(self, config: ParallelConfig) -> Iterator[ParallelConfig]:
         """Return the config under each of its possible schedules."""
-        own = schedules(self.request)
+        schedules_tried = schedules(self.request)
         if config.pp == 1:
-            own = () if self.request.constraints.schedule else (PLAIN,)
-        return (config.under(schedule) for schedule in own)
+            schedules_tried = () if self.request.constraints.schedule else (PLAIN,)
+        return (config.under(schedule) for schedule in schedules_tried)
 
     def promising(self) -> Iterator[tuple[float, ParallelConfig]]:
         """Yield (seconds, config) of several pipeline ranks by their least seconds under 1F1B, with the
         recomputation that their memory requires. Configs that do not fit even so come last, with inf."""
-        several = (each.under(PLAIN) for each in self.unscheduled if each.pp > 1)
-        costed = (each for each in several if self.solved_layers.of(each, each.stage_meshes[0]))
-        queue = [(bound(self.costs, each), each.key, False, each) for each in costed]
+        several = (pipeline_config.under(PLAIN) for pipeline_config in self.unscheduled if pipeline_config.pp > 1)
+        costed = (
+            pipeline_config
+            for pipeline_config in several
+            if self.solved_layers.of(pipeline_config, pipeline_config.stage_meshes[0])
+        )
+        queue = [
+            (bound(self.costs, pipeline_config), pipeline_config.key, False, pipeline_config)
+            for pipeline_config in costed
+        ]
         heapq.heapify(queue)
         while queue:
             seconds, key, is_tight, config = heapq.heappop(queue)
@@ -190,37 +197,46 @@ class EqualSearch(PipelineSearch):
     def bounded(self) -> Iterable[Bounded]:
         """Yield the start of the search; for large requests with a bound that spares most configs."""
         if self.solved_layers.typical_rows is None:
-            yield from ((bound(self.costs, each), each, Bound.WITH_MEMORY_FREE) for each in self.configs())
+            yield from (
+                (bound(self.costs, scheduled_config), scheduled_config, Bound.WITH_MEMORY_FREE)
+                for scheduled_config in self.configs()
+            )
             return
         for config in self.unscheduled:
             self._alike.setdefault(_of_rows(config), []).append(config)
         for first, *_ in self._alike.values():
             rows, many = self._most_rows(first)
-            for each in self.scheduled(first):
-                least = bound_of_many_rows(self.costs, each, many, rows) if many else 0.0
-                yield least, each, Bound.OF_MANY_ROWS
+            for scheduled_config in self.scheduled(first):
+                least = bound_of_many_rows(self.costs, scheduled_config, many, rows) if many else 0.0
+                yield least, scheduled_config, Bound.OF_MANY_ROWS
 
-    def closer(self, candidate: ParallelConfig, known: Bound) -> Iterator[Bounded]:
+    def closer(self, candidate: ParallelConfig, tightness: Bound) -> Iterator[Bounded]:
         """Yield the config with the next bound. If its bound depends only on its rows, return all configs with
         these rows, except those for which another with the same assignment stands."""
-        if known > Bound.OF_MANY_ROWS:
-            yield from super().closer(candidate, known)
+        if tightness > Bound.OF_MANY_ROWS:
+            yield from super().closer(candidate, tightness)
             return
         for config in self._alike[_of_rows(candidate)]:
             if not self.solved_layers.repeats(config):
-                each = config.under(candidate.schedule)
-                yield bound(self.costs, each), each, Bound.WITH_MEMORY_FREE
+                scheduled = config.under(candidate.schedule)
+                yield bound(self.costs, scheduled), scheduled, Bound.WITH_MEMORY_FREE
 
     def _most_rows(self, config: ParallelConfig) -> tuple[int, SolvedLayer | None]:
         """Return the most rows of a rank under the config's degrees, with their solved layer."""
         if not self._many:
             rows = {
-                each.sharing: (each.rows_on(each.stage_meshes[0]), each)
-                for each in sorted(self.unscheduled, key=lambda c: c.rows_on(c.stage_meshes[0]))
+                config_of_sharing.sharing: (
+                    config_of_sharing.rows_on(config_of_sharing.stage_meshes[0]),
+                    config_of_sharing,
+                )
+                for config_of_sharing in sorted(self.unscheduled, key=lambda c: c.rows_on(c.stage_meshes[0]))
             }
             self._many = {
-                sharing: (most, self.solved_layers.solved_layer(each.stage_meshes[0].mesh, most, MULTIPLIERS[0]))
-                for sharing, (most, each) in rows.items()
+                sharing: (
+                    most,
+                    self.solved_layers.solved_layer(config_of_sharing.stage_meshes[0].mesh, most, MULTIPLIERS[0]),
+                )
+                for sharing, (most, config_of_sharing) in rows.items()
             }
         return self._many[config.sharing]
 
@@ -250,4 +266,4 @@ class UnequalSearch(PipelineSearch):
     def bounded(self) -> Iterable[Bounded]:
         """Return the start of the search: settings that affect parameters only are left open."""
         configs = without_parameters(self.request, self.assignments, self.costs.most_stages)
-        return ((bound_without_parameters(self.costs, each), each, Bound.WITHOUT_PARAMETERS) for each in configs)
+        return ((bound_without_parameters(self.costs, config), config, Bound.WITHOUT_PARAMETERS) for config in configs)

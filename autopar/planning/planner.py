@@ -37,7 +37,7 @@ from autopar.planning.shared_assignments import SharedAssignments
 from autopar.planning.smallest import nothing_fits
 from autopar.planning.solved_layers import SolvedLayers
 from autopar.planning.stage_points import CLOSED_FORMS, SEARCHED_SCHEDULES
-from autopar.planning.stage_problem import Found
+from autopar.planning.stage_problem import PipelineCut
 from autopar.units import bytes_text
 from codegen.axes import AXES
 
@@ -122,36 +122,36 @@ def search_plans(
     _refuse_undivided(search)
     pipelines = search.run()
     deferring = list(_deferring(search, pipelines.best))
-    chunked = sorted(refined(search, pipelines.found), key=lambda each: each.objective)
-    known = search.costs.known
-    found = [candidate_of(each, request, known) for each in pipelines.found[:MOST_CANDIDATES]]
-    if isinstance(shared, LayerPool) and found:
-        shared.fitted(pipelines.found[0].config)
-    found += deferring
-    found += itertools.islice(_fitting(chunked, request, known), MOST_CHUNKED)
-    fastest = min((chosen(c.plan) for c in found), default=math.inf)
-    exact = _one_stage(request, found, exact_devices)
+    chunked = sorted(refined(search, pipelines.solutions), key=lambda cut: cut.objective)
+    known_costs = search.costs.cached
+    candidates = [candidate_of(bounded, request, known_costs) for bounded in pipelines.solutions[:MOST_CANDIDATES]]
+    if isinstance(shared, LayerPool) and candidates:
+        shared.fitted(pipelines.solutions[0].config)
+    candidates += deferring
+    candidates += itertools.islice(_fitting(chunked, request, known_costs), MOST_CHUNKED)
+    fastest = min((chosen(c.plan) for c in candidates), default=math.inf)
+    exact = _one_stage(request, candidates, exact_devices)
     failures = exact.failures if exact is not None else []
     one: Searched[Mesh, Candidate] = Searched()
     try:
         one = exact.run(fastest * (1 + TIE)) if exact is not None else one
     except ConstraintError:
-        if not found:
+        if not candidates:
             raise
-    found += one.found
-    times = [chosen(c.plan) for c in found]
+    candidates += one.solutions
+    times = [chosen(c.plan) for c in candidates]
     unlike = _unequal(request) if exact_devices else None
     better = unlike.run(min(times, default=math.inf) * (1 - TIE)).best if unlike is not None else None
-    found += [candidate_of(better, request)] if better is not None else []
-    if not found:
+    candidates += [candidate_of(better, request)] if better is not None else []
+    if not candidates:
         raise nothing_fits(request, failures, [search] if unlike is None else [search, unlike])
-    found.sort(key=lambda c: (float(f"{chosen(c.plan):.9g}"), c.solution is None, c.plan.mesh_text))
-    found = _distinct(found)
-    names = {c.plan.mesh_text for c in found}
-    skipped = {whole_mesh_text(each.pp, each.stage_meshes[0].mesh): bound for bound, each in pipelines.skipped}
+    candidates.sort(key=lambda c: (float(f"{chosen(c.plan):.9g}"), c.solution is None, c.plan.mesh_text))
+    candidates = _distinct(candidates)
+    names = {c.plan.mesh_text for c in candidates}
+    skipped = {whole_mesh_text(bounded.pp, bounded.stage_meshes[0].mesh): bound for bound, bounded in pipelines.skipped}
     skipped |= {str(mesh): bound for bound, mesh in one.skipped}
     missing = tuple(sorted((bound, name) for name, bound in skipped.items() if name not in names))
-    return SearchResult(tuple(found), missing, tuple(failure.where for failure in failures), solved=search.solved)
+    return SearchResult(tuple(candidates), missing, tuple(failure.where for failure in failures), solved=search.solved)
 
 
 def fits_soon(request: Request, pool: LayerPool) -> bool:
@@ -164,7 +164,7 @@ def fits_soon(request: Request, pool: LayerPool) -> bool:
         _refuse_undivided(search)
     except ConstraintError:
         return False
-    like_others = itertools.chain.from_iterable(_alike(search, each) for each in pool.fitting[:MOST_ALIKE])
+    like_others = itertools.chain.from_iterable(_alike(search, fitting) for fitting in pool.fitting[:MOST_ALIKE])
     tried = set[ParallelConfig]()
     for config in itertools.chain(like_others, _lean(search)):
         is_solved = search.solved_layers.of(config, config.stage_meshes[0]) is not None
@@ -180,11 +180,13 @@ def _fits_under(search: EqualSearch, config: ParallelConfig) -> bool:
     return search.solve(config, math.inf) is not None
 
 
-def _alike(search: EqualSearch, known: ParallelConfig) -> Iterator[ParallelConfig]:
+def _alike(search: EqualSearch, fitting: ParallelConfig) -> Iterator[ParallelConfig]:
     """Yield two configs like another request's: with as many rows of a micro-batch, and with the fewest."""
-    scheduled = (each for config in search.unscheduled for each in search.scheduled(config))
-    found = [each for each in scheduled if kind_of(each) == kind_of(known)]
-    yield from sorted(found, key=lambda each: (each.rows != known.rows, each.rows))[:2]
+    scheduled = (scheduled_config for config in search.unscheduled for scheduled_config in search.scheduled(config))
+    alike_configs = [
+        scheduled_config for scheduled_config in scheduled if kind_of(scheduled_config) == kind_of(fitting)
+    ]
+    yield from sorted(alike_configs, key=lambda config: (config.rows != fitting.rows, config.rows))[:2]
 
 
 def _lean(search: EqualSearch) -> Iterator[ParallelConfig]:
@@ -194,12 +196,16 @@ def _lean(search: EqualSearch) -> Iterator[ParallelConfig]:
     lean = sorted(
         search.unscheduled, key=lambda c: (-c.zero, order.index(c.offload), c.pp, c.rows, -c.multiplier, c.key)
     )
-    of_rows = (each for each in lean if all(own.mesh.num_data_ranks == own.mesh.num_ranks for own in each.stage_meshes))
+    of_rows = (
+        plain_config
+        for plain_config in lean
+        if all(stage_mesh.mesh.num_data_ranks == stage_mesh.mesh.num_ranks for stage_mesh in plain_config.stage_meshes)
+    )
     for config in itertools.chain(itertools.islice(of_rows, 1), lean[:1]):
         yield from itertools.islice(search.scheduled(config), 1)
 
 
-def _deferring(search: EqualSearch, best: Found | None) -> Iterator[Candidate]:
+def _deferring(search: EqualSearch, best: PipelineCut | None) -> Iterator[Candidate]:
     """Return the best config under the schedules that defer weight gradients, with layers solved for them. Layers
     that schedules share assume that sums over tensor-parallel ranks overlap weight gradients."""
     request = search.request
@@ -214,13 +220,13 @@ def _deferring(search: EqualSearch, best: Found | None) -> Iterator[Candidate]:
         deferring_search = EqualSearch(deferring, search.solved_layers.deferring(deferring))
         solved = deferring_search.solve(config.under(schedule), math.inf)
         if solved is not None:
-            yield candidate_of(solved[1], deferring, deferring_search.costs.known)
+            yield candidate_of(solved[1], deferring, deferring_search.costs.cached)
 
 
-def _fitting(solved: Iterable[Found], request: Request, known: KnownCosts) -> Iterator[Candidate]:
+def _fitting(solved: Iterable[PipelineCut], request: Request, known_costs: KnownCosts) -> Iterator[Candidate]:
     """Return the plans of solved configs, except those that need more on the graph of their micro-batch than they
     were priced for."""
-    candidates = (candidate_of(each, request, known) for each in solved)
+    candidates = (candidate_of(cut, request, known_costs) for cut in solved)
     return (c for c in candidates if c.plan.prediction.peak_bytes <= request.capacity_bytes())
 
 
@@ -235,9 +241,9 @@ def _search_mixed(search: UnequalSearch) -> SearchResult:
             values=", ".join(f"{axis}={size}" for axis, size in pinned.items() if size > 1),
             alternatives="pp, dp and tp, or nodes that are alike",
         )
-    found = search.run().best
-    if found is not None:
-        return SearchResult((candidate_of(found, request, search.costs.known),), (), (), solved=search.solved)
+    cut = search.run().best
+    if cut is not None:
+        return SearchResult((candidate_of(cut, request, search.costs.cached),), (), (), solved=search.solved)
     error = nothing_fits(request, [], [search])
     if error.needed_bytes is not None:
         raise error
@@ -268,7 +274,7 @@ def _unequal(request: Request) -> UnequalSearch | None:
     return UnequalSearch(request)
 
 
-def _one_stage(request: Request, found: list[Candidate], exact_devices: int) -> OneStageSearch | None:
+def _one_stage(request: Request, candidates: list[Candidate], exact_devices: int) -> OneStageSearch | None:
     """Return the exact search, if the constraints and the size of the cluster allow it."""
     limits = request.constraints
     one_stage = limits.degrees.get("pp", 1) == limits.degrees.get("ddp", 1) == 1
@@ -276,7 +282,7 @@ def _one_stage(request: Request, found: list[Candidate], exact_devices: int) -> 
     if not is_open or limits.schedule is not None:
         return None
     if request.cluster.num_devices > exact_devices:
-        plain = [c.plan for c in found if c.plan.pipeline.is_plain and c.plan.mesh.size("ddp") == 1]
+        plain = [c.plan for c in candidates if c.plan.pipeline.is_plain and c.plan.mesh.size("ddp") == 1]
         if not plain:
             return None
         best = min(plain, key=chosen)
@@ -285,10 +291,10 @@ def _one_stage(request: Request, found: list[Candidate], exact_devices: int) -> 
     return OneStageSearch(replace(request, constraints=limits))
 
 
-def _distinct(found: list[Candidate]) -> list[Candidate]:
+def _distinct(candidates: list[Candidate]) -> list[Candidate]:
     """Return the fastest of each parallel config."""
     first: dict[str, Candidate] = {}
-    for candidate in found:
+    for candidate in candidates:
         first.setdefault(candidate.plan.mesh_text, candidate)
     return list(first.values())
 
@@ -297,13 +303,13 @@ def price_plan(
     graph: Graph, operators: Mapping[tuple[str, str], Operator], request: Request, plan: Plan, assignment: Assignment
 ) -> Candidate:
     """Return the plan with a new prediction. Raises InfeasibleError if it does not fit."""
-    found = predicted(
+    priced = predicted(
         request,
         Candidate(
             plan=replace(plan, runner_ups=()), graph=graph, operators=operators, assignment=assignment, solution=None
         ),
     )
-    prediction, capacity = found.plan.prediction, request.capacity_bytes(found.plan.fullest_group)
+    prediction, capacity = priced.plan.prediction, request.capacity_bytes(priced.plan.fullest_group)
     if prediction.peak_bytes > capacity:
         raise InfeasibleError(
             "the plan does not fit the memory of one rank",
@@ -311,7 +317,7 @@ def price_plan(
             | {"capacity": bytes_text(capacity)},
             alternatives="a higher ZeRO stage, more micro-batches, or a new plan",
         )
-    return found
+    return priced
 
 
 def _refuse_undivided(search: EqualSearch) -> None:

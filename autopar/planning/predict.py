@@ -31,9 +31,9 @@ def chosen(plan: Plan) -> float:
     return chosen_seconds(plan.prediction.seconds)
 
 
-def predicted(request: Request, candidate: Candidate, known: Known | None = None) -> Candidate:
+def predicted(request: Request, candidate: Candidate, known_units: Known | None = None) -> Candidate:
     """Return the candidate with a new prediction of its plan."""
-    prediction = simulate_plan(request, candidate, known).prediction
+    prediction = simulate_plan(request, candidate, known_units).prediction
     return replace(candidate, plan=replace(candidate.plan, prediction=prediction))
 
 
@@ -45,17 +45,17 @@ def one_stage_costs(
     return pipeline_costs([_chain_costs(graph, pricer, assignment, costs)], Pipeline(), pricer.cluster)
 
 
-def simulate_plan(request: Request, candidate: Candidate, known: Known | None = None) -> Simulated:
+def simulate_plan(request: Request, candidate: Candidate, known_units: Known | None = None) -> Simulated:
     """Return the plan's timeline and its prediction; a plan without stages is one stage. Every stage is priced on
     the mesh of its pipeline rank."""
     plan, graph, operators = candidate.plan, candidate.graph, candidate.operators
     chains: dict[StageMesh, ChainCosts] = {}
-    found, key = known or ({}, None)
+    costs_of, key = known_units or ({}, None)
     for stage_mesh in dict.fromkeys(plan.stage_meshes):
         pricer, assignment = priced_decisions(request, candidate, stage_mesh)
-        if (key, stage_mesh) not in found:
-            found[key, stage_mesh] = unit_costs(graph, operators, pricer, assignment)
-        chains[stage_mesh] = _chain_costs(graph, pricer, assignment, found[key, stage_mesh], stage_mesh.group)
+        if (key, stage_mesh) not in costs_of:
+            costs_of[key, stage_mesh] = unit_costs(graph, operators, pricer, assignment)
+        chains[stage_mesh] = _chain_costs(graph, pricer, assignment, costs_of[key, stage_mesh], stage_mesh.group)
     capacities = [float(request.capacity_bytes(stage_mesh.group)) for stage_mesh in plan.stage_meshes]
     return pipeline_costs(
         [chains[stage_mesh] for stage_mesh in plan.stage_meshes], plan.pipeline, request.whole

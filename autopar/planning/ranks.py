@@ -58,10 +58,10 @@ def neighbours_of(request: Request, best: Candidate) -> Neighbours:
     plan = best.plan
     pricer = pricer_for(request, plan.mesh, plan.num_micro_batches)
     mixtures = [] if plan.pipeline.stage_meshes else mixtures_of(best.operators.values(), plan.mesh)
-    found = [{mixture: pricer.neighbours(*mixture) for mixture in mixtures}]
-    if found[0] and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(found, src=0)
-    return lambda *mixture: found[0].get(mixture, 0)
+    broadcast = [{mixture: pricer.neighbours(*mixture) for mixture in mixtures}]
+    if broadcast[0] and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(broadcast, src=0)
+    return lambda *mixture: broadcast[0].get(mixture, 0)
 
 
 def outline_of(graph: Graph) -> tuple[Any, ...]:

@@ -26,19 +26,19 @@ def refit(plan: Plan, before: Graph, graph: Graph, offers: LegalPlacements) -> P
     """Return the decisions of a plan for `before` that `graph`, with its `offers`, needs, and no others."""
     old = {scope.name: scope for scope in scopes_of(before)}
     stored = {
-        name: plan.scopes[scope.name].parameters[own]
+        name: plan.scopes[scope.name].parameters[parameter]
         for scope in old.values()
-        for name, own in _parameters(scope, before)
-        if own in plan.scopes[scope.name].parameters
+        for name, parameter in _parameters(scope, before)
+        if parameter in plan.scopes[scope.name].parameters
     }
     scopes = {scope.name: _refitted(scope, graph, plan, old, stored, offers) for scope in scopes_of(graph)}
     stages = plan.pipeline.stages
-    units, found = chain(before), chain(graph)
+    units, new_units = chain(before), chain(graph)
     if len(stages) == 1:
-        same = units if len(units) == len(found) else found
-        stages = (_refitted_stage(replace(stages[0], first=0, last=len(found)), same, found, set(scopes)),)
-    elif len(units) == len(found):
-        stages = tuple(_refitted_stage(stage, units, found, set(scopes)) for stage in stages)
+        same = units if len(units) == len(new_units) else new_units
+        stages = (_refitted_stage(replace(stages[0], first=0, last=len(new_units)), same, new_units, set(scopes)),)
+    elif len(units) == len(new_units):
+        stages = tuple(_refitted_stage(stage, units, new_units, set(scopes)) for stage in stages)
     return replace(plan, scopes=scopes, pipeline=replace(plan.pipeline, stages=stages))
 
 
@@ -51,27 +51,27 @@ def _parameters(scope: Scope, graph: Graph) -> Iterator[tuple[str, str]]:
         yield from ((f"{path}.{p.name}", p.name) for path in scope.instances for p in scope.layer.parameters)
 
 
-def _stored(scope: Scope, own: str, meta: TensorMeta, before: Stored | None, offers: LegalPlacements) -> Stored:
+def _stored(scope: Scope, parameter: str, meta: TensorMeta, before: Stored | None, offers: LegalPlacements) -> Stored:
     """Return a parameter's placement: as before, if it has a gradient only where it had one; else replicated on
     every rank."""
-    legal = offers.parameter(scope, Ref(own), meta)
+    legal = offers.parameter(scope, Ref(parameter), meta)
     if before is not None and not meta.requires_grad:
-        before = Stored(tuple(R if each.kind == "Rp" else each for each in before.placements), 0)
-    if before is not None and (before.placements in legal or any(each.is_shard for each in before.placements)):
+        before = Stored(tuple(R if option.kind == "Rp" else option for option in before.placements), 0)
+    if before is not None and (before.placements in legal or any(option.is_shard for option in before.placements)):
         return before
     axes = offers.mesh.axes
-    whole = [each for each in legal if not any(placement.is_shard for placement in each)]
+    whole = [option for option in legal if not any(placement.is_shard for placement in option)]
     usual = tuple(Rp if meta.requires_grad and axis in DATA_AXES else R for axis in axes)
     return Stored(usual if usual in whole or not whole else whole[0])
 
 
-def _cut(given: Input, offers: LegalPlacements) -> Placements:
+def _cut(batch_input: Input, offers: LegalPlacements) -> Placements:
     """Return the placement of a newly read input of the batch: cut into rows, as far as ranks take different ones."""
-    legal = offers.batch_input(given.name, given.meta, given.batch_dim)
+    legal = offers.batch_input(batch_input.name, batch_input.meta, batch_input.batch_dim)
     axes = offers.mesh.axes
 
-    def rows(each: Placements) -> int:
-        return sum(p.is_shard == (axis in DATA_AXES) for p, axis in zip(each, axes, strict=True))
+    def rows(placements: Placements) -> int:
+        return sum(p.is_shard == (axis in DATA_AXES) for p, axis in zip(placements, axes, strict=True))
 
     return max(legal, key=rows)
 
@@ -86,7 +86,8 @@ def _refitted(
 ) -> ScopePlan:
     metas = {p.name: p.meta for p in (scope.layer.parameters if scope.layer else graph.parameters)}
     parameters = {
-        own: _stored(scope, own, metas[own], stored.get(name), offers) for name, own in _parameters(scope, graph)
+        parameter: _stored(scope, parameter, metas[parameter], stored.get(name), offers)
+        for name, parameter in _parameters(scope, graph)
     }
     source = _source(scope, old)
     usual = next(iter(plan.scopes[""].inputs.values()), None)
@@ -98,8 +99,10 @@ def _refitted(
     same = {node.name for node in scope.nodes if operators.get(node.name) == node.op}
     inputs = dict(decided.inputs)
     if scope.layer is None:
-        read = [each for each in graph.inputs if Ref(each.name) in offers.uses[""]]
-        inputs |= {each.name: _cut(each, offers) for each in read if each.name not in inputs}
+        read = [batch_input for batch_input in graph.inputs if Ref(batch_input.name) in offers.uses[""]]
+        inputs |= {
+            batch_input.name: _cut(batch_input, offers) for batch_input in read if batch_input.name not in inputs
+        }
     elif len(scope.layer.inputs) == len(inputs):
         inputs = dict(zip((name for name, _ in scope.layer.inputs), inputs.values(), strict=True))
     elif inputs:
@@ -118,23 +121,34 @@ def _source(scope: Scope, old: Mapping[str, Scope]) -> Scope | None:
     one."""
     if scope.layer is None:
         return old[""]
-    layers = [each for each in old.values() if each.layer is not None]
-    own = (each for each in layers if set(each.instances) & set(scope.instances))
+    layers = [scope_plan for scope_plan in old.values() if scope_plan.layer is not None]
+    same_instances = (scope_plan for scope_plan in layers if set(scope_plan.instances) & set(scope.instances))
     names = {p.name for p in scope.layer.parameters}
-    alike = (each for each in layers if each.layer and {p.name for p in each.layer.parameters} == names)
-    return next(own, None) or next(alike, None)
+    alike = (
+        scope_plan
+        for scope_plan in layers
+        if scope_plan.layer and {p.name for p in scope_plan.layer.parameters} == names
+    )
+    return next(same_instances, None) or next(alike, None)
 
 
 def _refitted_stage(stage: StagePlan, before: tuple[str, ...], units: tuple[str, ...], classes: set[str]) -> StagePlan:
     """Return the stage with its layers' recompute modes, under the current names of their classes."""
     left = {name: _modes(runs) for name, runs in stage.recompute.items()}
-    found: dict[str, list[str]] = {}
+    modes_of: dict[str, list[str]] = {}
     for old, unit in zip(before[stage.first : stage.last], units[stage.first : stage.last], strict=True):
         mode = next(left.get(old, iter(())), "none")
         if unit in classes:
-            found.setdefault(unit, []).append(mode)
-    runs = {name: tuple((mode, len([*same])) for mode, same in groupby(modes)) for name, modes in found.items()}
-    return replace(stage, recompute={name: each for name, each in runs.items() if each[0][0] != "none" or each[1:]})
+            modes_of.setdefault(unit, []).append(mode)
+    runs = {name: tuple((mode, len([*same])) for mode, same in groupby(modes)) for name, modes in modes_of.items()}
+    return replace(
+        stage,
+        recompute={
+            name: runs_of_unit
+            for name, runs_of_unit in runs.items()
+            if runs_of_unit[0][0] != "none" or runs_of_unit[1:]
+        },
+    )
 
 
 def _modes(runs: tuple[tuple[str, int], ...]) -> Iterator[str]:

@@ -91,7 +91,8 @@ class Request:
         """Return the basis for which plans are priced."""
         inputs = self.trace(self.global_batch_size).inputs
         shapes = {
-            each.name: f"{str(each.meta.dtype).removeprefix('torch.')} {list(each.meta.shape)}" for each in inputs
+            batch_input.name: f"{str(batch_input.meta.dtype).removeprefix('torch.')} {list(batch_input.meta.shape)}"
+            for batch_input in inputs
         }
         return Basis(shapes, self.kernels, self.backend)
 

@@ -62,7 +62,7 @@ class Reshards:
 
     source: int
     target: int
-    made: tuple[Placements, ...]
+    produced: tuple[Placements, ...]
     wanted: tuple[Placements, ...]
     has_gradient: bool
     count: float
@@ -194,8 +194,8 @@ class _Builder:
             )
             self._add(variable, np.array(seconds) * scope.count * micro, np.array(usage) * scope.count)
             if not scope.name and self.graph.loss.node == node.name:
-                own, made = self.index[variable.key], tuple(o.outputs[self.graph.loss.index] for o in options)
-                self._reshards(own, own, made, (self._whole,), scope.metas[self.graph.loss], micro)
+                loss_index, results = self.index[variable.key], tuple(o.outputs[self.graph.loss.index] for o in options)
+                self._reshards(loss_index, loss_index, results, (self._whole,), scope.metas[self.graph.loss], micro)
             for position, meta in enumerate(node.outputs):
                 ref = Ref(node.name, position)
                 if len(self.uses[scope.name].get(ref, ())) > 1:
@@ -217,7 +217,7 @@ class _Builder:
         self,
         source: int,
         target: int,
-        made: tuple[Placements, ...],
+        produced: tuple[Placements, ...],
         wanted: tuple[Placements, ...],
         meta: TensorMeta,
         count: float,
@@ -227,7 +227,7 @@ class _Builder:
             Reshards(
                 source=source,
                 target=target,
-                made=made,
+                produced=produced,
                 wanted=wanted,
                 has_gradient=meta.requires_grad,
                 count=count,
@@ -248,16 +248,16 @@ class _Builder:
         seconds = [pricer.stored_seconds(meta, o, unit_bytes) for o in options]
         if self.is_bound and pricer.host_call_seconds:
             sent = [pricer.sync_parts(meta, o, unit_bytes)[1] for o in options]
-            seconds = [whole - (1.0 - WAITED) * own for whole, own in zip(seconds, sent, strict=True)]
+            seconds = [whole - (1.0 - WAITED) * zero_stages for whole, zero_stages in zip(seconds, sent, strict=True)]
         usage = [sum(pricer.parameter_bytes(meta, o)) for o in options]
         variable = SearchVariable(
             ("parameter", scope.name, name, 0), tuple(options), tuple((o.placements,) for o in options)
         )
         self._add(variable, np.array(seconds) * scope.count, np.array(usage) * scope.count)
         if len(self._stages()) > 1 and meta.requires_grad:
-            own = [self._zero_stages(meta, o.placements) for o in options]
+            zero_stages = [self._zero_stages(meta, o.placements) for o in options]
             bar = [
-                [0.0 if len(can) == 1 or o.zero == z else np.inf for o, can in zip(options, own, strict=True)]
+                [0.0 if len(can) == 1 or o.zero == z else np.inf for o, can in zip(options, zero_stages, strict=True)]
                 for z in self._stages()
             ]
             self._add_matrix(self.index["zero", scope.name, "", 0], self.index[variable.key], np.array(bar))
@@ -293,14 +293,14 @@ class _Builder:
                 for position in range(len(node.outputs)):
                     kept = self.index.get(("tensor", scope.name, node.name, position))
                     if kept is not None:
-                        made = tuple(option.outputs[position] for option in options)
+                        produced = tuple(option.outputs[position] for option in options)
                         site = scope.name, Ref(node.name, position)
                         wanted = self.variables[kept].options
-                        matrix = self.overlaps.reshard_matrix(site, made, wanted, is_kept=True)
-                        matrix = self._bar_moves(scope, site[1], made, wanted, matrix)
+                        matrix = self.overlaps.reshard_matrix(site, produced, wanted, is_kept=True)
+                        matrix = self._bar_moves(scope, site[1], produced, wanted, matrix)
                         self._add_matrix(target, kept, matrix * weight)
                         is_joined = self.overlaps.is_joined(site, is_kept=True)
-                        self._reshards(target, kept, made, wanted, node.outputs[position], weight, is_joined)
+                        self._reshards(target, kept, produced, wanted, node.outputs[position], weight, is_joined)
                 self._add_route_bar(scope, node.name)
         for run in self.runs:
             self._run_edges(run, micro)
@@ -310,19 +310,19 @@ class _Builder:
         first = self.operators[scope.name, name].route.like
         if first in ("", name):
             return
-        here, there = (self.index["operator", scope.name, each, 0] for each in (name, first))
-        own, others = ([routed_axes(o.axes) for o in self.variables[index].options] for index in (here, there))
-        if len({*own, *others}) > 1:
-            self._add_matrix(there, here, np.array([[0.0 if a == b else np.inf for b in own] for a in others]))
+        here, there = (self.index["operator", scope.name, name_of_call, 0] for name_of_call in (name, first))
+        here_axes, others = ([routed_axes(o.axes) for o in self.variables[index].options] for index in (here, there))
+        if len({*here_axes, *others}) > 1:
+            self._add_matrix(there, here, np.array([[0.0 if a == b else np.inf for b in here_axes] for a in others]))
 
     def _bar_moves(
-        self, scope: Scope, ref: Ref, made: Sequence[Placements], wanted: Sequence[Placements], matrix: np.ndarray
+        self, scope: Scope, ref: Ref, produced: Sequence[Placements], wanted: Sequence[Placements], matrix: np.ndarray
     ) -> np.ndarray:
         """Return the matrix with inf where a reshard would move rows that are sorted by expert."""
         operator = self.operators.get((scope.name, ref.node))
         if operator is None or operator.route.returns:
             return matrix
-        moves = np.array([[not keeps_rows(a, b) for b in wanted] for a in made])
+        moves = np.array([[not keeps_rows(a, b) for b in wanted] for a in produced])
         return np.where(moves, np.inf, matrix)
 
     def _run_edges(self, run: LayerRun, micro: int) -> None:
@@ -339,9 +339,9 @@ class _Builder:
     def source(self, scope: Scope, ref: Ref) -> tuple[int, int]:
         """Return the (variable, output index) that decides the placements of `ref` at its use."""
         for kind in ("tensor", "parameter"):
-            found = self.index.get((kind, scope.name, ref.node, ref.index))
-            if found is not None:
-                return found, 0
+            variable_index = self.index.get((kind, scope.name, ref.node, ref.index))
+            if variable_index is not None:
+                return variable_index, 0
         if ("operator", scope.name, ref.node, 0) in self.index:
             return self.index["operator", scope.name, ref.node, 0], ref.index
         run = next(r for r in self.runs if r.name == ref.node)
@@ -362,32 +362,34 @@ class _Builder:
     ) -> None:
         origin, output = self.source(scope, ref)
         variable = self.variables[origin]
-        made = tuple(outputs[output] for outputs in variable.outputs)
+        produced = tuple(outputs[output] for outputs in variable.outputs)
         matrix = self._bar_moves(
-            scope, ref, made, wanted, self.overlaps.reshard_matrix((scope.name, ref), made, wanted)
+            scope, ref, produced, wanted, self.overlaps.reshard_matrix((scope.name, ref), produced, wanted)
         )
         if variable.key[0] == "parameter":
             is_single = len(self.uses[scope.name][ref]) == 1
-            matrix = matrix + self._parameter_bar(made, wanted, is_single, is_written)
+            matrix = matrix + self._parameter_bar(produced, wanted, is_single, is_written)
         readers = max(len(self.uses[scope.name].get(ref, ())), 1) if self.is_bound else 1
         self._add_matrix(origin, target, matrix * (weight / readers))
         is_joined = self.overlaps.is_joined((scope.name, ref))
-        self._reshards(origin, target, made, wanted, scope.metas[ref], weight, is_joined)
+        self._reshards(origin, target, produced, wanted, scope.metas[ref], weight, is_joined)
 
     def _parameter_bar(
-        self, made: tuple[Placements, ...], wanted: tuple[Placements, ...], is_single: bool, is_written: bool
+        self, produced: tuple[Placements, ...], wanted: tuple[Placements, ...], is_single: bool, is_written: bool
     ) -> np.ndarray:
         """Return inf if a parameter with one use would be gathered in every micro-batch, or cut though it may be
         stored so, which is never worse. Also return inf if a call that writes to a buffer would write to a moved
         copy."""
         sizes = self.pricer.mesh.sizes
         bar: dict[tuple[Placements, Placements], float] = {}
-        for pair in {(m, w) for m in made for w in wanted}:
+        for pair in {(m, w) for m in produced for w in wanted}:
             path = steps(*pair, sizes)
             moves = path is None or any(step.forward or step.backward for step in path)
             gathers = any(m.is_shard and m != w for m, w in zip(*pair, strict=True))
-            bar[pair] = float("inf") if moves and (is_written or (is_single and (pair[1] in made or gathers))) else 0.0
-        return np.array([[bar[m, w] for w in wanted] for m in made])
+            bar[pair] = (
+                float("inf") if moves and (is_written or (is_single and (pair[1] in produced or gathers))) else 0.0
+            )
+        return np.array([[bar[m, w] for w in wanted] for m in produced])
 
     def _add_matrix(self, a: int, b: int, matrix: np.ndarray) -> None:
         self.edges[a, b] = self.edges[a, b] + matrix if (a, b) in self.edges else matrix

@@ -87,11 +87,11 @@ class SharedAssignments:
 
     def multipliers(self, tp: int, rows: int) -> list[float]:
         """Return the multipliers at which decisions differ."""
-        found: list[float] = []
+        multipliers: list[float] = []
         for multiplier in MULTIPLIERS:
-            if all(self.assignment(tp, rows, multiplier) != self.assignment(tp, rows, other) for other in found):
-                found.append(multiplier)
-        return found
+            if all(self.assignment(tp, rows, multiplier) != self.assignment(tp, rows, other) for other in multipliers):
+                multipliers.append(multiplier)
+        return multipliers
 
     def has_data(self, tp: int, rows: int) -> bool:
         """Return whether they have a data axis: one row is not shared."""
@@ -118,8 +118,8 @@ class SharedAssignments:
         return self.solved_layers[number]
 
     def _solved_key(self, tp: int, rows: int, multiplier: float) -> Key:
-        has_data, own = self.has_data(tp, rows), min(rows, TYPICAL_ROWS)
-        key = Key(tp=tp, cp=1, ep=1, num_data=1 + has_data, rows=own, multiplier=multiplier)
+        has_data, typical = self.has_data(tp, rows), min(rows, TYPICAL_ROWS)
+        key = Key(tp=tp, cp=1, ep=1, num_data=1 + has_data, rows=typical, multiplier=multiplier)
         if self.request.trace.can_estimate(key.whole_rows):
             return key
         num_data = divisors(rows)[1] if has_data else 1

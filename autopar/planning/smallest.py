@@ -23,7 +23,7 @@ from autopar.planning.one_stage import Failure, at_budget
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import EqualSearch, PipelineSearch
 from autopar.planning.request import Request, divisors
-from autopar.planning.stage_problem import Found, StageProblem
+from autopar.planning.stage_problem import PipelineCut, StageProblem
 from autopar.units import bytes_text, fit_text
 from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
 
@@ -57,8 +57,8 @@ def smallest_pipeline(search: PipelineSearch, limit: float = math.inf) -> Failur
         least = _smallest_cut(costs, search.configs(), limit - _reserved(costs))
     if least is None:
         return None
-    num_bytes, found = least
-    plan = candidate_of(found, request).plan
+    num_bytes, cut = least
+    plan = candidate_of(cut, request).plan
     axes, sizes, pp = plan.mesh.axes, plan.mesh.sizes, plan.pipeline.num_pipeline_ranks
     mesh = Mesh((PIPELINE_AXIS, *axes), (pp, *sizes)) if pp > 1 and not plan.pipeline.stage_meshes else plan.mesh
     needed = num_bytes + _reserved(search.costs)
@@ -68,14 +68,16 @@ def smallest_pipeline(search: PipelineSearch, limit: float = math.inf) -> Failur
     return Failure(needed, mesh, plan.num_micro_batches, plan.prediction.num_bytes)
 
 
-def _smallest_cut(costs: ConfigCosts, configs: Iterable[ParallelConfig], limit: float) -> tuple[float, Found] | None:
+def _smallest_cut(
+    costs: ConfigCosts, configs: Iterable[ParallelConfig], limit: float
+) -> tuple[float, PipelineCut] | None:
     """Return the feasible cut with the least memory, if that is less than `limit`, and its bytes on a rank of the
     roomiest stage mesh.
 
     When a bound on the bytes comes first, the least bytes of the closed form, which take longer, replace it. If the
     config still comes first, its leanest cut is solved.
     """
-    best: tuple[float, Found] | None = None
+    best: tuple[float, PipelineCut] | None = None
     queue = [(bytes_bound(costs, config), number, config, False) for number, config in enumerate(configs)]
     heapq.heapify(queue)
     while queue and queue[0][0] * (1 + NEAR) < limit:
@@ -84,10 +86,10 @@ def _smallest_cut(costs: ConfigCosts, configs: Iterable[ParallelConfig], limit: 
         if not is_least:
             heapq.heappush(queue, (least_bytes(problem.fitting()), number, config, True))
             continue
-        found = _found_below(problem.fitting(), bound, limit)
-        if found is not None:
-            limit, solution = found
-            best = limit, problem.found(solution)
+        smaller = _found_below(problem.fitting(), bound, limit)
+        if smaller is not None:
+            limit, solution = smaller
+            best = limit, problem.cut_of(solution)
     return best
 
 
@@ -116,10 +118,10 @@ def _found_below(fitting: Fitting, least: float, limit: float) -> tuple[float, P
     return num_bytes, solutions[num_bytes]
 
 
-def _smallest_chunked(search: EqualSearch) -> tuple[float, Found] | None:
+def _smallest_chunked(search: EqualSearch) -> tuple[float, PipelineCut] | None:
     """Return usable bytes and the config under the pinned schedule with several stages per rank that needs the
     least."""
-    least: tuple[float, Found] | None = None
+    least: tuple[float, PipelineCut] | None = None
     for stored, _, config in sorted(
         (stored_bound(search.costs, config) / config.pp, number, config)
         for number, (_, config) in enumerate(search.promising())
@@ -129,13 +131,13 @@ def _smallest_chunked(search: EqualSearch) -> tuple[float, Found] | None:
         for schedule, chunks in chunks_of(search):
             for cut in cuts_by_mode(search, config.under(schedule, chunks)):
                 if least is None or cut.peak_bytes < least[0]:
-                    least = cut.peak_bytes, cut.found
+                    least = cut.peak_bytes, cut.cut
     return least
 
 
 def _reserved(costs: ConfigCosts) -> float:
     """Return the bytes of a rank that no decision may take, in the group of nodes where they are fewest."""
-    return min(own.capacity_bytes() - usable for own, usable in zip(costs.groups, costs.usable_bytes, strict=True))
+    return min(group.capacity_bytes() - usable for group, usable in zip(costs.groups, costs.usable_bytes, strict=True))
 
 
 def smallest_of_one_stage(request: Request, failures: list[Failure], limit: float) -> Failure | None:

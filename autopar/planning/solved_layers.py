@@ -93,11 +93,11 @@ def stored_parameters(
     """Return the parameters of an assignment on `axes` as they are stored on a mesh with `wanted` axes, with a ZeRO
     stage wherever one is possible."""
     source = axis_sources(axes, wanted)
-    found = {}
+    parameters = {}
     for key, stored in assignment.parameters.items():
         placements = tuple(stored.placements[i] for i in source)
-        found[key] = Stored(placements, zero if zero_axes(wanted, placements) else 0)
-    return found
+        parameters[key] = Stored(placements, zero if zero_axes(wanted, placements) else 0)
+    return parameters
 
 
 class Key(NamedTuple):
@@ -149,7 +149,7 @@ class SolvedLayers:
     _search_spaces: dict[Key, SearchSpace] = field(default_factory=dict)
     _fastest: dict[Key, Solution] = field(default_factory=dict)
     _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
-    _known: Known = field(default_factory=dict)
+    _emitted_programs: Known = field(default_factory=dict)
     _made: list[Assignment] = field(default_factory=list)
     known_costs: list[KnownCosts] = field(default_factory=list)
     prices_all_ranks: bool = False
@@ -212,7 +212,9 @@ class SolvedLayers:
         if assignment is None:
             return None
         if beside := self.beside(solved_key):
-            each_costs = (self._costs_of(each, solved_key, costed, rows) for each in (assignment, *beside))
+            each_costs = (
+                self._costs_of(alternative, solved_key, costed, rows) for alternative in (assignment, *beside)
+            )
             best = min(each_costs, key=lambda costs: costs[1].chosen_seconds)
         else:
             best = self._costs_of(assignment, solved_key, costed, rows)
@@ -245,7 +247,7 @@ class SolvedLayers:
                 operators=self.operators(whole),
                 pricer=self.pricer(costed),
                 assignment=on_axes(here, solved_key.mesh.axes, costed.axes),
-                known=self._known,
+                emitted_programs=self._emitted_programs,
                 decisions=decisions,
             )
         return assignment, self._call_costs[key]
@@ -253,19 +255,23 @@ class SolvedLayers:
     def beside(self, key: Key) -> tuple[Assignment, ...]:
         """Return alternatives to the assignment that is fastest on the device alone; none if no host is behind."""
         if key not in self._beside:
-            own, made = list[Solution](), dict[tuple[int, ...], Assignment]()
-            known = self._assignments.get(key)
-            if known is not None and key in self._search_spaces and self.pricer(key.mesh).host_call_seconds:
+            solutions, assignments = list[Solution](), dict[tuple[int, ...], Assignment]()
+            fastest_assignment = self._assignments.get(key)
+            if (
+                fastest_assignment is not None
+                and key in self._search_spaces
+                and self.pricer(key.mesh).host_call_seconds
+            ):
                 search_space, fastest = self._search_spaces[key], self._fastest[key]
-                made[fastest.assignment] = known
+                assignments[fastest.assignment] = fastest_assignment
 
                 def measure(solution: Solution) -> tuple[Stretch, ...]:
                     chosen = solution.assignment
-                    made[chosen] = made.get(chosen) or decode(search_space, chosen)
-                    return self._costs_of(made[chosen], key, key.mesh, key.rows)[1].stretches
+                    assignments[chosen] = assignments.get(chosen) or decode(search_space, chosen)
+                    return self._costs_of(assignments[chosen], key, key.mesh, key.rows)[1].stretches
 
-                own = with_host(search_space, self.pricer(key.mesh), fastest, measure)
-            self._beside[key] = tuple(made[each.assignment] for each in own)
+                solutions = with_host(search_space, self.pricer(key.mesh), fastest, measure)
+            self._beside[key] = tuple(assignments[alternative.assignment] for alternative in solutions)
         return self._beside[key]
 
     def storage_of(self, assignment: Assignment, axes: tuple[str, ...]) -> int:
@@ -278,8 +284,8 @@ class SolvedLayers:
 
     def _number_of(self, assignment: Assignment) -> int:
         """Return a number of the solver's assignment: the same wherever the programs of its decisions are known."""
-        for number, each in enumerate(self._made):
-            if each is assignment:
+        for number, numbered in enumerate(self._made):
+            if numbered is assignment:
                 return number
         self._made.append(assignment)
         return len(self._made) - 1
@@ -300,7 +306,7 @@ class SolvedLayers:
             dict(self._beside),
             _operators=self._operators,
             _covered=self._covered,
-            _known=self._known,
+            _emitted_programs=self._emitted_programs,
             _made=self._made,
         )
 
@@ -312,7 +318,7 @@ class SolvedLayers:
             self.typical_rows,
             _operators=self._operators,
             _covered=self._covered,
-            _known=self._known,
+            _emitted_programs=self._emitted_programs,
             _made=self._made,
         )
 
@@ -337,9 +343,9 @@ class SolvedLayers:
         the same object."""
         if key not in self._assignments:
             try:
-                found = self._solve(key)
+                assignment = self._solve(key)
                 fastest = self.assignment(key._replace(multiplier=0.0)) if key.multiplier else None
-                self._assignments[key] = fastest if fastest == found else found
+                self._assignments[key] = fastest if fastest == assignment else assignment
             except InfeasibleError:
                 self._assignments[key] = None
         return self._assignments[key]

@@ -27,8 +27,8 @@ class Holding:
 
     def least(self, ranks: Iterable[tuple[int, int]], mode: Mode) -> float:
         """Return the bytes of a layer on the one of `ranks` (p, i) where it keeps least."""
-        held = {(self.in_flight(p, i), self.num_deferred(p, i) if self.num_deferred else 0.0) for p, i in ranks}
-        return min(flying * mode.kept_bytes + waiting * mode.live.deferred for flying, waiting in held)
+        counts = {(self.in_flight(p, i), self.num_deferred(p, i) if self.num_deferred else 0.0) for p, i in ranks}
+        return min(flying * mode.kept_bytes + waiting * mode.live.deferred for flying, waiting in counts)
 
 
 def holding_of(schedule: str, count: int) -> Holding:
@@ -49,9 +49,9 @@ def stretch_of(costs: Mapping[str, LayerCost], counts: Mapping[str, int], schedu
     """
     if not defers_weights(schedule) or count == 1:
         return 1.0
-    own = [(costs[name], number) for name, number in counts.items()]
-    busy = sum((c.chosen_seconds + c.overlapped_seconds) * number for c, number in own)
-    weight = sum(c.weight_seconds * number for c, number in own)
+    costs_of_units = [(costs[name], number) for name, number in counts.items()]
+    busy = sum((c.chosen_seconds + c.overlapped_seconds) * number for c, number in costs_of_units)
+    weight = sum(c.weight_seconds * number for c, number in costs_of_units)
     return 1.0 + 2.0 * weight / busy / (count - 1) if busy else 1.0
 
 

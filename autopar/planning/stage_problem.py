@@ -28,7 +28,7 @@ from search.pipeline_problem import PipelineProblem, PipelineSolution, Submesh, 
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PipelineCut:
     """A solved parallel config. objective: seconds by the closed form. pipeline: with the stage mesh of every
     pipeline rank. solved_layer: on one of the stage meshes."""
 
@@ -52,38 +52,38 @@ class StageProblem:
         """Return the problem with all costs computed."""
         return cls(costs, config, {mesh: costs.chain_costs(config, mesh) for mesh in config.stage_meshes})
 
-    def solve(self, cutoff: float = math.inf) -> Found:
+    def solve(self, cutoff: float = math.inf) -> PipelineCut:
         """Return the best pipeline. Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError if none is
         faster."""
-        return self.found(solve_in_rounds(self.fitting(), cutoff))
+        return self.cut_of(solve_in_rounds(self.fitting(), cutoff))
 
-    def found(self, solution: PipelineSolution) -> Found:
+    def cut_of(self, solution: PipelineSolution) -> PipelineCut:
         """Return a solution of the problem as a solved config."""
         solved_layer = self.costs.solved_layer(self.config, self.config.stage_meshes[0])
         pipeline, seconds = self.pipeline(solution), solution.objective
         beside = self._late(pipeline)
         if any(map(sum, beside)) and self.config.schedule in CLOSED_FORMS:  # others: see the simulation
             seconds = objective(self.problem(self.fitting().memory_bytes), solution.stages, beside)
-        return Found(seconds, self.config, pipeline, solved_layer)
+        return PipelineCut(seconds, self.config, pipeline, solved_layer)
 
     def _late(self, pipeline: Pipeline) -> list[tuple[float, float]]:
         """Return for every stage the seconds per micro-batch and per step of host calls that belong to no unit, as
         plan choice counts them."""
         units, stages = self.costs.units, pipeline.stages or (StagePlan(0, len(self.costs.units)),)
-        home, found = placement(pipeline.schedule, pipeline.num_pipeline_ranks, pipeline.num_chunks), []
+        home, late_of_stages = placement(pipeline.schedule, pipeline.num_pipeline_ranks, pipeline.num_chunks), []
         for rank, stage in zip(home, stages, strict=True):
             chain = self.chains[pipeline.stage_meshes[rank]]
-            own = [chain.costs[name] for name in units[stage.first : stage.last]]
-            late = late_seconds(own, chain.pricer.host_call_seconds, is_alone=len(stages) == 1)
-            found.append((WAITED * (late.forward + late.backward), WAITED * late.step))
-        return found
+            unit_costs = [chain.costs[name] for name in units[stage.first : stage.last]]
+            late = late_seconds(unit_costs, chain.pricer.host_call_seconds, is_alone=len(stages) == 1)
+            late_of_stages.append((WAITED * (late.forward + late.backward), WAITED * late.step))
+        return late_of_stages
 
     def pipeline(self, solution: PipelineSolution) -> Pipeline:
         """Return a solution's stages, and the stage mesh of every pipeline rank."""
         meshes = {str(mesh): mesh for mesh in self.config.stage_meshes}
         num_ranks = len(solution.stages) // self.config.chunks
-        found = pipeline_of(solution, num_ranks, self.config.schedule, self.config.offload)
-        return replace(found, stage_meshes=tuple(meshes[stage.submesh] for stage in solution.stages[:num_ranks]))
+        pipeline = pipeline_of(solution, num_ranks, self.config.schedule, self.config.offload)
+        return replace(pipeline, stage_meshes=tuple(meshes[stage.submesh] for stage in solution.stages[:num_ranks]))
 
     def assembled(self, pipeline: Pipeline) -> PipelineCosts:
         """Return a solution's pipeline, built as for the prediction."""
@@ -126,8 +126,8 @@ class StageProblem:
             points=points,
             in_flight=holding.in_flight,
             num_micro_batches=count,
-            boundary_bytes=tuple(max(own) for own in zip(*boundaries, strict=True)),
-            transfer_seconds={(str(a), str(b)): each for (a, b), each in seconds.items()},
+            boundary_bytes=tuple(max(sizes) for sizes in zip(*boundaries, strict=True)),
+            transfer_seconds={(str(a), str(b)): transfer for (a, b), transfer in seconds.items()},
             transfer_is_exposed=costs.is_on_cpu,
             tied=tuple(self._tied()),
             num_stages=config.pipeline_ranks,
@@ -139,7 +139,7 @@ class StageProblem:
         """Yield the parameters that two units read."""
         tied = [here.tied(self.config.pp) for here in self.chains.values()]
         for name, (first, last) in self.costs.shared.items():
-            known = [each[name] for each in tied if name in each]
-            if known:
-                size, seconds = max(sum(sizes) for sizes, _ in known), max(seconds for _, seconds in known)
+            tied_sizes = [by_name[name] for by_name in tied if name in by_name]
+            if tied_sizes:
+                size, seconds = max(sum(sizes) for sizes, _ in tied_sizes), max(seconds for _, seconds in tied_sizes)
                 yield Tied(first, last, size, seconds)

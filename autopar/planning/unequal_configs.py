@@ -39,7 +39,7 @@ def without_parameters(request: Request, assignments: SharedAssignments, num_uni
         rows = request.global_batch_size // count
         for meshes in mesh_sets(request, assignments, num_units, rows):
             numbers = tuple(sorted(numbers_of_ranks(request, num_units, meshes)))
-            multipliers = assignments.multipliers(max(each.mesh.size("tp") for each in meshes), rows)
+            multipliers = assignments.multipliers(max(stage_mesh.mesh.size("tp") for stage_mesh in meshes), rows)
             for schedule, multiplier in itertools.product(schedules(request), multipliers):
                 yield ParallelConfig(
                     stage_meshes=meshes,
@@ -55,7 +55,7 @@ def without_parameters(request: Request, assignments: SharedAssignments, num_uni
 
 def variants(request: Request, config: ParallelConfig) -> Iterator[ParallelConfig]:
     """Yield the config with every ZeRO stage and offload."""
-    data = max(each.mesh.num_data_ranks for each in config.stage_meshes)
+    data = max(stage_mesh.mesh.num_data_ranks for stage_mesh in config.stage_meshes)
     for zero in zero_stages(request, data, config.num_micro_batches):
         for offload in offloads(request, zero):
             yield replace(config, zero=zero, offload=offload)
@@ -79,18 +79,18 @@ def mesh_sets(
 
 def numbers_of_ranks(request: Request, num_units: int, meshes: tuple[StageMesh, ...]) -> set[int]:
     """Return how many pipeline ranks with these meshes, each at least once, take all devices; at most one per unit."""
-    found = {0}
+    totals = {0}
     for number, group in enumerate(request.whole.groups):
         first, *others = [stage_mesh.mesh.num_ranks for stage_mesh in meshes if stage_mesh.group == number]
         counts = range(1, group.num_devices // first + 1)
         rests = {n: group.num_devices - n * first for n in counts}
         if others:
-            own = {n + rest // others[0] for n, rest in rests.items() if rest and rest % others[0] == 0}
+            numbers = {n + rest // others[0] for n, rest in rests.items() if rest and rest % others[0] == 0}
         else:
-            own = {n for n, rest in rests.items() if not rest}
-        found = {a + b for a in found for b in own}
+            numbers = {n for n, rest in rests.items() if not rest}
+        totals = {a + b for a in totals for b in numbers}
     pinned = request.constraints.degrees.get("pp")
-    return {n for n in found if n <= num_units and pinned in (None, n)}
+    return {n for n in totals if n <= num_units and pinned in (None, n)}
 
 
 def submesh_sizes(cluster: Cluster) -> list[int]:

@@ -70,12 +70,12 @@ Measure = Callable[[Solution], tuple[Stretch, ...]]
 
 def total(stretches: tuple[Stretch, ...]) -> float:
     """Return the seconds of a micro-batch as plan choice counts it."""
-    return sum(each.seconds for each in stretches)
+    return sum(stretch.seconds for stretch in stretches)
 
 
 def waits(stretches: tuple[Stretch, ...]) -> bool:
     """Return whether devices wait for their hosts for a notable time."""
-    late = sum(each.count * max(each.host - each.device, 0.0) for each in stretches)
+    late = sum(stretch.count * max(stretch.host - stretch.device, 0.0) for stretch in stretches)
     return late > NEGLIGIBLE * total(stretches)
 
 
@@ -87,12 +87,12 @@ def layers_of(graph: Graph) -> frozenset[str]:
 def with_host(search_space: SearchSpace, pricer: Pricer, fastest: Solution, measure: Measure) -> list[Solution]:
     """Return alternatives to the solution that is fastest on the device alone, best first; empty if no host is
     behind."""
-    found: list[tuple[float, int, Solution]] = []
+    solutions: list[tuple[float, int, Solution]] = []
     last = measure(fastest)
     least, seen = total(last), {fastest.assignment}
     if not waits(last):
         return []
-    tried = [dict.fromkeys({each.scope for each in last}, WAITED), shares_of(last)]
+    tried = [dict.fromkeys({stretch.scope for stretch in last}, WAITED), shares_of(last)]
     for shares in tried:
         chosen = solve(priced(search_space, pricer, shares)).assignment
         if chosen in seen:
@@ -100,39 +100,43 @@ def with_host(search_space: SearchSpace, pricer: Pricer, fastest: Solution, meas
         seen.add(chosen)
         solution = Solution(chosen, *evaluate(search_space.problem, chosen))
         last = measure(solution)
-        found.append((total(last), len(found), solution))
+        solutions.append((total(last), len(solutions), solution))
         wanted = shares_of(last)
         if waits(last) and wanted not in tried and len(tried) < MOST_TRIED:
             tried.append(wanted)
-    return [solution for seconds, _, solution in sorted(found, key=lambda each: each[:2]) if seconds < least]
+    return [
+        solution for seconds, _, solution in sorted(solutions, key=lambda solution: solution[:2]) if seconds < least
+    ]
 
 
 def shares_of(stretches: tuple[Stretch, ...]) -> Shares:
     """Return each scope's share: WAITED if the host is behind in both directions of all units, else WAITED times the
     share of seconds in which it is behind."""
     whole, behind = dict[str, float](), dict[str, float]()
-    for each in stretches:
-        whole[each.scope] = whole.get(each.scope, 0.0) + each.seconds
-        behind[each.scope] = behind.get(each.scope, 0.0) + (each.seconds if each.host > each.device else 0.0)
+    for stretch in stretches:
+        whole[stretch.scope] = whole.get(stretch.scope, 0.0) + stretch.seconds
+        behind[stretch.scope] = behind.get(stretch.scope, 0.0) + (
+            stretch.seconds if stretch.host > stretch.device else 0.0
+        )
     return {scope: round(WAITED * behind[scope] / seconds, 3) if seconds else 0.0 for scope, seconds in whole.items()}
 
 
 def priced(search_space: SearchSpace, pricer: Pricer, shares: Shares) -> Problem:
     """Return the problem with a share of every scope's seconds weighed as the host's."""
     problem, scopes = search_space.problem, [variable.key[1] for variable in search_space.variables]
-    own = [shares.get(scope, 0.0) for scope in scopes]
-    costs = [v.costs * (1.0 - share) for v, share in zip(problem.variables, own, strict=True)]
-    edges = {(edge.a, edge.b): edge.costs * (1.0 - own[edge.b]) for edge in problem.edges}
+    shares_of_variables = [shares.get(scope, 0.0) for scope in scopes]
+    costs = [v.costs * (1.0 - share) for v, share in zip(problem.variables, shares_of_variables, strict=True)]
+    edges = {(edge.a, edge.b): edge.costs * (1.0 - shares_of_variables[edge.b]) for edge in problem.edges}
     one = pricer.host_call_seconds
-    for each in search_space.reshards:
-        calls = one * own[each.target] * each.count * _matrix(each, pricer)
-        if each.source == each.target:
-            costs[each.target] = costs[each.target] + calls[:, 0]
+    for reshard in search_space.reshards:
+        calls = one * shares_of_variables[reshard.target] * reshard.count * _matrix(reshard, pricer)
+        if reshard.source == reshard.target:
+            costs[reshard.target] = costs[reshard.target] + calls[:, 0]
         else:
-            edges[each.source, each.target] = edges[each.source, each.target] + calls
+            edges[reshard.source, reshard.target] = edges[reshard.source, reshard.target] + calls
     for index, count in search_space.gathers.items():
         stages = [sum(host_calls.GATHERED) * (stage == 3) for stage in search_space.variables[index].options]
-        costs[index] = costs[index] + one * own[index] * count * np.array(stages)
+        costs[index] = costs[index] + one * shares_of_variables[index] * count * np.array(stages)
     variables = tuple(replace(v, costs=c) for v, c in zip(problem.variables, costs, strict=True))
     return Problem(variables, tuple(Edge(a, b, c) for (a, b), c in edges.items()), problem.limit)
 
@@ -140,7 +144,7 @@ def priced(search_space: SearchSpace, pricer: Pricer, shares: Shares) -> Problem
 def _matrix(reshards: Reshards, pricer: Pricer) -> np.ndarray:
     """Return [len(made), len(wanted)] calls of forward and backward."""
     rest = pricer.mesh.sizes, reshards.has_gradient, pricer.num_forwards, reshards.is_joined
-    return np.array([[_calls(made, wanted, *rest) for wanted in reshards.wanted] for made in reshards.made])
+    return np.array([[_calls(produced, wanted, *rest) for wanted in reshards.wanted] for produced in reshards.produced])
 
 
 @lru_cache(maxsize=100_000)
@@ -155,8 +159,8 @@ def _calls(
     """Return the calls of one reshard; 0 if there is no path, which is forbidden anyway."""
     path = steps(source, target, sizes) or ()
     is_summed = is_joined and has_gradient and path and path[-1].target.kind == "Rp" and path[-1].backward
-    found = (num_forwards + 1) * host_calls.FUNCTION if is_summed else 0.0
+    seconds = (num_forwards + 1) * host_calls.FUNCTION if is_summed else 0.0
     for step in path:
         forward, backward = host_calls.reshard_calls(bool(step.forward), bool(step.backward), has_gradient)
-        found += num_forwards * forward + backward
-    return found
+        seconds += num_forwards * forward + backward
+    return seconds

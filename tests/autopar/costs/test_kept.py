@@ -82,7 +82,7 @@ def really(node: Node, metas: tuple[TensorMeta, ...]) -> Kept:
 
 def num_bytes(node: Node, metas: tuple[TensorMeta, ...], own: Kept) -> int:
     held = [metas[i].num_bytes for i in own.inputs] + [node.outputs[i].num_bytes for i in own.outputs]
-    return sum(held) + sum(own.made)
+    return sum(held) + sum(own.extra_bytes)
 
 
 def differences(some: Sequence[Written]) -> list[str]:
@@ -119,7 +119,7 @@ def test_every_operator_keeps_what_autograd_saves() -> None:
 def options_with_made(some: Sequence[Written]) -> Iterator[tuple[Written, Node, tuple[TensorMeta, ...], AxisOption]]:
     for call in some:
         node, metas = make_node(call[0], *call[1], **call[2])
-        if kept(node, metas, on_cpu=True).made and not call[0].startswith(UNKNOWN):
+        if kept(node, metas, on_cpu=True).extra_bytes and not call[0].startswith(UNKNOWN):
             rule, _ = rule_or_blank(node, dict(zip(node.inputs, metas, strict=True)))
             for option in axis_options(rule, 2, metas, node.outputs):
                 if option.label not in ("R", "Rp", "P"):
@@ -135,7 +135,7 @@ def made_by_ranks(node: Node, metas: tuple[TensorMeta, ...], option: AxisOption)
     def work(rank: tuple[int, ...]) -> int:
         own = [part[rank].detach().clone() for part in parts]
         leaves = [v.requires_grad_(m.requires_grad) for v, m in zip(own, metas, strict=True)]
-        return sum(saved_storages(prepared, leaves, mesh_of[rank]).made)
+        return sum(saved_storages(prepared, leaves, mesh_of[rank]).extra_bytes)
 
     return max(run_ranks(list(mesh_of), work, prepared.together).values())
 
@@ -174,11 +174,11 @@ X = f(4, 6)
         ("aten.add.Tensor", (X, X), Kept()),
         ("aten.linear.default", (T((4, 6), grad=False), f(3, 6)), Kept((0,))),
         ("aten.linear.default", (X, T((3, 6), grad=False)), Kept((1,))),
-        ("aten.dropout.default", (X, 0.5, True), Kept(made=(24,))),
+        ("aten.dropout.default", (X, 0.5, True), Kept(extra_bytes=(24,))),
         ("aten.dropout.default", (X, 0.5, False), Kept()),
         ("aten.masked_fill.Scalar", (X, bools(4, 6), 0.0), Kept((1,))),
         ("aten.movedim.int", (X, 0, 1), Kept()),
-        ("aten.max_pool2d.default", (f(2, 4, 6, 6), [2, 2]), Kept((0,), made=(2 * 4 * 3 * 3 * 8,))),
+        ("aten.max_pool2d.default", (f(2, 4, 6, 6), [2, 2]), Kept((0,), extra_bytes=(2 * 4 * 3 * 3 * 8,))),
         ("aten.sum.default", (T((4, 6), grad=False),), Kept()),
     ],
 )
@@ -193,7 +193,7 @@ def test_what_half_precision_widens_is_kept_wide() -> None:
     node, metas = make_node("aten.scaled_dot_product_attention.default", q, q, q, None, 0.5)
     scores, heads = 2 * 4 * 8 * 8, 2 * 4 * 8 * 16
     found = kept(node, metas, on_cpu=False)
-    assert sum(found.made) == scores * (4 + 2 + 1) + heads * 2  # and the scaled queries
+    assert sum(found.extra_bytes) == scores * (4 + 2 + 1) + heads * 2  # and the scaled queries
     assert found.inputs == (1, 2)
 
 

@@ -41,7 +41,7 @@ def predicted(graph: Graph) -> int:
         for saved in saved_tensors(scope.nodes, scope.metas, own).values():
             total += scope.count * sum(num_bytes for _, num_bytes in saved)
         for node in scope.nodes:
-            total += scope.count * sum(kept(node, tuple(scope.metas[ref] for ref in node.inputs), True).made)
+            total += scope.count * sum(kept(node, tuple(scope.metas[ref] for ref in node.inputs), True).extra_bytes)
     return total
 
 

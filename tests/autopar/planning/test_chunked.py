@@ -46,7 +46,7 @@ def test_refined_are_the_first_cuts_that_fit(schedule: str, monkeypatch: pytest.
         fitting = (cut for cut in cuts_by_mode(search, each.under(schedule, 2)) if cut.peak_bytes <= usable)
         for cut in itertools.islice(fitting, 1):
             num_fitting += 1
-            expected += [cut.found.pipeline] if num_fitting <= chunked.MOST_REFINED or seconds <= best else []
+            expected += [cut.cut.pipeline] if num_fitting <= chunked.MOST_REFINED or seconds <= best else []
             best = min(best, cut.seconds)
     assert [each.pipeline for each in chunked.refined(search, ())] == expected
     assert 0 < len(expected) <= num_fitting < len(configs)

@@ -41,7 +41,7 @@ def exact_seconds(request: Request, random_: random.Random) -> Iterator[tuple[st
     for config in random_.sample(configs, min(len(configs), MOST_CONFIGS)):
         least = max(bound(search.costs, config), tightened(search.costs, config))
         found = search.cut(config)
-        plan = candidate_of(found, request, search.costs.known).plan if found is not None else None
+        plan = candidate_of(found, request, search.costs.cached).plan if found is not None else None
         if plan is not None and plan.prediction.peak_bytes <= request.capacity_bytes():
             yield f"{plan.mesh_text} {config.key}", least, chosen(plan)
             yield f"{config.key} by its closed form", found.objective / search.slack(config), chosen(plan)

@@ -51,7 +51,7 @@ def test_pipelines_are_the_best_of_all_and_bounds_hold(name: str) -> None:
             assert bound_without_parameters(search.costs, config) <= alone[config] * (1 + 1e-9)
             assert bound(search.costs, config) <= alone[config] * (1 + 1e-9)
             assert tightened(search.costs, config) <= alone[config] * (1 + 1e-9)
-    best = EqualSearch(request).run().found[0]
+    best = EqualSearch(request).run().solutions[0]
     assert best.objective == pytest.approx(min(alone.values()), rel=1e-9) and len(alone) > 100
     plan = candidate_of(best, request).plan
     assert chosen(plan) == pytest.approx(best.objective, rel=0.1)

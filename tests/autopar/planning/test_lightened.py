@@ -73,14 +73,16 @@ def closed_form(own: Fitting, solution: PipelineSolution) -> float:
 @pytest.mark.parametrize("seed", range(8))
 def test_nothing_of_two_modes_that_fits_is_faster_and_less_memory_is_never_faster(seed: int) -> None:
     every = of_two_modes(fitting(seed, 0.0))
-    budgets = sorted({fitting(seed, 0.0).held(each)["all"] for each in every})
+    budgets = sorted({fitting(seed, 0.0).stage_bytes(each)["all"] for each in every})
     last = float("inf")
     for memory in budgets:
         own = fitting(seed, memory)
-        slowest = max((each for each in every if own.held(each)["all"] <= memory), key=lambda each: each.objective)
-        fits = [each for each in every if own.held(each)["all"] <= memory]
+        slowest = max(
+            (each for each in every if own.stage_bytes(each)["all"] <= memory), key=lambda each: each.objective
+        )
+        fits = [each for each in every if own.stage_bytes(each)["all"] <= memory]
         found = lightened(own, slowest)
-        assert own.held(found)["all"] <= memory
+        assert own.stage_bytes(found)["all"] <= memory
         assert found.objective == pytest.approx(objective(own.problem(own.memory_bytes), found.stages))
         assert found.objective <= min(each.objective for each in fits) * (1 + 1e-6)
         assert found.objective <= last * (1 + 1e-6)

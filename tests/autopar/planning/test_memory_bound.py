@@ -46,7 +46,7 @@ def test_two_choices_are_mixed_in_proportion(count: int, share: float) -> None:
 @pytest.mark.slow
 def test_the_search_finds_the_same_with_and_without_it(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """share: of the way from the smallest budget that is named to what the fastest plan takes; below, nothing fits."""
-    ample = EqualSearch(request_for("gpt2")).run().found[0]
+    ample = EqualSearch(request_for("gpt2")).run().solutions[0]
     search = EqualSearch(request_for("gpt2"))
     costs = StageProblem.of(search.costs, ample.config).assembled(ample.pipeline)
     workspace = search.request.cluster.device.reserved_bytes
@@ -58,5 +58,5 @@ def test_the_search_finds_the_same_with_and_without_it(share: float, monkeypatch
     with_bound = EqualSearch(request_for("gpt2", memory=budget)).run()
     monkeypatch.setattr(bounds, "recompute_bound", lambda *_: 0.0)
     without = EqualSearch(request_for("gpt2", memory=budget)).run()
-    assert [(f.objective, f.config) for f in with_bound.found] == [(f.objective, f.config) for f in without.found]
-    assert bool(with_bound.found) == (share >= 0)
+    assert [(f.objective, f.config) for f in with_bound.solutions] == [(f.objective, f.config) for f in without.solutions]
+    assert bool(with_bound.solutions) == (share >= 0)

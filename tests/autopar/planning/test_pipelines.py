@@ -87,7 +87,7 @@ def test_a_slow_link_keeps_tensor_parallelism_off_it() -> None:
     chosen = {}
     for name, speeds in {"usual": (600e9, 12e9), "swapped": (12e9, 600e9)}.items():
         request = Request(trace_at, with_links(cluster, *speeds), 16, "fp32", Training(), limits)
-        chosen[name] = EqualSearch(request).run().found[0].config.stage_meshes[0].mesh
+        chosen[name] = EqualSearch(request).run().solutions[0].config.stage_meshes[0].mesh
     assert chosen["usual"] == Mesh.parse("dp4 x tp4") and chosen["swapped"] == Mesh.parse("tp4 x dp4")
     assert chosen["usual"].stride("tp") == 1 and chosen["swapped"].stride("tp") == 4
 
@@ -96,7 +96,7 @@ def test_gradients_of_small_zero_groups_are_reduced_in_two_steps() -> None:
     """Scattered within the group, summed between groups, gathered within: by hand for one parameter."""
     request = request_for("llama", "4x4 a100-80g", pp=1, ddp=4, dp=4, zero=2)
     request = replace(request, global_batch_size=16)
-    best = EqualSearch(request).run().found[0]
+    best = EqualSearch(request).run().solutions[0]
     plan = candidate_of(best, request).plan
     assert plan.mesh_text == "ddp4 x dp4"
     pricer = pricer_for(request, plan.mesh, 1)
@@ -121,7 +121,7 @@ def test_degrees_need_not_be_powers_of_two() -> None:
 
 def test_the_prediction_is_the_simulation_of_the_chosen_stages() -> None:
     search = searched("llama", "4 a100-80g", pp=4, schedule="1f1b")
-    found = search.run().found[0]
+    found = search.run().solutions[0]
     candidate = candidate_of(found, search.request)
     assert candidate.plan.prediction.step_seconds == pytest.approx(found.objective, rel=0.05)
     assert len(candidate.plan.prediction.pipeline_ranks) == 4
@@ -157,7 +157,7 @@ def test_every_config_fills_the_cluster() -> None:
 @pytest.mark.parametrize(("name", "tight"), [slow("gpt2", 1.0), slow("gpt2", 0.75), slow("llama", 0.5)])
 def test_best_of_all_configs_equals_brute_force(name: str, tight: float) -> None:
     """Every config solved by enumeration, none skipped by its bound, ample memory and less."""
-    free = searched(name, "4 a100-80g").run().found[0]
+    free = searched(name, "4 a100-80g").run().solutions[0]
     request = searched(name, "4 a100-80g").request
     usable = usable_bytes(request)
     ample = StageProblem.of(searched(name, "4 a100-80g").costs, free.config)
@@ -175,5 +175,5 @@ def test_best_of_all_configs_equals_brute_force(name: str, tight: float) -> None
         limits = {str(mesh): capacity for mesh in config.stage_meshes}
         with contextlib.suppress(PipelineInfeasibleError):
             best = min(best, exhaustive_pipeline.solve(problem.problem(limits), fits).objective)
-    assert math.isfinite(best) and search.run().found[0].objective == pytest.approx(best, rel=1e-9)
+    assert math.isfinite(best) and search.run().solutions[0].objective == pytest.approx(best, rel=1e-9)
     assert len(configs) > 100 and best < math.inf

@@ -29,7 +29,7 @@ from autopar.planning.predict import chosen
 from autopar.planning.request import Request
 from autopar.planning.shared_assignments import SharedAssignments
 from autopar.planning.smallest import smallest_pipeline
-from autopar.planning.stage_problem import Found, StageProblem
+from autopar.planning.stage_problem import PipelineCut, StageProblem
 from autopar.planning.unequal_configs import mesh_sets
 from cost_models import mixed
 from cost_models.hardware import Link
@@ -146,7 +146,7 @@ def test_the_best_of_all_configs_equals_brute_force(
         assert sum(kinds.values()) <= request.capacity_bytes(stage_mesh.group)
 
 
-def all_solutions(search: UnequalSearch) -> dict[ParallelConfig, Found]:
+def all_solutions(search: UnequalSearch) -> dict[ParallelConfig, PipelineCut]:
     """The solutions of all configs that fit."""
     solved = {}
     for config in search.configs():
