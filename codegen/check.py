@@ -246,7 +246,7 @@ def _targets(node: ast.expr) -> set[str]:
 
 
 def _stored(node: ast.AST) -> set[str]:
-    """What is assigned anywhere inside: of an expression, the variables of its comprehensions."""
+    """Return the names assigned anywhere inside; for an expression, the variables of its comprehensions."""
     return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 

@@ -92,7 +92,7 @@ def _fit_operators(indent: str, code: str) -> list[str]:
 
 
 def _items(code: str) -> list[str]:
-    """What commas outside of brackets part; one for a comprehension or a lambda, whose commas part nothing."""
+    """Split at commas outside of brackets. A comprehension or a lambda is one item."""
     if re.search(r"\b(for|lambda)\b", "".join(char for _, char, depth in _outside(code) if depth == 0)):
         return [code]
     commas = [at for at, char, depth in _outside(code) if depth == 0 and char == ","]

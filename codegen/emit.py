@@ -64,7 +64,7 @@ _NUMBERED = frozenset({"DrawModule", "DropoutModule"})
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What a file says beside its own program. title: its first line, without the end of the sentence. boundaries:
+    """The words of a file besides its program. title: its first line, without the end of the sentence. boundaries:
     comments on received and sent tensors. elsewhere: layer classes that come from layers.py. saving: those of which
     instances recompute or offload, here or in another stage. sizes: the line that defines each name of a size."""
 
@@ -269,7 +269,7 @@ def _root_class(program: Program, words: Words) -> str:
 
 
 def _aside(program: Program, dims: Dims) -> Aside | None:
-    """What forward does where an evaluation asks for logits; None in a program that has none."""
+    """Return the lines of forward for an evaluation that asks for logits; None in a program without logits."""
     if program.logits is None:
         return None
     axes_with_reshards = {statement.axis for statement in program.root.body if isinstance(statement, Reshard)}
@@ -298,7 +298,7 @@ def _of_batch(
 
 
 def _batch_facts(program: Program) -> list[str]:
-    """What else of the example batch and of evaluation the run time must know; mostly nothing."""
+    """Return the other facts of the example batch and of evaluation that the run time needs; mostly none."""
     facts = {
         "UNUSED_INPUTS": program.unused_inputs,
         "FIXED_INPUTS": dict(program.fixed_inputs),

@@ -37,7 +37,7 @@ class FunctionOperator:
     written: frozenset[int] = frozenset()
 
     def given(self, args: Sequence[Any]) -> list[Any]:
-        """What the Function takes, of the operator's arguments."""
+        """Return the arguments of the Function, from those of the operator."""
         return _given(self.written, args)
 
     @property

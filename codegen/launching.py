@@ -38,7 +38,7 @@ class Nodes:
 
     @property
     def launchers(self) -> tuple[str, ...]:
-        """What is run on the nodes of each group, up to the script: HOST is the first node, N the node's number.
+        """Return the commands of each group's nodes, up to the script: HOST is the first node, N the node's number.
 
         Nodes of one kind may take their numbers as they come. Of several kinds each has its own, since ranks that a
         plan put on one kind of node must be there.

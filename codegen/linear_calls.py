@@ -105,7 +105,7 @@ def _reader(index: int, read: Var, flow: Flow) -> Layer | None:
 
 
 def view_of(statement: Statement | None) -> tuple[TensorType, tuple[Any, ...]] | None:
-    """What a view is of, and its sizes; None for what is no view."""
+    """Return the operand of a view and its sizes; None for other statements."""
     if not isinstance(statement, Call) or statement.target not in VIEWS or statement.kwargs or statement.divisor != 1:
         return None
     x, sizes = (*statement.args, None, None)[:2]

@@ -37,7 +37,7 @@ def without_logits(program: Program) -> Program:
 
 
 def _sources(program: Program) -> list[Var]:
-    """What the statements read of forward."""
+    """Return the variables of forward that the statements read."""
     assert program.logits is not None
     computed: set[str] = set()
     sources: list[Var] = []

@@ -213,7 +213,7 @@ def _imports(*modules: str) -> str:
 
 
 def _optimizer_parts(optimizer: MainOptimizer, is_fused: bool) -> dict[str, str]:
-    """What the template takes for the optimizer."""
+    """Return the parts of the template for the optimizer."""
     if optimizer.is_default:
         decay = "" if optimizer.weight_decay == 1e-2 else f", weight_decay={optimizer.weight_decay!r}"
         rate = "1e-3" if optimizer.lr == 1e-3 else repr(optimizer.lr)

@@ -17,7 +17,7 @@ from codegen.text import axes_text, meshes_text
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """What a variable holds: global shape, dtype name ("float32"), placement text per axis (R left out).
+    """The type of a variable: global shape, dtype name ("float32"), placement text per axis (R left out).
 
     requires_grad: whether the loss is differentiated through it. tensor: the graph's tensor that it stands for (name of
     a node, parameter or input, number of the output), or "". strides: all that a rank's part may have (strides.py).
@@ -129,7 +129,7 @@ Statement = Call | Reshard | LayerLoop
 
 
 def reads(statement: Statement) -> tuple[Var, ...]:
-    """What a statement reads, as often and in the order in which it is written."""
+    """Return the variables that a statement reads, as often and in the order in which they are written."""
     if isinstance(statement, Reshard):
         return (statement.source,)
     if isinstance(statement, LayerLoop):
@@ -148,7 +148,7 @@ def _variables(value: Any) -> Iterator[Var]:
 
 
 def assigns(statement: Statement) -> tuple[Var, ...]:
-    """What a statement assigns, without what nothing uses."""
+    """Return the variables that a statement assigns, without unused ones."""
     results = (statement.result,) if isinstance(statement, Reshard) else statement.results
     return tuple(result for result in results if result != UNREAD)
 
@@ -282,7 +282,7 @@ class Program:
         return self
 
     def map(self, function: Callable[[Program], Program]) -> Program:
-        """What the function makes of it, as `PipelineProgram.map`."""
+        """Return the program that the function makes of this one, as `PipelineProgram.map` does."""
         return function(self)
 
     @property
@@ -387,7 +387,7 @@ class PipelineProgram:
         return {name: spec for program in self.programs for name, spec in program.inputs.items()}
 
     def inputs_of(self, pipeline_rank: int) -> Mapping[str, Spec]:
-        """What one pipeline rank's stages read of the batch."""
+        """Return the inputs of the batch that one pipeline rank's stages read."""
         return dict(i for s in self.stages if s.pipeline_rank == pipeline_rank for i in s.program.inputs.items())
 
     def source(self, stage: int, name: str) -> int:

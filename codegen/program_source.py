@@ -56,7 +56,7 @@ def emit_program(program: Program | PipelineProgram) -> str:
 
 
 class _Parts:
-    """What the template takes: imports by module, constants, statements before the step is made, its arguments."""
+    """The parts of the template: imports by module, constants, statements before the step, its arguments."""
 
     def __init__(self, program: Program | PipelineProgram) -> None:
         self.imports: dict[str, list[str]] = {}
@@ -104,7 +104,7 @@ class _Parts:
         self.arguments.append(f"executor=partial(PipelineExecutor, schedule=SCHEDULE{deferred})")
 
     def _features(self, program: Program | PipelineProgram) -> None:
-        """What a plan has beyond a plain step."""
+        """Return the features of a plan beyond a plain step."""
         home, one = self.any.offload_optimizer, self.any
         if home:
             self.add("runtime.host_memory", "HostMemory")

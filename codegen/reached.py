@@ -23,7 +23,7 @@ HOME = "autopar_program"
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """What code refers to. pairs: `name.attribute`. imports: (module, name) inside of functions.
+    """The names that code refers to. pairs: `name.attribute`. imports: (module, name) inside of functions.
 
     attributes: those of other expressions, and strings that could be such names.
     """
@@ -64,7 +64,7 @@ class Module:
 
 @dataclass(slots=True)
 class Reached:
-    """What is reached: (module, name) of definitions and of imports, and (module, class, method)."""
+    """The reached code: (module, name) of definitions and of imports, and (module, class, method)."""
 
     definitions: set[tuple[Path, str]] = field(default_factory=set)
     methods: set[tuple[Path, str, str]] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""What a reshard does, in words: `gather the sequence over tp, 8 KiB; backward sums and scatters the gradient`."""
+"""Reshards in words: `gather the sequence over tp, 8 KiB; backward sums and scatters the gradient`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes a tensor from one placement on an axis to another: the one table of the axis' methods.
+"""Methods that take a tensor from one placement on an axis to another: the one table of them.
 
 The backward of each is its transpose (`codegen/runtime/reshard.py`), from the conjugate of where the tensor went to the
 conjugate of where it came from. What is not in the table takes two steps.
@@ -46,7 +46,7 @@ Kwargs = tuple[tuple[str, Any], ...]
 
 
 def axis_kwargs(source: str, target: str, sections: tuple[int, int], requires_grad: bool) -> Kwargs:
-    """What the method of METHODS is called with between two placements, which are text.
+    """Return the keyword arguments of the method of METHODS between two placements, which are text.
 
     sections: those of the local tensor's sharded dim, before and after; 1 is left out. So is the gradient's being full
     where there is none.

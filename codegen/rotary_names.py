@@ -26,8 +26,8 @@ def _renamed(cls: ModuleClass, read_aside: set[Var]) -> ModuleClass:
         if not isinstance(statement, Call) or statement.target not in ROTATIONS:
             continue
         before, after = body[:position], body[position + 1 :]
-        defined = {var for each in before for var in (*reads(each), *assigns(each))} | taken
-        kept = {var for each in after for var in reads(each)} | {var for each in before for var in _expressions(each)}
+        defined = {var for call in before for var in (*reads(call), *assigns(call))} | taken
+        kept = {var for call in after for var in reads(call)} | {var for call in before for var in _expressions(call)}
         names = {
             operand.name: result.name
             for operand, result in zip(statement.args, statement.results, strict=False)
@@ -35,7 +35,7 @@ def _renamed(cls: ModuleClass, read_aside: set[Var]) -> ModuleClass:
             if operand not in kept | taken and result not in defined
         }
         body[position] = replace(statement, args=_with(names, statement.args))
-        body[:position] = [_statement(each, names) for each in before]
+        body[:position] = [_statement(call, names) for call in before]
     return replace(cls, body=tuple(body))
 
 

@@ -1,4 +1,4 @@
-"""What torch's functions take: the one module that knows where torch keeps their schemas.
+"""Schemas of torch's functions: the one module that knows where torch keeps them.
 
 Overloads have a schema each (`torch.ops.aten.add.Tensor`). Functions and methods written in C++ (`torch.add`,
 `F.linear`, `x.sum`) take whatever one of the operator's overloads takes; those written in Python have a signature.

@@ -76,7 +76,7 @@ def _given(statement: Statement) -> tuple[Any, ...]:
 
 
 def _known(program: Program, scope: str, statement: Statement) -> tuple[Size | None, ...]:
-    """What each size that a call is given is known to be."""
+    """Return the meaning of each size of a call, where it is known."""
     numbers = _given(statement)
     tensor_type = assigns(statement)[0].type if numbers and assigns(statement) else TensorType((), "")
     roles = program.dims.get((scope, *tensor_type.tensor), ())

@@ -113,7 +113,7 @@ class _Body:
             self.defined[variable.name] = variable_type
 
     def read(self, variable: Var) -> None:
-        """What is no local variable (a parameter, a sum over the batch) is first known where it is read."""
+        """Check a read. A parameter or a sum over the batch is defined by its first read."""
         if variable.name not in self.defined and not variable.name.isidentifier():
             variable_type, spec = variable.type, self.stored.get(variable.type.tensor[0])
             fits = spec is not None and (variable_type.shape, variable_type.placements) == (

@@ -37,7 +37,7 @@ class Creation(Enum):
 
 
 class Loss(Enum):
-    """What a loss compares."""
+    """The operands that a loss compares."""
 
     ELEMENTS = "elements with elements"
     CLASSES = "scores of classes with the index of the right one"

@@ -1,4 +1,4 @@
-"""What torch's schemas say about its operators."""
+"""Facts about operators, read from torch's schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks exchange inside a layer beyond the traced calls, added to what its unit costs."""
+"""Exchanges between ranks inside a layer, beyond the traced calls, as costs of its unit."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Exchange:
 
 def with_exchanges(costs: Mapping[str, LayerCost], exchanges: Mapping[str, Iterable[Exchange]]) -> dict[str, LayerCost]:
     """The units with what is exchanged in each."""
-    found = dict(costs)
+    unit_costs = dict(costs)
     for name, items in exchanges.items():
-        cost, own = found[name], list(items)
+        cost, exchanges_of_unit = unit_costs[name], list(items)
         forward, backward = defaultdict(float, cost.forward), defaultdict(float, cost.backward)
         computed = exposed(cost.forward) + exposed(cost.backward)
-        for item in own:
+        for item in exchanges_of_unit:
             sent = exposed(item.forward) + exposed(item.backward)
             hidden = min(item.hidden, computed / sent) if sent else 0.0
             for table, added in ((forward, item.forward), (backward, item.backward)):
@@ -39,11 +39,11 @@ def with_exchanges(costs: Mapping[str, LayerCost], exchanges: Mapping[str, Itera
                     table[kind] += (1 - hidden) * value
                     table[HIDDEN] += hidden * value
         modes = {
-            label: replace(mode, seconds=mode.seconds + sum(item.again.get(label, 0.0) for item in own))
+            label: replace(mode, seconds=mode.seconds + sum(item.again.get(label, 0.0) for item in exchanges_of_unit))
             for label, mode in cost.modes.items()
         }
-        found[name] = replace(cost, forward=forward, backward=backward, modes=modes)
-    return found
+        unit_costs[name] = replace(cost, forward=forward, backward=backward, modes=modes)
+    return unit_costs
 
 
 def again(forward: Mapping[str, float], modes: Iterable[str]) -> dict[str, float]:

@@ -184,18 +184,18 @@ def experts_of(graph: Graph) -> Experts:
     inner: set[Key] = set()
     routed: dict[Key, Routed] = {}
     for scope in scopes_of(graph):
-        own = {p.name: p for p in (scope.layer.parameters if scope.layer else graph.parameters)}
+        by_name = {p.name: p for p in (scope.layer.parameters if scope.layer else graph.parameters)}
         nodes = {node.name: node for node in scope.nodes}
         for node in scope.nodes:
             roots = [view_root(ref, nodes) for ref in node.inputs] if base_name(node.op) in MATMULS else []
-            weights = [r.node for r in roots if r.node in own and len(own[r.node].meta.shape) == 3]
+            weights = [r.node for r in roots if r.node in by_name and len(by_name[r.node].meta.shape) == 3]
             if weights:
                 modules.setdefault((scope.name, node.module), []).append(node.name)
                 parameters |= {(scope.name, name) for name in weights}
         for node in scope.nodes:
             if (scope.name, node.module) in modules:
                 read = {view_root(ref, nodes).node for ref in node.inputs}
-                parameters |= {(scope.name, name) for name in read if name in own}
+                parameters |= {(scope.name, name) for name in read if name in by_name}
         names = [node.name for node in scope.nodes]
         for (owner, module), calls in modules.items():
             if owner == scope.name:
@@ -203,7 +203,7 @@ def experts_of(graph: Graph) -> Experts:
                 inner |= {(owner, name) for name in between}
                 first, tokens = nodes[calls[0]], tokens_of(graph)
                 if first.op == EXPERT_LINEAR:
-                    count = own[view_root(first.inputs[1], nodes).node].meta.shape[0]
+                    count = by_name[view_root(first.inputs[1], nodes).node].meta.shape[0]
                     routed[owner, module] = Routed(count, tokens, first.outputs[0].shape[0] // tokens)
     by_module = {key: tuple(calls) for key, calls in modules.items()}
     return Experts(frozenset(parameters), by_module, frozenset(inner), routed)
@@ -218,7 +218,7 @@ def tokens_of(graph: Graph) -> int:
 
 
 class _ByExpert(Pricer):
-    """What experts compute takes as long as on the fullest rank."""
+    """Prices in which the computation of experts takes as long as on the fullest rank."""
 
     experts: Experts
     load: float
@@ -282,25 +282,25 @@ def expert_exchanges(
     """Unit -> one exchange per experts module. group: of ep. senders: tensor-parallel ranks that send a part of the
     tokens each. load: tokens of the fullest rank by the mean. dispatches: kinds of exchange, of which the fastest is
     taken. skew: of experts' shares of tokens."""
-    call_costs, found = solved_layer.call_costs, dict[str, list[Exchange]]()
+    call_costs, exchanges_of = solved_layer.call_costs, dict[str, list[Exchange]]()
     data: Placements = tuple(R for _ in solved_layer.costed.axes)
     for (scope, module), calls in (experts.modules or {}).items():
-        given = call_costs.operators[scope, calls[0]].inputs[0]
-        routed = (experts.routed or {}).get((scope, module), Routed(given.shape[0], 0, 1))
-        rows = num_local(given, data, solved_layer.costed) / given.shape[-1]
+        rows_in = call_costs.operators[scope, calls[0]].inputs[0]
+        routed = (experts.routed or {}).get((scope, module), Routed(rows_in.shape[0], 0, 1))
+        rows = num_local(rows_in, data, solved_layer.costed) / rows_in.shape[-1]
         rows /= solved_layer.costed.num_token_ranks * senders
         mixture = Mixture(
             group,
             num_experts=routed.experts * group.size,
             choices=routed.choices,
             tokens=rows / routed.choices,
-            row_bytes=given.shape[-1] * given.dtype.itemsize,
+            row_bytes=rows_in.shape[-1] * rows_in.dtype.itemsize,
             load=load,
             skew=skew,
         )
         kind = mixture.fastest(dispatches, pricer.cluster)
         forward = {f"{kind.name} ep": 2 * mixture.seconds(kind, pricer.cluster)}
-        found.setdefault(scope or segments(call_costs.graph)[calls[0]], []).append(
+        exchanges_of.setdefault(scope or segments(call_costs.graph)[calls[0]], []).append(
             Exchange(forward, forward, again(forward, EXPERT_MODES), hidden=kind.hidden)
         )
-    return found
+    return exchanges_of

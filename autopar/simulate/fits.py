@@ -15,26 +15,26 @@ SHOWN = 4
 """Number of other strategies that an error names."""
 
 
-def require_fit(found: StrategyPrediction) -> None:
+def require_fit(prediction: StrategyPrediction) -> None:
     """Raises InfeasibleError with the bytes by kind, the capacity, and strategies one or two fields away that fit."""
-    if found.fits:
+    if prediction.fits:
         return
-    kinds = sorted(((kind, value) for kind, value in found.num_bytes.items() if value), key=lambda pair: -pair[1])
+    kinds = sorted(((kind, value) for kind, value in prediction.num_bytes.items() if value), key=lambda pair: -pair[1])
     error = InfeasibleError(
         "the strategy does not fit the memory of a rank",
-        values={"needed": bytes_text(found.peak_bytes), "capacity": bytes_text(found.capacity_bytes)}
+        values={"needed": bytes_text(prediction.peak_bytes), "capacity": bytes_text(prediction.capacity_bytes)}
         | {kind: bytes_text(value) for kind, value in kinds},
-        alternatives=_alternatives(found),
+        alternatives=_alternatives(prediction),
     )
-    error.needed_bytes = int(found.peak_bytes)
+    error.needed_bytes = int(prediction.peak_bytes)
     raise error
 
 
-def _alternatives(found: StrategyPrediction) -> list[str]:
-    """What fits of the neighbouring strategies, the fastest first, and the memory that the given one needs."""
+def _alternatives(prediction: StrategyPrediction) -> list[str]:
+    """Return the neighboring strategies that fit, the fastest first, and the memory that the given one needs."""
     fitting: list[tuple[float, str]] = []
-    for changes in _neighbours(found):
-        scenario = found.scenario
+    for changes in _neighbours(prediction):
+        scenario = prediction.scenario
         try:
             other = replace(scenario, strategy={**scenario.strategy, **changes}).predict()
         except AutoparError:
@@ -42,22 +42,22 @@ def _alternatives(found: StrategyPrediction) -> list[str]:
         if other.fits:
             words = ", ".join(f"{key}={value}" for key, value in changes.items())
             fitting.append((other.step_seconds, f"{words}: {other.step_seconds:.4g} s, {bytes_text(other.peak_bytes)}"))
-    return [text for _, text in sorted(fitting)[:SHOWN]] + [f"memory of {bytes_text(found.peak_bytes)} per rank"]
+    return [text for _, text in sorted(fitting)[:SHOWN]] + [f"memory of {bytes_text(prediction.peak_bytes)} per rank"]
 
 
-def _neighbours(found: StrategyPrediction) -> Iterator[Mapping[str, Any]]:
+def _neighbours(prediction: StrategyPrediction) -> Iterator[Mapping[str, Any]]:
     """Strategies with another recompute mode, ZeRO stage, number of micro-batches or offload, alone and together."""
-    given, rows = found.scenario.strategy, found.scenario.global_batch_size
-    data = given.get("dp", 1) * given.get("cp", 1)
-    micro = given.get("micro_batches", 1)
-    limit = rows // (given.get("dp", 1) * given.get("ddp", 1))
+    strategy, rows = prediction.scenario.strategy, prediction.scenario.global_batch_size
+    data = strategy.get("dp", 1) * strategy.get("cp", 1)
+    micro = strategy.get("micro_batches", 1)
+    limit = rows // (strategy.get("dp", 1) * strategy.get("ddp", 1))
     more = [n for n in divisors(limit) if n > micro]
     singles: list[Mapping[str, Any]] = [
-        {"recompute": mode} for mode in ("selective", "full") if given.get("recompute", "none") != mode
+        {"recompute": mode} for mode in ("selective", "full") if strategy.get("recompute", "none") != mode
     ]
-    singles += [{"zero": stage} for stage in (1, 2, 3) if data > 1 and stage > given.get("zero", 0)]
+    singles += [{"zero": stage} for stage in (1, 2, 3) if data > 1 and stage > strategy.get("zero", 0)]
     singles += [{"micro_batches": count} for count in more[:2] + more[-1:]]
-    if not given.get("offload") or given["offload"] == "none":
+    if not strategy.get("offload") or strategy["offload"] == "none":
         singles.append({"offload": "optimizer"})
     yield from singles
     for index, one in enumerate(singles):

@@ -34,11 +34,11 @@ def fused_parts(graph: Graph, fusion: str) -> Mapping[Key, Part]:
     if fusion == "calls":
         return {}
     read_elsewhere = {ref for piece in graph.body if isinstance(piece, LayerRun) for ref in piece.args} | {graph.loss}
-    found: dict[Key, Part] = {}
+    fused: dict[Key, Part] = {}
     for scope in scopes_of(graph):
         leaving = set(scope.layer.outputs) if scope.layer else read_elsewhere
-        found |= {(scope.name, name): part for name, part in _parts(scope, fusion, leaving).items()}
-    return found
+        fused |= {(scope.name, name): part for name, part in _parts(scope, fusion, leaving).items()}
+    return fused
 
 
 def _parts(scope: Scope, fusion: str, leaving: set[Ref]) -> dict[str, Part]:
@@ -54,7 +54,7 @@ def _parts(scope: Scope, fusion: str, leaving: set[Ref]) -> dict[str, Part]:
             if base_name(node.op) not in VIEWS:
                 readers.setdefault(view_root(ref, nodes), set()).add(roots.get(node.name, node.name))
     gone = {view_root(ref, nodes) for ref in leaving}
-    found = {}
+    parts = {}
     for root, members in groups.items():
         if len(members) < 2:
             continue
@@ -67,8 +67,8 @@ def _parts(scope: Scope, fusion: str, leaving: set[Ref]) -> dict[str, Part]:
                 seen.add(base)
             outputs = [Ref(node.name, i) for i in range(len(node.outputs))]
             writes = tuple(ref in gone or bool(readers.get(ref, set()) - {root}) for ref in outputs)
-            found[node.name] = Part(tuple(reads), writes, index == 0)
-    return found
+            parts[node.name] = Part(tuple(reads), writes, index == 0)
+    return parts
 
 
 def _groups(scope: Scope, nodes: Mapping[str, Node], fusion: str) -> dict[str, str]:

@@ -44,9 +44,9 @@ def matrices_of(graph: Graph, experts: Experts) -> Matrices:
     sequences, residuals, of_experts = [], [], []
     homes = homes_of(graph)
     for scope in scopes_of(graph):
-        own = {p.name: p for p in (scope.layer.parameters if scope.layer else graph.parameters)}
+        by_name = {p.name: p for p in (scope.layer.parameters if scope.layer else graph.parameters)}
         nodes = {node.name: node for node in scope.nodes}
-        largest = max((p.meta.numel for p in own.values()), default=0)
+        largest = max((p.meta.numel for p in by_name.values()), default=0)
         for node in scope.nodes:
             meta = node.outputs[0]
             is_expert = (scope.name, node.module) in modules
@@ -57,15 +57,15 @@ def matrices_of(graph: Graph, experts: Experts) -> Matrices:
                     residuals.append(node.name)
             for ref in node.inputs:
                 ref = view_root(ref, nodes)
-                if ref.node not in own or len(own[ref.node].meta.shape) != (3 if is_expert else 2):
+                if ref.node not in by_name or len(by_name[ref.node].meta.shape) != (3 if is_expert else 2):
                     continue
-                shape, name = own[ref.node].meta.shape, base_name(node.op)
+                shape, name = by_name[ref.node].meta.shape, base_name(node.op)
                 if name in MATMULS:
                     where = scope.name or homes.get(node.name, "")
                     where = where or segments(graph)[node.name]
                     used = _rows_of_expert(node, shape[0]) / tokens_of(graph) if is_expert else 1.0
                     weights[where] = weights.get(where, 0.0) + math.prod(shape) * used
-                if name in MATMULS or (name == "embedding" and own[ref.node].meta.numel == largest):
+                if name in MATMULS or (name == "embedding" and by_name[ref.node].meta.numel == largest):
                     pattern = f"*.{ref.node}" if scope.layer else ref.node
                     shapes[pattern] = shape
                     if node.op == EXPERT_LINEAR:

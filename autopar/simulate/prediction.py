@@ -1,4 +1,4 @@
-"""What was predicted of a strategy, with what it was predicted of: its timeline, and one step beside a changed one."""
+"""The prediction of a strategy with its scenario: its timeline, and one step beside a changed one."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class StrategyPrediction(Prediction):
     @property
     def certainty(self) -> Certainty:
         """How sure the fullest rank's bytes are, by rows of this framework (cost_models/certainty.py)."""
-        own = spread(self.scenario.framework.name, is_cpu(self.scenario.cluster.groups[0]))
-        return own.certainty(self.num_bytes, self.capacity_bytes)
+        error_spread = spread(self.scenario.framework.name, is_cpu(self.scenario.cluster.groups[0]))
+        return error_spread.certainty(self.num_bytes, self.capacity_bytes)
 
     @property
     def timeline(self) -> tuple[StepEvent, ...]:
@@ -110,13 +110,13 @@ class WhatIf:
         """All kinds that either has, by group, largest first. Seconds of all but hidden communication add up to each
         step, bytes to the fullest rank."""
         first, second = _kinds(self.before), _kinds(self.after)
-        found = [Part(*key, first.get(key, 0.0), second.get(key, 0.0)) for key in first | second]
-        return tuple(sorted(found, key=lambda part: (GROUPS.index(part.group), -max(part.before, part.after))))
+        parts = [Part(*key, first.get(key, 0.0), second.get(key, 0.0)) for key in first | second]
+        return tuple(sorted(parts, key=lambda part: (GROUPS.index(part.group), -max(part.before, part.after))))
 
 
 def _kinds(prediction: Prediction) -> dict[tuple[str, str], float]:
-    found = {(_group(kind), kind): value for kind, value in prediction.seconds.items() if value}
-    return found | {("memory", kind): value for kind, value in prediction.num_bytes.items() if value}
+    by_group = {(_group(kind), kind): value for kind, value in prediction.seconds.items() if value}
+    return by_group | {("memory", kind): value for kind, value in prediction.num_bytes.items() if value}
 
 
 def _group(kind: str) -> str:
@@ -129,13 +129,13 @@ def _group(kind: str) -> str:
     return "compute" if kind in COMPUTE or kind.startswith(("forward ", "backward ")) else "exposed communication"
 
 
-def comparison_rows(found: WhatIf) -> Iterator[Part]:
+def comparison_rows(what_if: WhatIf) -> Iterator[Part]:
     """A sum per group above its kinds, whose names are indented; kinds that matter in neither step are left out."""
     least = 0.0005
     for group in GROUPS:
-        own = [part for part in found.parts() if part.group == group]
-        whole = found.before.peak_bytes if group == "memory" else found.before.step_seconds
-        if own:
-            yield Part(group, group, sum(p.before for p in own), sum(p.after for p in own))
-            shown = [p for p in own if max(p.before, p.after) > least * whole and p.kind != group]
+        parts_of_group = [part for part in what_if.parts() if part.group == group]
+        whole = what_if.before.peak_bytes if group == "memory" else what_if.before.step_seconds
+        if parts_of_group:
+            yield Part(group, group, sum(p.before for p in parts_of_group), sum(p.after for p in parts_of_group))
+            shown = [p for p in parts_of_group if max(p.before, p.after) > least * whole and p.kind != group]
             yield from (replace(p, kind=f"  {p.kind}") for p in shown)

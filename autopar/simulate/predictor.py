@@ -172,11 +172,12 @@ class Predictor:
             )
         terms = Terms(profile, wanted.attention or profile.attention, matmul_dtype(precision, cluster))
         capacities = [
-            float(wanted.memory_bytes or cluster.groups[each.group].device.memory_bytes) for each in stage_meshes
+            float(wanted.memory_bytes or cluster.groups[stage_mesh.group].device.memory_bytes)
+            for stage_mesh in stage_meshes
         ]
         result = self._result(terms, wanted, cluster, stage_meshes, rows, capacities)
         plain = result.prediction
-        found = StrategyPrediction(
+        prediction = StrategyPrediction(
             plain.seconds,
             plain.num_bytes,
             plain.pipeline_ranks,
@@ -194,8 +195,8 @@ class Predictor:
             )[1],
         )
         if check:
-            require_fit(found)
-        return found
+            require_fit(prediction)
+        return prediction
 
     def _result(
         self,
@@ -225,16 +226,18 @@ class Predictor:
         ranks = [groups[stage_mesh.group] for stage_mesh in stage_meshes]
         home = placement(wanted.schedule or "1f1b", wanted.pp, wanted.chunks)
         pipeline = _pipeline(share, wanted, terms.framework, [ranks[rank].costs for rank in home])
-        found = pipeline_costs(ranks, pipeline, cluster)
+        pipeline_cost = pipeline_costs(ranks, pipeline, cluster)
         spans = wanted.pp > 1 and sum(group.num_nodes for group in cluster.groups) > 1
         stages = []
-        for rank, stage, cost in zip(home, pipeline.stages, found.stages, strict=True):
+        for rank, stage, cost in zip(home, pipeline.stages, pipeline_cost.stages, strict=True):
             num_layers = sum(name in share.layers for name in share.units[stage.first : stage.last])
-            own, tp = cluster.groups[stage_meshes[rank].group], wanted.mesh.size("tp")
+            stage_group, tp = cluster.groups[stage_meshes[rank].group], wanted.mesh.size("tp")
             held_bytes = ranks[rank].pricer.training.gradient_bytes + terms.framework.gradient_copy_bytes
-            is_far = tp > own.devices_per_node
-            stages.append(profiled(cost, num_layers, terms.framework, own.device, wanted, held_bytes, spans, is_far))
-        return replace(found, stages=tuple(stages)).simulated(capacities)
+            is_far = tp > stage_group.devices_per_node
+            stages.append(
+                profiled(cost, num_layers, terms.framework, stage_group.device, wanted, held_bytes, spans, is_far)
+            )
+        return replace(pipeline_cost, stages=tuple(stages)).simulated(capacities)
 
     # --- what strategies share --------------------------------------------------------------------------------
 
@@ -244,10 +247,10 @@ class Predictor:
         """The setting of each group of equal nodes. Decisions are made for the one with the highest rate, and hold for
         all."""
         order = sorted(range(len(cluster.groups)), key=lambda number: -_rate(cluster.groups[number]))
-        found: dict[int, Setting] = {}
+        settings: dict[int, Setting] = {}
         for number in order:
-            found[number] = self._setting(share, cluster, number, terms, wanted, rows, found.get(order[0]))
-        return found
+            settings[number] = self._setting(share, cluster, number, terms, wanted, rows, settings.get(order[0]))
+        return settings
 
     def _setting(
         self,
@@ -298,31 +301,31 @@ class Predictor:
         return share.settings[key]
 
     def _training(self, profile: Framework, cluster: Cluster) -> Training:
-        own = _usual_training(self.traced_as, not is_cpu(cluster))
+        training = _usual_training(self.traced_as, not is_cpu(cluster))
         if profile.gradient_bytes and self.traced_as == "bf16":
-            own = replace(own, gradient_bytes=profile.gradient_bytes)
-        return own if profile.name == "autopar" else replace(own, update_bytes=0.0)
+            training = replace(training, gradient_bytes=profile.gradient_bytes)
+        return training if profile.name == "autopar" else replace(training, update_bytes=0.0)
 
 
 def _in_group(share: Share, setting: Setting, number: int, terms: Terms, wanted: Strategy) -> ChainCosts:
-    """What the strategy costs in a group of equal nodes, by its number. Raises ConstraintError where pinned placements
-    leave nothing."""
+    """Return the costs of the strategy in a group of equal nodes, by its number. Raises ConstraintError where pinned
+    placements leave nothing."""
     solved_layer = setting.solved_layers.solved_layer(wanted.mesh, wanted.rows, NAMED)
     if solved_layer is None:
         raise ConstraintError("the pinned placements leave no way to run the model", values=str(wanted.mesh))
     plain = pricer_for(setting.request, wanted.mesh, wanted.micro_batches, wanted.offload)
     pricer, parameters = priced_under(plain, terms, share), solved_layer.parameters(wanted.zero)
-    own = (wanted.mesh, wanted.rows, wanted.zero, wanted.offload, wanted.micro_batches > 1)
-    if own not in setting.costs:
+    cost_key = (wanted.mesh, wanted.rows, wanted.zero, wanted.offload, wanted.micro_batches > 1)
+    if cost_key not in setting.costs:
         costs: Mapping[str, LayerCost] = solved_layer.costs
         for exchanges in _exchanges(share, solved_layer, pricer, terms, wanted):
             costs = with_exchanges(costs, exchanges)
-        setting.costs[own] = combined(costs, stored_shares(share, pricer, parameters, wanted))
+        setting.costs[cost_key] = combined(costs, stored_shares(share, pricer, parameters, wanted))
     return ChainCosts(
         graph=share.graph,
         pricer=pricer,
         parameters=parameters,
-        costs=setting.costs[own],
+        costs=setting.costs[cost_key],
         boundary_bytes=solved_layer.call_costs.boundary_bytes,
         group=number,
     )
@@ -344,11 +347,11 @@ def _exchanges(
     share: Share, solved_layer: SolvedLayer, pricer: Pricer, terms: Terms, wanted: Strategy
 ) -> list[dict[str, list[Exchange]]]:
     """The exchanges that expert parallelism needs."""
-    found, profile = [], terms.framework
+    exchanges, profile = [], terms.framework
     if wanted.ep > 1:
         sp = _is_sequence_parallel(profile, wanted)
         tp = pricer.mesh.size("tp")
-        found.append(
+        exchanges.append(
             expert_exchanges(
                 solved_layer,
                 pricer,
@@ -360,7 +363,7 @@ def _exchanges(
                 skew=wanted.expert_skew if wanted.capacity_factor is None else 0.0,
             )
         )
-    return found
+    return exchanges
 
 
 def _is_sequence_parallel(profile: Framework, wanted: Strategy) -> bool:
@@ -373,9 +376,9 @@ def _pipeline(share: Share, wanted: Strategy, profile: Framework, costs: Sequenc
     firsts = cut(share.units, share.layers, costs, weights, profile.stages)
     stages = []
     for first, last in zip(firsts, firsts[1:], strict=False):
-        own = share.units[first:last]
-        layers = dict.fromkeys(name for name in own if name in share.layers)
-        modes = {name: ((wanted.recompute, own.count(name)),) for name in layers if wanted.recompute != "none"}
+        units = share.units[first:last]
+        layers = dict.fromkeys(name for name in units if name in share.layers)
+        modes = {name: ((wanted.recompute, units.count(name)),) for name in layers if wanted.recompute != "none"}
         stages.append(StagePlan(first, last, modes))
     return Pipeline(wanted.pp, wanted.schedule, tuple(stages), wanted.offload)
 

@@ -65,10 +65,10 @@ class ProfiledPricer(Pricer):
         return self.framework.gathers_again
 
     def dtype_name(self, meta: TensorMeta) -> str:
-        """What contractions of this dtype are computed in."""
-        own = super().dtype_name(meta)
+        """Return the dtype that contractions of this dtype are computed in."""
+        planned_dtype = super().dtype_name(meta)
         traced = "fp32" if self.matmul_dtype in ("fp32", "tf32") else "bf16"
-        return self.matmul_dtype if own == traced else own
+        return self.matmul_dtype if planned_dtype == traced else planned_dtype
 
     def compute_kinds(self, operator: Operator) -> tuple[str, str]:
         """Matmuls, attention and memory-bound kernels are told apart."""
@@ -110,13 +110,13 @@ class ProfiledPricer(Pricer):
         """A call's own readings and writings in a fused kernel, whose launch its first call pays for."""
         sizes_in = [self._local_bytes(m, p) for m, p in zip(operator.inputs, option.inputs, strict=True)]
         sizes_out = [self._local_bytes(m, p) for m, p in zip(operator.node.outputs, option.outputs, strict=True)]
-        read = sum(size for size, own in zip(sizes_in, part.reads, strict=True) if own)
-        written = sum(size for size, own in zip(sizes_out, part.writes, strict=True) if own)
+        read = sum(size for size, is_read in zip(sizes_in, part.reads, strict=True) if is_read)
+        written = sum(size for size, is_read in zip(sizes_out, part.writes, strict=True) if is_read)
         again = base_name(operator.node.op) not in NO_GRADIENT_READ
         back = written + sum(
             size * (2 if again else 1)
-            for size, own, meta in zip(sizes_in, part.reads, operator.inputs, strict=True)
-            if own and meta.requires_grad
+            for size, is_read, meta in zip(sizes_in, part.reads, operator.inputs, strict=True)
+            if is_read and meta.requires_grad
         )
         has_gradient = any(meta.requires_grad for meta in operator.inputs)
         forward, backward = (self.part_seconds(size, part.is_first) for size in (read + written, back))
@@ -133,9 +133,9 @@ class ProfiledPricer(Pricer):
     def _cast_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Every operand is read in 16 bits and written in fewer, as it is and transposed; backward the gradient."""
         sizes = [self._local_bytes(m, p) for m, p in zip(operator.inputs, option.inputs, strict=True)]
-        made = self._local_bytes(operator.node.outputs[0], option.outputs[0])
+        cast_bytes = self._local_bytes(operator.node.outputs[0], option.outputs[0])
         moved = CASTS[self.matmul_dtype]
-        return self.memory_seconds(moved * sum(sizes)), self.memory_seconds(moved * made)
+        return self.memory_seconds(moved * sum(sizes)), self.memory_seconds(moved * cast_bytes)
 
     def context_kernels(self, call: ContextCall | NearCall, operator: Operator, option: Option) -> AttentionSeconds:
         """Each part of the keys takes its share of one kernel over all of them."""
@@ -232,15 +232,15 @@ class ProfiledPricer(Pricer):
 
 
 def matmul_dtype(precision: str, cluster: AnyCluster) -> str:
-    """What matmuls are computed in. Raises ConstraintError where a device has no units for it, nor others for it."""
+    """Return the dtype of matmuls. Raises ConstraintError where a device has no units for it, nor others for it."""
     dtype = PRECISIONS[precision][1]
     for group in cluster.groups:
-        known = group.device.peak_flops_per_second
-        if dtype not in known and not DTYPE_FALLBACKS[dtype]:
+        peaks = group.device.peak_flops_per_second
+        if dtype not in peaks and not DTYPE_FALLBACKS[dtype]:
             raise ConstraintError(
                 "the device has no units for this precision",
                 values=f"{precision} on {group.device.name}",
-                alternatives=", ".join(name for name, (_, own) in PRECISIONS.items() if own in known),
+                alternatives=", ".join(name for name, (_, peak) in PRECISIONS.items() if peak in peaks),
             )
     return dtype
 

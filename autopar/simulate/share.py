@@ -45,7 +45,7 @@ class ScoredLayers(SolvedLayers):
 
 @dataclass
 class Setting:
-    """What strategies have in common that run on one cluster under one profile with the same pins."""
+    """The request and layers that strategies share on one cluster, under one profile, with the same pins."""
 
     request: Request
     solved_layers: ScoredLayers

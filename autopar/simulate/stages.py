@@ -46,7 +46,12 @@ def cut(
         )
     if how == "weights":
         return _by_weight([weights[name] for name in units], count)
-    return _shortest([[own[name].forward_seconds + own[name].backward_seconds for name in units] for own in costs])
+    return _shortest(
+        [
+            [costs_of_rank[name].forward_seconds + costs_of_rank[name].backward_seconds for name in units]
+            for costs_of_rank in costs
+        ]
+    )
 
 
 def _even(layers: Sequence[int], num_units: int, count: int) -> tuple[int, ...]:
@@ -82,20 +87,20 @@ def _shortest(seconds: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """The longest stage as short as can be, by dynamic programming; ties go to later boundaries. seconds: of every unit
     on each stage."""
     n = len(seconds[0])
-    first, *others = [list(itertools.accumulate(own, initial=0.0)) for own in seconds]
+    first, *others = [list(itertools.accumulate(seconds_of_rank, initial=0.0)) for seconds_of_rank in seconds]
     best = first
     boundaries: list[list[int]] = []
     for stages, sums in enumerate(others, 2):
-        found, at = [float("inf")] * (n + 1), [0] * (n + 1)
+        longest_of, at = [float("inf")] * (n + 1), [0] * (n + 1)
         for end in range(stages, n + 1):
             for start in range(end - 1, stages - 2, -1):
                 last = sums[end] - sums[start]
                 longest = max(best[start], last)
-                if longest < found[end]:
-                    found[end], at[end] = longest, start
-                if last > found[end]:
+                if longest < longest_of[end]:
+                    longest_of[end], at[end] = longest, start
+                if last > longest_of[end]:
                     break
-        best = found
+        best = longest_of
         boundaries.append(at)
     firsts, end = [n], n
     for at in reversed(boundaries):
@@ -152,7 +157,7 @@ def profiled(
 
 
 def _exposed(traffic: float, window: float, layers: int) -> float:
-    """What does not fit behind the window; the last bucket, of one layer, has nothing to hide behind."""
+    """Return the seconds that do not fit behind the window. The last bucket has nothing to hide behind."""
     return max(traffic - window, traffic / max(layers, 1)) if window else traffic
 
 

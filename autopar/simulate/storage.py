@@ -1,4 +1,4 @@
-"""What parameters cost to store, update and synchronise where experts lie on other ranks than the rest."""
+"""Costs of storing, updating and synchronizing parameters where experts are on other ranks than the rest."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ def stored_shares(
     if wanted.ep == 1:
         return stored_costs(share.graph, pricer, StoredParameters.of(parameters, homes, scopes))
     mesh = expert_mesh(wanted.mesh, wanted.ep)
-    own = share.experts.parameters
-    dense = {key: stored for key, stored in parameters.items() if key not in own}
+    expert_parameters = share.experts.parameters
+    dense = {key: stored for key, stored in parameters.items() if key not in expert_parameters}
     experts = {
-        key: expert_stored(stored, wanted.mesh, mesh, wanted.zero) for key, stored in parameters.items() if key in own
+        key: expert_stored(stored, wanted.mesh, mesh, wanted.zero)
+        for key, stored in parameters.items()
+        if key in expert_parameters
     }
     # A copy with caches of its own: what is known of collectives is of the axes of one mesh.
     other = replace(pricer, mesh=mesh, _times={}, _memory_times={}, _reshards={}, _matrices={})
-    found = stored_costs(share.graph, pricer, StoredParameters.of(dense, homes, scopes))
+    unit_costs = stored_costs(share.graph, pricer, StoredParameters.of(dense, homes, scopes))
     of_experts = StoredParameters.of(experts, homes, scopes)
     own_costs = stored_costs(share.graph, other, of_experts, counts_unread=False)
     for name, cost in own_costs.items():
-        found[name] = _sum(found[name], cost)
-    return found
+        unit_costs[name] = _sum(unit_costs[name], cost)
+    return unit_costs
 
 
 def _sum(one: StoredCost, other: StoredCost) -> StoredCost:
@@ -49,7 +51,7 @@ def _sum(one: StoredCost, other: StoredCost) -> StoredCost:
 
 
 def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    found = defaultdict(float, one)
+    summed = defaultdict(float, one)
     for kind, value in other.items():
-        found[kind] += value
-    return found
+        summed[kind] += value
+    return summed

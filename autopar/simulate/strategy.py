@@ -52,25 +52,27 @@ class Strategy:
     memory_bytes: int | None
 
 
-def parse_strategy(given: Mapping[str, Any], cluster: AnyCluster, global_batch_size: int) -> Strategy:
+def parse_strategy(pins: Mapping[str, Any], cluster: AnyCluster, global_batch_size: int) -> Strategy:
     """Raises ConstraintError that says what is missing, or what does not multiply or divide."""
-    given = dict(given)
-    own = {key: given.pop(key) for key in OWN_KEYS if key in given}
-    limits = _limits(given)
-    cp, ep = (_degree(key, own.get(key, 1)) for key in ("cp", "ep"))
-    capacity = _number("capacity_factor", own["capacity_factor"]) if own.get("capacity_factor") is not None else None
-    skew = _number("expert_skew", own.get("expert_skew", EXPERT_SKEW))
+    pins = dict(pins)
+    options = {key: pins.pop(key) for key in OWN_KEYS if key in pins}
+    limits = _limits(pins)
+    cp, ep = (_degree(key, options.get(key, 1)) for key in ("cp", "ep"))
+    capacity = (
+        _number("capacity_factor", options["capacity_factor"]) if options.get("capacity_factor") is not None else None
+    )
+    skew = _number("expert_skew", options.get("expert_skew", EXPERT_SKEW))
     if capacity == 0:
         raise ConstraintError("experts need room for tokens", values="capacity_factor=0", alternatives="above 0")
-    sp = own.get("sp")
+    sp = options.get("sp")
     if sp is not None and not isinstance(sp, bool):
         raise ConstraintError(
             "sp says whether there is sequence parallelism", values=repr(sp), alternatives="true or false"
         )
-    attention = _word("attention", own.get("attention") or "", ATTENTIONS)
-    kernels = _word("kernels", own.get("kernels") or "", KERNELS)
-    exchange = _word("cp_exchange", own.get("cp_exchange") or "", CP_EXCHANGES)
-    dp, rows = _data_ranks(limits, given, cluster, cp, global_batch_size)
+    attention = _word("attention", options.get("attention") or "", ATTENTIONS)
+    kernels = _word("kernels", options.get("kernels") or "", KERNELS)
+    exchange = _word("cp_exchange", options.get("cp_exchange") or "", CP_EXCHANGES)
+    dp, rows = _data_ranks(limits, pins, cluster, cp, global_batch_size)
     if dp * cp % ep:
         raise ConstraintError(
             "the ranks of ep are a group of those of dp x cp, which they must divide",
@@ -96,7 +98,7 @@ def parse_strategy(given: Mapping[str, Any], cluster: AnyCluster, global_batch_s
         ep=ep,
         capacity_factor=capacity,
         expert_skew=skew,
-        groups=_groups(own.get("groups", ())),
+        groups=_groups(options.get("groups", ())),
         zero=limits.zero if dp * cp > 1 and limits.zero else 0,
         micro_batches=micro_batches,
         rows=rows,
@@ -111,9 +113,9 @@ def parse_strategy(given: Mapping[str, Any], cluster: AnyCluster, global_batch_s
     )
 
 
-def _limits(given: Mapping[str, Any]) -> Constraints:
+def _limits(pins: Mapping[str, Any]) -> Constraints:
     try:
-        limits = Constraints.parse(given)
+        limits = Constraints.parse(pins)
     except ConstraintError as error:
         if not error.constraint.startswith("unknown constraint"):
             raise
@@ -131,12 +133,12 @@ def _limits(given: Mapping[str, Any]) -> Constraints:
 
 
 def _data_ranks(
-    limits: Constraints, given: Mapping[str, Any], cluster: AnyCluster, cp: int, global_batch_size: int
+    limits: Constraints, pins: Mapping[str, Any], cluster: AnyCluster, cp: int, global_batch_size: int
 ) -> tuple[int, int]:
     """The pair (dp, rows of a micro-batch on one rank)."""
     pp, tp, ddp = (limits.degrees.get(axis, 1) for axis in ("pp", "tp", "ddp"))
     if "dp" not in limits.degrees:
-        raise _missing("dp", given, f"dp={cluster.num_devices // (pp * tp * ddp * cp) or 1}")
+        raise _missing("dp", pins, f"dp={cluster.num_devices // (pp * tp * ddp * cp) or 1}")
     dp = limits.degrees["dp"]
     if pp * tp * ddp * dp * cp != cluster.num_devices:
         product = f"pp={pp} x ddp={ddp} x dp={dp}" + (f" x cp={cp}" if cp > 1 else "") + f" x tp={tp}"
@@ -146,9 +148,9 @@ def _data_ranks(
             alternatives=f"a cluster of {pp * tp * ddp * dp * cp} devices, or other degrees",
         )
     if limits.zero is None and dp * cp > 1:
-        raise _missing("zero", given, "0, 1, 2 or 3")
+        raise _missing("zero", pins, "0, 1, 2 or 3")
     if limits.micro_batches is None:
-        raise _missing("micro_batches", given, "the number of micro-batches of a step")
+        raise _missing("micro_batches", pins, "the number of micro-batches of a step")
     rows, rest = divmod(global_batch_size, ddp * dp * limits.micro_batches)
     if rest or not rows:
         raise ConstraintError(
@@ -159,15 +161,15 @@ def _data_ranks(
     return dp, rows
 
 
-def profile_of(given: str | Framework) -> Framework:
+def profile_of(name_or_framework: str | Framework) -> Framework:
     """A framework's profile by name. Raises ConstraintError."""
-    if isinstance(given, Framework):
-        return given
+    if isinstance(name_or_framework, Framework):
+        return name_or_framework
     try:
-        return framework(given)
+        return framework(name_or_framework)
     except ValueError as error:
         raise ConstraintError(
-            "the framework is not one that autopar has", values=repr(given), alternatives=str(error)
+            "the framework is not one that autopar has", values=repr(name_or_framework), alternatives=str(error)
         ) from None
 
 
@@ -195,9 +197,9 @@ def _word(key: str, value: str, legal: tuple[str, ...]) -> str:
     return value
 
 
-def _missing(key: str, given: Mapping[str, Any], alternatives: str) -> ConstraintError:
+def _missing(key: str, pins: Mapping[str, Any], alternatives: str) -> ConstraintError:
     return ConstraintError(
         f"the strategy does not say {key}",
-        values=", ".join(f"{k}={v}" for k, v in given.items()) or "an empty strategy",
+        values=", ".join(f"{k}={v}" for k, v in pins.items()) or "an empty strategy",
         alternatives=alternatives,
     )

@@ -1,4 +1,4 @@
-"""What a strategy's seconds depend on beside the cluster and the strategy, and the prices that follow."""
+"""The terms of a prediction besides cluster and strategy, and the prices that follow from them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Terms:
 
     @property
     def without_host(self) -> Terms:
-        """What layers are priced by: the host's seconds come on top of whole stages."""
+        """Return the terms that layers are priced by: the host's seconds come on top of whole stages."""
         seconds: dict[str, Any] = dict.fromkeys(HOST_SECONDS, 0.0)
         return replace(self, framework=replace(self.framework, **seconds))
 
@@ -46,14 +46,14 @@ PLANNERS = Terms(framework("autopar"), framework("autopar").attention, "bf16")
 def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
     """The prices under the profile; the planner's own where it is the profile of generated programs."""
     has_experts = bool(share.experts.calls)
-    own: dict[str, Any] = {"experts": share.experts, "load": terms.load} if has_experts else {}
+    expert_fields: dict[str, Any] = {"experts": share.experts, "load": terms.load} if has_experts else {}
     if terms.is_planners:
         if not has_experts:
             return plain
         rates = plain.hidden_fraction, plain.fragmentation, plain.overlap_share
         kind = KernelExpertPricer if isinstance(plain, KernelPricer) else ExpertPricer
         host = plain.host_call_seconds, plain.is_compiled
-        return kind(plain.mesh, plain.cluster, plain.training, *rates, *host, **own)
+        return kind(plain.mesh, plain.cluster, plain.training, *rates, *host, **expert_fields)
     profile = terms.framework
     profiled = ProfiledExpertPricer if has_experts else ProfiledPricer
     is_generated = profile.cp_habits == "generated"
@@ -69,7 +69,7 @@ def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
         attention=terms.attention,
         habits=GENERATED if is_generated else PUBLISHED,
         sorts_rows=is_generated,
-        **own,
+        **expert_fields,
     )
 
 

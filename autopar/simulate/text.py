@@ -13,40 +13,40 @@ LEAST_SHARE = 0.0005
 """Kinds below this share of the step are left out."""
 
 
-def prediction_lines(found: Prediction) -> Iterator[str]:
+def prediction_lines(prediction: Prediction) -> Iterator[str]:
     """Seconds by kind, largest first, then bytes of the fullest rank and of every pipeline rank."""
-    yield f"step {found.step_seconds:.4g} s"
-    for kind, value in sorted(found.seconds.items(), key=lambda pair: -pair[1]):
-        if value > LEAST_SHARE * found.step_seconds:
+    yield f"step {prediction.step_seconds:.4g} s"
+    for kind, value in sorted(prediction.seconds.items(), key=lambda pair: -pair[1]):
+        if value > LEAST_SHARE * prediction.step_seconds:
             beside = " (beside compute)" if kind == HIDDEN else ""
-            yield f"  {value:10.4g} s {value / found.step_seconds:6.1%}  {kind}{beside}"
-    yield f"memory {bytes_text(found.peak_bytes)} on the fullest rank"
-    for kind, value in sorted(found.num_bytes.items(), key=lambda pair: -pair[1]):
+            yield f"  {value:10.4g} s {value / prediction.step_seconds:6.1%}  {kind}{beside}"
+    yield f"memory {bytes_text(prediction.peak_bytes)} on the fullest rank"
+    for kind, value in sorted(prediction.num_bytes.items(), key=lambda pair: -pair[1]):
         if value:
             yield f"  {bytes_text(value):>10}  {kind}"
-    for number, kinds in enumerate(found.pipeline_ranks):
+    for number, kinds in enumerate(prediction.pipeline_ranks):
         yield f"  pipeline rank {number}: {bytes_text(sum(kinds.values()))}"
 
 
-def fit_lines(found: StrategyPrediction) -> Iterator[str]:
+def fit_lines(prediction: StrategyPrediction) -> Iterator[str]:
     """Whether a strategy fits, how sure that is, and a warning where it does not by what is predicted."""
-    yield f"fits: {fit_text(found.certainty)}"
-    if not found.fits:
+    yield f"fits: {fit_text(prediction.certainty)}"
+    if not prediction.fits:
         yield (
-            f"WARNING: does not fit: the fullest rank needs {bytes_text(found.peak_bytes)} of "
-            f"{bytes_text(found.capacity_bytes)} (--check to fail, and to be told what would fit)"
+            f"WARNING: does not fit: the fullest rank needs {bytes_text(prediction.peak_bytes)} of "
+            f"{bytes_text(prediction.capacity_bytes)} (--check to fail, and to be told what would fit)"
         )
 
 
-def comparison_lines(found: WhatIf) -> Iterator[str]:
+def comparison_lines(what_if: WhatIf) -> Iterator[str]:
     """The parts of two steps side by side, seconds and then bytes."""
-    before, after = found.before, found.after
+    before, after = what_if.before, what_if.after
     yield f"{'':34} {'before':>12} {'after':>12} {'change':>12}"
     yield _row("step", before.step_seconds, after.step_seconds, False)
-    for part in comparison_rows(found):
+    for part in comparison_rows(what_if):
         yield _row(part.kind, part.before, part.after, part.group == "memory")
     rows = {value.scenario.global_batch_size for value in (before, after)}
-    yield f"rows per second: {found.speedup:.3g} times" + (" (another batch)" if len(rows) > 1 else "")
+    yield f"rows per second: {what_if.speedup:.3g} times" + (" (another batch)" if len(rows) > 1 else "")
     yield from (f"after: {line}" for line in fit_lines(after))
 
 

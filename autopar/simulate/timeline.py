@@ -56,9 +56,9 @@ def events_of(simulated: Simulated) -> tuple[StepEvent, ...]:
     actions: dict[int, list[Event]] = {pipeline_rank: [] for pipeline_rank in range(len(simulated.timeline.schedule))}
     for event in simulated.timeline.events():
         actions[event.pipeline_rank].append(event)
-    found: list[StepEvent] = []
+    events: list[StepEvent] = []
     for pipeline_rank, line in actions.items():
-        found += [
+        events += [
             StepEvent(
                 kind=ACTIONS[e.action.kind],
                 pipeline_rank=pipeline_rank,
@@ -70,10 +70,10 @@ def events_of(simulated: Simulated) -> tuple[StepEvent, ...]:
             )
             for e in line
         ]
-        found += _once(simulated, pipeline_rank)
-        found += _sends(simulated, line)
-        found += _hidden(simulated, line, pipeline_rank)
-    return tuple(found)
+        events += _once(simulated, pipeline_rank)
+        events += _sends(simulated, line)
+        events += _hidden(simulated, line, pipeline_rank)
+    return tuple(events)
 
 
 def _once(simulated: Simulated, pipeline_rank: int) -> Iterator[StepEvent]:

@@ -34,8 +34,8 @@ def _rows(event: StepEvent, number: int) -> Iterator[dict[str, Any]]:
             times = {"ts": event.start * 1e6, "dur": event.seconds * 1e6}
             yield {"ph": "X", **common, "cat": "once per step", **times, "args": {}}
         return
-    known = {"stage": event.stage, "micro": event.micro_batch, "target": event.target}
-    args = {key: value for key, value in known.items() if value is not None}
+    fields_of_event = {"stage": event.stage, "micro": event.micro_batch, "target": event.target}
+    args = {key: value for key, value in fields_of_event.items() if value is not None}
     for phase, moment in (("b", event.start), ("e", event.end)):
         yield {"ph": phase, **common, "cat": event.stream, "id": number, "ts": moment * 1e6, "args": args}
 

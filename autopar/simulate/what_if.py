@@ -80,19 +80,19 @@ def _changed_part(part: Piece, change: Any, named: Any) -> Piece:
     if change is None:
         return part
     if isinstance(change, str):
-        found: Piece = named(change)
-        return found
+        piece: Piece = named(change)
+        return piece
     if isinstance(change, type(part)):
         return change
     if not isinstance(change, Mapping):
         raise ConstraintError("a device or link is changed by its fields", values=repr(change))
-    known = {item.name for item in fields(part)} - {"name", "source"}
+    field_names = {item.name for item in fields(part)} - {"name", "source"}
     values: dict[str, Any] = {}
     for key, value in change.items():
         name, _, entry = str(key).partition(".")
-        if name not in known:
+        if name not in field_names:
             raise ConstraintError(
-                f"a {type(part).__name__.lower()} has no field {name!r}", alternatives=", ".join(sorted(known))
+                f"a {type(part).__name__.lower()} has no field {name!r}", alternatives=", ".join(sorted(field_names))
             )
         old = values.get(name, getattr(part, name))
         if isinstance(old, Mapping):
@@ -117,24 +117,24 @@ def _value(name: str, old: Any, new: Any) -> Any:
         raise ConstraintError(f"{name} is a number, or x and a factor", values=repr(new)) from None
 
 
-def parse_changes(given: Mapping[str, Any]) -> dict[str, Any]:
+def parse_changes(assignments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `what_if` from words: `batch`, `precision`, `framework`, `cluster`, `device`, `device.FIELD`,
     `intra_node`, `intra_node.FIELD`, ..., and any field of a strategy."""
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     strategy: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in assignments.items():
         name, _, entry = key.partition(".")
         if name in PARTS and entry:
             owner = "device" if name == "device" else "link"
             field = SHORT.get(f"{owner}.{entry}") or SHORT.get(entry, entry)
-            so_far = found.setdefault(name, {})
+            so_far = changes.setdefault(name, {})
             if isinstance(so_far, str):
                 raise ConstraintError(f"{name} is replaced or changed, not both", values=f"{name}={so_far}, {key}")
-            found[name] = {**so_far, field: value}
+            changes[name] = {**so_far, field: value}
         elif name in (*PARTS, "cluster", "framework", "precision"):
-            found[name] = str(value)
+            changes[name] = str(value)
         elif name == "batch":
-            found["global_batch_size"] = value
+            changes["global_batch_size"] = value
         else:
             strategy[key] = value
-    return found | ({"strategy": strategy} if strategy else {})
+    return changes | ({"strategy": strategy} if strategy else {})

@@ -1,4 +1,4 @@
-"""What a pattern is made of: a small tree of calls over the lowered program, and what to put in its place."""
+"""Patterns: a small tree of calls over the lowered program, and the calls that replace it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Template = Leaf | Value | Is | Op | Either | tuple["Template", ...]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a name of a pattern stands for. origin: the statement that made it (-1: none here); of a call, the statement
+    """The value of a name of a pattern. origin: the statement that made it (-1: none here); of a call, the statement
     itself."""
 
     value: Any
@@ -69,7 +69,7 @@ class Bound:
 
     @property
     def type(self) -> TensorType:
-        """What a Leaf's variable holds."""
+        """The type of a Leaf's variable."""
         value_type: TensorType = self.value.type
         return value_type
 
@@ -95,7 +95,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What to find and what to put there.
+    """A run of calls to find, and the kernel that replaces it.
 
     target: the kernel. leaves: what it makes its last result of, in its order; a match may lack the last. template: the
     last call. beside: calls that stand before it and do not lead to it. results: which of the others have results of

@@ -42,7 +42,7 @@ TILES: Final = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdamWTable:
-    """What `adamw_` updates; made by `adamw_table`.
+    """The tensors that `adamw_` updates; made by `adamw_table`.
 
     Attributes:
         chunks: columns parameter, gradient, m, v and, where `has_copies`, copy.

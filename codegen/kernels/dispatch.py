@@ -1,4 +1,4 @@
-"""What the kernels share: the optional Triton import, the choice of path, checks, and how tensors are read as rows.
+"""Shared by the kernels: the optional Triton import, the choice of path, checks, and tensors as rows.
 
 Triton is optional. Without it (CPU-only installations, Windows, macOS) every operation runs its torch reference.
 """

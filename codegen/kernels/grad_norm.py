@@ -77,7 +77,7 @@ def squared_norm(table: ChunkTable, column: int = 0, weights: torch.Tensor | Non
 
 
 def clip_factor(squared: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients are to be multiplied by, from the global sum of squares: 0-dim, on its device, in its dtype.
+    """Return the factor of gradients, from the global sum of squares: 0-dim, on its device, in its dtype.
 
     nan where the norm is nan, 0 where it is infinite: then nothing but non-finite gradients becomes nan.
     """

@@ -221,7 +221,7 @@ def _widens(dtype: torch.dtype) -> bool:
 
 
 class _Sizes(NamedTuple):
-    """What tiles are chosen by; the last two are of one expert's product."""
+    """The sizes that tiles are chosen by; the last two are of one expert's product."""
 
     experts: int
     inner: int

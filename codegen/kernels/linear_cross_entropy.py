@@ -214,7 +214,7 @@ class _Chunks:
         self.accumulate_dtype = accumulate_dtype
 
     def unit(self, dtype: torch.dtype) -> float:
-        """What gradients are multiplied by until the backward pass, for inputs of a dtype: a power of two."""
+        """Return the factor of gradients until the backward pass, for inputs of a dtype: a power of two."""
         return _FP16_UNIT if dtype == torch.float16 != self.accumulate_dtype else 1.0
 
     def run(

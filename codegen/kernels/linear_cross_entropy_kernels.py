@@ -1,4 +1,4 @@
-"""What linear_cross_entropy.py does to a chunk of logits, by a kernel or, elsewhere, in torch operations.
+"""The steps of linear_cross_entropy.py on a chunk of logits, by a kernel or, elsewhere, in torch operations.
 
 Formulas there. Shapes: C rows of a chunk, V columns, which are the entries of the vocabulary from `first_class` on.
 Arithmetic is fp32 (fp64 for fp64 on the torch path). The tile decides in which order a row's exponentials are summed.

@@ -190,7 +190,7 @@ def _check_out(codes: torch.Tensor, scales: torch.Tensor, shape: tuple[int, int]
 def dequantize_blocks(
     codes: torch.Tensor, scales: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """What `quantize_blocks` was given, but for its error: `shape`, in `dtype`."""
+    """Return the input of `quantize_blocks`, but for its error: `shape`, in `dtype`."""
     return dequantize_sum(codes[None], scales[None], shape, dtype)
 
 

@@ -115,7 +115,7 @@ def _check(
 def _load_halves(
     row_ptr: tl.tensor, NUM_PAIRS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """What the two components of each pair are multiplied by, `[1, PAIRS]` in fp32: one number where interleaved."""
+    """Load the factors of the two components of each pair, `[1, PAIRS]` in fp32: one number where interleaved."""
     pairs = tl.arange(0, PAIRS)[None, :]
     ok = pairs < NUM_PAIRS
     first = tl.load(row_ptr + pairs, mask=ok, other=0.0).to(tl.float32)

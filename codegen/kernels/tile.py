@@ -12,7 +12,7 @@ class Candidate(Protocol):
     """Launch parameters of a kernel, of which tuning.py chooses."""
 
     def launched(self, shape: tuple[int, ...]) -> object:
-        """What a problem of this shape is launched with: equal for candidates that make the same launch."""
+        """Return the launch of a problem of this shape: equal for candidates that make the same launch."""
         ...
 
 

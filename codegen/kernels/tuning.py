@@ -56,7 +56,7 @@ _PAUSE_CYCLES: Final = 1_000_000
 
 
 class Case(NamedTuple):
-    """What one choice is for; its text is the key in the file."""
+    """The case that one choice is for; its text is the key in the file."""
 
     kernel: str
     flags: tuple[tuple[str, bool], ...]
@@ -72,7 +72,7 @@ class Case(NamedTuple):
 
 @dataclass(slots=True)
 class Tuner:
-    """What was chosen in this process, out of `file` and into it."""
+    """The choices of this process, read from `file` and written to it."""
 
     file: TuningFile
     timer: Timer
@@ -221,5 +221,5 @@ def _device_text(device: torch.device) -> str:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What a candidate may fail with: the compiler, shared memory, or the driver at launch."""
+    """Return the errors that a candidate may fail with: of the compiler, shared memory, or the driver at launch."""
     return RuntimeError, *(() if triton is None else (triton.TritonError,))

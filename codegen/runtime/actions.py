@@ -106,7 +106,7 @@ def _check_complete(there: set[Action], stage: int, micro_batch: int, rank: int)
 
 
 def requirements(action: Action, links: Sequence[Link], are_deferred: set[tuple[int, int]]) -> list[Action]:
-    """What must have ended before. are_deferred: the (stage, micro-batch) whose backward is I and W."""
+    """Return the actions that must end before. are_deferred: the (stage, micro-batch) whose backward is I and W."""
     stage, index = action.stage, action.micro_batch
 
     def backward(of: int) -> Action:

@@ -68,7 +68,7 @@ def block_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Block, mask: Tensor | None, is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What a block adds to the gradients of its q, k and v, in their dtypes.
+    """Return a block's part of the gradients of its q, k and v, in their dtypes.
 
     grad: of the whole result. whole: out (in q's dtype) and lse of the attention over all keys. Others as in
     `block_attention`.

@@ -1,4 +1,4 @@
-"""What a script does between a step's calls, with gradients, optimizer and parameters in its own hands.
+"""Scripts that handle gradients, optimizer and parameters themselves, between a step's calls.
 
 A rank holds parts of gradients and parameters, reduces what was trainable when the program was made, and updates with
 the optimizer that it was made with. What a training loop does to these on one process either means the same here, or is

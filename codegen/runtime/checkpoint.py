@@ -161,7 +161,8 @@ def _put(fresh: Path, final: Path) -> None:
 
 
 def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
-    """What this rank stores, and the numbers in its optimizer's state by name. Raises CheckpointError."""
+    """Return the tensors that this rank stores, and the numbers in its optimizer's state by name. Raises
+    CheckpointError."""
     if step.forgotten:
         raise UnsavableError(step.forgotten)
     pieces = list(_model_pieces(step, with_copies=False))
@@ -185,7 +186,7 @@ def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
 
 
 def _wanted(step: Step, manifest: Manifest) -> tuple[list[Piece], list[tuple[nn.Parameter, dict[str, Any]]]]:
-    """What this rank reads, and the optimizer's state that it goes into."""
+    """Return the tensors that this rank reads, and the optimizer's state that they go into."""
     pieces = [_under_stored_name(piece, step, manifest) for piece in _model_pieces(step, with_copies=True)]
     pieces = [piece for piece in pieces if not piece.name.startswith(NON_PERSISTENT) or _fits(piece, manifest)]
     saved, states = _saved_states(manifest), []

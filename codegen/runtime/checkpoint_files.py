@@ -239,7 +239,7 @@ def require_shape(name: str, stored: Stored, shape: tuple[int, ...]) -> None:
 
 
 def _overlap(piece: Piece, chunk: Chunk) -> list[tuple[int, int]]:
-    """What a piece and a chunk have in common: (from, to) of each dim, in the global tensor."""
+    """Return the overlap of a piece and a chunk: (from, to) of each dim, in the global tensor."""
     dims = zip(piece.offsets, piece.value.shape, chunk.offsets, chunk.shape, strict=True)
     return [(max(a, b), min(a + n, b + m)) for a, n, b, m in dims]
 
@@ -281,7 +281,7 @@ def remove(directory: Path) -> None:
 
 
 def optimizer_record(optimizer: torch.optim.Optimizer, initial: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a manifest says of an optimizer. initial: its settings when it was made."""
+    """Return the entry of an optimizer in a manifest. initial: its settings when it was made."""
     bases = type(optimizer).__mro__[: type(optimizer).__mro__.index(torch.optim.Optimizer)]
     return {"kinds": [base.__name__ for base in bases], "initial": initial, "groups": settings_of(optimizer)}
 

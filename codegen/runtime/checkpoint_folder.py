@@ -137,7 +137,7 @@ def _make(home: Path) -> None:
 
 
 def _folders(directory: str | Path | None) -> list[Path]:
-    """Whatever is named like a checkpoint, in the order of its steps."""
+    """Return all paths that are named like a checkpoint, in the order of their steps."""
     home = Path(directory) if directory is not None else None
     if home is None or not home.is_dir():
         return []

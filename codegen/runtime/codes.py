@@ -1,4 +1,4 @@
-"""What collectives of parameters may be compressed to (`compressed.py` does it), for those who only plan."""
+"""Codes that collectives of parameters may be compressed to (by `compressed.py`), for planning alone."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ COMPILE_SECONDS = 3600.0
 
 
 def why_unavailable(device: torch.device) -> str:
-    """What inductor lacks on this machine to compile for the device; nothing if it has all."""
+    """Return what inductor lacks on this machine to compile for the device; "" if nothing."""
     from torch._dynamo.eval_frame import check_if_dynamo_supported
 
     try:

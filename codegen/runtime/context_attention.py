@@ -45,7 +45,7 @@ class Arrival(Protocol):
 
 
 class ContextAxis(Protocol):
-    """What is needed of a mesh axis (`mesh.Axis`)."""
+    """The parts of a mesh axis (`mesh.Axis`) that are needed here."""
 
     @property
     def size(self) -> int: ...
@@ -215,7 +215,7 @@ class _Attention:
         return None if self.sinks is None else sink_gradient(grad, whole, self.sinks)
 
     def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor, ds: Tensor | None) -> tuple[Tensor | None, ...]:
-        """What a backward returns: of every argument of a forward, in the dtypes of q, k and v."""
+        """Return the results of a backward: one for every argument of a forward, in the dtypes of q, k and v."""
         return dq.to(self.q.dtype), dk.to(self.k.dtype), dv.to(self.v.dtype), ds, *(None,) * 6
 
 
@@ -308,7 +308,7 @@ class _Neighbors(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Near:
-    """What a rank gets of its neighbors. parts: (hops, first row, rows) of what each rank hands to the one so many
+    """The keys from neighbors. parts: (hops, first row, rows) of what each rank hands to the one so many
     ranks on, or back, in the order of the positions of what it gets, its own rows between them."""
 
     call: _Attention

@@ -150,7 +150,7 @@ def _bias_gradient(grad: Tensor) -> Tensor:
 
 
 def _accumulate(leaf: nn.Parameter, gradient: Tensor) -> None:
-    """What the end of a backward does for one leaf: adds its gradient up and tells whoever waits for it.
+    """Accumulate one leaf's gradient, and tell whoever waits for it, as the end of a backward does.
 
     The node is called by itself, since a W action would else have a backward of its own per gradient: a step of a GPT-2
     16 wide took 71 ms of CPU with those, on two ranks together, and 62 without.

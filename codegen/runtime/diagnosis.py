@@ -20,7 +20,7 @@ SAME_BATCHES = "every rank must read the same global batches in the same order"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is known of a rank.
+    """The state of a rank, as others see it.
 
     place: the line of the user's where its main thread is. is_waiting: for other ranks, in a collective. idle: seconds
     since it entered or left a call. raised: the error that ends it, is_own: which comes out of no collective,

@@ -21,7 +21,7 @@ ALIGNMENT_BYTES = 16
 
 
 class RoutingAxis(Protocol):
-    """What is needed of a mesh axis (`mesh.Axis`)."""
+    """The parts of a mesh axis (`mesh.Axis`) that are needed here."""
 
     @property
     def size(self) -> int: ...

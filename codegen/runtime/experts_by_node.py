@@ -30,7 +30,7 @@ from .experts import RoutingAxis, exchanged, taken
 
 
 class NumberedAxis(RoutingAxis, Protocol):
-    """What is needed of a mesh axis (`mesh.Axis`)."""
+    """The parts of a mesh axis (`mesh.Axis`) that are needed here."""
 
     @property
     def rank(self) -> int: ...

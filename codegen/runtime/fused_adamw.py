@@ -117,7 +117,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Set:
-    """What one launch updates: rows of one key.
+    """The parameters that one launch updates: rows of one key.
 
     steps_T: one for each of T parameters, all equal. states: the tensors in the state of each parameter.
     """

@@ -1,4 +1,4 @@
-"""What a step does whose loss or gradients are not finite, so that one bad sample does not spoil a whole run.
+"""Steps whose loss or gradients are not finite, so that one bad sample does not spoil a whole run.
 
 In fp16 gradients that are not finite are usual where the loss is: they were scaled beyond fp16's range. Such a step is
 skipped whatever is asked for, and the scale gets smaller. At a scale of 1 and below no scale is to blame any more.

@@ -26,7 +26,7 @@ class _Arrival(Protocol):
 
 
 class _Neighbors(Protocol):
-    """What is needed of an axis."""
+    """The parts of a mesh axis that are needed here."""
 
     @property
     def size(self) -> int: ...
@@ -103,5 +103,5 @@ class _WithNeighbors(torch.autograd.Function):
 
 
 def _unless(is_end: bool, rows: Tensor) -> Tensor:
-    """What came from the other end of the ring is none."""
+    """Return no rows where they came from the other end of the ring."""
     return torch.zeros_like(rows) if is_end else rows

@@ -1,4 +1,4 @@
-"""What a program's modules have of nn.Module: children under any name, and nothing that would need whole tensors."""
+"""The parts of nn.Module that a program's modules have: children under any name, and no whole tensors."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _SHARD = re.compile(r"S\((\d+)(?:/(\d+))?\)")
 
 
 class AxisLike(Protocol):
-    """What this package's functions need of a mesh axis; `mesh.Axis` is the real one, tests simulate others."""
+    """The parts of a mesh axis that this package needs; `mesh.Axis` is the real one, tests simulate others."""
 
     @property
     def size(self) -> int: ...

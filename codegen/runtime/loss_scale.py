@@ -80,7 +80,7 @@ class LossScaling:
             self.value, self.num_good = (grown if math.isfinite(grown) else self.value), 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint holds of it."""
+        """Return the state for checkpoints."""
         return {"value": self.value, "num_good": self.num_good}
 
     def load(self, state: Mapping[str, Any] | None) -> None:

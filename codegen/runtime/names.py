@@ -32,5 +32,5 @@ ARGUMENTS = frozenset(
 
 
 def argument(name: str) -> str:
-    """What the input `name` of the batch is called in generated code."""
+    """Return the name of the input `name` of the batch in generated code."""
     return f"{name}_" if name in ARGUMENTS or name.startswith("__") else name

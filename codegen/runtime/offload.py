@@ -57,7 +57,7 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """What autograd keeps instead of a tensor."""
+    """The stand-in that autograd keeps instead of a tensor."""
 
     region: _Region
     moved: _Moved
@@ -90,7 +90,7 @@ class Offload:
 
     @contextmanager
     def moving(self, layer: Any, micro_batch: int) -> Iterator[None]:
-        """What autograd saves in this context is moved. layer: an nn.Module, whose own tensors stay."""
+        """Context manager in which saved tensors of autograd are moved. layer: an nn.Module, whose own tensors stay."""
         layer_tensors = (*layer.parameters(), *layer.buffers())
         kept = frozenset(tensor.untyped_storage()._cdata for tensor in layer_tensors)
         region = _Region(self._latest.get(micro_batch), kept)

@@ -1,4 +1,4 @@
-"""What an update depends on, found by running the optimizer on small tensors.
+"""Dependencies of an update, found by running the optimizer on small tensors.
 
 A rank may update a part of a parameter by itself only where every element's update depends on that element's own
 gradients and values (SGD, Adam, Lion). Some need the whole tensor (Adafactor, LAMB, Muon), which one rank then updates
@@ -45,7 +45,7 @@ taken for ones that need more."""
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an optimizer's update must see besides an element's own values.
+    """The values that an optimizer's update must see besides an element's own.
 
     whole: names of the parameters whose update depends on the whole tensor. is_coupled: it depends on other parameters.
     optimizer: its name.
@@ -57,7 +57,7 @@ class Needs:
 
     @property
     def problem(self) -> str:
-        """What is not elementwise, in words; "" if nothing."""
+        """Return the part that is not elementwise, in words; "" if none."""
         if self.is_coupled:
             return f"the update of {self.optimizer} couples all parameters, so each rank must hold all of them whole"
         return f"the update of {self.optimizer} is not elementwise" * bool(self.whole)
@@ -342,7 +342,7 @@ def _kinds(factory: Factory, parameters: Sequence[GlobalParameter]) -> Iterator[
 
 
 def _setting(key: str, value: Any) -> str:
-    """What choices of an algorithm may hang on: not how large numbers are, but whether they are 0."""
+    """Return the settings that choose an algorithm: not the size of numbers, but whether they are 0."""
     if key in ("params", "param_names", "lr", "initial_lr"):
         return ""
     return f"float {value != 0}" if isinstance(value, float) else repr(value)

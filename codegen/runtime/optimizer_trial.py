@@ -1,4 +1,4 @@
-"""What a step does with an optimizer that it does not know: it is tried, and what ranks cannot do is refused."""
+"""Trials of unknown optimizers: a step tries one, and refuses updates that ranks cannot make."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_stored(needs: Needs, is_whole: Mapping[str, bool], *, is_staged: bool,
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTrial:
-    """What a step asks about an optimizer that it does not know. needs: what was found before the step; None: try."""
+    """Answers a step's questions about an unknown optimizer. needs: those found before the step; None: try."""
 
     needs: Needs | None = None
 
@@ -44,7 +44,7 @@ class OptimizerTrial:
         is_staged: bool,
         is_offloaded: bool,
     ) -> WholeUpdates | None:
-        """What the ranks of a mesh update whole for one another; None if nothing. Raises OptimizerError where a rank
+        """Return parameters that ranks update whole for one another; None if none. Raises OptimizerError where a rank
         stores a part of what a coupled or offloaded update must see, or zeros that would not stay."""
         needs = needs_of(factory, parameters) if self.needs is None else self.needs
         is_shared = bool(needs.whole) and not needs.is_coupled and not is_offloaded and mesh.world_size > 1

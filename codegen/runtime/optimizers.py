@@ -140,7 +140,7 @@ class WholeOptimizer:
 def whole_optimizer(
     factory: Factory, parameters: Sequence[GlobalParameter], device: torch.device | str = "cpu"
 ) -> WholeOptimizer:
-    """What the factory makes of stand-ins.
+    """Return the optimizer that the factory makes of stand-ins.
 
     Raises OptimizerError for what is no optimizer of the given tensors, or one whose step needs a closure.
     """
@@ -291,7 +291,7 @@ def write_parameters(parameters: Sequence[GlobalParameter], path: Path) -> None:
 
 
 def read_parameters(path: Path) -> tuple[GlobalParameter, ...]:
-    """What `write_parameters` wrote."""
+    """Read the file of `write_parameters`."""
     entries = json.loads(path.read_text(encoding="utf-8"))
     return tuple(GlobalParameter(name, tuple(shape), dtype, extra) for name, shape, dtype, extra in entries)
 

@@ -1,4 +1,4 @@
-"""What a pipeline is: its stages, where they run, what goes between them, which weights they share."""
+"""A pipeline: its stages, the ranks that run them, the messages between them, and the weights they share."""
 
 from __future__ import annotations
 

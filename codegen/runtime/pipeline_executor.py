@@ -48,7 +48,7 @@ class _Output:
 
 @dataclass(frozen=True, slots=True)
 class _MicroBatch:
-    """What a stage keeps of a micro-batch from its forward to its backward, besides what autograd does."""
+    """A stage's tensors of a micro-batch, kept from its forward to its backward besides those of autograd."""
 
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, _Output]
@@ -168,12 +168,12 @@ class PipelineExecutor:
     # What waits for what ----------------------------------------------------------------------------------------------
 
     def _plan(self, lines: Lines) -> dict[int, list[Transfer]]:
-        """What this rank gets from each other, in the order in which it is sent."""
+        """Return the messages that this rank gets from each other rank, in the order in which they are sent."""
         messages = (message for action in itertools.chain(*lines) for message in self._makes(action))
         return incoming_to(self._rank, messages)
 
     def _makes(self, action: Action) -> list[Message]:
-        """What is sent when an action has ended."""
+        """Return the messages that are sent when an action has ended."""
         stage, index = action.stage, action.micro_batch
         if action.kind == "F":
             return [Message(edge, index) for edge in self._edges if edge.source == stage]
@@ -182,7 +182,7 @@ class PipelineExecutor:
         return [Message(edge, index, True) for edge in self._edges if edge.target == stage and edge.backward]
 
     def _needs(self, action: Action) -> list[Message]:
-        """What must be there before an action starts."""
+        """Return the messages that must be there before an action starts."""
         stage, index = action.stage, action.micro_batch
         if action.kind == "F":
             return [Message(edge, index) for edge in self._edges if edge.target == stage]

@@ -16,7 +16,7 @@ _COMPUTE_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def compute_dtype(precision: str) -> torch.dtype | None:
-    """What floating-point parameters, inputs and activations are computed with; None: as they are."""
+    """The dtype of floating-point parameters, inputs and activations in computations; None: as they are."""
     return _COMPUTE_DTYPES.get(precision)
 
 

@@ -103,7 +103,7 @@ def _checkpointed(layer: Module, forward: Callable[..., Any], args: tuple[Any, .
 
 
 def _contexts(buffers: list[torch.Tensor], is_selective: bool) -> tuple[Context, Context]:
-    """What the first run of a forward and its recomputation run in."""
+    """Return the contexts of the first run of a forward and of its recomputation."""
     make: Callable[..., tuple[Context, Context]] = create_selective_checkpoint_contexts
     first, again = make(_policy) if is_selective else (nullcontext(), nullcontext())
     return first, _Unwritten(buffers, again)

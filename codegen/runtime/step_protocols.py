@@ -1,4 +1,4 @@
-"""What a step may be given by whoever makes it. For its annotations alone: no saved program has this file."""
+"""Protocols of objects that a step may be given. For annotations alone: no saved program has this file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .whole_updates import WholeUpdates
 
 
 class Trial(Protocol):
-    """What is found out about an optimizer that is not known (`optimizer_trial.OptimizerTrial`)."""
+    """The trial of an unknown optimizer (`optimizer_trial.OptimizerTrial`)."""
 
     def wholes(
         self,
@@ -26,7 +26,7 @@ class Trial(Protocol):
         is_staged: bool,
         is_offloaded: bool,
     ) -> WholeUpdates | None:
-        """What one rank each updates whole; None if nothing. Raises OptimizerError where ranks cannot update alike."""
+        """Return parameters updated whole, or None. Raises OptimizerError if ranks cannot update alike."""
         ...
 
     def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:

@@ -84,7 +84,7 @@ class TiedGradients:
         groups: dict[tuple[int, ...], Group] = {}
         for name, stages in pipeline.tied:
             local_stages = [number for number in stages if number in parts]
-            entries = (each for number in local_stages for each in parts[number].entries())
+            entries = (entry for number in local_stages for entry in parts[number].entries())
             buckets = tuple(bucket for bucket, entry in entries if entry.slot.name == name and bucket.key.requires_grad)
             edges = pipeline.exchanges(name, stages)
             if edges:

@@ -1,4 +1,4 @@
-"""What went over the bus between the device and the host in a step."""
+"""Bytes that crossed the bus between the device and the host in a step."""
 
 from __future__ import annotations
 

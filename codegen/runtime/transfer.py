@@ -175,7 +175,7 @@ Transfer = tuple[Message, MessageSlice]
 
 
 def incoming_to(rank: int, messages: Iterable[Message]) -> dict[int, list[Transfer]]:
-    """What a rank gets from each other, in the order of the messages."""
+    """Return the slices that a rank gets from each other rank, in the order of the messages."""
     incoming: dict[int, list[Transfer]] = {}
     for message in messages:
         for message_slice in message.slices:

@@ -105,7 +105,7 @@ class StoredWeights:
 
 
 def tensors_of(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """What is in safetensors files, by their headers. Raises WeightFileError."""
+    """Return the tensors of safetensors files, from their headers. Raises WeightFileError."""
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, StoredTensor] = {}

@@ -56,7 +56,7 @@ class _Owned:
     boxes: tuple[tuple[Box, ...], ...]
 
     def parts(self, whole: Tensor, rank: int) -> list[Tensor]:
-        """What a rank stores of a whole tensor (views)."""
+        """Return the parts of a whole tensor that a rank stores (views)."""
         return [_part(whole, *box) for box in self.boxes[rank]]
 
 
@@ -82,7 +82,7 @@ class WholeUpdates:
         self._put_away()
 
     def updated(self, entry: Entry) -> nn.Parameter | None:
-        """What the optimizer of this rank has of a parameter: of those that need it whole, nothing or all of it."""
+        """Return this rank's part of a parameter in its optimizer: nothing or all of one that is updated whole."""
         owned = self._by_leaf.get(id(entry.used))
         return entry.stored if owned is None else owned.whole
 
@@ -273,7 +273,7 @@ def _owned(bucket: Bucket, entry: Entry, owner: int, seen: Sequence[Mesh], this_
 
 
 def _boxes(bucket: Bucket, entry: Entry, seen: Sequence[Mesh], cutting: set[str]) -> tuple[tuple[Box, ...], ...]:
-    """What every rank stores of a parameter."""
+    """Return the boxes of a parameter that every rank stores."""
     boxes_of_place: dict[tuple[int, ...], tuple[Box, ...]] = {}
     boxes = []
     for mesh in seen:

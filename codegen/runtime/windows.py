@@ -152,7 +152,7 @@ class Window:
     def alike(
         self, queries: Positions, keys: Positions, rows: tuple[int, int], seen: tuple[int, int]
     ) -> tuple[int, ...]:
-        """What is equal of masks that are. rows, seen: the first index and the one after the last."""
+        """Return a key that is equal for equal masks. rows, seen: the first index and the one after the last."""
         shift = queries[rows[0]] % self.chunk if self.chunk is not None else 0
         return rows[1] - rows[0], seen[1] - seen[0], queries[rows[0]] - keys[seen[0]], shift
 

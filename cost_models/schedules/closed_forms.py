@@ -1,4 +1,4 @@
-"""What the search knows of a schedule without its actions; see `ClosedForm` for the arguments."""
+"""Closed forms of schedules, for searches without actions; see `ClosedForm` for the arguments."""
 
 from __future__ import annotations
 

@@ -58,5 +58,7 @@ def test_the_search_finds_the_same_with_and_without_it(share: float, monkeypatch
     with_bound = EqualSearch(request_for("gpt2", memory=budget)).run()
     monkeypatch.setattr(bounds, "recompute_bound", lambda *_: 0.0)
     without = EqualSearch(request_for("gpt2", memory=budget)).run()
-    assert [(f.objective, f.config) for f in with_bound.solutions] == [(f.objective, f.config) for f in without.solutions]
+    assert [(f.objective, f.config) for f in with_bound.solutions] == [
+        (f.objective, f.config) for f in without.solutions
+    ]
     assert bool(with_bound.solutions) == (share >= 0)
