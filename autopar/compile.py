@@ -42,7 +42,7 @@ from autopar.plan import Plan
 from autopar.planning.given import check_agreement, reprice
 from autopar.planning.layer_pool import LayerPool
 from autopar.planning.planner import ONE_STAGE_DEVICES, Planned, SearchResult, search_plans
-from autopar.planning.ranks import neighbours_of, planned_together
+from autopar.planning.ranks import neighbors_of, planned_together
 from autopar.planning.request import Request
 from autopar.program import GeneratedProgram
 from autopar.running.batch import with_inputs_of
@@ -102,7 +102,7 @@ def compile_with(
         fp8=best.plan.fp8,
         asynchronous=asynchronous,
         overlapped=request.overlaps,
-        neighbours=neighbours_of(request, best),
+        neighbors=neighbors_of(request, best),
     )
     lowered = program_of(best, ordered)
     inputs = name_inputs(model, options.example_inputs, options.loss_fn)

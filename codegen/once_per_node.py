@@ -1,7 +1,7 @@
 """Experts' layers whose rows cross between nodes once per node (`codegen/runtime/experts_by_node.py`).
 
     index = x.repeat_interleave(8, 0)
-    routes = Routes(chosen, 128, ep)                 routes = NodeRoutes(chosen, 128, ep, 8, neighbours=8)
+    routes = Routes(chosen, 128, ep)                 routes = NodeRoutes(chosen, 128, ep, 8, neighbors=8)
     rows = dispatch(index, routes)                   rows = dispatch_by_node(x, routes)
     ...                                              ...
     y = combine(product, routes)                     total = combine_by_node(product, weights, routes)
@@ -20,15 +20,15 @@ from dataclasses import dataclass, replace
 from codegen.fusion.match import Flow
 from codegen.program import Call, ModuleClass, Program, Statement, Var
 
-Neighbours = Callable[[int, int, tuple[str, ...]], int]
+Neighbors = Callable[[int, int, tuple[str, ...]], int]
 """(experts, choices of each token, axes over which they are as one) -> how many ranks of these in a row share a node; 0
 where rows go straight."""
 
 
-def with_rows_once_per_node(program: Program, neighbours: Neighbours) -> Program:
-    """The program with such layers rewritten where `neighbours` says so, in all classes."""
-    layers = tuple(_rewritten(cls, neighbours) for cls in program.layers)
-    return replace(program, layers=layers, root=_rewritten(program.root, neighbours))
+def with_rows_once_per_node(program: Program, neighbors: Neighbors) -> Program:
+    """The program with such layers rewritten where `neighbors` says so, in all classes."""
+    layers = tuple(_rewritten(cls, neighbors) for cls in program.layers)
+    return replace(program, layers=layers, root=_rewritten(program.root, neighbors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _Mixture:
     weights: Var
 
 
-def _rewritten(cls: ModuleClass, neighbours: Neighbours) -> ModuleClass:
+def _rewritten(cls: ModuleClass, neighbors: Neighbors) -> ModuleClass:
     flow = Flow.of(cls.body, cls.outputs)
     body: list[Statement | None] = list(cls.body)
     for position in flow.calls.get("runtime.Routes", ()):
@@ -53,11 +53,11 @@ def _rewritten(cls: ModuleClass, neighbours: Neighbours) -> ModuleClass:
         combine, *_, total = ends = tuple(_call(flow, i) for i in mixture.ends)
         num_experts, choices = call.args[1], repeat.args[1]
         axis = call.args[2]
-        node_neighbors = neighbours(num_experts, choices, axis.joint or (axis.text,))
+        node_neighbors = neighbors(num_experts, choices, axis.joint or (axis.text,))
         if not node_neighbors:
             continue
         (routes,) = call.results
-        args, kwargs = (*call.args, choices), (("neighbours", node_neighbors),)
+        args, kwargs = (*call.args, choices), (("neighbors", node_neighbors),)
         body[mixture.routes] = replace(call, target="runtime.NodeRoutes", args=args, kwargs=kwargs, members=(call,))
         sent, arrived = (repeat.args[0], routes), (combine.args[0], mixture.weights, routes)
         members = repeat, dispatch

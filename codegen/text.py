@@ -62,7 +62,7 @@ def axes_text(axes: Sequence[str], sizes: Sequence[int]) -> str:
 def meshes_text(meshes: Sequence[tuple[Sequence[str], Sequence[int]]]) -> str:
     """(axes, sizes) of every pipeline rank -> `pp2 x dp2 x tp2`.
 
-    Unequal ones one after the other, equal neighbours together: `pp3 (2 of dp2 x tp4, single)`.
+    Unequal ones one after the other, equal neighbors together: `pp3 (2 of dp2 x tp4, single)`.
     """
     texts = [axes_text(axes, sizes) for axes, sizes in meshes]
     if len(set(texts)) == 1:

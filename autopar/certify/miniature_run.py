@@ -140,10 +140,10 @@ def _over_nodes(compiled: CompiledProgram, small: CompiledProgram, inputs: Named
     if "runtime.NodeRoutes" not in targets_of(compiled.program):
         return small
 
-    def neighbours(_: int, __: int, axes: tuple[str, ...]) -> int:
+    def neighbors(_: int, __: int, axes: tuple[str, ...]) -> int:
         return math.prod(small.plan.mesh.size(axis) for axis in axes) // 2
 
-    lowering_passes = passes(fused=small.program.any.kernels, fp8=small.plan.fp8, neighbours=neighbours)
+    lowering_passes = passes(fused=small.program.any.kernels, fp8=small.plan.fp8, neighbors=neighbors)
     lowered = program_of(small.best, lowering_passes)
     program = with_inputs_of(lowered.map(without_logits), inputs)
     return replace(small, program=program, files=files_of(program))

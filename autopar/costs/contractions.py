@@ -113,11 +113,11 @@ class Contractions(Rates):
         exchanges = sum(self.joint_seconds("all_to_all", axes, load * part) for part in moved)
         return load, exchanges + self.memory_seconds(2 * (1 + load) * sum(moved))
 
-    def neighbours(self, num_experts: int, choices: int, axes: tuple[str, ...]) -> int:
+    def neighbors(self, num_experts: int, choices: int, axes: tuple[str, ...]) -> int:
         """Return how many consecutive ranks of these flattened axes share a node, if rows of such a mixture cross
         between nodes once per node; 0 if rows go straight."""
         nodes = self._nodes(tuple(map(self.mesh.axes.index, axes)))
-        return nodes.neighbours if nodes is not None and pays(nodes, num_experts, choices, self.cluster) else 0
+        return nodes.neighbors if nodes is not None and pays(nodes, num_experts, choices, self.cluster) else 0
 
     def crosses_once(self, operator: Operator, option: Option) -> bool:
         """Return whether the rows of an expert layer cross between nodes once per node."""
@@ -125,7 +125,7 @@ class Contractions(Rates):
         if self.by_node is not None:
             return (operator.scope, operator.node.name) in self.by_node
         names = tuple(self.mesh.axes[number] for number in axes)
-        return bool(axes) and choices > 0 and self.neighbours(operator.inputs[1].shape[0], choices, names) > 0
+        return bool(axes) and choices > 0 and self.neighbors(operator.inputs[1].shape[0], choices, names) > 0
 
     def _nodes(self, axes: tuple[int, ...]) -> Nodes | None:
         """Return the nodes of the ranks of these flattened axes, if they span several."""

@@ -76,7 +76,7 @@ def emitted(
     overlaps = pricer.overlap_share > 0
     pays = tuple((f.node.name, f.pays(pricer.mesh.num_token_ranks)) for _, f in _runs(graph, operators, pricer))
     mixtures = mixtures_of(operators.values(), pricer.mesh)
-    crossing = tuple((mixture, pricer.neighbours(*mixture)) for mixture in mixtures)
+    crossing = tuple((mixture, pricer.neighbors(*mixture)) for mixture in mixtures)
     of_pricer = has_kernels, has_fp8, overlaps, pays, crossing, pricer.is_compiled
     like = *of_pricer, pricer.mesh.axes, decisions
     if decisions is not None and like in cache:
@@ -85,7 +85,7 @@ def emitted(
     if key not in cache:
         program = lower(graph, operators, _OneStage(pricer.mesh), assignment)
         for rewrite in passes(
-            fused=has_kernels, fp8=has_fp8, overlapped=overlaps, neighbours=pricer.neighbours if mixtures else None
+            fused=has_kernels, fp8=has_fp8, overlapped=overlaps, neighbors=pricer.neighbors if mixtures else None
         ):
             program = rewrite(program)
         cache[key] = Emitted(with_idioms(program) if pricer.has_idioms else program)

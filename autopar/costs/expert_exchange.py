@@ -42,30 +42,30 @@ ONCE_PER_NODE = "once_per_node"
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Layout of the ranks that share out experts: `neighbours` of them, `stride` apart, on each of `num_nodes`
+    """Layout of the ranks that share out experts: `neighbors` of them, `stride` apart, on each of `num_nodes`
     nodes."""
 
     num_nodes: int
-    neighbours: int
+    neighbors: int
     stride: int
 
     @property
     def across(self) -> collective.Group:
         """Return the ranks at the same place of every node."""
-        return collective.Group(self.num_nodes, self.stride * self.neighbours)
+        return collective.Group(self.num_nodes, self.stride * self.neighbors)
 
     @property
     def inside(self) -> collective.Group:
         """Return the ranks of a node."""
-        return collective.Group(self.neighbours, self.stride)
+        return collective.Group(self.neighbors, self.stride)
 
 
 def nodes_of(group: collective.Group, cluster: Cluster) -> Nodes | None:
     """Return the group's nodes if it has equally many ranks, and several, on each node; else None."""
     size, stride, per_node = group.size, group.stride, cluster.devices_per_node
-    neighbours = per_node // stride
-    spans = size * stride > per_node and per_node % stride == 0 and neighbours > 1 and size % neighbours == 0
-    return Nodes(size // neighbours, neighbours, stride) if spans else None
+    neighbors = per_node // stride
+    spans = size * stride > per_node and per_node % stride == 0 and neighbors > 1 and size % neighbors == 0
+    return Nodes(size // neighbors, neighbors, stride) if spans else None
 
 
 def parts_of_token(num_parts: int, num_experts: int, choices: int) -> float:
@@ -91,7 +91,7 @@ class OncePerNode:
         num_nodes = self.nodes.num_nodes
         mean = parts_of_token(num_nodes, self.num_experts, self.choices)
         load = routing.fullest_load(
-            num_nodes, self.num_experts, self.choices, self.tokens * num_nodes * self.nodes.neighbours, self.skew
+            num_nodes, self.num_experts, self.choices, self.tokens * num_nodes * self.nodes.neighbors, self.skew
         )
         return self.tokens * min(mean * load, num_nodes)
 
@@ -169,6 +169,6 @@ GATHERS: tuple[collective.Kind, collective.Kind] = ("all_gather", "reduce_scatte
 
 def pays(nodes: Nodes, num_experts: int, choices: int, cluster: Cluster) -> bool:
     """Return whether programs have the rows of such a mixture cross between nodes once per node."""
-    group = collective.Group(nodes.num_nodes * nodes.neighbours, nodes.stride)
+    group = collective.Group(nodes.num_nodes * nodes.neighbors, nodes.stride)
     names = [name for name, kind in dispatches().items() if kind.in_programs]
     return Mixture(group, num_experts, choices).fastest(names, cluster).name == ONCE_PER_NODE

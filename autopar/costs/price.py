@@ -69,7 +69,7 @@ class Pricer(Contractions, ParameterPrices):
         num_grads = sum(meta.requires_grad for meta in metas_in)
         if name in MATMULS or name in ATTENTION:
             forward, backward = self.contraction_seconds(operator, option, bytes_in + bytes_out)
-            rows = self._neighbours_seconds(operator, option)
+            rows = self._neighbors_seconds(operator, option)
             return forward + rows, backward + rows if operator.inputs[0].requires_grad else backward
         forward = bytes_in + bytes_out
         backward = _backward_bytes(operator, bytes_in, bytes_out, num_grads)
@@ -115,7 +115,7 @@ class Pricer(Contractions, ParameterPrices):
         share = joint.least * self.mesh.sizes[axis] / x.shape[option.inputs[0][axis].dim]
         return num_bytes * (1 + 2 * share), num_bytes * share
 
-    def _neighbours_seconds(self, operator: Operator, option: Option) -> float:
+    def _neighbors_seconds(self, operator: Operator, option: Option) -> float:
         """Return the seconds to send and join neighbors' rows of space; the backward takes as long."""
         joined, sent = self.halo_bytes(operator, option)
         axis = next((number for number, axis_option in enumerate(option.axes) if axis_option.lowering == HALO), 0)

@@ -58,7 +58,7 @@ def other_decisions(request: Request, plan: Plan, num_units: int) -> Iterator[De
             # The possible counts depend on a rank's rows and so on dp, which therefore stays.
             degrees |= {axis: plan.mesh.size(axis) for axis in ("ddp", "cp", "ep", "ttp") if axis in plan.mesh.axes}
             degrees["dp"] = data_ranks // plan.mesh.size("ddp")
-        for count in neighbours(counts, plan.num_micro_batches):
+        for count in neighbors(counts, plan.num_micro_batches):
             yield Decision("micro_batches", str(count), replace(limits, micro_batches=count, degrees=degrees))
     if limits.offload is None and not is_cpu(request.cluster) and not request.needs.whole:
         for offload in OFFLOADS:
@@ -82,11 +82,11 @@ def _degrees(request: Request, plan: Plan, num_units: int) -> Iterator[Decision]
     chosen = Shape(pp=plan.pipeline.num_pipeline_ranks, dp=mesh.num_data_ranks, **degrees)
     for axis, here in chosen._asdict().items():
         if axis not in limits.degrees and not (AXES[axis].cuts_batch and "ddp" in limits.degrees):
-            for size in neighbours(sorted({getattr(shape, axis) for shape in legal}), here):
+            for size in neighbors(sorted({getattr(shape, axis) for shape in legal}), here):
                 yield Decision(axis, str(size), replace(limits, degrees={**limits.degrees, axis: size}))
     ep, data = plan.mesh.size("ep"), plan.mesh.num_data_ranks // plan.mesh.size("ddp")
     if "ep" not in limits.degrees:
-        for size in neighbours(expert_degrees(request, data, chosen.tensor), ep):
+        for size in neighbors(expert_degrees(request, data, chosen.tensor), ep):
             yield Decision("ep", str(size), replace(limits, degrees={**limits.degrees, "ep": size}))
 
 
@@ -97,11 +97,11 @@ def _degrees_of_groups(request: Request, plan: Plan, num_units: int) -> Iterator
     degrees = divisors(math.lcm(*(g.devices_per_node for g in groups)))
     sizes = (("pp", pipeline_ranks, plan.pipeline.num_pipeline_ranks), ("tp", degrees, plan.mesh.size("tp")))
     for axis, values, chosen in sizes:
-        for size in neighbours(values, chosen) if axis not in limits.degrees else ():
+        for size in neighbors(values, chosen) if axis not in limits.degrees else ():
             yield Decision(axis, str(size), replace(limits, degrees={**limits.degrees, axis: size}))
 
 
-def neighbours(values: Sequence[int], chosen: int) -> list[int]:
+def neighbors(values: Sequence[int], chosen: int) -> list[int]:
     """Return the next smaller and the next larger of ascending values."""
     return [v for v in values if v < chosen][-1:] + [v for v in values if v > chosen][:1]
 

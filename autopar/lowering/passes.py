@@ -13,7 +13,7 @@ from codegen.async_tp import with_async_tp
 from codegen.fp8 import in_fp8
 from codegen.fusion import fuse
 from codegen.grouped import with_grouped_experts
-from codegen.once_per_node import Neighbours, with_rows_once_per_node
+from codegen.once_per_node import Neighbors, with_rows_once_per_node
 from codegen.overlap import overlap
 from codegen.program import Program
 
@@ -26,16 +26,16 @@ def passes(
     fp8: bool = False,
     asynchronous: bool = False,
     overlapped: bool = False,
-    neighbours: Neighbours | None = None,
+    neighbors: Neighbors | None = None,
 ) -> tuple[Pass, ...]:
     """Return the passes of a program.
 
     fused: Triton kernels replace runs of calls, layers of experts, the update and the gradient's norm. fp8: linear
     layers of layer classes multiply in e4m3. asynchronous: products run concurrently with the collectives before and
     after them. overlapped: backward's sums over ranks run concurrently with weight gradients, for calls without a
-    kernel. neighbours: the cases in which rows of experts cross between nodes once per node.
+    kernel. neighbors: the cases in which rows of experts cross between nodes once per node.
     """
-    by_node = () if neighbours is None else (partial(with_rows_once_per_node, neighbours=neighbours),)
+    by_node = () if neighbors is None else (partial(with_rows_once_per_node, neighbors=neighbors),)
     optional = ((fused, _with_kernels), (fp8, in_fp8), (asynchronous, with_async_tp), (overlapped, overlap))
     return (*by_node, *(rewrite for is_wanted, rewrite in optional if is_wanted))
 

@@ -171,7 +171,7 @@ class _Routes:
     num_experts: int
     axis: Any = field(default=None)
     choices: int = 1
-    neighbours: int = 1
+    neighbors: int = 1
 
     def __post_init__(self) -> None:
         _require(not self.experts.is_floating_point(), f"numbers of experts, got {self.experts.dtype}")

@@ -14,7 +14,7 @@ from autopar.ir.graph import Graph, LayerRun
 from autopar.options.assignment import Candidate
 from autopar.planning.planner import SearchResult
 from autopar.planning.request import Request, pricer_for
-from codegen.once_per_node import Neighbours
+from codegen.once_per_node import Neighbors
 
 
 def planned_together(request: Request, plan: Callable[[], SearchResult]) -> SearchResult:
@@ -51,14 +51,14 @@ def planned_together(request: Request, plan: Callable[[], SearchResult]) -> Sear
     return result or SearchResult((best,), (), (), is_given=True)
 
 
-def neighbours_of(request: Request, best: Candidate) -> Neighbours:
+def neighbors_of(request: Request, best: Candidate) -> Neighbors:
     """Return how many ranks that share out experts share a node, for rows that cross between nodes once per node.
     Rank 0's view of the cluster decides: ranks that send other rows wait for each other forever. On unlike stage
     meshes rows go straight."""
     plan = best.plan
     pricer = pricer_for(request, plan.mesh, plan.num_micro_batches)
     mixtures = [] if plan.pipeline.stage_meshes else mixtures_of(best.operators.values(), plan.mesh)
-    broadcast = [{mixture: pricer.neighbours(*mixture) for mixture in mixtures}]
+    broadcast = [{mixture: pricer.neighbors(*mixture) for mixture in mixtures}]
     if broadcast[0] and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(broadcast, src=0)
     return lambda *mixture: broadcast[0].get(mixture, 0)

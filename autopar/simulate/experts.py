@@ -14,7 +14,7 @@ micro-batch there are two exchanges (dispatch, combine) of T k H elements forwar
 fastest of the kinds that the framework has (costs/expert_exchange.py), which their seconds are named after. They are
 exposed but for the share that the kind hides, at most behind all that the layer computes. A layer that is computed
 again exchanges again. Gradients of experts are summed, and ZeRO shards them, over dp x cp / ep ranks. The ranks of a
-group of ep are neighbours, tensor-parallel ones aside; under sequence parallelism those send a part of the tokens each.
+group of ep are neighbors, tensor-parallel ones aside; under sequence parallelism those send a part of the tokens each.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class ProfiledExpertPricer(_ByExpert, ProfiledPricer):
 
 
 def expert_mesh(mesh: Mesh, ep: int) -> Mesh:
-    """The ranks of `mesh` as experts' parameters lie on them: neighbours of dp (dp x cp) have different experts."""
+    """The ranks of `mesh` as experts' parameters lie on them: neighbors of dp (dp x cp) have different experts."""
     sharing = mesh.size("dp") * mesh.size("cp")
     sizes = (("ddp", mesh.size("ddp")), ("dp", sharing // ep), ("ep", ep), ("tp", mesh.size("tp")))
     return Mesh(tuple(a for a, n in sizes if n > 1), tuple(n for _, n in sizes if n > 1))

@@ -33,7 +33,7 @@ def require_fit(prediction: StrategyPrediction) -> None:
 def _alternatives(prediction: StrategyPrediction) -> list[str]:
     """Return the neighboring strategies that fit, the fastest first, and the memory that the given one needs."""
     fitting: list[tuple[float, str]] = []
-    for changes in _neighbours(prediction):
+    for changes in _neighbors(prediction):
         scenario = prediction.scenario
         try:
             other = replace(scenario, strategy={**scenario.strategy, **changes}).predict()
@@ -45,7 +45,7 @@ def _alternatives(prediction: StrategyPrediction) -> list[str]:
     return [text for _, text in sorted(fitting)[:SHOWN]] + [f"memory of {bytes_text(prediction.peak_bytes)} per rank"]
 
 
-def _neighbours(prediction: StrategyPrediction) -> Iterator[Mapping[str, Any]]:
+def _neighbors(prediction: StrategyPrediction) -> Iterator[Mapping[str, Any]]:
     """Strategies with another recompute mode, ZeRO stage, number of micro-batches or offload, alone and together."""
     strategy, rows = prediction.scenario.strategy, prediction.scenario.global_batch_size
     data = strategy.get("dp", 1) * strategy.get("cp", 1)

@@ -385,5 +385,5 @@ def _pipeline(share: Share, wanted: Strategy, profile: Framework, costs: Sequenc
 
 @cache
 def _usual_training(precision: str, on_gpu: bool) -> Training:
-    """How a step is run with the optimiser that stands where none is given."""
+    """How a step is run with the optimizer that stands where none is given."""
     return training_of(adamw, precision, on_gpu)

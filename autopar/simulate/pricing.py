@@ -1,4 +1,4 @@
-"""Prices under a framework's profile: fused kernels, the attention kernel, the optimiser, the dtype of matmuls."""
+"""Prices under a framework's profile: fused kernels, the attention kernel, the optimizer, the dtype of matmuls."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class ProfiledPricer(Pricer):
         return 0.0
 
     def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:
-        """(weights, gradients, optimiser state) with the framework's copy of gradients."""
+        """(weights, gradients, optimizer state) with the framework's copy of gradients."""
         weights, gradients, state = super().parameter_bytes(meta, stored)
         if meta.requires_grad and stored.zero < 2:
             gradients += self.framework.gradient_copy_bytes * num_local(meta, stored.placements, self.mesh)

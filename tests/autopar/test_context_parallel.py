@@ -107,7 +107,7 @@ def test_sinks_travel_nowhere() -> None:
         assert not prove_rule(node, inputs, rule, search_missed=False).wrong
 
 
-def test_neighbours_send_what_windows_reach() -> None:
+def test_neighbors_send_what_windows_reach() -> None:
     """Of 4 ranks with 12 positions each: 5 keys of the rank before; of chunks of 8 half of one, of those of 6 none."""
     for bounds, reached in (({"before": 5, "after": 0}, 5), ({"after": 0, "chunk": 8}, 4), ({"chunk": 6}, 0)):
         long = f(2, 4, 48, 8)

@@ -222,7 +222,7 @@ def test_what_is_read_between_two_layers_returns() -> None:
     ("pins", "says"),
     [
         ({"ep": 5}, "does not divide the experts"),
-        ({"ep": 4, "dp": 2, "tp": 2}, "do not make"),
+        ({"ep": 4, "dp": 2, "tp": 2}, "do not multiply"),
         ({"tp": 4, "etp": 2}, "etp must be 1, or all ranks of ttp x tp"),
         ({"etp": 2}, "etp must be 1, or all ranks of ttp x tp"),
         ({"tp": 3, "etp": 1}, "must divide the positions"),

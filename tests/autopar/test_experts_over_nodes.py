@@ -136,23 +136,23 @@ def source(model: nn.Module, cluster: str, **constraints: Any) -> str:
 
 def test_the_report_names_the_way_of_rows_and_what_others_would_take(two_nodes: str) -> None:
     notes = facts_of(planned(Mixture(), two_nodes, dp=4, ep=4)).notes
-    told = [note for note in notes if note.startswith("rows of experts over ep, a layer and micro-batch: ")]
+    told = [note for note in notes if note.startswith("expert rows over ep, per layer and micro-batch: ")]
     assert len(told) == 1, notes
     chosen, others = told[0].split(": ", 1)[1].split("; not in programs: ")
     first, second = chosen.split(", ")
     assert first.startswith("once_per_node ") and first.endswith(" (in this program)") and "all_to_all " in second
     assert [way.split()[0] for way in others.split(", ")][0] == "hybrid_ep_overlapped"
     alone = facts_of(planned(Mixture(), str(IDEAL), dp=4, ep=1)).notes
-    assert not any("rows of experts" in note for note in alone)
+    assert not any("expert rows" in note for note in alone)
 
 
 def test_rows_cross_once_where_the_calls_show_that_they_may_and_the_axis_spans_nodes(two_nodes: str) -> None:
     text = source(Mixture(), two_nodes, dp=4, ep=4)
     names = ("NodeRoutes", "dispatch_by_node", "combine_by_node", "Routes", "repeat_interleave")
     assert [text.count(f" {name}(") for name in names] == [1, 1, 1, 0, 0], text
-    assert f"EXPERTS, ep, {CHOICES}, neighbours=2)" in text or f"8, ep, {CHOICES}, neighbours=2)" in text, text
+    assert f"EXPERTS, ep, {CHOICES}, neighbors=2)" in text or f"8, ep, {CHOICES}, neighbors=2)" in text, text
     folded = source(Mixture(), two_nodes, ep=2, tp=2, etp=1)
-    assert f'8, self.mesh.joint(("ep", "tp")), {CHOICES}, neighbours=2)' in folded, folded
+    assert f'8, self.mesh.joint(("ep", "tp")), {CHOICES}, neighbors=2)' in folded, folded
     for model, cluster, pins in (
         (OtherUse(), two_nodes, {"dp": 4, "ep": 4}),
         (OtherSum(), two_nodes, {"dp": 4, "ep": 4}),
@@ -221,7 +221,7 @@ def test_as_many_bytes_travel_as_are_priced(monkeypatch: pytest.MonkeyPatch, two
     axes = {rank: Counting(rank_mesh.axes[0]) for rank, rank_mesh in meshes((4,)).items()}
 
     def work(rank: tuple[int, ...]) -> None:
-        routes: Any = NodeRoutes(every.flatten(), EXPERTS, axes[rank], CHOICES, neighbours=2)
+        routes: Any = NodeRoutes(every.flatten(), EXPERTS, axes[rank], CHOICES, neighbors=2)
         x = torch.randn(len(every), WIDTH, requires_grad=True)
         weights = torch.rand(every.numel(), requires_grad=True)
         combine_by_node(dispatch_by_node(x, routes), weights, routes).sum().backward()

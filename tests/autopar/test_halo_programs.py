@@ -1,4 +1,4 @@
-"""Convolutions whose space is cut: neighbours' rows are exchanged where the search finds that it pays."""
+"""Convolutions whose space is cut: neighbors' rows are exchanged where the search finds that it pays."""
 
 from __future__ import annotations
 

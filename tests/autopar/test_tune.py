@@ -92,11 +92,11 @@ def test_the_first_steps_fill_the_programs_file(folder, launched, has_gpu, monke
     assert launched == [(folder / "main.py", ["--steps", "3"], 2)]
     assert "norm bfloat16 1024x8192: Tile(most=1024" in result.output
     assert "0.2000 ms (3 candidates, 0.2000 to 0.4000 ms)" in result.output
-    assert "1 cases tuned, 0 were known before" in result.output
+    assert "1 case tuned, 0 known before" in result.output
     assert choose_in(folder / TUNING_FILE) == Tile(1024)
     assert tuning.program_file() is None, "the variable is not what it was"
     again = run(folder)
-    assert "0 cases tuned, 1 were known before" in again.output
+    assert "0 cases tuned, 1 known before" in again.output
 
 
 def test_a_folder_that_is_no_program_is_refused(tmp_path, folder, has_gpu, launched):

@@ -1,4 +1,4 @@
-"""Models whose layers are like none of their neighbours, as pipelines on real processes."""
+"""Models whose layers are like none of their neighbors, as pipelines on real processes."""
 
 from __future__ import annotations
 

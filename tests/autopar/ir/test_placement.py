@@ -53,7 +53,7 @@ def test_local_shape_refuses_what_does_not_divide(placements: tuple[Placement, .
 def test_mesh_prints_parses_and_numbers_ranks(names: list[str], sizes: list[int]) -> None:
     mesh = Mesh(tuple(names[: len(sizes)]), tuple(sizes))
     assert Mesh.parse(str(mesh)) == mesh
-    expected = list(itertools.product(*(range(n) for n in sizes)))  # row-major: the last axis joins neighbours
+    expected = list(itertools.product(*(range(n) for n in sizes)))  # row-major: the last axis joins neighbors
     assert mesh.num_ranks == len(expected)
     assert [tuple(mesh.coordinate(rank).values()) for rank in range(mesh.num_ranks)] == expected
     for axis in mesh.axes:

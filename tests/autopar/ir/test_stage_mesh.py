@@ -105,6 +105,6 @@ def test_larger_pipeline_ranks_come_first_within_a_group() -> None:
     assert first_ranks([StageMesh.parse(text) for text in texts]) == (4, 11, 0, 6, 8)
 
 
-def test_equal_neighbours_are_counted() -> None:
+def test_equal_neighbors_are_counted() -> None:
     stage_meshes = [StageMesh.parse(text) for text in ("dp2 x tp4", "dp2 x tp4", "dp4", "single", "dp4")]
     assert stage_meshes_text(stage_meshes) == "pp5 (2 of dp2 x tp4, dp4, single, dp4)"

@@ -233,7 +233,7 @@ WHOLE: Mapping[str, tuple[Loss, str]] = {
         "depends on another one",
     ),
     "softmax over rows": (lambda s, m, y: (s.mean(-1).softmax(0) * m).sum(), "looks across the rows"),
-    "neighbouring rows": (lambda s, m, y: (s[1:] - s[:-1]).pow(2).mean(), "looks across the rows"),
+    "neighboring rows": (lambda s, m, y: (s[1:] - s[:-1]).pow(2).mean(), "looks across the rows"),
     "half of the rows": (lambda s, m, y: s[: s.shape[0] // 2].mean(), "looks across the rows"),
     "first row": (lambda s, m, y: s[0].mean(), "looks across the rows"),
     "numbered rows": (lambda s, m, y: (s.mean((1, 2)) * torch.arange(s.shape[0])).sum(), "numbers the rows"),

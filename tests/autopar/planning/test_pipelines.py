@@ -78,7 +78,7 @@ def with_links(cluster: Cluster, intra: float, inter: float) -> Cluster:
 
 @pytest.mark.slow
 def test_a_slow_link_keeps_tensor_parallelism_off_it() -> None:
-    """tp joins neighbours of a node, and distant ranks where the links between nodes are the fast ones."""
+    """tp joins neighbors of a node, and distant ranks where the links between nodes are the fast ones."""
     with torch.device("meta"):  # long sequences and thin layers: activations outweigh gradients
         example = EXAMPLES["llama"](layers=2, batch_size=16, seq_len=2048, width=128)
     trace_at = BatchedTrace(lambda rows: trace(example.model, example.inputs, batch_size=rows))

@@ -320,7 +320,7 @@ def test_a_group_with_little_memory_has_fewer_layers_or_recomputes() -> None:
 @pytest.mark.parametrize("cluster", ["2 h100-sxm + 1 v100-32g", "2 a100-80g + 2 v100-32g", "3 a100-80g"])
 def test_the_simulation_is_near_the_closed_form(cluster: str) -> None:
     """Exact for 1F1B with one micro-batch; with several the closed form adds the bottleneck to the whole fill, also
-    where the bottleneck's neighbours could have waited meanwhile (too much), and does not see zero bubble's ramps. With
+    where the bottleneck's neighbors could have waited meanwhile (too much), and does not see zero bubble's ramps. With
     one micro-batch zero bubble's is a lower bound: weight gradients of the first stage come after all others."""
     request = deep(cluster)
     exact, search = 1 + 1e-9, UnequalSearch(request)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import ModelError
-from autopar.frontend.state_reads import Reads, noted
+from autopar.frontend.state_reads import Reads, noting_reads
 
 
 def activation(x: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def test_numbers_that_set_layers_apart_are_followed() -> None:
 
 def test_a_function_of_the_script_is_noted() -> None:
     reads, batch = Reads(), batches(1)[0]
-    with noted(reads):
+    with noting_reads(reads):
         Net()(**batch)
     assert "activation" in {name for _, name in reads.variables}
 

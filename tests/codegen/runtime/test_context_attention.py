@@ -170,7 +170,7 @@ def test_blocks_joined_in_any_order() -> None:
 
 @pytest.mark.parametrize("window", [None, windows.Window(2, 0), windows.Window(2, None, 4)])
 def test_blocks_read_rows_that_lie_otherwise_in_memory(window: windows.Window | None) -> None:
-    """A flash kernel of torch reads the neighbour in memory instead of the next element of a row."""
+    """A flash kernel of torch reads the neighbor in memory instead of the next element of a row."""
     plain = [*whole_inputs(1, {"is_causal": True}, torch.float64)[:3]]
     plain = [x[:, :, :PER_RANK].contiguous() for x in plain]
     plain.append(torch.randn_like(plain[0]))

@@ -89,7 +89,7 @@ def test_counted_distributions() -> None:
     assert distance(wide.double() / 2**62, lambda x: x) < KS_LIMIT
 
 
-def test_neighbours_and_calls_are_independent() -> None:
+def test_neighbors_and_calls_are_independent() -> None:
     samples = [of("normal", key=dropout_key(0, step, call)) for step, call in ((0, 0), (0, 1), (1, 0))]
     pairs = [(samples[0][:-k], samples[0][k:]) for k in (1, 2, 64)] + list(itertools.combinations(samples, 2))
     for one, other in pairs:

@@ -197,7 +197,7 @@ def test_each_index_bit_flips_each_word_bit_half_of_the_time() -> None:
                 assert abs(rate - 0.5) < LIMIT * 0.5 / math.sqrt(pairs), (bit, out)
 
 
-def test_neighbouring_words_fill_the_unit_square_evenly() -> None:
+def test_neighboring_words_fill_the_unit_square_evenly() -> None:
     for key in KEYS:
         words = random_words(key, torch.arange(1 << 20)).long() + 2**31
         for first, second in [(words[0::2], words[1::2]), (words[0:-2:2], words[2::2]), (words[1:-2:2], words[3::2])]:

@@ -32,9 +32,9 @@ def eager(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, ids: Tensor) -> 
     return (torch.einsum("tkhb,tkb->tkh", down.transpose(1, 2)[ids], rows) * weights.unsqueeze(-1)).sum(1)
 
 
-@pytest.mark.parametrize(("ranks", "neighbours"), [(4, 2), (8, 2), (8, 4), (2, 1), (4, 4)])
+@pytest.mark.parametrize(("ranks", "neighbors"), [(4, 2), (8, 2), (8, 4), (2, 1), (4, 4)])
 @pytest.mark.parametrize("routing", ["balanced", "skewed", "one expert", "first expert"])
-def test_values_and_gradients_are_those_of_one_process(ranks: int, neighbours: int, routing: str) -> None:
+def test_values_and_gradients_are_those_of_one_process(ranks: int, neighbors: int, routing: str) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -50,7 +50,7 @@ def test_values_and_gradients_are_those_of_one_process(ranks: int, neighbours: i
     def work(coordinate: tuple[int, ...]) -> None:
         (axis,), rank = axes[coordinate].axes, coordinate[0]
         own = [part.chunk(ranks)[rank].detach().requires_grad_() for part in (x, weights, up, down)]
-        routes: Any = NodeRoutes(ids.chunk(ranks)[rank].flatten(), EXPERTS, axis, CHOICES, neighbours)
+        routes: Any = NodeRoutes(ids.chunk(ranks)[rank].flatten(), EXPERTS, axis, CHOICES, neighbors)
         rows = F.silu(expert_linear(dispatch_by_node(own[0], routes), own[2], routes))
         y = combine_by_node(expert_linear(rows, own[3], routes), own[1].flatten().unsqueeze(-1), routes)
         found[rank] = y.detach(), torch.autograd.grad(y, own, seed.chunk(ranks)[rank])

@@ -203,7 +203,7 @@ def test_meshes_of_four_ranks() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_joint_axes_that_are_not_neighbours() -> None:
+def test_joint_axes_that_are_not_neighbors() -> None:
     run_ranks(eight_ranks, 8)
 
 
