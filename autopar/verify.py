@@ -241,9 +241,7 @@ class _Comparison:
         partly = (n for n, mask in self.noise.items() if mask.any() and n in parameters)
         counted = {f"{n} ({int(self.noise[n].sum())} of {self.noise[n].numel()} elements)" for n in partly}
         return VerifyReport(
-            loss=max(
-                (_size(abs(loss - right) / max(abs(right), 1e-30)) for loss, right in self.losses), default=math.inf
-            ),
+            loss=max((_relative(loss, right) for loss, right in self.losses), default=math.inf),
             gradients={n: error for n, error in self.errors.items() if n not in self.round_off},
             parameters=parameters,
             gradient_floors=self.floors,

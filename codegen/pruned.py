@@ -13,7 +13,7 @@ from codegen.reached import Definition, Module, Path, Reached, is_for_types, mod
 
 _HEADING = re.compile(r"\s*# ?.*-{8,}$")
 
-KEPT = ("evaluate", "full_state_dict", "clip")
+KEPT = ("evaluate", "full_state_dict", "clip", "perturbed")
 """Methods of a step that main.py does not call, and a loop that takes its place may."""
 
 

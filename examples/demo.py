@@ -222,7 +222,7 @@ def _table(title: str, headers: tuple[str, ...]) -> Table:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--steps", type=int, default=30, help="optimiser steps of each run")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of each run")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--cluster", help="plan with these figures instead of measuring, such as '4 cpu'")
     parser.add_argument("--width", type=int, default=256)

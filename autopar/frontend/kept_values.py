@@ -21,7 +21,7 @@ from autopar.operators.traits import JOINS, MOVING, PERMUTATIONS
 
 Name = tuple[Any, ...]
 """The origin of a tensor in a record."""
-_IDENTITIES = MOVING - PERMUTATIONS - JOINS | {"copy", "type_as"}
+_IDENTITIES = MOVING - PERMUTATIONS - JOINS - {"repeat_interleave"} | {"copy", "type_as"}
 """Operators that return a constant unchanged if shape and dtype stay."""
 
 

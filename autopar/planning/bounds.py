@@ -101,10 +101,7 @@ def _tightened(costs: ConfigCosts, config: ParallelConfig) -> float:
         ]
         rates = byte_seconds(costs, config, boundaries)
         crossing = (
-            2
-            * crossed
-            * min(rates.values())
-            * min(max(stage_mesh) for stage_mesh in list(zip(*boundaries, strict=True))[1:])
+            2 * crossed * min(rates.values()) * min(max(sizes) for sizes in list(zip(*boundaries, strict=True))[1:])
         )
     if not recompute_seconds and not crossing:
         return bound(costs, config)
@@ -279,10 +276,7 @@ def _bottleneck(costs: ConfigCosts, config: ParallelConfig, seconds: list[list[f
     """Return the least seconds of the busiest stage. seconds: of every class of units on every stage mesh."""
     whole, counts = costs.request.whole, list(costs.counts.values())
     devices = [stage_mesh.mesh.num_ranks for stage_mesh in config.stage_meshes]
-    areas = [
-        [count * stage_mesh for stage_mesh in unit_seconds]
-        for count, unit_seconds in zip(devices, seconds, strict=True)
-    ]
+    areas = [[count * unit for unit in unit_seconds] for count, unit_seconds in zip(devices, seconds, strict=True)]
     least = _total(counts, _least(areas)) / whole.num_devices
     if len(costs.groups) == 1:
         return least

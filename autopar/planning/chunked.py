@@ -126,9 +126,9 @@ class EvenCut:
             sum(size for size, at in zip(stored, home, strict=True) if at == rank)
             + max(
                 running[kind][at] + sum(bytes_in_flight[s] * n + deferred[s] * late for s, n, late in counts)
-                for kind, at, counts in units_of_stage
+                for kind, at, counts in state
             )
-            for rank, units_of_stage in enumerate(states)
+            for rank, state in enumerate(states)
         ]
         return max(ranks) * (1 - ROUND_OFF)
 

@@ -167,7 +167,6 @@ class PlainLearner:
         config = self.config
         for is_asked, reason, value in (
             (config.compression, "a plain run has nothing to compress", f"{config.compression}"),
-            (config.compression, "a plain run has nothing to compress", f"{config.compression}"),
             (config.fp8, "a plain run has no fp8", "fp8=True"),
             (config.backend != "eager", "a plain run is eager", config.backend),
             (config.kernels == "on", "a plain run has no kernels of autopar's", "kernels='on'"),

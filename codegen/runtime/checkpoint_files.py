@@ -300,8 +300,8 @@ def require_same_optimizer(optimizer: torch.optim.Optimizer, record: Mapping[str
     for now, first, last in zip(settings_of(optimizer), saved["initial"], saved["groups"], strict=True):
         for key, value in now.items():
             stored = [settings[key] for settings in (first, last) if key in settings]
-            is_set = any(settings is not None for settings in stored)
-            if is_set and not all(_is_like(settings, value) for settings in stored):
+            is_set = any(setting is not None for setting in stored)
+            if is_set and not all(_is_like(setting, value) for setting in stored):
                 raise CheckpointError(
                     f"{key} of the optimizer is {stored[-1]!r:.80} in the checkpoint, and {value!r:.80} now"
                 )

@@ -120,7 +120,7 @@ class Pipeline:
         if running != self.num_ranks:
             raise ValueError(
                 f"the pipeline needs {self.num_ranks} processes "
-                f"({', '.join(str(joint.num_ranks) for joint in self.stage_meshes)} at its pipeline ranks), but "
+                f"({', '.join(str(mesh.num_ranks) for mesh in self.stage_meshes)} at its pipeline ranks), but "
                 f"{running} run: start it with torchrun --nproc-per-node (times --nnodes) = {self.num_ranks}, "
                 f"or plan for {running} devices"
             )

@@ -191,7 +191,7 @@ class _Splitter:
         idioms = sum(map(self._is_idiom, calls))  # several operators each
         views = [called for called in calls if isinstance(called, ast.Attribute) and called.attr in _VIEWS]
         operators = [node for node in ast.walk(statement) if isinstance(node, ast.BinOp | ast.UnaryOp | ast.Compare)]
-        return len(calls) + idioms - len(views) + sum(not _is_number(called) for called in operators)
+        return len(calls) + idioms - len(views) + sum(not _is_number(operator) for operator in operators)
 
     def own_tensor(self, node: ast.AST) -> str | None:
         """`a.0.weight` for `self.a[0].weight`, and `mesh.device` likewise; None for anything else."""

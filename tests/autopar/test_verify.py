@@ -51,7 +51,7 @@ def test_every_model_sharded_both_ways_with_everything_on(name):
     check(name, constraints, dropout=0.1, max_grad_norm=0.5)
 
 
-# Every stage of AdamW is in the fast set of codegen/runtime/test_step.py, ZeRO-3 is above.
+# Every stage of AdamW is in the fast set of tests/codegen/runtime/test_step.py, ZeRO-3 is above.
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2])
 def test_zero_stages_with_adamw(zero):

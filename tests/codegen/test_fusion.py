@@ -1,7 +1,7 @@
 """Fused programs: what is fused, what must not be, and that the numbers stay those of the model.
 
 Small handmade programs (bodies.py) are run before and after fusing; real ones by `autopar.verify` against the eager
-model. The linear layer with its loss has a file of its own, test_fused_head.py.
+model. The linear layer with its loss has a file of its own, test_fused_lm_head.py.
 """
 
 from __future__ import annotations

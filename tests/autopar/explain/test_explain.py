@@ -166,7 +166,7 @@ def test_an_alternative_that_does_not_fit_says_by_how_much() -> None:
     found = explained("gpt2", **{k: v for k, v in PINS.items() if k != "zero"}, memory=budget)
     refused = next(a for a in found.alternatives if (a.dimension, a.value) == ("zero", "0"))
     assert refused.seconds is None
-    match = re.search(r"does not fit: it needs (.*) per rank, (.*) more than there is", refused.why)
+    match = re.search(r"does not fit: needs (.*) per rank, (.*) too much", refused.why)
     assert match is not None, refused.why
     with pytest.raises(InfeasibleError) as caught:
         search_plans(request("gpt2", **PINS, memory=budget))

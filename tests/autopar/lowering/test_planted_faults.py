@@ -33,7 +33,7 @@ FAULTS: tuple[tuple[str, str, str, str], ...] = (
     ("mixtral", "model.py", 'joint(("ep", "tp"))', 'joint(("dp", "tp"))'),
     ("mixtral", "model.py", ".chunk(2, -1)", ".chunk(2, 0)"),
     ("gpt2", "stage_0.py", "torch.arange(SEQUENCE,", "torch.arange(LENGTH,"),
-    ("gpt2", "stage_0.py", "tp.all_to_all(add, split_dim=1, concat_dim=2)", "add"),
+    ("gpt2", "stage_0.py", "tp.all_to_all(summed, split_dim=1, concat_dim=2)", "summed"),
     ("gpt2", "stage_3.py", 'Param((4, 16, 32), tp="S(1)")', 'Param((4, 16, 32), tp="S(2)")'),
     ("gpt2", "stage_3.py", "num_targets[0]", "num_targets[1]"),
 )

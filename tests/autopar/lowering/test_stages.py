@@ -221,7 +221,8 @@ def test_t5_sends_position_bias_and_encoder_output_to_all_who_use_them() -> None
     kinds = ("T5Block",) * 3, ("T5Block2",) * 2
     assert chain(graph) == ("top 0", *kinds[0], "top 1", *kinds[1], "top 2")
     stages = stage_graphs(graph, (0, 2, 4, 5, 6))
-    bias, encoded, second_bias = "relative_attention_bias", "final_layer_norm", "relative_attention_bias_2"
+    bias, encoded = "SelfAttention_relative_attention_bias", "encoder_final_layer_norm"
+    second_bias = f"{bias}_2"
     received = [dict(s.received) for s in stages]
     assert set(received[1]) == {"hidden", bias}
     assert set(received[2]) == {"hidden"}

@@ -26,7 +26,7 @@ from autopar.planning.predict import chosen
 from autopar.planning.request import Request
 from tests.autopar.planning.random_requests import Drawn, draw, pinned, within
 
-MOST_CONFIGS = 15
+MOST_CONFIGS = 30
 """Parallel configs of a request that are enumerated, drawn at random."""
 ROUND_OFF = 1 + 1e-9
 CLOSED_FORM = 1.01

@@ -98,5 +98,5 @@ def test_torchrun_over_two_nodes_fits_both_links(tmp_path: Path) -> None:
     assert [rank.wait(900) for rank in ranks] == [0, 0]
     cluster = Cluster.from_toml(out)
     assert (cluster.num_nodes, cluster.devices_per_node) == (2, 1)
-    assert cluster.inter_node.name == "gloo-measured" and "2 node(s)" in cluster.inter_node.source
+    assert cluster.inter_node.name == "gloo-measured" and "2 nodes" in cluster.inter_node.source
     assert cluster.intra_node.name == "loopback"
