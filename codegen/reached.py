@@ -18,7 +18,7 @@ Path = tuple[str, ...]
 """A module of a program's folder: ("runtime", "step"), ("model",)."""
 
 HOME = "autopar_program"
-"""What main.py, which is no module of the folder's package, calls that package."""
+"""The name by which main.py, outside of the folder's package, imports that package."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What holds for the source as a whole: no import cycle, imports at the top."""
+"""Properties of the source as a whole: no import cycle, imports at the top, traits with one home."""
 
 from __future__ import annotations
 

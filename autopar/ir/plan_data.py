@@ -12,10 +12,10 @@ from autopar.ir.placement import Placements, Stored
 from autopar.ir.stage_mesh import StageMesh, stage_meshes_text
 
 RECOMPUTE_MODES = ("none", "offload", "selective", "full")
-"""What happens to a layer's activations until its backward: kept, offloaded to the host, recomputed in part or
+"""The fate of a layer's activations until its backward: kept, offloaded to the host, recomputed in part or
 fully."""
 OFFLOADS = ("none", "optimizer", "parameters")
-"""What is in host memory: the optimizer's state and masters; under ZeRO-3 also the shards of the parameters.
+"""Tensors in host memory: the optimizer's state and masters; under ZeRO-3 also the shards of the parameters.
 `nvme:/a/folder` keeps the optimizer's state and masters in files of that folder."""
 
 

@@ -26,9 +26,9 @@ import os
 from .b import first, second
 
 SIZE = 3
-"""What `used` takes."""
+"""An argument of `used`."""
 OTHER = 4
-"""What `unused` takes."""
+"""An argument of `unused`."""
 
 
 def used() -> int:
@@ -77,7 +77,7 @@ def test_unreached_functions_constants_and_imports_go() -> None:
         from .b import first
 
         SIZE = 3
-        """What `used` takes."""
+        """An argument of `used`."""
 
 
         def used() -> int:

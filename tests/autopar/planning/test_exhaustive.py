@@ -34,11 +34,13 @@ CLOSED_FORM = 1.01
 one of 240 requests the cut for less memory was 0.8 % faster."""
 
 
-def exact_seconds(request: Request, random_: random.Random) -> Iterator[tuple[str, float, float]]:
+def exact_seconds(
+    request: Request, random_: random.Random, most_configs: int = MOST_CONFIGS
+) -> Iterator[tuple[str, float, float]]:
     """(config in words, its bound, what its plan takes) of configs with pipelines and of meshes of one stage."""
     search = EqualSearch(request)
     configs = list(search.configs())
-    for config in random_.sample(configs, min(len(configs), MOST_CONFIGS)):
+    for config in random_.sample(configs, min(len(configs), most_configs)):
         least = max(bound(search.costs, config), tightened(search.costs, config))
         found = search.cut(config)
         plan = candidate_of(found, request, search.costs.cached).plan if found is not None else None
@@ -110,3 +112,11 @@ def test_bounds_hold_and_free_is_best_of_many_requests(first: int) -> None:
         turn = (seed + seed // 24) % 3
         lines += violations(seed, replace(drawn, pins=drawn.pins[turn : turn + 1], shares=drawn.shares[: turn == 2]))
     assert not lines
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="a defect: bounds of this mixture's configs are up to 8 % above what their plans take")
+def test_bounds_hold_for_every_config_of_a_mixture() -> None:
+    """Every config of one request, where the test above draws MOST_CONFIGS."""
+    exact = exact_seconds(draw(234, num_pins=1).request, random.Random(234), most_configs=1000)
+    assert not [words for words, least, seconds in exact if least > seconds * ROUND_OFF]
