@@ -125,9 +125,10 @@ def _shared_step(step: Any, other: GeneratedProgram) -> Any:
 
     Raises PlanError where it cannot share them.
     """
-    program = importlib.import_module(f"{load_package(other).__name__}.program")
+    package = load_package(other).__name__
+    program, sharing = (importlib.import_module(f"{package}.{name}") for name in ("program", "runtime.sharing"))
     try:
-        return program.create_step(step.mesh, other.optimizer, shared=step)
+        return program.create_step(step.mesh, other.optimizer, shared=sharing.Shared(step))
     except ValueError as error:
         raise PlanError(
             "the programs of one step share its parameters, so they need one plan",

@@ -19,9 +19,7 @@ from .precision import compute_dtype
 from .zero import ZeroUnits
 
 if TYPE_CHECKING:
-    # Only programs that compress, offload or compute in fp16 have these beside them.
-    from .compressed import Compression
-    from .host_memory import HostMemory
+    # Only programs that offload or compute in fp16 have these beside them.
     from .loss_scale import LossScaling
     from .offload import Offload
 
@@ -74,16 +72,16 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class PartOptions:
-    """How the parts of a program compute and keep what they hold; None: not offloaded, not compressed, not scaled.
-    shared: this rank's parts of a program whose parameters and buffers these use in place of their own."""
+    """How the parts of a program compute and keep what they hold; None: not offloaded, not scaled.
 
+    units: allocates the parameters of a module, as `ZeroUnits` does.
+    """
+
+    units: Callable[..., ZeroUnits] = ZeroUnits
     precision: str = "fp32"
     num_micro_batches: int = 1
     offload: Offload | None = None
-    host: HostMemory | None = None
-    compression: Compression | None = None
     loss_scaling: LossScaling | None = None
-    shared: tuple[Part, ...] = ()
 
 
 class Part:
@@ -96,8 +94,8 @@ class Part:
         self.compute_dtype, self.num_micro_batches = compute_dtype(options.precision), options.num_micro_batches
         for module in model.units():
             module.offload = options.offload
-        settings = (self.compute_dtype, options.num_micro_batches, options.host, self.tied.aliases, options.compression)
-        self.zero = _adopted(model, options.shared) or ZeroUnits(model, self.mesh, *settings)
+        settings = self.mesh, self.compute_dtype, options.num_micro_batches, self.tied.aliases
+        self.zero = options.units(model, *settings)
         self._counters = [(value, spec.increment) for _, spec, value in model.buffer_slots() if spec.increment]
         # UpdatingModules, of whichever program's run time.
         self._updating: list[Any] = [module for module in model.units() if hasattr(module, "write_buffers")]
@@ -279,17 +277,6 @@ class Part:
     def names(self, slot: Slot) -> tuple[str, ...]:
         """All names of a parameter, its own first."""
         return tuple(dict.fromkeys((slot.name, *slot.aliases, *self.tied.aliases.get(slot.name, ()))))
-
-
-def _adopted(model: Module, shared: tuple[Part, ...]) -> ZeroUnits | None:
-    """The parameters of the part of another program that has this model's, now this one's too, with its buffers."""
-    if not shared:
-        return None
-    names = {slot.name for slot in model.slots()}
-    sharing = min(shared, key=lambda part: len(names ^ {slot.name for slot in part.model.slots()}))
-    sharing.zero.adopt(model)
-    model.share_buffers({name: value for name, _, value in sharing.model.buffer_slots()})
-    return sharing.zero
 
 
 class _Counts(list[Tensor]):

@@ -24,15 +24,16 @@ from .precision import Precision
 from .rng_state import RngState
 from .step_state import StepState
 from .update import Update, parameters_of_programs, rank_optimizer
+from .zero import ZeroUnits
 
 if TYPE_CHECKING:
     # Each is beside those programs only that use it.
     from .compiled_layers import CompiledLayers
-    from .compressed import Compression
     from .fused_update import FusedUpdate
     from .host_optimizer import HostOptimizer
     from .loss_scale import LossScale, LossScaling
     from .offload import Offload
+    from .sharing import Programs, Shared
     from .step_protocols import FirstCheck, Trial
     from .whole_updates import WholeUpdates
 
@@ -56,18 +57,17 @@ class Step(StepState):
     is scaled in fp16, which needs it. max_grad_norm: clips by the global norm of unscaled gradients (inf: only computes
     it). All ranks must make the same calls.
     offload: moves the saved activations of layers that say so; its `traffic` counts the bytes of a step.
+    units: allocates the parameters of a module: `ZeroUnits`, or `ShardedUnits` under ZeRO-3, and with a host or a
+    compression.
     offload_optimizer: keeps the optimizer's state and the masters in host memory or files, and updates there.
-    compression: ZeRO's gathers of parameters and sums of gradients move blocks of 8-bit codes, which is lossy
-    (`compressed.py` has the bounds). Masters, checkpoints, other collectives and what `gradients` and `full_state_dict`
-    gather stay exact.
     compiled: compiles what layers compute between collectives. kernels: where they can run, the gradient's norm is one
     launch, and so is the update of a `FusedAdamW` on the device, clipping included: gradients then stay as they are.
     non_finite: what becomes of a step whose loss or gradient norm is inf or nan (`guard.py`): "skip" it, "stop", or
     "ignore" that. The others read both numbers once per step, before the update, and return the loss on the host. In
     fp16 that is read in any case, and a step whose scaled gradients overflow is skipped without counting as one of
     these: a loss that is not finite, and gradients that are not at a scale of 1 or below, do.
-    shared: a step of the same plan for batches of other shapes, whose parameters, buffers, optimizer and position this
-    one uses; what it then does for that one's `take_also` is run batches of its own shapes.
+    shared: of a step of the same plan for batches of other shapes, whose parameters, buffers, optimizer and position
+    this one uses; that one's `take_also` then lets it run batches of its own shapes.
     """
 
     def __init__(
@@ -84,36 +84,32 @@ class Step(StepState):
         loss_scale: LossScale | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
+        units: Callable[..., ZeroUnits] = ZeroUnits,
         offload: Offload | None = None,
         offload_optimizer: HostOptimizer | None = None,
-        compression: Compression | None = None,
         compiled: CompiledLayers | None = None,
         kernels: FusedUpdate | None = None,
         non_finite: NonFinite = "skip",
-        shared: Step | None = None,
+        shared: Shared | None = None,
     ) -> None:
         check_step(num_micro_batches, precision, loss_scale is not None, max_grad_norm, seed)
         self.mesh, self.num_micro_batches = mesh, num_micro_batches
         self.precision, self.max_grad_norm = precision, max_grad_norm
         self.rng: RngState = RngState(seed=seed) if shared is None else shared.rng
         self.offload, self.host_optimizer = offload, offload_optimizer
-        host = None if offload_optimizer is None else offload_optimizer.host
         self.loss_scaling = _scaling(loss_scale, shared)
         options = PartOptions(
+            units=units if shared is None else shared.units,
             precision=precision,
             num_micro_batches=num_micro_batches,
             offload=offload,
-            host=host,
-            compression=compression,
             loss_scaling=self.loss_scaling,
-            shared=() if shared is None else shared.parts,
         )
         self._executor = executor(program, mesh, self.rng, options)
         self._compiled, programs, models = compiled, self._executor.programs, [part.model for part in self.parts]
         self._batch = BatchCheck(programs, models, mesh, num_micro_batches)
         if compiled is not None:
             compiled.attach(models)
-        self._running_steps = [self]  # in the order in which they are asked whether they take a batch
         self.first_check: FirstCheck | None = None
         # Called before a batch with whether it is trained, and with None before values are read.
         self.state_check: Callable[[bool | None], object] = bool
@@ -121,7 +117,11 @@ class Step(StepState):
         if shared is not None:
             self.optimizer: torch.optim.Optimizer = shared.optimizer
             return
-        self._trial, self._made_with = trial, (optimizer_factory, parameters or tuple(parameters_of_programs(programs)))
+        self._trial = trial
+        self._made_with: tuple[Factory, Sequence[GlobalParameter]] = (
+            optimizer_factory,
+            parameters or tuple(parameters_of_programs(programs)),
+        )
         self._begin(kernels, non_finite)
 
     def _begin(self, kernels: FusedUpdate | None, non_finite: NonFinite) -> None:
@@ -142,6 +142,9 @@ class Step(StepState):
         self.grad_norm: Tensor | None = None
         """Global norm of the last step's unscaled gradients before clipping (0-dim), where something needs it."""
 
+    _programs: Programs | None = None
+    """All programs that the step runs, where there are several."""
+
     def __setattr__(self, name: str, value: object) -> None:
         """Raises AttributeError for what the step was made with: a new optimizer, say, would be ignored."""
         is_free = name.startswith("_") or name in _FREE
@@ -150,18 +153,20 @@ class Step(StepState):
         super().__setattr__(name, value)
 
     def take_also(self, other: Step, source: Source) -> None:
-        """Train and evaluate batches of the shapes of `other` too, a step that was made with shared=this one.
+        """Train and evaluate batches of the shapes of `other` too, a step that was made with shared=Shared(this one).
 
         source: as in `load`, for buffers whose shapes are those of its batches.
         """
-        for part, theirs in zip(self.parts, other.parts, strict=True):
-            theirs.load_buffers(source, {id(value) for _, _, value in part.model.buffer_slots()})
-        self._running_steps.append(other)
+        from .sharing import Programs  # which most programs do without
+
+        self._programs = self._programs or Programs(self)
+        self._programs.add(other, source)
 
     def run_instead(self, current: Step, other: Step, source: Source) -> None:
-        """Run `other`, a step as `take_also` takes them, in the place of `own`: this one, or one that it took."""
+        """Run `other`, a step as `take_also` takes them, in the place of `current`: this one, or one that it took."""
         self.take_also(other, source)
-        self._running_steps[self._running_steps.index(current)] = self._running_steps.pop()
+        assert self._programs is not None
+        self._programs.replace(current)
 
     def train_also(self) -> None:
         """Let the optimizer update parameters that the parts got since it was made, as its factory has them."""
@@ -196,12 +201,11 @@ class Step(StepState):
     def takes(self, batch: Mapping[str, Any]) -> bool:
         """Whether a whole global batch has shapes that this step, or one that it was given, was made for."""
         flat = self._batch.flat(batch)
-        return any(running._batch.takes(flat, is_local=False) for running in self._running_steps)
+        return self._batch.takes(flat, is_local=False) if self._programs is None else self._programs.take(flat)
 
     def _taking(self, batch: Mapping[str, Any], is_local: bool) -> Step:
         """Return the step whose program takes the batch, or this one, whose check then says what is wrong."""
-        first, *others = self._running_steps
-        return next((s for s in (first, *others) if not others or s._batch.takes(batch, is_local)), first)
+        return self if self._programs is None else self._programs.of(batch, is_local)
 
     def _wholes(self) -> WholeUpdates | None:
         """Return the updates of whole parameters, if any. Raises where ranks cannot update their own parts."""
@@ -252,7 +256,8 @@ class Step(StepState):
         """
         self.state_check(True)
         self._by_hand.before_forward()
-        local_batch = self._completed(local_batch)
+        if self._programs is not None:
+            local_batch = self._programs.completed(local_batch)
         taking = self._taking(local_batch, is_local=True)
         taking._batch.local(local_batch, self.rng.step)
         check, self.first_check = self.first_check, None
@@ -340,7 +345,8 @@ class Step(StepState):
         Raises RuntimeError for a program that has no evaluation mode or no logits.
         """
         self.state_check(False)
-        local_batch = self._completed(local_batch)
+        if self._programs is not None:
+            local_batch = self._programs.completed(local_batch)
         taking = self._taking(local_batch, is_local=True)
         require_evaluation(taking._executor, logits)
         taking._batch.local(local_batch, self.rng.step)
@@ -380,20 +386,11 @@ class Step(StepState):
             self.first_check.note_part(local, flat, lambda: taking._part_of(self._batch.flat(batch)))
         return local
 
-    def _completed(self, local_batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the batch with the inputs that a program reads only since the batch was made."""
-        if not isinstance(local_batch, LocalBatch):
-            return local_batch
-        parts = [part for running in self._running_steps for part in running.parts]
-        computed = {name: value for part in parts for name, value in part.local_batch(local_batch.unread).items()}
-        whole = LocalBatch({**computed, **local_batch}, local_batch.unread, local_batch.whole)
-        return whole if computed else local_batch
-
     def _part_of(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for part in self.parts for name, value in part.local_batch(flat).items()}
 
 
-def _scaling(rule: LossScale | None, shared: Step | None) -> LossScaling | None:
+def _scaling(rule: LossScale | None, shared: Shared | None) -> LossScaling | None:
     """Return the loss scaling of a step, or of the step whose parameters it shares."""
     if shared is not None:
         return shared.loss_scaling
