@@ -67,9 +67,11 @@ def _save(step: Step, final: Path, others: Mapping[str, Tensor] | None, notes: M
         # Others are asked for one by one: they may have to be read.
         further = {name: others[name] for name in others if name not in named} if others else {}
         pieces += [Piece(name, tuple(value.shape), (0,) * value.ndim, value) for name, value in further.items()]
-    scale = {} if step.loss_scaling is None else {"loss_scale": step.loss_scaling.state()}
+    progress = {"step": step.rng.step, "num_samples": step.num_samples, "seed": step.rng.seed}
+    if step.loss_scaling is not None:
+        progress["loss_scale"] = step.loss_scaling.state()
     record = {
-        "progress": {"step": step.rng.step, "num_samples": step.num_samples, "seed": step.rng.seed, **scale},
+        "progress": progress,
         "optimizer": files.optimizer_record(step.optimizer, step.settings),
         "numbers": dict(itertools.chain(*(numbers_of_rank.items() for numbers_of_rank in gather(numbers)))),
         "notes": dict(notes or {}),

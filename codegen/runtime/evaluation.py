@@ -59,12 +59,12 @@ def evaluating(executor: Executor, rng: RngState) -> Iterator[None]:
 
 def require_evaluation(executor: Executor, with_logits: bool) -> None:
     """Raises RuntimeError, on all ranks, for a program that cannot be evaluated so."""
-    reasons = [part.model.NO_EVALUATION for part in executor.parts if part.model.NO_EVALUATION]
-    if reasons:
-        raise RuntimeError(
-            f"this program has no evaluation mode: {reasons[0]}. Write the values to the model "
-            "(program.update_model(step), on every rank), and call the model itself in evaluation mode"
-        )
+    for part in executor.parts:
+        if part.model.NO_EVALUATION:
+            raise RuntimeError(
+                f"this program has no evaluation mode: {part.model.NO_EVALUATION}. Write the values to the model "
+                "(program.update_model(step), on every rank), and call the model itself in evaluation mode"
+            )
     if with_logits and not _has_logits(executor.programs[-1]):
         raise RuntimeError(
             "this program has no logits: the model returns no tensor as its logits from which the loss is computed, or "

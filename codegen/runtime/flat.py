@@ -62,8 +62,8 @@ def key_of(spec: Param, mesh: Mesh) -> Key:
     lies = {axis.name: spec.placements.get(axis.name, "R") for axis in mesh.axes if axis.size > 1}
     partial = [name for name, text in lies.items() if text == "Rp" and spec.requires_grad]
     zero = spec.zero if spec.requires_grad or spec.zero == 3 else 0
-    shared = partial if spec.requires_grad else [name for name, text in lies.items() if text in ("R", "Rp")]
-    zero_axes = tuple(name for name in shared if name in ZERO_AXES) if zero else ()
+    common = partial if spec.requires_grad else [name for name, text in lies.items() if text in ("R", "Rp")]
+    zero_axes = tuple(name for name in common if name in ZERO_AXES) if zero else ()
     return Key(
         stage=zero if zero_axes else 0,
         zero_axes=zero_axes,
@@ -147,7 +147,7 @@ class Bucket:
                 part = part.view(shape) if hi - lo == numel else part
                 stored = nn.Parameter(part, requires_grad=slot.spec.requires_grad)
             kinds = ((axis, parse_placement(slot.spec.placements.get(axis.name, "R"))[0]) for axis in self.mesh.axes)
-            shared = self.axis.size * math.prod(axis.size for axis, kind in kinds if kind == "S")
+            num_parts = self.axis.size * math.prod(axis.size for axis, kind in kinds if kind == "S")
             entries.append(
                 Entry(
                     slot=slot,
@@ -156,7 +156,7 @@ class Bucket:
                     numel=numel,
                     lo=lo,
                     hi=hi,
-                    replicas=self.mesh.world_size // shared,
+                    replicas=self.mesh.world_size // num_parts,
                     used=used,
                     stored=stored,
                 )

@@ -86,7 +86,7 @@ def check_rates(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_step(
-    num_micro_batches: int, precision: str, has_loss_scale: bool, max_grad_norm: float | None, seed: int
+    num_micro_batches: int, precision: str, max_grad_norm: float | None, seed: int, *, has_loss_scale: bool
 ) -> None:
     """Raises ValueError for options that no step can be made with."""
     if num_micro_batches < 1:

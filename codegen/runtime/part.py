@@ -237,14 +237,16 @@ class Part:
 
     def describe(self, what: What) -> list[Whole]:
         """Return names, shapes and dtypes of the tensors of `read`, without communication."""
-        wholes = []
+        described = []
         for bucket in self._read_buckets(what):
             for entry in bucket.entries:
                 slot = entry.slot
                 names = (slot.name,) if what == "gradients" else self.names(slot)
-                wholes.append(Whole(names, slot.spec.shape, bucket.master_dtype))
-        wholes += [Whole((name, *spec.aliases), spec.shape, spec.dtype) for name, spec, _ in self._read_buffers(what)]
-        return wholes
+                described.append(Whole(names, slot.spec.shape, bucket.master_dtype))
+        described += [
+            Whole((name, *spec.aliases), spec.shape, spec.dtype) for name, spec, _ in self._read_buffers(what)
+        ]
+        return described
 
     def read(self, what: What) -> Iterator[Tensor]:
         """Whole tensors, one at a time (they may be views of what training changes). Collective over the mesh."""
@@ -303,12 +305,12 @@ def mean_loss(losses: list[Tensor]) -> Tensor:
     return _full(losses[0]) if len(losses) == 1 else torch.stack([_full(loss) for loss in losses]).mean()
 
 
-def loss_gradient(loss: Tensor, num_micro_batches: int, scaling: LossScaling | None) -> Tensor:
+def loss_gradient(loss: Tensor, num_micro_batches: int, *, loss_scaling: LossScaling | None = None) -> Tensor:
     """Return the gradient of a micro-batch's loss: its share of the mean, times the loss scale if there is one.
 
     inf where the loss is in fp16 itself and its range ends, as the scale's rule has it: that step has overflowed.
     """
-    share = (1.0 if scaling is None else scaling.value) / num_micro_batches
+    share = (1.0 if loss_scaling is None else loss_scaling.value) / num_micro_batches
     wide = torch.promote_types(loss.dtype, torch.float32)
     return torch.full_like(loss, share, dtype=wide).to(loss.dtype)
 

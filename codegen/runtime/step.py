@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .compiled_layers import CompiledLayers
     from .fused_update import FusedUpdate
     from .host_optimizer import HostOptimizer
-    from .loss_scale import LossScale, LossScaling
+    from .loss_scale import LossScale
     from .offload import Offload
     from .sharing import Programs, Shared
     from .step_protocols import FirstCheck, Trial
@@ -53,9 +53,9 @@ class Step(StepState):
     parameters in its own order, where that matters to the factory; by default as the program has them. trial: finds out
     what the update of an optimizer needs and what its checkpoints would lack; not needed for AdamW, Adam and SGD.
     Raises OptimizerError for a factory that cannot be honoured.
-    precision: "bf16" and "fp16" compute in that with fp32 masters and fp32 gradient reduction. loss_scale: how the loss
-    is scaled in fp16, which needs it. max_grad_norm: clips by the global norm of unscaled gradients (inf: only computes
-    it). All ranks must make the same calls.
+    precision: "bf16" and "fp16" compute in that with fp32 masters and fp32 gradient reduction. loss_scaling: how the
+    loss is scaled in fp16, which needs it. max_grad_norm: clips by the global norm of unscaled gradients (inf: only
+    computes it). All ranks must make the same calls.
     offload: moves the saved activations of layers that say so; its `traffic` counts the bytes of a step.
     units: allocates the parameters of a module: `ZeroUnits`, or `ShardedUnits` under ZeRO-3, and with a host or a
     compression.
@@ -81,7 +81,7 @@ class Step(StepState):
         trial: Trial | None = None,
         num_micro_batches: int = 1,
         precision: Precision = "fp32",
-        loss_scale: LossScale | None = None,
+        loss_scaling: LossScale | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
         units: Callable[..., ZeroUnits] = ZeroUnits,
@@ -92,12 +92,14 @@ class Step(StepState):
         non_finite: NonFinite = "skip",
         shared: Shared | None = None,
     ) -> None:
-        check_step(num_micro_batches, precision, loss_scale is not None, max_grad_norm, seed)
+        check_step(num_micro_batches, precision, max_grad_norm, seed, has_loss_scale=loss_scaling is not None)
         self.mesh, self.num_micro_batches = mesh, num_micro_batches
         self.precision, self.max_grad_norm = precision, max_grad_norm
         self.rng: RngState = RngState(seed=seed) if shared is None else shared.rng
         self.offload, self.host_optimizer = offload, offload_optimizer
-        self.loss_scaling = _scaling(loss_scale, shared)
+        self.loss_scaling = None if loss_scaling is None else loss_scaling.begin()
+        if shared is not None:
+            self.loss_scaling = shared.loss_scaling
         options = PartOptions(
             units=units if shared is None else shared.units,
             precision=precision,
@@ -122,23 +124,31 @@ class Step(StepState):
             optimizer_factory,
             parameters or tuple(parameters_of_programs(programs)),
         )
-        self._begin(kernels, non_finite)
+        self._begin(non_finite, kernels=kernels)
 
-    def _begin(self, kernels: FusedUpdate | None, non_finite: NonFinite) -> None:
+    def _begin(self, non_finite: NonFinite, *, kernels: FusedUpdate | None) -> None:
         """Make the optimizer and the update. The run begins at its first step."""
-        self.wholes = self._wholes()
+        self.wholes = None if self._trial is None else self._whole_updates()
         host = self.host_optimizer
         device = self.mesh.device if host is None else "cpu"
-        self.optimizer = rank_optimizer(*self._made_with, self.parts, device, self.wholes)
+        self.optimizer = rank_optimizer(*self._made_with, self.parts, device, wholes=self.wholes)
         self.settings = settings_of(self.optimizer)
         self._require_known()
         if host is not None:
             host.attach(self.optimizer, self.buckets)
-        updaters = (self.optimizer, host, self.wholes)
-        self._update = Update(self.parts, self.mesh, *updaters, max_grad_norm=self.max_grad_norm, kernels=kernels)
-        self._by_hand = ByHand(self.parts, self.optimizer, self.wholes)
+        self._update = Update(
+            self.parts,
+            self.mesh,
+            self.optimizer,
+            max_grad_norm=self.max_grad_norm,
+            host=host,
+            wholes=self.wholes,
+            kernels=kernels,
+        )
+        self._by_hand = ByHand(self.parts, self.optimizer, wholes=self.wholes)
         self.num_samples, self._num_rows = 0, 0
-        self.guard = Guard(non_finite, [v for part in self.parts for v in part.written_buffers()], self.loss_scaling)
+        written = [value for part in self.parts for value in part.written_buffers()]
+        self.guard = Guard(non_finite, written, loss_scaling=self.loss_scaling)
         self.grad_norm: Tensor | None = None
         """Global norm of the last step's unscaled gradients before clipping (0-dim), where something needs it."""
 
@@ -207,7 +217,7 @@ class Step(StepState):
         """Return the step whose program takes the batch, or this one, whose check then says what is wrong."""
         return self if self._programs is None else self._programs.of(batch, is_local)
 
-    def _wholes(self) -> WholeUpdates | None:
+    def _whole_updates(self) -> WholeUpdates | None:
         """Return the updates of whole parameters, if any. Raises where ranks cannot update their own parts."""
         if self._trial is None or self.mesh.everyone.size == 1:
             return None
@@ -260,11 +270,12 @@ class Step(StepState):
             local_batch = self._programs.completed(local_batch)
         taking = self._taking(local_batch, is_local=True)
         taking._batch.local(local_batch, self.rng.step)
-        check, self.first_check = self.first_check, None
-        compare = None if check is None else check(local_batch)
-        for memory in (taking.offload, None if self.host_optimizer is None else self.host_optimizer.host):
-            if memory is not None:
-                memory.traffic.reset()
+        first_check, self.first_check = self.first_check, None
+        comparison = None if first_check is None else first_check(local_batch)
+        if taking.offload is not None:
+            taking.offload.traffic.reset()
+        if self.host_optimizer is not None:
+            self.host_optimizer.host.traffic.reset()
         self.guard.before_forward()
         self.rng.micro_batch_rows = 0
         with taking._running(is_training=True):
@@ -277,8 +288,8 @@ class Step(StepState):
         self._num_rows = taking.num_micro_batches * self.rng.micro_batch_rows
         self.guard.after_backward(loss)
         self._by_hand.after_backward()
-        if compare is not None:
-            compare(float(loss))
+        if comparison is not None:
+            comparison(float(loss))
         return loss
 
     def update(self) -> None:
@@ -379,8 +390,8 @@ class Step(StepState):
         taking = self._taking(flat, is_local=False)
         taking._batch.whole(flat, self.rng.step)
         local: dict[str, Tensor] = taking._part_of(flat)
-        unread = {name: flat[name] for name in taking._batch.unused if isinstance(flat.get(name), Tensor)}
-        if unread or taking._batch.guards:
+        if taking._batch.unused or taking._batch.guards:
+            unread = {name: flat[name] for name in taking._batch.unused if isinstance(flat.get(name), Tensor)}
             local = LocalBatch(local, unread, flat)
         if self.first_check is not None:
             self.first_check.note_part(local, flat, lambda: taking._part_of(self._batch.flat(batch)))
@@ -388,10 +399,3 @@ class Step(StepState):
 
     def _part_of(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for part in self.parts for name, value in part.local_batch(flat).items()}
-
-
-def _scaling(rule: LossScale | None, shared: Shared | None) -> LossScaling | None:
-    """Return the loss scaling of a step, or of the step whose parameters it shares."""
-    if shared is not None:
-        return shared.loss_scaling
-    return None if rule is None else rule.begin()
