@@ -64,13 +64,14 @@ def routes_of(
     ids = {Ref(node.name): node.inputs[2] for node in layers}
     if not layers:
         return {}
+    has_batch = any(node.name in batches for node in layers)  # A batch of one row has no factor.
     for node in nodes:
         sorted_by = {ids[ref] for ref in node.inputs if ref in ids}
         if node.op != EXPERT_LINEAR and len(sorted_by) == 1:
             # Sizes of parts are not those of rows, of which any number may arrive.
             is_sized = base_name(node.op) in set(REWRITES) - PARTS
             factor = "" if is_sized else row_factor(node, rules[node.name], [ref for ref in node.inputs if ref in ids])
-            if factor and batches.get(node.name) == (factor, 1):
+            if factor and batches.get(node.name) == ((factor, 1) if has_batch else None):
                 ids |= {Ref(node.name, index): next(iter(sorted_by)) for index in range(len(node.outputs))}
     stays = _staying(nodes, ids, leaving)
     between = {ref.node for ref in stays} - {node.name for node in layers}

@@ -115,7 +115,6 @@ def test_bounds_hold_and_free_is_best_of_many_requests(first: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="a defect: bounds of this mixture's configs are up to 8 % above what their plans take")
 def test_bounds_hold_for_every_config_of_a_mixture() -> None:
     """Every config of one request, where the test above draws MOST_CONFIGS."""
     exact = exact_seconds(draw(234, num_pins=1).request, random.Random(234), most_configs=1000)
