@@ -17,12 +17,12 @@ import autopar
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.frontend.trace import trace
 from autopar.ir.mesh import Mesh
-from autopar.options.strategies import operators_of, options_of, routed_axes
 from autopar.planning.planner import search_plans
 from autopar.planning.request import pricer_for
 from autopar.planning.search_space import build_search_space
-from autopar.rules.experts import EXPERT_LINEAR
-from autopar.rules.simulate import meshes, run_ranks
+from autopar.rules.families.experts import EXPERT_LINEAR
+from autopar.rules.proofs.simulated_ranks import meshes, run_ranks
+from autopar.sharding.call_options import operators_of, options_of, routed_axes
 from autopar.verify import sgd_with_momentum, verify_program
 from codegen.runtime.experts import Routes, combine, dispatch, expert_linear
 from examples.zoo import ZOO
