@@ -84,7 +84,10 @@ def evaluate_with_logits(executor: Executor, local_batch: Mapping[str, Tensor], 
         for module in giving:
             module.gives_logits, module.given_logits = False, {}
     logits = torch.cat([logits_of[index] for index in sorted(logits_of)]) if logits_of else None
-    return loss, _from_rank(executor.result_rank, logits, mesh)
+    if executor.result_rank is not None:
+        logits = _from_rank(executor.result_rank, logits, mesh)
+    assert logits is not None
+    return loss, logits
 
 
 def _has_logits(program: type[Module]) -> bool:
@@ -92,11 +95,8 @@ def _has_logits(program: type[Module]) -> bool:
     return getattr(program, "has_logits", False) is True
 
 
-def _from_rank(source: int | None, tensor: Tensor | None, mesh: Mesh) -> Tensor:
-    """A tensor of process `source` on every rank; `own` where that is None."""
-    if source is None:
-        assert tensor is not None
-        return tensor
+def _from_rank(source: int, tensor: Tensor | None, mesh: Mesh) -> Tensor:
+    """A tensor of process `source` on every rank."""
     facts: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype)]
     dist.broadcast_object_list(facts, source, device=mesh.device)
     shape, dtype = facts[0]

@@ -13,7 +13,6 @@ from torch import Tensor
 from .boxes import pieces_of
 from .flat import Bucket, Entry
 from .mesh import Mesh
-from .names import argument
 from .parameters import Module, Param, Slot, is_apart, shard, unshard
 from .precision import compute_dtype
 from .zero import ZeroUnits
@@ -87,15 +86,15 @@ class PartOptions:
 class Part:
     """A root module with its parameters, gradients and share of the batch."""
 
-    def __init__(self, model: Module, options: PartOptions, tied: Tied | None = None) -> None:
+    def __init__(self, model: Module, options: PartOptions, *, tied: Tied | None = None) -> None:
         self.model = model
         self.mesh: Mesh = model.mesh
-        self.tied = tied or Tied()
+        self.tied = tied
         self.compute_dtype, self.num_micro_batches = compute_dtype(options.precision), options.num_micro_batches
         for module in model.units():
             module.offload = options.offload
-        settings = self.mesh, self.compute_dtype, options.num_micro_batches, self.tied.aliases
-        self.zero = options.units(model, *settings)
+        settings = self.mesh, self.compute_dtype, options.num_micro_batches
+        self.zero = options.units(model, *settings, alone=() if tied is None else tied.aliases)
         self._counters = [(value, spec.increment) for _, spec, value in model.buffer_slots() if spec.increment]
         # UpdatingModules, of whichever program's run time.
         self._updating: list[Any] = [module for module in model.units() if hasattr(module, "write_buffers")]
@@ -123,7 +122,7 @@ class Part:
         for name, spec in self.model.INPUTS.items():
             parts = self._micro_batches(name, spec, local_batch)
             for inputs, part in zip(batches, parts, strict=True):
-                inputs[argument(name)] = part
+                inputs[self.model.RENAMED_INPUTS.get(name, name)] = part
         extra_inputs: dict[str, list[Tensor]] = {}
         if self.model.takes_sums:
             with torch.no_grad():
@@ -201,7 +200,7 @@ class Part:
     def trainable(self) -> list[Bucket]:
         """Buckets with gradients, without the copies of what an earlier stage counts."""
         buckets = [bucket for bucket in self.zero.buckets if bucket.key.requires_grad]
-        return [bucket for bucket in buckets if bucket.entries[0].slot.name not in self.tied.copies]
+        return [bucket for bucket in buckets if bucket.entries[0].slot.name not in self.copies]
 
     def load(self, source: Source) -> None:
         """Load values as `Step.load` does, without sending them to other ranks."""
@@ -274,11 +273,17 @@ class Part:
         if what == "gradients":
             return self.trainable()
         buckets = self.zero.buckets
-        return [bucket for bucket in buckets if bucket.entries[0].slot.name not in self.tied.copies]
+        return [bucket for bucket in buckets if bucket.entries[0].slot.name not in self.copies]
 
     def names(self, slot: Slot) -> tuple[str, ...]:
         """All names of a parameter, its own first."""
-        return tuple(dict.fromkeys((slot.name, *slot.aliases, *self.tied.aliases.get(slot.name, ()))))
+        tied_names = () if self.tied is None else self.tied.aliases.get(slot.name, ())
+        return tuple(dict.fromkeys((slot.name, *slot.aliases, *tied_names)))
+
+    @property
+    def copies(self) -> frozenset[str]:
+        """Names of what an earlier stage has too, and counts."""
+        return frozenset() if self.tied is None else self.tied.copies
 
 
 class _Counts(list[Tensor]):

@@ -134,7 +134,7 @@ class PipelineExecutor:
         self, number: int, options: PartOptions, deferred: Callable[[], DeferredGradients] | None
     ) -> _StageRun:
         model = self.programs[number](self.mesh, self.rng)
-        part = Part(model, options, self.pipeline.tied_in(number))
+        part = Part(model, options, tied=self.pipeline.tied_in(number))
         queue = None if deferred is None else deferred()
         if queue is not None:
             queue.attach(model)

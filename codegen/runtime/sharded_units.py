@@ -224,13 +224,13 @@ class ShardedUnits(ZeroUnits):
         mesh: Mesh,
         compute_dtype: torch.dtype | None = None,
         num_micro_batches: int = 1,
-        tied: Collection[str] = (),
+        alone: Collection[str] = (),
         *,
         host: HostMemory | None = None,
         compression: Compression | None = None,
     ) -> None:
         self.host, self.compression = host, compression
-        super().__init__(model, mesh, compute_dtype, num_micro_batches, tied)
+        super().__init__(model, mesh, compute_dtype, num_micro_batches, alone)
         self._units: list[_Unit] = []
         self._order: list[_Unit] = []
         self._root_buckets = [b for b in self.buckets if b.key.stage == 3 and b.entries[0].slot.unit == 0]

@@ -30,7 +30,7 @@ class Shared:
             step.parts,
         )
 
-    def units(self, model: Module, *settings: object) -> ZeroUnits:
+    def units(self, model: Module, *settings: object, **others: object) -> ZeroUnits:
         """Return the parameters of the part that has this model's, now this one's too, with its buffers."""
         names = {slot.name for slot in model.slots()}
         part = min(self.parts, key=lambda part: len(names ^ {slot.name for slot in part.model.slots()}))

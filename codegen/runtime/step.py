@@ -114,8 +114,8 @@ class Step(StepState):
             compiled.attach(models)
         self.first_check: FirstCheck | None = None
         # Called before a batch with whether it is trained, and with None before values are read.
-        self.state_check: Callable[[bool | None], object] = bool
-        self.after_forward: Callable[[bool], object] = bool  # the same, after a batch
+        self.state_check: Callable[[bool | None], object] | None = None
+        self.after_forward: Callable[[bool], object] | None = None  # the same, after a batch
         if shared is not None:
             self.optimizer: torch.optim.Optimizer = shared.optimizer
             return
@@ -264,7 +264,8 @@ class Step(StepState):
 
         Raises BatchError for a batch that the program was not made for, or that differs between ranks that share it.
         """
-        self.state_check(True)
+        if self.state_check is not None:
+            self.state_check(True)
         self._by_hand.before_forward()
         if self._programs is not None:
             local_batch = self._programs.completed(local_batch)
@@ -284,7 +285,8 @@ class Step(StepState):
             self.loss_scaling.unscale([bucket.gradient for bucket in self.buckets if bucket.key.requires_grad])
         for part in taking.parts:
             part.write_buffers()
-        self.after_forward(True)
+        if self.after_forward is not None:
+            self.after_forward(True)
         self._num_rows = taking.num_micro_batches * self.rng.micro_batch_rows
         self.guard.after_backward(loss)
         self._by_hand.after_backward()
@@ -355,7 +357,8 @@ class Step(StepState):
         model's logits of the whole batch in its order) on every rank. No state changes.
         Raises RuntimeError for a program that has no evaluation mode or no logits.
         """
-        self.state_check(False)
+        if self.state_check is not None:
+            self.state_check(False)
         if self._programs is not None:
             local_batch = self._programs.completed(local_batch)
         taking = self._taking(local_batch, is_local=True)
@@ -369,7 +372,8 @@ class Step(StepState):
                 result = evaluate_with_logits(taking._executor, local_batch, self.mesh)
             else:
                 result = taking._executor.evaluate(local_batch)
-        self.after_forward(False)
+        if self.after_forward is not None:
+            self.after_forward(False)
         return result
 
     def _running(self, is_training: bool) -> AbstractContextManager[None]:

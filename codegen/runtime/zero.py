@@ -52,7 +52,7 @@ class ZeroUnits:
     compute_dtype: of floating-point parameters as the program uses them (masters and gradients stay fp32); None: their
     own.
     num_micro_batches: with one, stage 1 works as stage 2, which needs no more communication and less memory.
-    tied: names of parameters that get buckets of their own, because their gradients are summed with other stages'.
+    alone: names of parameters that get buckets of their own, because their gradients are summed with other stages'.
 
     Under a pipeline forwards and backwards of several micro-batches alternate, each between a begin and an end. In a
     split step (`begin_deferring_step`) gradients of different micro-batches also arrive in turn: all are added up from
@@ -68,7 +68,7 @@ class ZeroUnits:
         mesh: Mesh,
         compute_dtype: torch.dtype | None = None,
         num_micro_batches: int = 1,
-        tied: Collection[str] = (),
+        alone: Collection[str] = (),
     ) -> None:
         self.mesh, self.compute_dtype, self.num_micro_batches = mesh, compute_dtype, num_micro_batches
         self.models = [model]  # of all programs that use the parameters
@@ -76,7 +76,7 @@ class ZeroUnits:
         self._accumulate = False
         self._is_last = True
         self._defers = False
-        self.buckets = [self.new_bucket(slots) for slots in self._groups(model.slots(), tied)]
+        self.buckets = [self.new_bucket(slots) for slots in self._groups(model.slots(), alone)]
         self._trainable = [bucket for bucket in self.buckets if bucket.key.requires_grad]
         self._tell_of_gradients(self.buckets)
 
@@ -90,12 +90,12 @@ class ZeroUnits:
     def _keeps_whole_gradient(self, key: Key) -> bool:
         return key.stage == 0 or (key.stage == 1 and self.num_micro_batches > 1)
 
-    def _groups(self, slots: Iterable[Slot], tied: Collection[str]) -> Iterator[list[Slot]]:
+    def _groups(self, slots: Iterable[Slot], alone: Collection[str]) -> Iterator[list[Slot]]:
         """Yield the parameters of each bucket."""
         by_key: dict[Any, list[Slot]] = {}
         for slot in slots:
-            alone = slot.name if slot.name in tied else ""
-            by_key.setdefault((*self._bucket_of(slot), alone), []).append(slot)
+            apart = slot.name if slot.name in alone else ""
+            by_key.setdefault((*self._bucket_of(slot), apart), []).append(slot)
         for members in by_key.values():
             yield from self._cut(members)
 

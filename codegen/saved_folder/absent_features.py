@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from codegen.source.columns import COLUMNS
+from codegen.saved_folder.wording import without_words
 
 UNKNOWN: Any = object()
 _ENDS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
@@ -27,11 +27,12 @@ ABSENT: Mapping[str, Any] = {
     ),
     **dict.fromkeys(("offload", "loss_scaling", "trial", "_trial", "wholes", "_wholes")),
     # Of steps that autopar builds in a process of its own.
-    **dict.fromkeys(("_programs", "shared", "first_check", "comparison")),
-    **dict.fromkeys(("guards", "GUARDS", "fixed", "FIXED_INPUTS"), {}),
+    **dict.fromkeys(("_programs", "shared", "first_check", "comparison", "state_check", "after_forward")),
+    **dict.fromkeys(("tied", "result_rank", "begun", "grow")),
+    **dict.fromkeys(("guards", "GUARDS", "fixed", "FIXED_INPUTS", "RENAMED_INPUTS"), {}),
     **dict.fromkeys(("RECOMPUTE", "OFFLOAD", "RECEIVES", "SENDS", "FIRST_LAYER"), {}),
     **dict.fromkeys(("unused", "UNUSED_INPUTS", "JOINTS"), ()),
-    "needs_first_pass": False,
+    **dict.fromkeys(("needs_first_pass", "_defers"), False),
     "NO_EVALUATION": "",
     "padding": 0,
     "padded": "S(0)",
@@ -69,8 +70,9 @@ def _bound_otherwise(tree: ast.Module, constants: Mapping[str, Any]) -> Iterator
             yield node.name
         elif isinstance(node, ast.Call):
             for keyword in node.keywords:
-                if keyword.arg in constants and value_of(keyword.value, constants) != constants[keyword.arg]:
-                    yield keyword.arg
+                name = keyword.arg or ""
+                if name in constants and value_of(keyword.value, constants) != constants[name]:
+                    yield name
         elif isinstance(node, ast.arguments):
             # By position an argument has no name.
             yield from (arg.arg for arg in (*node.posonlyargs, *node.args) if arg.arg in constants)
@@ -245,6 +247,8 @@ class _File:
 
     def _is_gone(self, node: ast.stmt) -> bool:
         """Whether nothing is left of a statement."""
+        if any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node)):
+            return False  # a function without them would be another
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = [_name(target) for target, _ in _pairs(node)]
             return bool(targets) and all(name in self.constants for name in targets)
@@ -258,7 +262,7 @@ class _File:
         return False
 
     def _always_ends(self, node: ast.If) -> bool:
-        value = self._value(node.test)
+        value = UNKNOWN if _yields(node) else self._value(node.test)
         if value is UNKNOWN:
             return False
         chosen = node.body if value else node.orelse
@@ -273,7 +277,7 @@ class _File:
         return self.starts[first], self.starts[last], ""
 
     def _if(self, node: ast.If) -> Iterator[_Edit]:
-        value = self._value(node.test)
+        value = UNKNOWN if _yields(node) else self._value(node.test)
         is_elif = self.text.startswith("elif", self._start(node))
         if value is UNKNOWN:
             if node.orelse and all(map(self._is_gone, node.orelse)):
@@ -358,7 +362,9 @@ class _File:
             for item in (node.func, *node.args, *(k.value for k in node.keywords if k.arg not in self.constants)):
                 yield from self._expression(item)
             return
-        elif isinstance(node, ast.Set):
+        elif isinstance(node, (ast.Set, ast.Tuple, ast.List)) and any(
+            isinstance(item, ast.Starred) for item in node.elts
+        ):
             gone = [isinstance(item, ast.Starred) and self._is_decided(item.value) for item in node.elts]
             yield from _without(gone, [(self._start(item), self._end(item)) for item in node.elts])
             for item in itertools.compress(node.elts, (not is_gone for is_gone in gone)):
@@ -379,8 +385,16 @@ class _File:
 
     def _comprehension(self, node: ast.comprehension) -> Iterator[_Edit]:
         yield from self._expression(node.iter)
-        for test in node.ifs:
-            yield from self._expression(test)
+        for before, test in zip([node.iter, *node.ifs], node.ifs, strict=False):
+            if self._is_decided(test):
+                yield self._end(before), self._end(test), ""
+            else:
+                yield from self._expression(test)
+
+
+def _yields(node: ast.If) -> bool:
+    """Whether one of the branches yields, and so decides that the function is a generator."""
+    return any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in ast.walk(node))
 
 
 def _own_names(node: ast.FunctionDef | ast.ClassDef) -> set[str]:
@@ -416,57 +430,3 @@ def _without(gone: Sequence[bool], places: Sequence[tuple[int, int]]) -> Iterato
             yield start, places[index + 1][0], ""
     if num_kept < len(places):
         yield places[num_kept - 1][1] if num_kept else places[0][0], places[-1][1], ""
-
-
-_ENTRY = re.compile(r"(?<![\w`])(\w+(?:,\s+\w+)*)(?:\s\([^)]*\))?: ")
-
-
-def without_words(text: str, names: set[str], column: int) -> str:
-    """Return a docstring without what it says about arguments: "name: ..." up to the next sentence that begins so."""
-    starts = [match for match in _ENTRY.finditer(text) if re.search(r'(?:[.)]|"""|\n)\s*\Z', text[: match.start()])]
-    for match in reversed(starts):
-        if not names.issuperset(re.split(r",\s+", match[1])):
-            continue
-        later = [other.start() for other in starts if other.start() > match.start()]
-        blank = text.find("\n\n", match.start())
-        end = min([*later, *([blank] if blank >= 0 else []), len(text.removesuffix('"""').rstrip())])
-        before, after = text[: match.start()].rstrip(" \n"), text[end:].lstrip(" ")
-        is_new_line = text[: match.start()].rstrip(" ").endswith("\n") and text[:end].rstrip(" ").endswith("\n")
-        joint = (
-            f"\n{' ' * column}" if is_new_line and not after.startswith("\n") else " " if after[:1].strip('"\n') else ""
-        )
-        text = _wrapped(before + joint + after, column)
-        starts = [other for other in starts if other.start() < match.start()]
-    body = text.removesuffix('"""').rstrip()
-    return f'{body}\n{" " * column}"""' if "\n" in body else f'{body}"""'
-
-
-def _wrapped(text: str, column: int) -> str:
-    """Wrap lines that have become too long, with those that follow them."""
-    lines, indent = text.split("\n"), " " * column
-    for index in itertools.count():
-        if index >= len(lines):
-            return "\n".join(lines)
-        first, *rest = textwrap.wrap(lines[index].strip(), COLUMNS - column, break_on_hyphens=False) or [""]
-        if rest:
-            lines[index] = (indent if index else "") + first
-            following = lines[index + 1] if index + 1 < len(lines) else '"""'
-            is_joined = following.strip() not in ("", '"""') and not _ENTRY.match(following.strip())
-            lines[index + 1 : index + 1 + is_joined] = [
-                indent + " ".join([*rest, *([following.strip()] if is_joined else [])])
-            ]
-
-
-_CALL = re.compile(r"^(?P<head>[^\n#]*\()\n\s+(?P<inside>[^\n#]*[^,\n#(\[{])\n\s*(?P<tail>\)[^\n#]*)$", re.MULTILINE)
-
-
-def tidied(text: str) -> str:
-    """Return source as a formatter leaves it: one blank line between statements, calls in one line where they fit."""
-    text = re.sub(r"\n{3,}(?=[ )\]}])", "\n\n", text)
-    text = re.sub(r"(?<=\n)((?:from|import) [^\n]*\n|\)\n)\n{2,}(?!def |class |@|#|if |\n)", r"\1\n", text)
-
-    def joined(match: re.Match[str]) -> str:
-        line = match["head"] + match["inside"] + match["tail"]
-        return line if len(line) <= COLUMNS else match[0]
-
-    return _CALL.sub(joined, text).rstrip("\n") + "\n"

@@ -8,8 +8,9 @@ import gc
 import re
 from collections.abc import Iterator, Mapping
 
-from codegen.saved_folder.absent_features import folded, tidied
+from codegen.saved_folder.absent_features import folded
 from codegen.saved_folder.reachability import Definition, Module, Path, Reached, is_for_types, module_of, reached
+from codegen.saved_folder.wording import tidied
 from codegen.source.columns import COLUMNS
 
 _HEADING = re.compile(r"\s*# ?.*-{8,}$")

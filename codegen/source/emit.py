@@ -302,6 +302,7 @@ def _batch_facts(program: Program) -> list[str]:
     facts = {
         "UNUSED_INPUTS": program.unused_inputs,
         "FIXED_INPUTS": dict(program.fixed_inputs),
+        "RENAMED_INPUTS": {name: argument(name) for name in program.inputs if argument(name) != name},
         "NO_EVALUATION": program.no_evaluation,
     }
     # Their text is the user's: written by repr alone.
