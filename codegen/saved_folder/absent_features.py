@@ -73,6 +73,10 @@ def _bound_otherwise(tree: ast.Module, constants: Mapping[str, Any]) -> Iterator
                 name = keyword.arg or ""
                 if name in constants and value_of(keyword.value, constants) != constants[name]:
                     yield name
+        elif isinstance(node, ast.Dict):
+            # Such as the attributes of a class that `type` makes.
+            keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
+            yield from (key for key in keys if isinstance(key, str) and key in constants)
         elif isinstance(node, ast.arguments):
             # By position an argument has no name.
             yield from (arg.arg for arg in (*node.posonlyargs, *node.args) if arg.arg in constants)
@@ -103,7 +107,7 @@ def _name(node: ast.expr) -> str:
 
 
 def value_of(node: ast.expr, constants: Mapping[str, Any]) -> Any:
-    """Return the value of an expression, UNKNOWN if it is not known."""
+    """Return the value of an expression, or one that is as true or false; UNKNOWN if neither is known."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, (ast.Tuple, ast.Dict)):
@@ -294,7 +298,8 @@ class _File:
             return
         is_chain = not value and len(chosen) == 1 and self.text.startswith("elif", self._start(chosen[0]))
         first = self.starts[chosen[0].lineno - 1]
-        body = _applied(self.text[first:end], _moved(list(self._block(chosen)), -first))
+        last = self._end(chosen[-1])
+        body = _applied(self.text[first:last], _moved(list(self._block(chosen)), -first))
         if is_chain:
             body = body if is_elif else body.replace("elif", "if", 1)
         elif is_elif:
@@ -355,6 +360,9 @@ class _File:
                 start, end = start - 1, end + 1
             yield start, end, self._new(chosen)
             return
+        elif (default := _default_of_empty(node, self.constants)) is not None:
+            yield start, end, self._new(default)
+            return
         elif isinstance(node, ast.Call):
             gone = [keyword.arg in self.constants for keyword in node.keywords]
             places = [(self._start(argument), self._end(argument)) for argument in (*node.args, *node.keywords)]
@@ -369,9 +377,6 @@ class _File:
             yield from _without(gone, [(self._start(item), self._end(item)) for item in node.elts])
             for item in itertools.compress(node.elts, (not is_gone for is_gone in gone)):
                 yield from self._expression(item)
-            return
-        elif (default := _default_of_empty(node, self.constants)) is not None:
-            yield start, end, self._new(default)
             return
         elif self._is_decided(node):
             is_list = isinstance(node, ast.ListComp)
