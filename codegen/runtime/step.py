@@ -64,8 +64,8 @@ class Step(StepState):
     launch, and so is the update of a `FusedAdamW` on the device, clipping included: gradients then stay as they are.
     non_finite: what becomes of a step whose loss or gradient norm is inf or nan (`guard.py`): "skip" it, "stop", or
     "ignore" that. The others read both numbers once per step, before the update, and return the loss on the host. In
-    fp16 that is read in any case, and a step whose scaled gradients overflow is skipped without counting as one of
-    these: a loss that is not finite, and gradients that are not at a scale of 1 or below, do.
+    fp16 that is read in any case, and a step whose scaled gradients overflow is skipped without counting as one. A loss
+    that is not finite counts, and so do gradients that are not finite at a scale of 1 or below.
     shared: of a step of the same plan for batches of other shapes, whose parameters, buffers, optimizer and position
     this one uses; that one's `take_also` then lets it run batches of its own shapes.
     """

@@ -12,20 +12,20 @@ _ENTRY = re.compile(r"(?<![\w`])(\w+(?:,\s+\w+)*)(?:\s\([^)]*\))?: ")
 
 def without_words(text: str, names: set[str], column: int) -> str:
     """Return a docstring without what it says about arguments: "name: ..." up to the next sentence that begins so."""
-    starts = [match for match in _ENTRY.finditer(text) if re.search(r'(?:[.)]|"""|\n)\s*\Z', text[: match.start()])]
-    for match in reversed(starts):
-        if not names.issuperset(re.split(r",\s+", match[1])):
-            continue
-        later = [other.start() for other in starts if other.start() > match.start()]
-        blank = text.find("\n\n", match.start())
-        end = min([*later, *([blank] if blank >= 0 else []), len(text.removesuffix('"""').rstrip())])
-        before, after = text[: match.start()].rstrip(" \n"), text[end:].lstrip(" ")
-        is_new_line = text[: match.start()].rstrip(" ").endswith("\n") and text[:end].rstrip(" ").endswith("\n")
-        joint = (
-            f"\n{' ' * column}" if is_new_line and not after.startswith("\n") else " " if after[:1].strip('"\n') else ""
-        )
+    while True:
+        entries = [m for m in _ENTRY.finditer(text) if re.search(r'(?:[.)]|"""|\n)\s*\Z', text[: m.start()])]
+        gone = [index for index, entry in enumerate(entries) if names.issuperset(re.split(r",\s+", entry[1]))]
+        if not gone:
+            break
+        first, following = entries[gone[0]].start(), entries[gone[0] + 1 : gone[0] + 2]
+        blank = text.find("\n\n", first)
+        ends = [*(entry.start() for entry in following), *([blank] if blank >= 0 else [])]
+        last = min([*ends, len(text.removesuffix('"""').rstrip())])
+        before, after = text[:first].rstrip(" \n"), text[last:].lstrip(" ")
+        has_line = text[:first].rstrip(" ").endswith("\n") and text[:last].rstrip(" ").endswith("\n")
+        has_words = after[:1].strip('"\n') != ""
+        joint = f"\n{' ' * column}" if has_line and has_words else " " if has_words else ""
         text = _wrapped(before + joint + after, column)
-        starts = [other for other in starts if other.start() < match.start()]
     body = text.removesuffix('"""').rstrip()
     return f'{body}\n{" " * column}"""' if "\n" in body else f'{body}"""'
 

@@ -125,5 +125,6 @@ def test_statements_after_a_return_go() -> None:
 def test_words_about_arguments() -> None:
     text = '"""Do it.\n\n    a: one, as in: two. b, c: both. d (always): last.\n    """'
     assert without_words(text, {"b", "c"}, 4) == '"""Do it.\n\n    a: one, as in: two. d (always): last.\n    """'
+    assert without_words(text, {"a", "d"}, 4) == '"""Do it.\n\n    b, c: both.\n    """'
     assert without_words(text, {"c"}, 4) == text
     assert without_words('"""Do it. host: where."""', {"host"}, 4) == '"""Do it."""'
