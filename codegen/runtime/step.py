@@ -97,9 +97,8 @@ class Step(StepState):
         self.precision, self.max_grad_norm = precision, max_grad_norm
         self.rng: RngState = RngState(seed=seed) if shared is None else shared.rng
         self.offload, self.host_optimizer = offload, offload_optimizer
-        self.loss_scaling = None if loss_scaling is None else loss_scaling.begin()
-        if shared is not None:
-            self.loss_scaling = shared.loss_scaling
+        begun_scaling = None if loss_scaling is None else loss_scaling.begin()
+        self.loss_scaling = begun_scaling if shared is None else shared.loss_scaling
         options = PartOptions(
             units=units if shared is None else shared.units,
             precision=precision,

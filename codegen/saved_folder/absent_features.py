@@ -25,7 +25,7 @@ ABSENT: Mapping[str, Any] = {
     **dict.fromkeys(
         ("host", "host_optimizer", "offload_optimizer", "kernels", "fused_optimizer", "compiled", "_compiled")
     ),
-    **dict.fromkeys(("offload", "loss_scaling", "trial", "_trial", "wholes", "_wholes")),
+    **dict.fromkeys(("offload", "loss_scaling", "begun_scaling", "trial", "_trial", "wholes", "_wholes")),
     # Of steps that autopar builds in a process of its own.
     **dict.fromkeys(("_programs", "shared", "first_check", "comparison", "state_check", "after_forward")),
     **dict.fromkeys(("tied", "result_rank", "begun", "grow")),
