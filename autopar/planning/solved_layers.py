@@ -238,7 +238,8 @@ class SolvedLayers:
         """Return an assignment with its costs on a mesh with `rows` rows of a data-parallel rank."""
         key, whole = (costed, rows, self._number_of(assignment)), rows * costed.num_data_ranks
         # Programs that differ in sizes alone may differ in views, which only CPUs count.
-        decisions = None if is_cpu(self.request.cluster) else (key[2], len(self.operators(whole)))
+        calls = tuple((operator.node.op, operator.route) for operator in self.operators(whole).values())
+        decisions = None if is_cpu(self.request.cluster) else (key[2], calls)
         if key not in self._call_costs:
             solved_rows = solved_key.whole_rows
             here = rescaled(assignment, self.operators(solved_rows), solved_rows, whole)
