@@ -22,9 +22,10 @@ def without_words(text: str, names: set[str], column: int) -> str:
         ends = [*(entry.start() for entry in following), *([blank] if blank >= 0 else [])]
         last = min([*ends, len(text.removesuffix('"""').rstrip())])
         before, after = text[:first].rstrip(" \n"), text[last:].lstrip(" ")
-        has_line = text[:first].rstrip(" ").endswith("\n") and text[:last].rstrip(" ").endswith("\n")
+        space = text[len(before) : first]  # before the entry: a new paragraph or line stays one
+        is_kept = "\n\n" in space or ("\n" in space and text[:last].rstrip(" ").endswith("\n"))
         has_words = after[:1].strip('"\n') != ""
-        joint = f"\n{' ' * column}" if has_line and has_words else " " if has_words else ""
+        joint = "" if not has_words else space if is_kept else " "
         text = _wrapped(before + joint + after, column)
     body = text.removesuffix('"""').rstrip()
     return f'{body}\n{" " * column}"""' if "\n" in body else f'{body}"""'
