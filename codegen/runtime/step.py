@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .compiled_layers import CompiledLayers
     from .fused_update import FusedUpdate
     from .host_optimizer import HostOptimizer
-    from .loss_scale import LossScale
+    from .loss_scale import LossScale, LossScaling
     from .offload import Offload
     from .sharing import Programs, Shared
     from .step_protocols import FirstCheck, Trial
@@ -98,7 +98,7 @@ class Step(StepState):
         self.rng: RngState = RngState(seed=seed) if shared is None else shared.rng
         self.offload, self.host_optimizer = offload, offload_optimizer
         begun_scaling = None if loss_scaling is None else loss_scaling.begin()
-        self.loss_scaling = begun_scaling if shared is None else shared.loss_scaling
+        self.loss_scaling: LossScaling | None = begun_scaling if shared is None else shared.loss_scaling
         options = PartOptions(
             units=units if shared is None else shared.units,
             precision=precision,
