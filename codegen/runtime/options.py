@@ -94,7 +94,7 @@ def check_step(
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
     if has_loss_scale != (precision == "fp16"):
-        wrong = "needs a loss_scale (LossScale())" if precision == "fp16" else "has no loss_scale, which is for 'fp16'"
+        wrong = "needs loss_scaling=LossScale()" if precision == "fp16" else "has no loss_scaling, which is for 'fp16'"
         raise ValueError(f"precision {precision!r} {wrong}")
     require("max_grad_norm", max_grad_norm)
     require("seed", seed)

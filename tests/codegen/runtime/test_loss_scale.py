@@ -197,9 +197,9 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
 
 
 def test_a_step_needs_a_scale_in_fp16_only() -> None:
-    with pytest.raises(ValueError, match="precision 'fp16' needs a loss_scale"):
+    with pytest.raises(ValueError, match="precision 'fp16' needs loss_scaling"):
         make_step(loss_scaling=None)
-    with pytest.raises(ValueError, match="precision 'bf16' has no loss_scale"):
+    with pytest.raises(ValueError, match="precision 'bf16' has no loss_scaling"):
         make_step(precision="bf16")
     with pytest.raises(ValueError, match="one of 'fp32', 'bf16', 'fp16', got 'fp8'"):
         make_step(precision="fp8")

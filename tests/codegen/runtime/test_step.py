@@ -79,7 +79,7 @@ def four_ranks(rank: int, world_size: int, half: int) -> None:
     for zero in (0, 1, 2, 3):
         micro = (1, 4)[(zero + half) % 2]
         check_training(meshes[0], zero, micro, "sgd", 0.05, precision="bf16", dtype="float32", tolerance=0.06)
-        scaled = {"precision": "fp16", "loss_scale": LossScale(init_scale=2.0**10)}
+        scaled = {"precision": "fp16", "loss_scaling": LossScale(init_scale=2.0**10)}
         check_training(meshes[0], zero, micro, "sgd", 0.05, dtype="float32", tolerance=0.008, **scaled)
 
 
