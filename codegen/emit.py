@@ -17,10 +17,10 @@ from codegen.expressions import kernel_name, literal
 from codegen.functions import function_of, is_custom
 from codegen.idioms import with_idioms
 from codegen.logits import with_logits
+from codegen.names import argument
 from codegen.program import Call, Layout, ModuleClass, Program, Reshard, Spec, Statement, Var, reads
 from codegen.reshard_words import Dims
 from codegen.rotary_names import with_rotary_names
-from codegen.runtime.names import argument
 from codegen.sizes import needed, with_sizes
 from codegen.statements import Aside, axes, indented, joint_axes, returning, source_lines
 from codegen.text import is_path, plain, quoted
@@ -299,7 +299,9 @@ def _of_batch(
 
 def _batch_facts(program: Program) -> list[str]:
     """Return the other facts of the example batch and of evaluation that the run time needs; mostly none."""
+    arguments = {name: argument(name) for name in program.inputs}
     facts = {
+        "ARGUMENTS": {name: written for name, written in arguments.items() if written != name},
         "UNUSED_INPUTS": program.unused_inputs,
         "FIXED_INPUTS": dict(program.fixed_inputs),
         "NO_EVALUATION": program.no_evaluation,

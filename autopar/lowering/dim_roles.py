@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph, Ref, base_name, derived, layer_borders
 from autopar.operators.traits import ATTENTION
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import rule_or_blank
-from codegen.runtime.names import argument
+from codegen.names import argument
 
 Place = tuple[str, Ref, int]
 """A dim: (scope, tensor, dim index)."""

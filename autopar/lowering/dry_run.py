@@ -27,8 +27,8 @@ from torch import Tensor, nn
 import codegen
 from autopar.frontend import fakes
 from autopar.lowering.stand_ins import StandInMesh, stand_in
+from codegen.names import argument
 from codegen.program import PipelineProgram, Program
-from codegen.runtime.names import argument
 from codegen.runtime.parameters import Module, Param
 from codegen.runtime.part import loss_gradient
 from codegen.runtime.precision import compute_dtype, used_dtype

@@ -21,8 +21,8 @@ from autopar.lowering.stages import Cut, StageGraph, boundary_placements, stage_
 from autopar.options.assignment import Assignment
 from autopar.options.scopes import Scope, scopes_of
 from autopar.options.strategies import Operator
+from codegen.names import argument
 from codegen.program import Call, ModuleClass, PipelineProgram, PipelineStage, Program, Spec, Statement, Var
-from codegen.runtime.names import argument
 
 Modes = Mapping[str, tuple[tuple[str, int], ...]]
 """Layer class -> (mode, number of consecutive layers), in layer order; omitted classes keep everything."""
