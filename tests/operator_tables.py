@@ -27,8 +27,6 @@ HOMONYMS = {
     "autopar/frontend/vmaps.py": {"BRACKETS"},
     "codegen/emit.py": {"_RUNTIME_HOME"},
     "codegen/expressions.py": {"REDUCTIONS", "WITHOUT_EFFECT"},
-    "codegen/fusion/rotary.py": {"PATTERNS"},
-    "codegen/idioms.py": {"IDIOMS"},
     "codegen/names.py": {"GENERATED_NAMES"},
     "codegen/runtime/attention_blocks.py": {"_TRIANGLES"},
     "codegen/runtime/draws.py": {"DISTRIBUTIONS"},
