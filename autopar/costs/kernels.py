@@ -30,8 +30,8 @@ from autopar.costs.rates import is_cpu, num_local_dim
 from autopar.costs.saved import Saved
 from autopar.costs.specials import specials
 from autopar.ir.graph import Ref, base_name
-from autopar.options.fused import Fusion
-from autopar.options.strategies import Operator, Option, num_local
+from autopar.sharding.call_options import Operator, Option, num_local
+from autopar.sharding.fusible_runs import Fusion
 from codegen.fusion import KERNELS
 from codegen.fusion.template import ChunkRows
 from codegen.kernels.linear_cross_entropy import sum_dtype

@@ -23,9 +23,9 @@ from autopar.ir.graph import (
     derived,
 )
 from autopar.operators.traits import PERMUTATIONS, RESHAPES, ROLES, SHORT_NAMES
-from autopar.options.scopes import scopes_of
-from autopar.rules.lookup import BAGS
-from codegen.names import GENERATED_NAMES, argument, is_plain_name, shortened
+from autopar.rules.families.lookup import BAGS
+from autopar.sharding.scopes import scopes_of
+from codegen.source.names import GENERATED_NAMES, argument, is_plain_name, shortened
 
 _RESHAPING = RESHAPES | PERMUTATIONS | {"contiguous", "to", "expand"}
 

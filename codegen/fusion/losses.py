@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import torch
 
-from codegen.expressions import expression, literal
 from codegen.fusion.template import FLOATS, VIEWS, Bindings, Either, Leaf, Op, Pattern, Template, Value, is_dtype
 from codegen.kernels.linear_cross_entropy import even_chunk, sum_dtype
 from codegen.program import Call, Raw, TensorType, Var
+from codegen.source.expressions import expression, literal
 
 # --- cross-entropy ----------------------------------------------------------------------------------------------------
 

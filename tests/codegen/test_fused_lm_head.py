@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 import autopar
 from autopar.verify import sgd_with_momentum, verify_program
-from codegen.emit import emit_model
 from codegen.fusion import fuse
 from codegen.program import Call, Program, Raw
+from codegen.source.emit import emit_model
 from examples.models import EXAMPLES, Example
 from tests.codegen.bodies import Body, execute, targets
 from tests.codegen.typed import reshard, var, variables
