@@ -36,7 +36,7 @@ class Is:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """The single result of a call of `target` on `args`; commutes: in either order.
+    """The single result of a call of `target` on `args`; commutes: the first two in either order.
 
     keywords: the keyword arguments that it may have, bound under their own names. name: binds the call itself, and the
     statement that it is. Such a name occurs once in a pattern.
@@ -56,7 +56,15 @@ class Either:
     options: tuple[Template, ...]
 
 
-Template = Leaf | Value | Is | Op | Either | tuple["Template", ...]
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """`x`, also behind calls of `targets` on it, any number of them."""
+
+    targets: tuple[str, ...]
+    x: Template
+
+
+Template = Leaf | Value | Is | Op | Either | Behind | tuple["Template", ...]
 """A tuple stands for an argument that is one, item by item."""
 
 
