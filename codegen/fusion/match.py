@@ -133,7 +133,7 @@ def _match(template: Template, value: Any, reader: int, flow: Flow, state: _Foun
     elif isinstance(template, Behind):
         origin = flow.origins[reader][value.name] if isinstance(value, Var) else -1
         call = flow.body[origin] if origin >= 0 else None
-        if isinstance(call, Call) and call.target in template.targets:
+        if isinstance(call, Call) and call.target in template.targets and call.divisor == 1 == len(call.results):
             through = replace(state, statements=state.statements | {origin})
             yield from _match(template, call.args[0], origin, flow, through)
         yield from _match(template.x, value, reader, flow, state)

@@ -1,4 +1,4 @@
-"""Patterns: a small tree of calls over the lowered program, and the calls that replace it."""
+"""Patterns: a small tree of calls over a lowered program or a traced graph, and the calls that replace it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ Where lines belong, from what all kernels share to what one has:
     <operation>.py                       its formula and reference, what callers see, what autograd saves
     <operation>_kernels.py               kernels and launches that several operations have, or that make a file long
 
-So a new operation is a file with its formula, its candidate tiles, `<operation>_reference`, the function, kernels named
+A Pattern of codegen/fusion is the record of a kernel: which calls it replaces, what it saves, what it costs.
+A new operation is a file with its formula, its candidate tiles, `<operation>_reference`, the function, kernels named
 `_<what>_kernel`, and an autograd function that saves as little as it can. A tile's arithmetic that two kernels have to
 the bit is a `@jit` function in a file of its own or of the family; where roundings differ, each has its own lines.
 """
