@@ -56,7 +56,7 @@ def _number(name: str) -> Either:
 _LAST: Final = _any(Is(-1), Is(3), Is((-1,)), Is((3,)))
 """The last dim of a tensor [B, H, S, T]."""
 
-_PRODUCT: Final = Op("matmul", (Leaf("query"), Leaf("keys")))
+_PRODUCT: Final = Op("matmul", (Leaf("query"), Leaf("key")))
 _SCORES: Final = _any(
     _PRODUCT,
     Op("mul", (_cast(_PRODUCT), _number("factor"))),
@@ -72,7 +72,8 @@ _JOINED: Final = _any(
     Op("cat", ((_cast(_MASKED), _cast(Leaf("last column"))), _LAST)),
     Op("cat", ((_cast(Leaf("first column")), _cast(_MASKED)), _LAST)),
 )
-_LARGEST: Final = _any(*(Op(name, (_detached(_JOINED), _LAST, Is(True))) for name in ("max", "amax")))
+_OF_JOINED: Final = (_detached(_JOINED), _LAST, Is(True))
+_LARGEST: Final = _any(Op("max", _OF_JOINED), Op("amax", _OF_JOINED))
 _SHIFTED: Final = _any(_JOINED, Op("sub", (_JOINED, _detached(_LARGEST), Is(1))))
 """The same to a softmax, and to its gradient."""
 _SOFTMAX: Final = Op("softmax", (_cast(_SHIFTED), _LAST, Value("dtype")))
@@ -81,9 +82,9 @@ _WEIGHTS: Final = Op("slice", (_cast(_SOFTMAX), _LAST, Value("start"), Value("st
 ATTENTION: Final = Pattern(
     name="attention with sinks",
     target=SINK_ATTENTION,
-    leaves=("query", "keys", "values", "first column", "last column"),
-    template=Op("matmul", (_cast(_WEIGHTS), Leaf("values"))),
-    fits=lambda bound: len(bound["query"].type.shape) == len(bound["values"].type.shape) == 4,
+    leaves=("query", "key", "value", "first column", "last column"),
+    template=Op("matmul", (_cast(_WEIGHTS), Leaf("value"))),
+    fits=lambda bound: len(bound["query"].type.shape) == len(bound["value"].type.shape) == 4,
 )
 
 
@@ -135,7 +136,7 @@ class _SinkWriter:
     def column(self, bound: Bindings) -> Ref:
         """Return the column of sinks, whose probabilities are cut off."""
         name = "last column" if "last column" in bound else "first column"
-        column, num_keys = bound[name], self.metas[ref_of(bound["keys"])].shape[-1]
+        column, num_keys = bound[name], self.metas[ref_of(bound["key"])].shape[-1]
         columns = range(num_keys + 1)[slice(*(bound[word].value for word in ("start", "stop", "step")))]
         _is(column.type.shape[-1] == 1)
         _is(columns == (range(num_keys) if name == "last column" else range(1, num_keys + 1)))
@@ -162,7 +163,7 @@ class _SinkWriter:
         name = next((name for name in ("added mask", "seen", "hidden") if name in bound), None)
         if name is None:
             return Window()
-        mask, lengths = ref_of(bound[name]), (bound["query"].type.shape[-2], bound["keys"].type.shape[-1])
+        mask, lengths = ref_of(bound[name]), (bound["query"].type.shape[-2], bound["key"].type.shape[-1])
         meta = self.metas[mask]
         _is(len(meta.shape) >= 2 and not meta.requires_grad)
         _is(meta.dtype.is_floating_point == (name == "added mask"))
@@ -186,8 +187,8 @@ class _SinkWriter:
         """Return the call in place of the last product, after views that it needs. Raises _NoSinkError."""
         calls: list[Node] = []
         column, window, scale = self.column(bound), self.window(bound), self.scale(bound)
-        query, values = ref_of(bound["query"]), ref_of(bound["values"])
-        keys = self.untransposed(ref_of(bound["keys"]), node, calls)
+        query, values = ref_of(bound["query"]), ref_of(bound["value"])
+        keys = self.untransposed(ref_of(bound["key"]), node, calls)
         metas = [self.metas[ref] for ref in (query, keys, values)]
         _is(all(meta.shape[:2] == node.meta.shape[:2] and meta.dtype == node.meta.dtype for meta in metas))
         sinks = self.per_head(column, node, calls)
