@@ -122,7 +122,7 @@ class Part:
         for name, spec in self.model.INPUTS.items():
             parts = self._micro_batches(name, spec, local_batch)
             for inputs, part in zip(batches, parts, strict=True):
-                inputs[self.model.RENAMED_INPUTS.get(name, name)] = part
+                inputs[self.model.ARGUMENTS.get(name, name)] = part
         extra_inputs: dict[str, list[Tensor]] = {}
         if self.model.takes_sums:
             with torch.no_grad():

@@ -29,7 +29,7 @@ ABSENT: Mapping[str, Any] = {
     # Of steps that autopar builds in a process of its own.
     **dict.fromkeys(("_programs", "shared", "first_check", "comparison", "state_check", "after_forward")),
     **dict.fromkeys(("tied", "result_rank", "begun", "grow")),
-    **dict.fromkeys(("guards", "GUARDS", "fixed", "FIXED_INPUTS", "RENAMED_INPUTS"), {}),
+    **dict.fromkeys(("guards", "GUARDS", "fixed", "FIXED_INPUTS", "ARGUMENTS"), {}),
     **dict.fromkeys(("RECOMPUTE", "OFFLOAD", "RECEIVES", "SENDS", "FIRST_LAYER"), {}),
     **dict.fromkeys(("unused", "UNUSED_INPUTS", "JOINTS"), ()),
     **dict.fromkeys(("needs_first_pass", "_defers"), False),
