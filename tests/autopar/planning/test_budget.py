@@ -16,7 +16,7 @@ from autopar.planning.stage_problem import StageProblem
 from benchmarks.budget import SLACK, Row, complaints
 from tests.autopar.requests import request_for
 
-NUM_SHARES = 20
+NUM_SHARES = 8
 """Of the way from the least budget to an ample one."""
 
 
