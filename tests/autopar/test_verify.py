@@ -42,7 +42,7 @@ def check(name, constraints, *, cluster=IDEAL, dropout=0.0, **options):
 
 # Among the fast tests llama also runs in that of uneven targets and in test_fusion.py, llama_gqa in
 # test_context_parallel.py.
-QUICK = ("gpt2", "mlp")
+QUICK = ("gpt2",)
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in EXAMPLES])

@@ -99,11 +99,6 @@ def told(result: SearchResult) -> list[tuple[float, str]]:
     return [(least * ROUND_OFF, name) for least, name in result.skipped if math.isfinite(least)]
 
 
-@pytest.mark.parametrize("seed", [2])
-def test_bounds_hold_and_free_is_best(seed: int) -> None:
-    assert not list(violations(seed, draw(seed, num_pins=1)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 240, 60))
 def test_bounds_hold_and_free_is_best_of_many_requests(first: int) -> None:
