@@ -29,8 +29,8 @@ from autopar.simulate.exchange import Exchange, with_exchanges
 from autopar.simulate.experts import expert_exchanges
 from autopar.simulate.fits import require_fit
 from autopar.simulate.matrices import pinned
+from autopar.simulate.precisions import matmul_dtype, traced_as
 from autopar.simulate.prediction import StrategyPrediction
-from autopar.simulate.pricing import matmul_dtype, traced_as
 from autopar.simulate.scenario import Scenario
 from autopar.simulate.share import (
     ScoredLayers,
