@@ -11,9 +11,9 @@ from autopar.costs.rates import FLASH, Rates, dtype_name, num_local_bytes
 from autopar.ir.graph import TensorMeta, base_name, has_dropout, is_causal
 from autopar.ir.mesh import Mesh
 from autopar.operators.traits import ATTENTION, MATMULS
-from autopar.options.strategies import Operator, Option, num_local
+from autopar.sharding.call_options import Operator, Option, num_local
 from cost_models import compute
-from cost_models.frameworks import Framework
+from cost_models.framework_profiles import Framework
 
 CAST_BYTES: Mapping[str, float] = {"fp8": 2.0, "mxfp8": 2.03125, "nvfp4": 2.5625}
 """Bytes that casting a tensor moves, relative to its 16-bit bytes: read once, and written as it is and transposed, with

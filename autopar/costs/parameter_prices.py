@@ -11,10 +11,10 @@ from autopar.costs.rates import Rates, is_cpu
 from autopar.ir.graph import TensorMeta
 from autopar.ir.mesh import zero_axes
 from autopar.ir.placement import Stored
-from autopar.options.strategies import num_local
+from autopar.sharding.call_options import num_local
 from codegen.runtime.whole_updates import ROUND_BYTES
 from cost_models import collective, compute
-from cost_models.frameworks import Framework
+from cost_models.framework_profiles import Framework
 
 
 def summed_axes(axes: tuple[str, ...], stored: Stored) -> list[tuple[int, ...]]:

@@ -36,11 +36,11 @@ from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, base_name
 from autopar.ir.mesh import Mesh
 from autopar.ir.operators import arguments_of
 from autopar.operators.traits import ATTENTION, DEFERRABLE, JOINS, MATMULS, VIEWS
-from autopar.options.fused import Fusion
-from autopar.options.strategies import Operator, Option, num_local
-from autopar.rules.convolution import HALO
-from autopar.rules.experts import EXPERT_LINEAR
-from autopar.rules.norm import SYNCHRONISED
+from autopar.rules.families.convolution import HALO
+from autopar.rules.families.experts import EXPERT_LINEAR
+from autopar.rules.families.norm import SYNCHRONISED
+from autopar.sharding.call_options import Operator, Option, num_local
+from autopar.sharding.fusible_runs import Fusion
 from cost_models import compute
 from cost_models.machine import Cluster
 
