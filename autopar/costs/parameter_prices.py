@@ -69,13 +69,8 @@ class ParameterPrices:
             per_micro += (reduces if stored.zero >= 2 else 0.0) + (num_gathers * gathers if stored.zero == 3 else 0.0)
             per_step += (reduces if stored.zero == 1 else 0.0) + (gathers if stored.zero < 3 else 0.0)
             if stored.zero == 3 and training.offload == "parameters":
-                per_micro += (
-                    num_gathers
-                    * local
-                    * training.compute_bytes
-                    / size
-                    / self.rates.cluster.device.host_link_bytes_per_second
-                )
+                link_rate = self.rates.cluster.device.host_link_bytes_per_second
+                per_micro += num_gathers * local * training.compute_bytes / size / link_rate
         for axes in summed_axes(self.rates.mesh.axes, stored):
             per_step += shared("all_reduce", axes, local * training.gradient_bytes / size)
         exposed = 1.0 - self.rates.hidden_fraction
@@ -138,18 +133,13 @@ class ParameterPrices:
     @property
     def whole_share(self) -> float:
         """Return the share of the trained elements that ranks of the mesh update whole for one another."""
-        return 0.0 if self.rates.training.offload or self.num_ranks == 1 else self.rates.training.whole_share
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the ranks of the mesh."""
-        return math.prod(self.rates.mesh.sizes)
+        return 0.0 if self.rates.training.offload or self.rates.mesh.num_ranks == 1 else self.rates.training.whole_share
 
     def updated_elements(self, meta: TensorMeta, stored: Stored) -> float:
         """Return the elements of a parameter that a rank updates, with their state: its stored shard, or an owner's
         share."""
         share = self.whole_share
-        return (1.0 - share) * self.stored_elements(meta, stored) + share * meta.numel / self.num_ranks
+        return (1.0 - share) * self.stored_elements(meta, stored) + share * meta.numel / self.rates.mesh.num_ranks
 
     def taken_bytes(self, meta: TensorMeta, stored: Stored) -> float:
         """Return the bytes of values and gradients of whole parameters while their owner, which stores a shard,
@@ -157,7 +147,7 @@ class ParameterPrices:
         if not meta.requires_grad or self.stored_elements(meta, stored) >= meta.numel:
             return 0.0
         width = self.rates.training.gradient_bytes  # of masters too
-        return 2 * width * self.whole_share * meta.numel / self.num_ranks
+        return 2 * width * self.whole_share * meta.numel / self.rates.mesh.num_ranks
 
     def update_temporary_bytes(self, meta: TensorMeta, stored: Stored) -> float:
         """Return the temporary bytes of one parameter's update; an owner's cover the whole parameter."""
@@ -174,7 +164,7 @@ class ParameterPrices:
         if not share:
             return 0.0
         training, device = self.rates.training, self.rates.cluster.device
-        flops = training.update_flops * share * meta.numel / self.num_ranks
+        flops = training.update_flops * share * meta.numel / self.rates.mesh.num_ranks
         work = compute.Work("matmul", flops, 0.0, training.update_dtype)
         axes = tuple(range(len(self.rates.mesh.sizes)))
         # Value and gradient there, value back.

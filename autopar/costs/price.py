@@ -153,13 +153,9 @@ class Pricer:
             return self.rates.memory_seconds(DRAW_BYTES * elements), 0.0
         if not any(meta.requires_grad for meta in operator.node.outputs) and not metas_in:
             return 0.0, 0.0
-        bytes_in = sum(
-            num_local(m, p, self.mesh) * m.dtype.itemsize for m, p in zip(metas_in, option.inputs, strict=True)
-        )
-        outputs = operator.node.outputs
-        bytes_out = sum(
-            num_local(m, p, self.mesh) * m.dtype.itemsize for m, p in zip(outputs, option.outputs, strict=True)
-        )
+        outputs, mesh = operator.node.outputs, self.rates.mesh
+        bytes_in = sum(num_local_bytes(m, p, mesh) for m, p in zip(metas_in, option.inputs, strict=True))
+        bytes_out = sum(num_local_bytes(m, p, mesh) for m, p in zip(outputs, option.outputs, strict=True))
         num_grads = sum(meta.requires_grad for meta in metas_in)
         if name in MATMULS or name in ATTENTION:
             seconds = self._contraction_seconds(operator, option, bytes_in + bytes_out)
