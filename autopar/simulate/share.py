@@ -1,4 +1,4 @@
-"""The part of the model that the ranks of one group of experts have: its graph, and what follows from that alone."""
+"""The model whose strategies are predicted: its graph, and what follows from that alone."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ from autopar.operators.traits import ATTENTION
 from autopar.options.scopes import scopes_of
 from autopar.planning.request import Request
 from autopar.planning.solved_layers import SolvedLayers
-from autopar.simulate.experts import experts_of, share_of_experts
 from autopar.simulate.fusion import Key, Part, fused_parts
 from autopar.simulate.matrices import matrices_of
-
-ShareTrace = Callable[[int], BatchedTrace]
-"""ep -> the model with the ep-th part of its experts, for any number of rows."""
 
 
 @dataclass
@@ -80,7 +76,7 @@ def without_attention_dropout(graph: Graph) -> Graph:
 
 
 class Share:
-    """The model with one rank's share of its experts."""
+    """The model's graph, for any number of rows, and what strategies share of it."""
 
     def __init__(self, traced: BatchedTrace) -> None:
         self.traced = traced
@@ -90,8 +86,7 @@ class Share:
         self.graph = graph
         self.units, self.layers = chain(graph), layer_names(graph)
         self.homes, self.scopes = homes_of(graph), scopes_of(graph)
-        self.experts = experts_of(graph)
-        self.matrices = matrices_of(graph, self.experts)
+        self.matrices = matrices_of(graph)
         self.settings: dict[Any, Setting] = {}
         self._parts: dict[str, Mapping[Key, Part]] = {}
 
@@ -102,22 +97,12 @@ class Share:
         return self._parts[fusion]
 
 
-def tracer_of(
+def traced_model(
     model: nn.Module,
     batch: Mapping[str, Any],
     loss_fn: Callable[..., torch.Tensor] | None,
     dtype: torch.dtype | None,
-) -> ShareTrace:
-    """Traces `model` itself. batch: by name."""
-
-    def at(ep: int) -> BatchedTrace:
-        with share_of_experts(model, ep):  # a share is another model, whose traces follow from its own first one
-            cuts = find_cuts(model, batch, loss_fn)
-
-        def at_rows(rows: int) -> Any:
-            with share_of_experts(model, ep):
-                return trace(model, batch, loss_fn, batch_size=rows, param_dtype=dtype, cuts=cuts)
-
-        return BatchedTrace(at_rows)
-
-    return at
+) -> BatchedTrace:
+    """Trace `model`, for any number of rows. batch: by name."""
+    cuts = find_cuts(model, batch, loss_fn, dtype)
+    return BatchedTrace(lambda rows: trace(model, batch, loss_fn, batch_size=rows, param_dtype=dtype, cuts=cuts))

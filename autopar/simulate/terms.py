@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.costs.context import GENERATED, PUBLISHED
-from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
-from autopar.simulate.experts import ExpertPricer, KernelExpertPricer, ProfiledExpertPricer
 from autopar.simulate.pricing import ProfiledPricer
 from autopar.simulate.share import Share
 from autopar.simulate.strategy import Strategy
@@ -20,18 +18,17 @@ from cost_models.mixed import AnyCluster
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A framework's profile as it is used. load: of the fullest rank of experts."""
+    """A framework's profile as it is used."""
 
     framework: Framework
     attention: str
     matmul_dtype: str
     kernels: bool = False
-    load: float = 1.0
 
     @property
     def is_planners(self) -> bool:
         """Whether these are what searched plans are priced by."""
-        return replace(self, kernels=False, load=1.0) in (PLANNERS, replace(PLANNERS, matmul_dtype="fp32"))
+        return replace(self, kernels=False) in (PLANNERS, replace(PLANNERS, matmul_dtype="fp32"))
 
     @property
     def without_host(self) -> Terms:
@@ -45,19 +42,11 @@ PLANNERS = Terms(framework("autopar"), framework("autopar").attention, "bf16")
 
 def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
     """The prices under the profile; the planner's own where it is the profile of generated programs."""
-    has_experts = bool(share.experts.calls)
-    expert_fields: dict[str, Any] = {"experts": share.experts, "load": terms.load} if has_experts else {}
     if terms.is_planners:
-        if not has_experts:
-            return plain
-        rates = plain.hidden_fraction, plain.fragmentation, plain.overlap_share
-        kind = KernelExpertPricer if isinstance(plain, KernelPricer) else ExpertPricer
-        host = plain.host_call_seconds, plain.is_compiled
-        return kind(plain.mesh, plain.cluster, plain.training, *rates, *host, **expert_fields)
+        return plain
     profile = terms.framework
-    profiled = ProfiledExpertPricer if has_experts else ProfiledPricer
     is_generated = profile.cp_habits == "generated"
-    return profiled(
+    return ProfiledPricer(
         plain.mesh,
         plain.cluster,
         plain.training,
@@ -69,7 +58,6 @@ def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
         attention=terms.attention,
         habits=GENERATED if is_generated else PUBLISHED,
         sorts_rows=is_generated,
-        **expert_fields,
     )
 
 

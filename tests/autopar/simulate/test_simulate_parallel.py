@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from autopar.simulate.experts import routed_forward
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from autopar.costs.layer_costs import HOST
 from autopar.errors import ConstraintError
 from autopar.simulate import Predictor
-from autopar.simulate.experts import routed_forward
 from cost_models import straggler
 from cost_models.frameworks import Framework, framework
 from cost_models.hardware import Device, Link
