@@ -95,7 +95,7 @@ class Contractions(Rates):
                 backward += self.memory_seconds(sink_bytes.moved_backward)
             return forward, backward if any(meta.requires_grad for meta in operator.inputs) else 0.0
         forward, wrt_input, wrt_weight = self._matmul_seconds(operator, option, flops, num_bytes, dtype)
-        is_routed = operator.node.op == EXPERT_LINEAR
+        is_routed, load = operator.node.op == EXPERT_LINEAR, 1.0
         read = operator.inputs[:2] if is_routed else [meta for meta in operator.inputs if len(meta.shape) > 1][-2:]
         factors = [meta.requires_grad for meta in read]
         products = (wrt_input, wrt_weight)[2 - len(factors) :]
@@ -110,7 +110,7 @@ class Contractions(Rates):
             # The gradient of a bias is a sum over all rows.
             output = operator.node.outputs[0]
             size = num_local(output, option.outputs[0], self.mesh) * output.dtype.itemsize
-            backward += self.memory_seconds(size)
+            backward += self.memory_seconds(load * size)
         return forward, backward
 
     def sorted_bytes(self, operator: Operator, option: Option) -> float:

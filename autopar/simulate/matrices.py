@@ -108,7 +108,7 @@ def pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: bool
         else:
             parameters += cut_by_expert
     if tp > 1:
-        limits = replace(limits, etp=tp if matrices.experts else None)
+        limits = replace(limits, etp=(limits.etp or tp) if matrices.experts else None)
         if profile.shards_weights:
             parameters += tuple((name, (("tp", R),)) for name in matrices.names(tp))
         if not sp:

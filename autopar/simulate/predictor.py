@@ -73,7 +73,7 @@ def predict(
         "kernels": "off"        of "autopar": no fused kernels, which programs have on GPUs ("on": on CPUs, too)
         "cp": 2                 context parallelism: rows cut along their tokens
         "cp_exchange": "ring"   or "all-gather", instead of the framework's way
-        "ep": 8                 expert parallelism among neighboring ranks of dp x cp
+        "ep": 8                 expert parallelism among neighboring ranks of dp x cp; etp is tp, unless it says 1
         "capacity_factor": 1.25 places of every expert by its even share of tokens; without it none is dropped
         "expert_skew": 0.1      coefficient of variation of experts' shares of tokens, where none is dropped
         "groups": [1, 0]        of unlike nodes, the group of every pipeline rank (simulate/stage_meshes.py)
@@ -303,8 +303,8 @@ def _in_group(share: Share, setting: Setting, number: int, terms: Terms, wanted:
     pricer, parameters = _priced(plain, terms, share, wanted), solved_layer.parameters(wanted.zero)
     cost_key = (wanted.mesh, wanted.rows, wanted.zero, wanted.offload, wanted.micro_batches > 1)
     if cost_key not in setting.costs:
-        stored = stored_costs(share.graph, pricer, StoredParameters.of(parameters, share.homes, share.scopes))
-        setting.costs[cost_key] = combined(solved_layer.costs, stored)
+        stored = StoredParameters.of(parameters, share.homes, share.scopes, wanted.mesh.axes)
+        setting.costs[cost_key] = combined(solved_layer.costs, stored_costs(share.graph, pricer, stored))
     return ChainCosts(
         graph=share.graph,
         pricer=pricer,

@@ -13,6 +13,7 @@ from autopar.ir.graph import TensorMeta, base_name, has_dropout, is_causal
 from autopar.ir.placement import Placements, Stored
 from autopar.operators.traits import ATTENTION, MATMULS
 from autopar.options.strategies import Operator, Option, num_local
+from autopar.rules.experts import EXPERT_LINEAR
 from autopar.simulate.fusion import Part
 from cost_models import compute
 from cost_models.frameworks import Framework
@@ -135,7 +136,9 @@ class ProfiledPricer(Pricer):
         sizes = [self._local_bytes(m, p) for m, p in zip(operator.inputs, option.inputs, strict=True)]
         cast_bytes = self._local_bytes(operator.node.outputs[0], option.outputs[0])
         moved = CASTS[self.matmul_dtype]
-        return self.memory_seconds(moved * sum(sizes)), self.memory_seconds(moved * cast_bytes)
+        load = self.expert_load(operator, option) if operator.node.op == EXPERT_LINEAR else 1.0
+        forward, backward = sum(sizes) + (load - 1) * sizes[0], load * cast_bytes
+        return self.memory_seconds(moved * forward), self.memory_seconds(moved * backward)
 
     def context_kernels(self, call: ContextCall | NearCall, operator: Operator, option: Option) -> AttentionSeconds:
         """Each part of the keys takes its share of one kernel over all of them."""

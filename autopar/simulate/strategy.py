@@ -83,6 +83,7 @@ def parse_strategy(pins: Mapping[str, Any], cluster: AnyCluster, global_batch_si
     return Strategy(
         limits=Constraints(
             {axis: size for axis, size in (("cp", cp), ("ep", ep), ("tp", tp)) if size > 1},
+            etp=limits.etp,
             parameters=limits.parameters,
             activations=limits.activations,
             forbid_parameters=limits.forbid_parameters,
