@@ -120,15 +120,10 @@ class Contractions(Rates):
         return float(sum(num_local(meta, lies, self.mesh) * meta.dtype.itemsize for meta, lies in pairs))
 
     def expert_load(self, operator: Operator, option: Option) -> float:
-        """Return the tokens of the fullest rank of an expert layer relative to the mean."""
+        """Return the rows of the fullest rank of an expert layer relative to the mean."""
         if self.capacity_factor is not None:
             return self.capacity_factor
-        axes = routed_axes(option.axes)
-        if not axes:
-            return 1.0
-        size, choices = math.prod(self.mesh.sizes[axis] for axis in axes), operator.route.choices or 1
-        tokens = num_local(operator.inputs[2], option.inputs[2], self.mesh) * size / choices
-        return routing.fullest_load(size, operator.inputs[1].shape[0], choices, tokens, self.expert_skew)
+        return fullest_load(operator, option, self.mesh, self.expert_skew)
 
     def row_exchange(self, operator: Operator, option: Option) -> RowExchange:
         """Return the seconds in which the rows of an expert layer reach their experts and return.
@@ -373,6 +368,15 @@ class Contractions(Rates):
         """
         is_torchs = operator.node.outputs[0].dtype == torch.bfloat16 and not is_cpu(self.cluster)
         return is_torchs and "fp8" in self.cluster.device.peak_flops_per_second
+
+
+def fullest_load(operator: Operator, option: Option, mesh: Mesh, skew: float = routing.EXPERT_SKEW) -> float:
+    """Return the rows of the fullest rank of an expert layer relative to the mean, if none are dropped. skew: of
+    experts (cost_models/routing.py)."""
+    axes = routed_axes(option.axes)
+    size, choices = math.prod(mesh.sizes[axis] for axis in axes), operator.route.choices or 1
+    tokens = num_local(operator.inputs[2], option.inputs[2], mesh) * size / choices
+    return routing.fullest_load(size, operator.inputs[1].shape[0], choices, tokens, skew) if axes else 1.0
 
 
 def local_experts(operator: Operator, option: Option, mesh: Mesh) -> int:
