@@ -145,7 +145,8 @@ class Contractions(Rates):
         if self.crosses_once(operator, option):
             return self._once_per_node(operator, option, load)
         sent = sum(self.joint_seconds(ALL_TO_ALL, axes, load * part) for part in moved)
-        return RowExchange(ALL_TO_ALL, axes, sent, sent, self.memory_seconds(2 * (1 + load) * sum(moved)))
+        copies = self.memory_seconds(2 * (1 + load) * sum(moved))
+        return RowExchange(kind=ALL_TO_ALL, axes=axes, forward=sent, backward=sent, copies=copies)
 
     def _dispatched(
         self, operator: Operator, option: Option, moved: list[int], load: float, sorting: float
@@ -165,7 +166,7 @@ class Contractions(Rates):
         )
         kind = mixture.fastest(self.dispatches, self.cluster)
         sent = sum(replace(mixture, row_bytes=part / rows).seconds(kind, self.cluster) for part in moved)
-        return RowExchange(kind.name, axes, sent, sent, sorting, kind.hidden)
+        return RowExchange(kind=kind.name, axes=axes, forward=sent, backward=sent, copies=sorting, hidden=kind.hidden)
 
     def _senders(self, option: Option) -> int:
         """Return the number of tensor-parallel ranks that have the same rows of an expert layer."""
@@ -218,7 +219,8 @@ class Contractions(Rates):
             sent += way.seconds(width * size, width * route.summed_bytes, load, self.cluster)
             sent += way.seconds_across(way.choices * route.summed_bytes, self.cluster)  # weights, or their gradients
             copies += self.memory_seconds(width * size * 2 * load * rows)
-        return RowExchange(ONCE_PER_NODE, routed_axes(option.axes), sent + choices, sent, copies)
+        axes = routed_axes(option.axes)
+        return RowExchange(kind=ONCE_PER_NODE, axes=axes, forward=sent + choices, backward=sent, copies=copies)
 
     def sent_again_seconds(self, operator: Operator, option: Option) -> float:
         """Return the forward seconds of an expert layer that a second run repeats although its products are kept:
