@@ -1,6 +1,6 @@
 """Run one operator call through the real lowering and emitter, on simulated ranks in this process.
 
-`autopar.rules.proof` compares the results, forward and backward, with torch's operator on the whole tensors.
+`autopar.rules.proofs.prove_rule` compares the results, forward and backward, with torch's operator on whole tensors.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from autopar.ir.draws import draw_numbers
 from autopar.ir.graph import Graph, Input, Node, Ref, TensorMeta
 from autopar.ir.mesh import Mesh
 from autopar.lowering.scope_lowering import Lowering, Shared, dtype_name
-from autopar.options.assignment import Assignment
-from autopar.options.scopes import scopes_of
-from autopar.options.strategies import Operator, Option
-from autopar.rules.execute import DROPOUT_KEY
 from autopar.rules.localize import tensor_placements
-from autopar.rules.outcome import Prepared
+from autopar.rules.proofs.execute import DROPOUT_KEY
+from autopar.rules.proofs.outcome import Prepared
+from autopar.rules.proofs.simulated_ranks import SIMULATED_AXES, SimulatedMesh, Sizes
 from autopar.rules.rule import AxisOption, Rule
-from autopar.rules.simulate import SIMULATED_AXES, SimulatedMesh, Sizes
-from codegen.check import check_files
-from codegen.emit import emit_model
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator, Option
+from autopar.sharding.scopes import scopes_of
+from codegen.check_source import check_files
 from codegen.program import ModuleClass, Program, Spec
+from codegen.source.emit import emit_model
 
 
 def program_of(

@@ -33,12 +33,12 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.operators import shares_memory
 from autopar.ir.placement import local_shape
 from autopar.operators.traits import CHOSEN_BY_DEVICE, VIEWS
-from autopar.options.fused import OTHER_RESULT
-from autopar.options.strategies import Operator, Option, num_local
-from autopar.rules.attention import EXCHANGES
-from autopar.rules.execute import run_alone
+from autopar.rules.families.attention import EXCHANGES
 from autopar.rules.localize import local_call
+from autopar.rules.proofs.execute import run_alone
 from autopar.rules.rule import AxisOption
+from autopar.sharding.call_options import Operator, Option, num_local
+from autopar.sharding.fusible_runs import OTHER_RESULT
 from codegen.fusion import PATTERNS
 
 Metas = tuple[TensorMeta, ...]

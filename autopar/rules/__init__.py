@@ -6,7 +6,7 @@
 
 from autopar.rules.call import Call, Operand
 from autopar.rules.localize import LocalCall, LoweringCall, combines, local_call
-from autopar.rules.proof import ProofReport, prove_rule
+from autopar.rules.proofs.prove_rule import ProofReport, prove_rule
 from autopar.rules.registry import Registry, known_ops, register_rule, rule_for
 from autopar.rules.rule import AxisOption, Lowering, Rule, axis_options
 

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from autopar.certify.emitted_call import prepare
-from autopar.options.strategies import rule_or_blank
-from autopar.rules.proof import check_options, torch_alone
+from autopar.rules.proofs.prove_rule import check_options, torch_alone
 from autopar.rules.registry import known_ops
+from autopar.sharding.call_options import rule_or_blank
 from benchmarks.faults.case import Case, Result, drawn
 from benchmarks.operator_calls import T, Written, base_calls, make_node, varied
 

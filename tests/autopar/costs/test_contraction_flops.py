@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.costs.contractions import contraction_flops
 from autopar.ir.graph import base_name
 from autopar.operators.traits import MATMULS
-from autopar.options.strategies import Operator
-from autopar.rules.execute import call_op
+from autopar.rules.proofs.execute import call_op
 from autopar.rules.registry import rule_for
+from autopar.sharding.call_options import Operator
 from tests.autopar.rules.handmade_calls import f, make_node
 
 CALLS: tuple[tuple[Any, ...], ...] = (

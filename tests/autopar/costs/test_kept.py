@@ -14,12 +14,12 @@ from autopar.certify.emitted_call import prepare
 from autopar.costs.kept import Kept, kept, made_bytes
 from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.mesh import Mesh
-from autopar.options.strategies import Operator, Option, rule_or_blank
 from autopar.rules.localize import tensor_placements
-from autopar.rules.outcome import Prepared
+from autopar.rules.proofs.outcome import Prepared
+from autopar.rules.proofs.samples import sample_inputs
+from autopar.rules.proofs.simulated_ranks import SimulatedMesh, distribute, meshes, run_ranks
 from autopar.rules.rule import AxisOption, axis_options
-from autopar.rules.samples import sample_inputs
-from autopar.rules.simulate import SimulatedMesh, distribute, meshes, run_ranks
+from autopar.sharding.call_options import Operator, Option, rule_or_blank
 from benchmarks.faults.operators import all_calls, text_of
 from benchmarks.operator_calls import T, Written, bools, f, make_node
 from examples.models import EXAMPLES

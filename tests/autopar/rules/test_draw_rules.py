@@ -9,7 +9,7 @@ from autopar.certify.emitted_call import prepare
 from autopar.ir.draws import DRAW, IN_TRAINING
 from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.rules import prove_rule, rule_for
-from autopar.rules.proof import check_options
+from autopar.rules.proofs.prove_rule import check_options
 
 PARAMETERS = {"bernoulli": (("p", 0.3),), "integers": (("low", -2), ("high", 5))}
 

@@ -10,7 +10,7 @@ import torch
 
 from autopar.ir.placement import P, R, Rp, S
 from autopar.rules import Lowering, Rule, prove_rule, rule_for
-from autopar.rules.simulate import assembled, conjugate, coordinates, cut, distribute
+from autopar.rules.proofs.simulated_ranks import assembled, conjugate, coordinates, cut, distribute
 from tests.autopar.rules.handmade_calls import f, ints, make_node
 
 

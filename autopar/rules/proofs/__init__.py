@@ -1,0 +1,1 @@
+"""Proofs of rules: every option of a call, run on real tensors by simulated ranks."""
