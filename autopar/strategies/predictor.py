@@ -27,8 +27,8 @@ from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.request import Request, pricer_for
 from autopar.strategies.fits import require_fit
 from autopar.strategies.matrices import pinned
+from autopar.strategies.precisions import matmul_dtype, traced_as
 from autopar.strategies.prediction import StrategyPrediction
-from autopar.strategies.pricing import matmul_dtype, traced_as
 from autopar.strategies.scenario import Scenario
 from autopar.strategies.share import (
     ScoredLayers,
@@ -322,15 +322,17 @@ def _rate(cluster: Cluster) -> float:
 
 def _priced(plain: Pricer, terms: Terms, share: Share, wanted: Strategy) -> Pricer:
     """Return the prices under the profile, with the strategy's spread of tokens over experts."""
-    profile = terms.framework
+    profile, pricer = terms.framework, priced_under(plain, terms, share)
     is_generated = profile.cp_habits == "generated"
-    return replace(
-        priced_under(plain, terms, share),
-        expert_skew=wanted.expert_skew,
+    experts = replace(
+        pricer.experts,
+        sorts_rows=is_generated,
+        skew=wanted.expert_skew,
         capacity_factor=wanted.capacity_factor,
         dispatches=() if is_generated else profile.dispatches,
         splits_rows=_is_sequence_parallel(profile, wanted) and not is_generated,
     )
+    return replace(pricer, experts=experts)
 
 
 def _is_sequence_parallel(profile: Framework, wanted: Strategy) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.costs.context import GENERATED, PUBLISHED
+from autopar.costs.framework_kernels import FrameworkKernels
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
-from autopar.strategies.pricing import ProfiledPricer
 from autopar.strategies.share import Share
 from autopar.strategies.strategy import Strategy
 from cost_models.framework_profiles import HOST_SECONDS, Framework, framework
@@ -41,24 +40,25 @@ PLANNERS = Terms(framework("autopar"), framework("autopar").attention, "bf16")
 
 
 def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
-    """The prices under the profile; the planner's own where it is the profile of generated programs."""
+    """Return the prices under the profile; the planner's prices where it is the profile of generated programs."""
     if terms.is_planners:
         return plain
     profile = terms.framework
-    is_generated = profile.cp_habits == "generated"
-    return ProfiledPricer(
-        plain.mesh,
-        plain.cluster,
-        plain.training,
-        plain.hidden_fraction if profile.hides_by_share else 0.0,
-        plain.fragmentation if profile.name == "autopar" else 0.0,
-        framework=profile,
+    rates = replace(
+        plain.rates,
+        hidden_fraction=plain.rates.hidden_fraction if profile.hides_by_share else 0.0,
+        fragmentation=plain.rates.fragmentation if profile.name == "autopar" else 0.0,
+        overlap_share=0.0,
+        host_call_seconds=0.0,
+        is_compiled=False,
+    )
+    kernels = FrameworkKernels(
+        profile=profile,
         parts=share.parts(profile.fusion),
         matmul_dtype=terms.matmul_dtype,
         attention=terms.attention,
-        habits=GENERATED if is_generated else PUBLISHED,
-        sorts_rows=is_generated,
     )
+    return Pricer(rates, framework=kernels)
 
 
 def has_kernels(wanted: Strategy, cluster: AnyCluster, terms: Terms, share: Share) -> bool:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.costs.price import Pricer
+from autopar.costs.rates import Rates
 from autopar.launch import RankError, run_ranks
 from autopar.verify import relative_error, sgd_with_momentum, verify_program
 from examples.models import EXAMPLES
@@ -76,13 +77,13 @@ def test_random_plans_are_right(seed, monkeypatch):
     monkeypatch.setattr(
         Pricer, "operator_seconds", lambda self, op, option: (_noise(seed, op.node.name, option.labels), 0.0)
     )
-    seconds = Pricer.reshard_seconds
+    seconds = Rates.reshard_seconds
 
     def noisy(self, source, target, meta):
         real = seconds(self, source, target, meta)
         return real if real in (0.0, float("inf")) else _noise(seed, source, target) * 0.1
 
-    monkeypatch.setattr(Pricer, "reshard_seconds", noisy)
+    monkeypatch.setattr(Rates, "reshard_seconds", noisy)
     name = drawn.choice(["gpt2", "llama_gqa", "bert", "nanogpt", "qwen3", "opt"])
     check(name, drawn.choice([{"tp": 4}, {"dp": 2, "tp": 2, "zero": drawn.randrange(4)}]), steps=2)
 

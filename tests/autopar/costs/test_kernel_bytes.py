@@ -136,4 +136,4 @@ def test_backward_moves_what_torchs_formulas_say(call, passes) -> None:
     (operator,) = (op for op in operators_of(graph).values() if op.node.op in names)
     (option,) = options_of(operator, pricer.mesh)
     size = operator.inputs[0].num_bytes
-    assert pricer.operator_seconds(operator, option)[1] == pricer.memory_seconds(passes * size)
+    assert pricer.operator_seconds(operator, option)[1] == pricer.rates.memory_seconds(passes * size)

@@ -102,7 +102,7 @@ def test_gradients_of_small_zero_groups_are_reduced_in_two_steps() -> None:
     pricer = pricer_for(request, plan.mesh, 1)
     meta = next(p.meta for p in EqualSearch(request).costs.graph.parameters if len(p.meta.shape) == 2)
     stored = next(s for (_, n), s in best.solved_layer.parameters(2).items() if s.zero == 2)
-    found = sum(pricer.sync_parts(meta, stored, meta.num_bytes)) / (1 - pricer.hidden_fraction)
+    found = sum(pricer.parameters.sync_parts(meta, stored, meta.num_bytes)) / (1 - pricer.rates.hidden_fraction)
     inside, across = collective.Group(4, 1), collective.Group(4, 4)
     size = meta.numel * 4
     by_hand = (
