@@ -118,7 +118,8 @@ class Predictor:
         return self
 
     def _start(self, traced: BatchedTrace) -> None:
-        self._dropping, self._without_dropout = Share(traced), None
+        self._dropping = Share(traced)
+        self._without_dropout: Share | None = None
 
     def share(self, drops_attention: bool = True) -> Share:
         """Return the model. drops_attention: False for a model whose attention has no dropout."""
