@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from autopar.ir.batch_names import batch_key
 from autopar.ir.chain import chain, home_of_unread
 from autopar.ir.draws import draw_numbers
-from autopar.ir.graph import UPDATE_BUFFER, Graph, Input, LayerRun, Node, Ref, ancestors, base_name, derived
+from autopar.ir.graph import UPDATE_BUFFER, Graph, Input, LayerRun, Node, Ref, ancestors, base_name, batch_key, derived
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R
 from autopar.lowering.dim_roles import dim_roles

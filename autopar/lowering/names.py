@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
-from autopar.ir.batch_names import batch_key
 from autopar.ir.graph import (
     SINK_ATTENTION,
     WINDOW_ATTENTION,
@@ -20,6 +19,7 @@ from autopar.ir.graph import (
     Node,
     Ref,
     base_name,
+    batch_key,
     derived,
 )
 from autopar.operators.traits import PERMUTATIONS, RESHAPES, ROLES, SHORT_NAMES
