@@ -31,12 +31,9 @@ from autopar.ir.graph import Ref, base_name
 from autopar.ir.mesh import Mesh
 from autopar.sharding.call_options import Operator, Option, num_local
 from autopar.sharding.fusible_runs import Fusion
-from codegen.fusion.losses import ACCUMULATOR_BYTES
-from codegen.kernels.linear_cross_entropy import even_chunk
+from codegen.fusion.template import ChunkRows
+from codegen.kernels.linear_cross_entropy import sum_dtype
 from cost_models import compute
-
-LM_HEAD = "linear and cross-entropy"
-LM_HEAD_CALL = "kernels.linear_cross_entropy"
 
 Key = tuple[str, str]
 """Name of a call: (scope, call)."""
@@ -74,12 +71,13 @@ def is_one_call(fusion: Fusion, on_cpu: bool) -> bool:
 
 def fused_seconds(fusion: Fusion, operator: Operator, option: Option, rates: Rates) -> tuple[float, float]:
     """Return a call's share of the seconds (forward, backward) of its run."""
-    is_last = operator.node.name == fusion.node.name
-    if fusion.name != LM_HEAD:
+    chunk_rows = fusion.match.pattern.chunk_rows
+    if chunk_rows is None:
         return _traffic_seconds(fusion, operator, option, rates)
-    if is_last:
-        return _loss_seconds(fusion, operator, option, rates)
-    return _lm_head_seconds(operator, option, rates) if base_name(operator.node.op) == "linear" else (0.0, 0.0)
+    if operator.node.name == fusion.node.name:
+        return _loss_seconds(chunk_rows, fusion, operator, option, rates)
+    is_layer = base_name(operator.node.op) == "linear"
+    return _lm_head_seconds(chunk_rows, operator, option, rates) if is_layer else (0.0, 0.0)
 
 
 def _traffic_seconds(fusion: Fusion, operator: Operator, option: Option, rates: Rates) -> tuple[float, float]:
@@ -105,10 +103,10 @@ def _traffic_seconds(fusion: Fusion, operator: Operator, option: Option, rates: 
     return seconds[0], seconds[1] if gradients else 0.0
 
 
-def _lm_head_seconds(operator: Operator, option: Option, rates: Rates) -> tuple[float, float]:
+def _lm_head_seconds(chunk_rows: ChunkRows, operator: Operator, option: Option, rates: Rates) -> tuple[float, float]:
     """Price the layer. Forward: three products per chunk, with the sum of weight gradients; backward: both
     gradients times a factor."""
-    lm_head = _lm_head(operator, option, rates)
+    lm_head = _lm_head(chunk_rows, operator, option, rates)
     c, h, v, e, a = lm_head.chunk_rows, lm_head.width, lm_head.classes, lm_head.element_bytes, lm_head.sum_bytes
     operands = (c * h + v * h + c * v) * e
     products = [((c, v, h), operands)]
@@ -124,17 +122,19 @@ def _lm_head_seconds(operator: Operator, option: Option, rates: Rates) -> tuple[
     return lm_head.num_chunks * chunk + cleared, scaled
 
 
-def _loss_seconds(fusion: Fusion, operator: Operator, option: Option, rates: Rates) -> tuple[float, float]:
+def _loss_seconds(
+    chunk_rows: ChunkRows, fusion: Fusion, operator: Operator, option: Option, rates: Rates
+) -> tuple[float, float]:
     """Price the loss: per chunk its logits are read, and read and written as their gradient. Ranks that share
     the vocabulary gather three fp32 numbers per row."""
     logits, lies = operator.inputs[0], option.inputs[0]
     rows, classes = num_local_dim(logits, lies, rates.mesh, -2), num_local_dim(logits, lies, rates.mesh)
-    count, chunk_rows = _chunks(rows, classes, is_cpu(rates.cluster))
-    size = chunk_rows * classes * fusion.entering[fusion.node.inputs[0]].dtype.itemsize
+    count, height = _chunks(chunk_rows, rows, classes, is_cpu(rates.cluster))
+    size = height * classes * fusion.entering[fusion.node.inputs[0]].dtype.itemsize
     chunk = rates.memory_seconds(size) + rates.memory_seconds(2 * size)
     for axis, placement in enumerate(lies):
         if placement.is_shard and placement.dim == 1:
-            num_bytes = 12.0 * chunk_rows * rates.mesh.sizes[axis]
+            num_bytes = 12.0 * height * rates.mesh.sizes[axis]
             chunk += rates.collective_seconds("all_gather", axis, num_bytes)
     return count * chunk, 0.0
 
@@ -145,9 +145,10 @@ def _loss_seconds(fusion: Fusion, operator: Operator, option: Option, rates: Rat
 def fused_saved_bytes(fusion: Fusion, operator: Operator, option: Option, rates: Rates) -> float:
     """Return the bytes of activations that a call is first to keep: those that enter its run here."""
     scale = 1.0 + rates.fragmentation
-    if fusion.name == LM_HEAD:
+    chunk_rows = fusion.match.pattern.chunk_rows
+    if chunk_rows is not None:
         is_layer = base_name(operator.node.op) == "linear"
-        return _lm_head(operator, option, rates).kept_bytes * scale if is_layer else 0.0
+        return _lm_head(chunk_rows, operator, option, rates).kept_bytes * scale if is_layer else 0.0
     kept_refs, name = kept_by(fusion), operator.node.name
     tensors = [*zip(operator.node.inputs, operator.inputs, option.inputs, strict=True)]
     results = (Ref(name, index) for index in range(len(operator.node.outputs)))
@@ -161,25 +162,24 @@ def fused_saved_bytes(fusion: Fusion, operator: Operator, option: Option, rates:
     return scale * (sum(size for ref, size in sizes.items() if ref in kept_refs and fusion.charged[ref] == name) + rows)
 
 
-def lm_head_bytes(operator: Operator, option: Option, rates: Rates) -> tuple[float, float]:
+def lm_head_bytes(chunk_rows: ChunkRows, operator: Operator, option: Option, rates: Rates) -> tuple[float, float]:
     """Return the bytes (kept besides inputs and results, temporaries of the forward) of a linear layer with its
     loss."""
-    lm_head, on_cpu = _lm_head(operator, option, rates), is_cpu(rates.cluster)
+    lm_head, on_cpu = _lm_head(chunk_rows, operator, option, rates), is_cpu(rates.cluster)
     # On a CPU softmax's numerator is a second tensor next to the logits, in two fp32 temporaries.
     width = lm_head.element_bytes + (8 if on_cpu else 0)
     return lm_head.kept_bytes, float(lm_head.chunk_rows * lm_head.classes * width)
 
 
-def _lm_head(operator: Operator, option: Option, rates: Rates) -> _LMHead:
+def _lm_head(chunk_rows: ChunkRows, operator: Operator, option: Option, rates: Rates) -> _LMHead:
     (x, weight), (x_lies, weight_lies) = operator.inputs[:2], option.inputs[:2]
     classes, width = num_local_dim(weight, weight_lies, rates.mesh, 0 - len(weight.shape)), x.shape[-1]
     x_elements = num_local(x, x_lies, rates.mesh)
-    count, chunk_rows = _chunks(x_elements // width, classes, is_cpu(rates.cluster))
-    size = x.dtype.itemsize
-    wide = ACCUMULATOR_BYTES[str(x.dtype).removeprefix("torch.")]
+    count, height = _chunks(chunk_rows, x_elements // width, classes, is_cpu(rates.cluster))
+    size, wide = x.dtype.itemsize, sum_dtype(x.dtype).itemsize
     return _LMHead(
         num_chunks=count,
-        chunk_rows=chunk_rows,
+        chunk_rows=height,
         width=width,
         classes=classes,
         element_bytes=size,
@@ -191,9 +191,9 @@ def _lm_head(operator: Operator, option: Option, rates: Rates) -> _LMHead:
     )
 
 
-def _chunks(rows: int, classes: int, on_cpu: bool) -> tuple[int, int]:
+def _chunks(chunk_rows: ChunkRows, rows: int, classes: int, on_cpu: bool) -> tuple[int, int]:
     """Return how the kernel cuts the rows: (number of chunks, rows of one)."""
-    height = even_chunk(rows, classes, on_cpu)
+    height = chunk_rows(rows, classes, on_cpu)
     return -(-rows // height), min(height, rows)
 
 

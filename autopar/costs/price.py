@@ -19,7 +19,6 @@ from autopar.costs.fp8 import Fp8Layers, Product
 from autopar.costs.framework_kernels import FrameworkKernels, part_seconds
 from autopar.costs.kept import made_bytes
 from autopar.costs.kernels import (
-    LM_HEAD_CALL,
     FusedKernels,
     fused_saved_bytes,
     fused_seconds,
@@ -41,6 +40,7 @@ from autopar.rules.families.experts import EXPERT_LINEAR
 from autopar.rules.families.norm import SYNCHRONISED
 from autopar.sharding.call_options import Operator, Option, num_local
 from autopar.sharding.fusible_runs import Fusion
+from codegen.fusion import KERNELS
 from cost_models import compute
 from cost_models.machine import Cluster
 
@@ -284,8 +284,9 @@ class Pricer:
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Return the bytes (kept besides inputs and results, temporaries of the forward) of a call."""
-        if operator.node.op == LM_HEAD_CALL:
-            return lm_head_bytes(operator, option, self.rates)
+        pattern = KERNELS.get(operator.node.op)
+        if pattern is not None and pattern.chunk_rows is not None:
+            return lm_head_bytes(pattern.chunk_rows, operator, option, self.rates)
         if operator.node.op == SINK_ATTENTION:
             return 0.0, self.contractions.sinks(operator, option).held_forward
         if operator.node.op == EXPERT_LINEAR:

@@ -16,7 +16,7 @@ from autopar.ir.graph import Graph, Ref, base_name, batch_key, derived, layer_bo
 from autopar.operators.traits import ATTENTION
 from autopar.sharding.call_options import rule_or_blank
 from autopar.sharding.scopes import scopes_of
-from codegen.runtime.names import argument
+from codegen.source.names import argument
 
 Place = tuple[str, Ref, int]
 """A dim: (scope, tensor, dim index)."""

@@ -21,7 +21,7 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.call_options import Operator
 from autopar.sharding.scopes import Scope, scopes_of
 from codegen.program import Call, ModuleClass, PipelineProgram, PipelineStage, Program, Spec, Statement, Var
-from codegen.runtime.names import argument
+from codegen.source.names import argument
 
 Modes = Mapping[str, tuple[tuple[str, int], ...]]
 """Layer class -> (mode, number of consecutive layers), in layer order; omitted classes keep everything."""

@@ -111,8 +111,7 @@ def batch(routing: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "pins",
     [
-        {"dp": 4, "ep": 4, "zero": 1},
-        {"dp": 4, "ep": 4, "micro_batches": 2},
+        {"dp": 4, "ep": 4, "zero": 1, "micro_batches": 2},
         {"dp": 2, "ep": 2, "tp": 2, "etp": 1},
     ],
     ids=str,

@@ -31,6 +31,7 @@ from examples.models import EXAMPLES
 from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
 from tests.autopar.requests import request_for
 from tests.search import exhaustive_pipeline
+from tests.turns import by_turns
 
 
 def slow(*values: Any) -> Any:
@@ -42,8 +43,9 @@ def searched(name: str, cluster: str, **constraints: Any) -> EqualSearch:
     return EqualSearch(request_for(name, cluster, **constraints))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-@pytest.mark.parametrize("mesh", ["dp4", "dp4 x tp2", "ddp2 x dp2 x tp2"])
+@pytest.mark.parametrize(
+    ("name", "mesh"), by_turns(["gpt2", "llama", "bert"], ["dp4", "dp4 x tp2", "ddp2 x dp2 x tp2"])
+)
 def test_a_solved_layer_costs_what_its_mesh_costs(name: str, mesh: str) -> None:
     """Decisions made for two data-parallel ranks, priced on them, against the same decisions on the whole mesh.
 
