@@ -29,6 +29,7 @@ from autopar.launch import RankError, run_ranks
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig
 from codegen.runtime.mesh import Mesh
+from codegen.runtime.pipeline_ranks import create_stage_mesh
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -179,7 +180,7 @@ def test_a_rank_that_computes_forever_is_named() -> None:
 def timeouts_of(axes: tuple[str, ...], sizes: tuple[int, ...], parts: bool) -> set[float]:
     """Of all groups, in seconds."""
     if parts:
-        Mesh.create_stage_mesh([(axes, sizes), (axes, sizes)])
+        create_stage_mesh([(axes, sizes), (axes, sizes)])
     else:
         Mesh.create(axes, sizes).joint(axes[:2])
     groups = torch.distributed.distributed_c10d._world.pg_map
