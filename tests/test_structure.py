@@ -187,7 +187,6 @@ DEGREES_BY_NAME = {
     "autopar/explain/terminal.py": 2,
     "autopar/ir/mesh.py": 1,
     "autopar/page/what_if.py": 2,
-    "autopar/strategies/experts.py": 1,
 }
 """Keys of dicts of degrees or placements: data, such as {"tp": 2}."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,41 +16,66 @@ from autopar.costs.context import (
     context_call,
     seen_keys,
 )
-from autopar.costs.expert_exchange import ID_BYTES, Nodes, OncePerNode, nodes_of, pays
+from autopar.costs.expert_exchange import ID_BYTES, ONCE_PER_NODE, Mixture, Nodes, OncePerNode, nodes_of, pays
 from autopar.costs.fp8 import Fp8Layers
 from autopar.costs.framework_kernels import FrameworkKernels
 from autopar.costs.rates import Rates, dtype_name, is_cpu, num_local_dim
 from autopar.costs.sinks import Sinks, sinks
 from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, TensorMeta, base_name, is_causal
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import TENSOR_AXES, Mesh
 from autopar.operators.traits import ATTENTION, BATCHED_PRODUCTS, CONVOLUTIONS
 from autopar.rules.families.experts import EXPERT_LINEAR
 from autopar.sharding.call_options import Operator, Option, num_local, routed_axes
-from cost_models import compute, routing
+from cost_models import collective, compute, routing
 from cost_models.machine import Cluster
 
 VALUE_FEATURES = "f"
 """The factor of values and result that the scores of attention lack (rules/families/attention.py)."""
 
+ALL_TO_ALL: collective.Kind = "all_to_all"
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """How programs move the rows of expert layers, and the load of the fullest rank.
+    """How tokens choose experts, and how programs move the rows of expert layers.
 
     by_node: (scope, call) of a program's expert layers whose rows cross between nodes once per node (emitted.py).
     None without a program: then rows cross so wherever their mixture may and it pays. sorts_rows: whether the rows of
     experts are sorted and put back by copies of their own, as in generated programs, or by the calls that repeat and
-    sum them. inner: (scope, call) of calls that take `load` times as long as for the mean number of tokens.
+    sum them. skew, capacity_factor: how unevenly tokens choose experts, and the places of each expert by its even share
+    of tokens, if tokens beyond them are dropped (cost_models/routing.py). dispatches: the kinds of exchange that a
+    framework has for these rows, () for those of generated programs. splits_rows: whether tensor-parallel ranks that
+    have the same rows send a part of them each.
     """
 
     by_node: frozenset[tuple[str, str]] | None = None
     sorts_rows: bool = True
-    inner: frozenset[tuple[str, str]] = frozenset()
-    load: float = 1.0
+    skew: float = routing.EXPERT_SKEW
+    capacity_factor: float | None = None
+    dispatches: tuple[str, ...] = ()
+    splits_rows: bool = False
 
-    def load_of(self, operator: Operator) -> float:
-        """Return by how much a call takes longer on the fullest rank than with the mean number of tokens."""
-        return self.load if (operator.scope, operator.node.name) in self.inner else 1.0
+    @property
+    def counted_skew(self) -> float:
+        """Return the skew of experts whose rows are counted: none if each has equally many places."""
+        return self.skew if self.capacity_factor is None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RowExchange:
+    """Seconds in which the rows of one expert layer reach the ranks of their experts and return.
+
+    kind: of the exchange (cost_models/dispatch.py). axes: over which rows travel, () if all ranks have all experts.
+    forward, backward: of the links. copies: of sorting rows and putting them back, in each direction. hidden: the share
+    of the exchange that other computation can hide.
+    """
+
+    kind: str = ""
+    axes: tuple[int, ...] = ()
+    forward: float = 0.0
+    backward: float = 0.0
+    copies: float = 0.0
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,21 +105,22 @@ class Contractions:
         if base_name(operator.node.op) in ATTENTION:
             return self.attention_seconds(operator, option, num_bytes)
         forward, wrt_input, wrt_weight = self.matmul_seconds(operator, option, num_bytes)
-        is_routed = operator.node.op == EXPERT_LINEAR
+        is_routed, load = operator.node.op == EXPERT_LINEAR, 1.0
         read = operator.inputs[:2] if is_routed else [meta for meta in operator.inputs if len(meta.shape) > 1][-2:]
         factors = [meta.requires_grad for meta in read]
         products = (wrt_input, wrt_weight)[2 - len(factors) :]
         backward = sum(product for product, is_trained in zip(products, factors, strict=True) if is_trained)
         if is_routed:
-            load, moving = self.routed(operator, option)
-            told, more = self._beside(operator, option)
-            forward, backward = forward * load + moving + told, backward * load + (moving + more) * any(factors)
+            load, rows = self.expert_load(operator, option), self.row_exchange(operator, option)
+            behind = rows.copies + self._copies_behind(operator, option)
+            forward = forward * load + rows.forward + rows.copies
+            backward = backward * load + (rows.backward + behind if any(factors) else 0.0)
         biases = operator.inputs[3:] if is_routed else [meta for meta in operator.inputs if len(meta.shape) == 1]
         if any(meta.requires_grad for meta in biases):
             # The gradient of a bias is a sum over all rows.
             output = operator.node.outputs[0]
             size = num_local(output, option.outputs[0], self.mesh) * output.dtype.itemsize
-            backward += self.rates.memory_seconds(size)
+            backward += self.rates.memory_seconds(load * size)
         return forward, backward
 
     def local_flops(self, operator: Operator, option: Option) -> float:
@@ -113,31 +139,66 @@ class Contractions:
         pairs = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
         return float(sum(num_local(meta, lies, self.mesh) * meta.dtype.itemsize for meta, lies in pairs))
 
-    def routed(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Return (load of the fullest rank relative to the mean, seconds in which rows reach their experts and return).
+    def expert_load(self, operator: Operator, option: Option) -> float:
+        """Return the rows of the fullest rank of an expert layer relative to the mean."""
+        if self.experts.capacity_factor is not None:
+            return self.experts.capacity_factor
+        return fullest_load(operator, option, self.mesh, self.experts.skew)
+
+    def row_exchange(self, operator: Operator, option: Option) -> RowExchange:
+        """Return the seconds in which the rows of an expert layer reach their experts and return.
 
         Rows are sorted by expert and put back. Where ranks have different experts, rows travel there and back, and
         are sorted again there (codegen/runtime/experts.py). Their gradients do the same. expert_exchange.py prices
-        rows that cross between nodes once per node.
+        rows that cross between nodes once per node, and the kinds of exchange of other frameworks.
         """
         parts = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
         ways = zip(parts, (operator.route.dispatches, operator.route.returns), strict=True)
         moved = [num_local(m, lies, self.mesh) * m.dtype.itemsize for (m, lies), goes in ways if goes]
         axes = routed_axes(option.axes)
+        sorting = self.rates.memory_seconds(2 * sum(moved)) if self.experts.sorts_rows else 0.0
         if not axes:
-            return 1.0, self.rates.memory_seconds(2 * sum(moved)) if self.experts.sorts_rows else 0.0
-        size, (num_experts, *_) = math.prod(self.mesh.sizes[axis] for axis in axes), operator.inputs[1].shape
-        rows = num_local(operator.inputs[2], option.inputs[2], self.mesh) * size
-        load = routing.fullest_load(size, num_experts, 1, rows, routing.EXPERT_SKEW)
+            return RowExchange(copies=sorting)
+        load = self.expert_load(operator, option)
+        if self.experts.dispatches:
+            return self._dispatched(operator, option, moved, load, sorting)
         if self.crosses_once(operator, option):
-            return load, self._once_per_node(operator, option, load)
-        exchanges = sum(self.rates.joint_seconds("all_to_all", axes, load * part) for part in moved)
-        return load, exchanges + self.rates.memory_seconds(2 * (1 + load) * sum(moved))
+            return self._once_per_node(operator, option, load)
+        sent = sum(self.rates.joint_seconds(ALL_TO_ALL, axes, load * part) for part in moved)
+        copies = self.rates.memory_seconds(2 * (1 + load) * sum(moved))
+        return RowExchange(kind=ALL_TO_ALL, axes=axes, forward=sent, backward=sent, copies=copies)
+
+    def _dispatched(
+        self, operator: Operator, option: Option, moved: list[int], load: float, sorting: float
+    ) -> RowExchange:
+        """Price rows that travel by the fastest kind of exchange that a framework has. moved: bytes of a rank's rows,
+        for each way on which this layer sends them."""
+        axes, choices = routed_axes(option.axes), operator.route.choices or 1
+        senders = self._senders(option) if self.experts.splits_rows else 1
+        rows = num_local(operator.inputs[2], option.inputs[2], self.mesh)
+        mixture = Mixture(
+            self.rates.group(axes),
+            num_experts=operator.inputs[1].shape[0],
+            choices=choices,
+            tokens=rows / choices / senders,
+            load=load,
+            skew=self.experts.counted_skew,
+        )
+        kind = mixture.fastest(self.experts.dispatches, self.cluster)
+        sent = sum(replace(mixture, row_bytes=part / rows).seconds(kind, self.cluster) for part in moved)
+        return RowExchange(kind=kind.name, axes=axes, forward=sent, backward=sent, copies=sorting, hidden=kind.hidden)
+
+    def _senders(self, option: Option) -> int:
+        """Return the number of tensor-parallel ranks that have the same rows of an expert layer."""
+        named = zip(self.mesh.axes, self.mesh.sizes, option.inputs[0], strict=True)
+        return math.prod(
+            size for axis, size, lies in named if axis in TENSOR_AXES and not (lies.is_shard and lies.dim == 0)
+        )
 
     def neighbors(self, num_experts: int, choices: int, axes: tuple[str, ...]) -> int:
         """Return how many consecutive ranks of these flattened axes share a node, if rows of such a mixture cross
         between nodes once per node; 0 if rows go straight."""
-        nodes = self._nodes(tuple(map(self.mesh.axes.index, axes)))
+        nodes = None if self.experts.dispatches else self._nodes(tuple(map(self.mesh.axes.index, axes)))
         return nodes.neighbors if nodes is not None and pays(nodes, num_experts, choices, self.cluster) else 0
 
     def crosses_once(self, operator: Operator, option: Option) -> bool:
@@ -152,57 +213,59 @@ class Contractions:
         """Return the nodes of the ranks of these flattened axes, if they span several."""
         return nodes_of(self.rates.group(axes), self.cluster)
 
-    def _once_per_node(self, operator: Operator, option: Option, load: float) -> float:
-        """Return the seconds in which rows travel there and back by way of the nodes.
+    def _once_per_node(self, operator: Operator, option: Option, load: float) -> RowExchange:
+        """Price rows that travel there and back by way of the nodes.
 
-        The gathers and sums of this way replace those of the calls that copy, weigh and sum rows, which are priced
-        as separate calls. The sums on the way back move no less than these. The copies move N + T rows less than the
-        two gathers on the way there, which move C and N.
+        Forward, nodes also receive the choices of the tokens that they get. The gathers and sums of this way replace
+        those of the calls that copy, weigh and sum rows, which are priced as separate calls. The sums on the way back
+        move no less than these. The copies move N + T rows less than the two gathers on the way there, which move C
+        and N.
         """
         way, route = self._way(operator, option), operator.route
-        rows, seconds = way.tokens * way.choices, 0.0
+        rows, sent, copies, choices = way.tokens * way.choices, 0.0, 0.0, 0.0
         if route.dispatches:
             size = num_local_dim(operator.inputs[0], option.inputs[0], self.mesh) * operator.inputs[0].dtype.itemsize
-            seconds += way.seconds(size, size, load, self.cluster)
-            seconds += self.rates.memory_seconds(size * ((2 * load + 1) * rows + 2 * way.copies - way.tokens))
+            sent += way.seconds(size, size, load, self.cluster)
+            copies += self.rates.memory_seconds(size * ((2 * load + 1) * rows + 2 * way.copies - way.tokens))
+            choices = way.seconds_across(way.choices * ID_BYTES, self.cluster)
         if route.returns:
             output = operator.node.outputs[0]
             width, size = num_local_dim(output, option.outputs[0], self.mesh), output.dtype.itemsize
-            seconds += way.seconds(width * size, width * route.summed_bytes, load, self.cluster)
-            seconds += way.seconds_across(way.choices * route.summed_bytes, self.cluster)  # weights, or their gradients
-            seconds += self.rates.memory_seconds(width * size * 2 * load * rows)
-        return seconds
+            sent += way.seconds(width * size, width * route.summed_bytes, load, self.cluster)
+            sent += way.seconds_across(way.choices * route.summed_bytes, self.cluster)  # weights, or their gradients
+            copies += self.rates.memory_seconds(width * size * 2 * load * rows)
+        axes = routed_axes(option.axes)
+        return RowExchange(kind=ONCE_PER_NODE, axes=axes, forward=sent + choices, backward=sent, copies=copies)
 
     def sent_again_seconds(self, operator: Operator, option: Option) -> float:
         """Return the forward seconds of an expert layer that a second run repeats although its products are kept:
         rows travel and are sorted again. The sums that return from nodes are left out: no backward reads them."""
         if operator.node.op != EXPERT_LINEAR:
             return 0.0
-        seconds = self.routed(operator, option)[1] + self._beside(operator, option)[0]
-        if routed_axes(option.axes) and operator.route.returns and self.crosses_once(operator, option):
+        rows = self.row_exchange(operator, option)
+        seconds = rows.forward + rows.copies
+        if rows.kind == ONCE_PER_NODE and operator.route.returns and not self.experts.dispatches:
             width = num_local_dim(operator.node.outputs[0], option.outputs[0], self.mesh)
             copy_bytes = width * operator.route.summed_bytes
             seconds -= self._way(operator, option).seconds_across(copy_bytes, self.cluster)
         return seconds
 
-    def _beside(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Return the seconds by way of the nodes that `_once_per_node` leaves out. Forward, nodes receive the
-        choices of the tokens that they get. Backward, sums and weights there move more rows than the calls that
-        they replace: on the way there N + 2 C + T for 3 N + 2 C, on the way back 8 N + 2 C for 5 N + 2 T."""
-        route, told, moved = operator.route, 0.0, 0.0
-        if not routed_axes(option.axes) or not self.crosses_once(operator, option):
-            return 0.0, 0.0
-        way, output = self._way(operator, option), operator.node.outputs[0]
+    def _copies_behind(self, operator: Operator, option: Option) -> float:
+        """Return the seconds that copies by way of the nodes take in backward alone: sums and weights there move more
+        rows than the calls that they replace. On the way there they move N + 2 C + T for 3 N + 2 C, on the way back
+        8 N + 2 C for 5 N + 2 T."""
+        if self.experts.dispatches or not routed_axes(option.axes) or not self.crosses_once(operator, option):
+            return 0.0
+        way, route, output, moved = self._way(operator, option), operator.route, operator.node.outputs[0], 0.0
         rows, copies = way.tokens * way.choices, way.copies
         if route.dispatches:
-            told = way.seconds_across(way.choices * ID_BYTES, self.cluster)
             size = num_local_dim(operator.inputs[0], option.inputs[0], self.mesh) * operator.inputs[0].dtype.itemsize
             moved += size * (way.tokens - 2 * rows)
         if route.returns:
             size = num_local_dim(output, option.outputs[0], self.mesh) * output.dtype.itemsize
             moved += size * (3 * rows + 2 * copies - 2 * way.tokens)
         device = self.cluster.device
-        return told, moved / (device.memory_bytes_per_second * device.memory_efficiency)
+        return moved / (device.memory_bytes_per_second * device.memory_efficiency)
 
     def _way(self, operator: Operator, option: Option) -> OncePerNode:
         nodes, choices = self._nodes(routed_axes(option.axes)), operator.route.choices
@@ -213,7 +276,7 @@ class Contractions:
             num_experts=operator.inputs[1].shape[0],
             choices=choices,
             tokens=tokens,
-            skew=routing.EXPERT_SKEW,
+            skew=self.experts.counted_skew,
         )
 
     def attention_seconds(self, operator: Operator, option: Option, num_bytes: float) -> tuple[float, float]:
@@ -338,6 +401,15 @@ class Contractions:
             return False
         is_torchs = operator.node.outputs[0].dtype == torch.bfloat16
         return self.has_kernels or is_torchs and "fp8" in self.cluster.device.peak_flops_per_second
+
+
+def fullest_load(operator: Operator, option: Option, mesh: Mesh, skew: float = routing.EXPERT_SKEW) -> float:
+    """Return the rows of the fullest rank of an expert layer relative to the mean, if none are dropped. skew: of
+    experts (cost_models/routing.py)."""
+    axes = routed_axes(option.axes)
+    size, choices = math.prod(mesh.sizes[axis] for axis in axes), operator.route.choices or 1
+    tokens = num_local(operator.inputs[2], option.inputs[2], mesh) * size / choices
+    return routing.fullest_load(size, operator.inputs[1].shape[0], choices, tokens, skew) if axes else 1.0
 
 
 def local_experts(operator: Operator, option: Option, mesh: Mesh) -> int:

@@ -22,7 +22,7 @@ def unit_costs(
 ) -> dict[str, LayerCost]:
     """Return the cost of every unit, by name."""
     calls = layer_costs(graph, operators, pricer, assignment)
-    parameters = StoredParameters.of(assignment.parameters, homes_of(graph), scopes_of(graph))
+    parameters = StoredParameters.of(assignment.parameters, homes_of(graph), scopes_of(graph), pricer.mesh.axes)
     costs = combined(calls, stored_costs(graph, pricer, parameters), pricer.rates.num_forwards)
     for name, num_bytes in _summed_bytes(graph, pricer, assignment).items():
         costs[name].fixed[SUMS] += num_bytes

@@ -24,6 +24,7 @@ from autopar.costs.saved import saved_tensors
 from autopar.ir.chain import chain, segments
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.placement import Placements
+from autopar.rules.families.experts import EXPERT_LINEAR
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.call_options import Operator, Option
 from autopar.sharding.scopes import Scope, scopes_of
@@ -67,6 +68,10 @@ def layer_seconds(
         )
         for name, cost in costs.items()
     }
+
+
+Sent = tuple[Mapping[str, float], Mapping[str, float]]
+"""Seconds by kind of the exchanges inside a call, of its forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,36 +153,59 @@ class _Evaluation:
     # --- seconds ------------------------------------------------------------------------------------------------------
 
     def _seconds(self, scope: Scope, unit: Unit, cost: LayerCost) -> None:
+        hidden_shares: dict[str, float] = {}
         for key in unit.calls:
             operator, option = self.operators[key], self.assignment.operators[key]
-            forward, backward = self.pricer.operator_seconds(operator, option)
+            load = self._load(operator)
+            forward, backward = (load * seconds for seconds in self.pricer.operator_seconds(operator, option))
             kinds = self.pricer.compute_kinds(operator)
-            sent = self._exchanged(operator, option)
+            sent, hidden_share = self._exchanged(operator, option)
             cost.forward[kinds[0]] += forward - exposed(sent[0])
             cost.backward[kinds[1]] += backward - exposed(sent[1])
             for table, part in zip((cost.forward, cost.backward), sent, strict=True):
                 for kind, seconds in part.items():
                     table[kind] += seconds
+                    if hidden_share:
+                        hidden_shares[kind] = hidden_share
             cost.weight_seconds += self.pricer.weight_seconds(operator, option, forward + backward)
             cost.deferring_seconds += self.pricer.deferring_seconds(operator)
         for event in unit.events:
             if isinstance(event, Moved):
                 self._move(scope, event, cost)
+        _hide(cost, hidden_shares)
 
-    def _exchanged(self, operator: Operator, option: Option) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """Of the seconds of a call's forward and backward, those of its exchange of keys and values by kind, with what
-        kernels hide of it."""
+    def _load(self, operator: Operator) -> float:
+        """Return the rows that the fullest rank has of a call between two expert layers, relative to the mean; 1 for
+        other calls. Layers themselves are priced so (contractions.py)."""
+        if not operator.route.layer:
+            return 1.0
+        layer = operator.scope, operator.route.layer
+        return self.pricer.contractions.expert_load(self.operators[layer], self.assignment.operators[layer])
+
+    def _exchanged(self, operator: Operator, option: Option) -> tuple[Sent, float]:
+        """Return the part of a call's seconds in which ranks exchange keys and values, or rows of experts.
+
+        The second value is the share of it that other computation of the unit can hide. What attention's kernels hide
+        is a kind of its own.
+        """
+        axes = self.pricer.mesh.axes
+        if operator.node.op == EXPERT_LINEAR:
+            rows = self.pricer.contractions.row_exchange(operator, option)
+            if not rows.kind:
+                return ({}, {}), 0.0
+            kind = f"{rows.kind} {' x '.join(axes[axis] for axis in rows.axes)}"
+            has_backward = any(meta.requires_grad for meta in operator.inputs[:2])
+            return ({kind: rows.forward}, {kind: rows.backward} if has_backward else {}), rows.hidden
         call = self.pricer.contractions.context_call(operator, option)
         directions = self.pricer.contractions.context_directions(operator, option)
         if call is None or directions is None:
-            return {}, {}
-        axis = self.pricer.mesh.axes[call.axis]
+            return ({}, {}), 0.0
         forward, backward = (
-            {f"{kind} {axis}": seconds for kind, seconds in direction.sent.items()}
+            {f"{kind} {axes[call.axis]}": seconds for kind, seconds in direction.sent.items()}
             | ({HIDDEN: direction.hidden} if direction.hidden else {})
             for direction in directions
         )
-        return forward, backward
+        return (forward, backward), 0.0
 
     def _issued(self, scope: Scope, name: str, unit: Unit) -> tuple[float, float]:
         """Return the host seconds to issue the calls of a unit."""
@@ -221,3 +249,15 @@ def _copied(ran: Mapping[str, Ran], copies: set[tuple[Ref, Placements]], node: N
     """Return the placement of an input that is resharded for a call by a copy."""
     lies = ran[node.name].option.inputs[node.inputs.index(ref)]
     return lies if (ref, lies) in copies else None
+
+
+def _hide(cost: LayerCost, shares: Mapping[str, float]) -> None:
+    """Hide these shares of exchanges behind what the unit computes, at most all of that: another micro-batch's
+    computation, of which a unit does the same."""
+    for kind, share in shares.items():
+        sent = cost.forward[kind] + cost.backward[kind]
+        computed = cost.forward_seconds + cost.backward_seconds - sent
+        hidden = min(share, computed / sent) if sent else 0.0
+        for table in (cost.forward, cost.backward):
+            table[HIDDEN] += hidden * table[kind]
+            table[kind] *= 1 - hidden

@@ -83,18 +83,20 @@ class FrameworkKernels:
     # --- matmuls ------------------------------------------------------------------------------------------------------
 
     def with_casts(
-        self, seconds: tuple[float, float], operator: Operator, option: Option, rates: Rates
+        self, seconds: tuple[float, float], operator: Operator, option: Option, rates: Rates, load: float
     ) -> tuple[float, float]:
         """Return the seconds of a matmul with its casts, at the rate of the units that multiply in its dtype.
 
         Each operand is read in 16 bits and written in fewer, as it is and transposed; in backward the gradient is.
+        load: rows of the fullest rank relative to the mean.
         """
         forward, backward = seconds
         if self.is_cast:
             moved, mesh = CAST_BYTES[self.matmul_dtype], rates.mesh
             sizes = [num_local_bytes(m, p, mesh) for m, p in zip(operator.inputs, option.inputs, strict=True)]
-            forward += rates.memory_seconds(moved * sum(sizes))
-            backward += rates.memory_seconds(moved * num_local_bytes(operator.node.outputs[0], option.outputs[0], mesh))
+            gradient = num_local_bytes(operator.node.outputs[0], option.outputs[0], mesh)
+            forward += rates.memory_seconds(moved * (sum(sizes) + (load - 1) * sizes[0]))
+            backward += rates.memory_seconds(moved * load * gradient)
         device = rates.cluster.device
         if self.matmul_dtype == "fp32" and device.peak("fp32") < device.peak("fp16"):
             rate = device.matmul_efficiency / VECTOR_EFFICIENCY

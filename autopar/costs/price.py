@@ -131,15 +131,14 @@ class Pricer:
 
     def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Return the compute seconds (forward, backward) of one call at its local sizes, or of its share of a fused
-        run, on the rank whose experts have the most rows."""
+        run."""
         if fusion := self.fused(operator, option):
             forward, backward = fused_seconds(fusion, operator, option, self.rates)
         elif self.framework is not None and (part := self.framework.part_of(operator)):
             forward, backward = part_seconds(part, operator, option, self.rates)
         else:
             forward, backward = self._call_seconds(operator, option)
-        load = self.experts.load_of(operator)
-        return forward * load, backward * load
+        return forward, backward
 
     def _call_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Return the seconds of a call that is a kernel of its own."""
@@ -161,7 +160,8 @@ class Pricer:
             seconds = self._contraction_seconds(operator, option, bytes_in + bytes_out)
             if self.framework is None or name in ATTENTION:
                 return seconds
-            return self.framework.with_casts(seconds, operator, option, self.rates)
+            load = self.contractions.expert_load(operator, option) if operator.node.op == EXPERT_LINEAR else 1.0
+            return self.framework.with_casts(seconds, operator, option, self.rates, load)
         forward = bytes_in + bytes_out
         backward = _backward_bytes(operator, bytes_in, bytes_out, num_grads)
         inner, inner_backward = self._inner_seconds(operator, option)

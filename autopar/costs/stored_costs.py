@@ -20,6 +20,7 @@ from autopar.costs.peak import Slot, slot_of
 from autopar.costs.price import Pricer
 from autopar.ir.chain import home_of_unread, last_readers
 from autopar.ir.graph import UPDATE_BUFFER, Graph, Ref, TensorMeta, unread
+from autopar.ir.mesh import ZERO_AXES
 from autopar.ir.placement import Stored
 from autopar.sharding.scopes import Scope
 
@@ -53,13 +54,17 @@ Trained = tuple[str, TensorMeta, Stored]
 
 @dataclass(frozen=True, slots=True)
 class StoredParameters:
-    """Parameters as they are stored on some axes. elements: of all equal ones; numbers: how many these are. trained:
-    by unit. scope_bytes: of the trained ones of every scope."""
+    """Parameters as they are stored on some axes.
+
+    elements: of all equal ones; numbers: how many these are. trained: by unit. shared_bytes: of the trained ones that
+    share buffers, by their scope and the data-parallel axes that shard them.
+    """
 
     elements: Mapping[Alike, int]
     numbers: Mapping[Alike, int]
     trained: Mapping[str, list[Trained]]
-    scope_bytes: Mapping[str, int]
+    axes: tuple[str, ...]
+    shared_bytes: Mapping[tuple[str, tuple[int, ...]], int]
 
     @classmethod
     def of(
@@ -67,24 +72,25 @@ class StoredParameters:
         chosen: Mapping[tuple[str, str], Stored],
         homes: Mapping[str, str],
         scopes: tuple[Scope, ...],
+        axes: tuple[str, ...],
     ) -> StoredParameters:
-        """Group parameters. homes: unit of each top-level parameter. scopes: of the graph."""
+        """Group parameters. homes: unit of each top-level parameter. scopes: of the graph. axes: of the placements."""
         metas = {scope.name: scope.metas for scope in scopes}
         updated = {(scope.name, n.inputs[0].node) for scope in scopes for n in scope.nodes if n.op == UPDATE_BUFFER}
         trained: dict[str, list[Trained]] = defaultdict(list)
         elements: dict[Alike, int] = defaultdict(int)
         numbers: dict[Alike, int] = defaultdict(int)
-        scope_bytes: dict[str, int] = defaultdict(int)
+        shared_bytes: dict[tuple[str, tuple[int, ...]], int] = defaultdict(int)
         for (scope, name), stored in chosen.items():
             meta, where = metas[scope][Ref(name)], scope or homes[name]
             if meta.requires_grad:
-                scope_bytes[scope] += meta.num_bytes
+                shared_bytes[scope, _sharding_axes(axes, stored)] += meta.num_bytes
                 trained[where].append(("" if scope else name, meta, stored))
             copies = 2 if (scope, name) in updated else 1  # a buffer's next value waits for the step's end
             alike = scope, where, stored, meta.dtype, meta.requires_grad
             elements[alike] += meta.numel * copies
             numbers[alike] += 1
-        return cls(elements, numbers, trained, scope_bytes)
+        return cls(elements, numbers, trained, axes, shared_bytes)
 
 
 def stored_costs(
@@ -102,7 +108,7 @@ def stored_costs(
     for alike, elements in parameters.elements.items():
         (scope, where, stored, dtype, requires_grad), number = alike, parameters.numbers[alike]
         unit, meta = costs[where], TensorMeta((elements,), dtype, requires_grad)
-        unit_bytes = parameters.scope_bytes.get(scope, 0)
+        unit_bytes = parameters.shared_bytes.get((scope, _sharding_axes(parameters.axes, stored)), 0)
         if stored.zero == 3 and requires_grad:
             gathered[where].add(prices.zero_size(stored))
         per_micro, per_step = prices.sync_parts(meta, stored, unit_bytes)
@@ -127,6 +133,13 @@ def stored_costs(
     if counts_unread:
         costs[home_of_unread(graph)].fixed[FIXED_KINDS[0]] += unread_bytes(graph)
     return costs
+
+
+def _sharding_axes(axes: tuple[str, ...], stored: Stored) -> tuple[int, ...]:
+    """Return the axes over which gradients of other parameters are summed, and this parameter is sharded: those of its
+    experts."""
+    named = zip(axes, stored.placements, strict=True)
+    return tuple(number for number, (axis, lies) in enumerate(named) if axis in ZERO_AXES and lies.is_shard)
 
 
 def _issue(unit: StoredCost, pricer: Pricer, num_trained: int, num_gathered: int) -> None:

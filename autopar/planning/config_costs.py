@@ -148,7 +148,9 @@ class ConfigCosts:
         """Return the parameters as a solved layer stores them, on meshes of its axes."""
         key = solved_layer.storage, solved_layer.mesh.axes, zero
         if key not in self.cached.parameters:
-            parameters = StoredParameters.of(solved_layer.parameters(zero), self.homes, self.scopes)
+            parameters = StoredParameters.of(
+                solved_layer.parameters(zero), self.homes, self.scopes, solved_layer.mesh.axes
+            )
             self.cached.parameters[key] = parameters
         return self.cached.parameters[key]
 

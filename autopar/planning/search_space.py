@@ -30,11 +30,12 @@ from autopar.ir.graph import UPDATE_BUFFER, Graph, LayerRun, Ref, TensorMeta
 from autopar.ir.mesh import ZERO_AXES, Mesh
 from autopar.ir.placement import Placements, R, Stored
 from autopar.settings.constraints import Constraints
-from autopar.sharding.call_options import Operator, Option, options_of, routed_axes
+from autopar.sharding.call_options import Operator, Option, expert_parameters, options_of, routed_axes
 from autopar.sharding.expert_routes import keeps_rows
 from autopar.sharding.legal_placements import LegalPlacements
 from autopar.sharding.reshard import steps
 from autopar.sharding.scopes import Scope
+from codegen.axis_records import AXES
 from codegen.evaluation import NORMS, STATISTICS
 from search.problem import Edge, Problem, Variable
 
@@ -159,14 +160,23 @@ class _Builder:
                     self._add_tensor(scope.name, Ref(formal), meta, self.offers.tensor(scope, Ref(formal)))
             names = {p.name: p.meta for p in (scope.layer.parameters if scope.layer else self.graph.parameters)}
             used = [(name, meta) for name, meta in names.items() if Ref(name) in self.uses[scope.name]]
-            unit_bytes = sum(meta.num_bytes for _, meta in used if meta.requires_grad)
+            trained = [(name, meta.num_bytes) for name, meta in used if meta.requires_grad]
+            apart = self._stored_apart(scope)
             stages = self._stages()
             none = np.zeros(len(stages))
             self.gathers[len(self.variables)] = scope.count * self.pricer.training.num_micro_batches
             self._add(SearchVariable(("zero", scope.name, "", 0), stages, tuple(() for _ in stages)), none, none)
             for name, meta in used:
+                unit_bytes = sum(size for other, size in trained if (other in apart) == (name in apart))
                 self._add_parameter(scope, name, meta, unit_bytes)
             self._add_operators(scope)
+
+    def _stored_apart(self, scope: Scope) -> frozenset[str]:
+        """Return the parameters of experts if data-parallel ranks share these out: their gradients have buffers of
+        their own (stored_costs.py)."""
+        if not any(AXES[axis].cuts_batch and AXES[axis].cuts_experts for axis in self.pricer.mesh.axes):
+            return frozenset()
+        return frozenset(ref.node for owner, ref in expert_parameters(self.graph) if owner == scope.name)
 
     def _add(self, variable: SearchVariable, costs: np.ndarray, usage: np.ndarray) -> None:
         self.index[variable.key] = len(self.variables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from autopar.costs.contractions import fullest_load
 from autopar.costs.expert_exchange import Mixture
 from autopar.costs.layer_costs import HOST
 from autopar.costs.rates import num_local_dim
@@ -106,6 +107,6 @@ def _mixture(operator: Operator, option: Option, mesh: Mesh) -> Mixture | None:
         choices=operator.route.choices,
         tokens=num_sent / operator.route.choices,
         row_bytes=num_local_dim(rows, option.inputs[0], mesh) * rows.dtype.itemsize,
-        load=routing.fullest_load(group.size, num_experts, 1, num_sent * group.size, routing.EXPERT_SKEW),
+        load=fullest_load(operator, option, mesh),
         skew=routing.EXPERT_SKEW,
     )

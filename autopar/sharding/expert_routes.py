@@ -32,15 +32,16 @@ class Route:
     """How the rows of one expert layer, or of a call between two, arrive and leave.
 
     arrives: they come sorted from an earlier layer. is_first: otherwise, no earlier call has sorted them. returns: they
-    go back to token order afterwards. like: for a layer, the first layer with the same rows. choices: per token, if the
-    layer is part of a mixture whose rows are copies of tokens and whose results are summed by token; else 0.
-    summed_bytes: bytes of an element of that sum.
+    go back to token order afterwards. like: for a layer, the first layer with the same rows; layer: the same for a call
+    between two. choices: per token, if the layer is part of a mixture whose rows are copies of tokens and whose results
+    are summed by token; else 0. summed_bytes: bytes of an element of that sum.
     """
 
     arrives: bool = False
     is_first: bool = True
     returns: bool = True
     like: str = ""
+    layer: str = ""
     choices: int = 0
     summed_bytes: int = 0
 
@@ -75,15 +76,19 @@ def routes_of(
                 ids |= {Ref(node.name, index): next(iter(sorted_by)) for index in range(len(node.outputs))}
     stays = _staying(nodes, ids, leaving)
     between = {ref.node for ref in stays} - {node.name for node in layers}
-    routes = {name: Route(arrives=True, returns=False) for name in between}
-    seen, first = set[tuple[Ref, Ref]](), dict[Ref, str]()
+    seen, first = set[tuple[Ref, Ref]](), {node.inputs[2]: node.name for node in reversed(layers)}
+    routes = {
+        node.name: Route(arrives=True, returns=False, layer=first[ids[Ref(node.name)]])
+        for node in nodes
+        if node.name in between
+    }
     for node in layers:
         rows, experts = node.inputs[0], node.inputs[2]
         routes[node.name] = Route(
             arrives=rows in stays and ids[rows] == experts,
             is_first=(rows, experts) not in seen,
             returns=Ref(node.name) not in stays,
-            like=first.setdefault(experts, node.name),
+            like=first[experts],
         )
         seen.add((rows, experts))
     for experts in dict.fromkeys(node.inputs[2] for node in layers):

@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 
 from autopar.costs.price import FREE
 from autopar.ir.chain import homes_of, segments
-from autopar.ir.graph import Graph, Node, base_name, view_root
+from autopar.ir.graph import Graph, Node, Parameter, base_name, view_root
 from autopar.ir.placement import R, S
 from autopar.operators.traits import ATTENTION, MATMULS, VIEWS
 from autopar.rules.families.experts import EXPERT_LINEAR
 from autopar.settings.constraints import Constraints
 from autopar.sharding.scopes import scopes_of
-from autopar.strategies.experts import Experts, tokens_of
 from cost_models.framework_profiles import Framework
 
 
@@ -36,20 +35,20 @@ class Matrices:
         return tuple(n for n, shape in self.shapes.items() if all(size % tp == 0 for size in shape[-2:]))
 
 
-def matrices_of(graph: Graph, experts: Experts) -> Matrices:
-    """The matrices of a graph with these experts, whose weights are matrices too."""
+def matrices_of(graph: Graph) -> Matrices:
+    """The matrices of a graph."""
     shapes: dict[str, tuple[int, ...]] = {}
-    modules = experts.modules or {}
     weights: dict[str, float] = {}
     sequences, residuals, of_experts = [], [], []
     homes = homes_of(graph)
     for scope in scopes_of(graph):
         by_name = {p.name: p for p in (scope.layer.parameters if scope.layer else graph.parameters)}
         nodes = {node.name: node for node in scope.nodes}
+        modules = {node.module for node in scope.nodes if _multiplies_by_expert(node, nodes, by_name)}
         largest = max((p.meta.numel for p in by_name.values()), default=0)
         for node in scope.nodes:
             meta = node.outputs[0]
-            is_expert = (scope.name, node.module) in modules
+            is_expert = node.module in modules
             if len(meta.shape) == 3 and meta.requires_grad and not is_expert:
                 sequences.append(node.name)
                 width = scope.layer.inputs[0][1].shape[-1:] if scope.layer else ()
@@ -63,7 +62,7 @@ def matrices_of(graph: Graph, experts: Experts) -> Matrices:
                 if name in MATMULS:
                     where = scope.name or homes.get(node.name, "")
                     where = where or segments(graph)[node.name]
-                    used = _rows_of_expert(node, shape[0]) / tokens_of(graph) if is_expert else 1.0
+                    used = _rows_of_expert(node, shape[0]) / _num_tokens(graph) if is_expert else 1.0
                     weights[where] = weights.get(where, 0.0) + math.prod(shape) * used
                 if name in MATMULS or (name == "embedding" and by_name[ref.node].meta.numel == largest):
                     pattern = f"*.{ref.node}" if scope.layer else ref.node
@@ -79,22 +78,37 @@ def matrices_of(graph: Graph, experts: Experts) -> Matrices:
     )
 
 
+def _multiplies_by_expert(node: Node, nodes: Mapping[str, Node], parameters: Mapping[str, Parameter]) -> bool:
+    """Whether a matmul reads a parameter that has a matrix for each expert."""
+    roots = [view_root(ref, nodes).node for ref in node.inputs] if base_name(node.op) in MATMULS else []
+    return any(root in parameters and len(parameters[root].meta.shape) == 3 for root in roots)
+
+
+def _num_tokens(graph: Graph) -> int:
+    """Tokens of a graph's batch, by its first input of two dims or more."""
+    return next((math.prod(i.meta.shape[:2]) for i in graph.inputs if len(i.meta.shape) > 1), graph.batch_size)
+
+
 def _rows_of_expert(node: Node, num_experts: int) -> float:
     """Rows that a matmul by expert has for one expert, of equal numbers."""
     rows = node.outputs[0].shape
     return rows[0] / num_experts if node.op == EXPERT_LINEAR else rows[1]
 
 
-def pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: bool) -> Constraints:
+def pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: bool, cp_has_experts: bool) -> Constraints:
     """The constraints with those ways of context and tensor parallelism forbidden that are not the framework's own. Of
-    an expert every rank of tp has a part, and every rank of cp the whole."""
+    an expert every rank of tp has a part. Ranks of cp have all experts, or different ones (cp_has_experts)."""
     cp, tp = (limits.degrees.get(axis, 1) for axis in ("cp", "tp"))
     parameters, activations = limits.forbid_parameters, limits.forbid_activations
     if cp > 1:
         limits = replace(limits, context=limits.context or profile.cp_exchange.replace("-", "_"))
-        parameters += tuple((name, (("cp", S(0)),)) for name in matrices.experts)
+        cut_by_expert = tuple((name, (("cp", S(0)),)) for name in matrices.experts)
+        if cp_has_experts:
+            limits = replace(limits, parameters=limits.parameters + cut_by_expert)
+        else:
+            parameters += cut_by_expert
     if tp > 1:
-        limits = replace(limits, etp=tp if matrices.experts else None)
+        limits = replace(limits, etp=(limits.etp or tp) if matrices.experts else None)
         if profile.shards_weights:
             parameters += tuple((name, (("tp", R),)) for name in matrices.names(tp))
         if not sp:

@@ -17,6 +17,7 @@ from autopar.costs.pipeline_costs import ChainCosts, pipeline_costs
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training, is_cpu
 from autopar.costs.stage_costs import Simulated
+from autopar.costs.stored_costs import StoredParameters, stored_costs
 from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError
 from autopar.frontend.inputs import common_batch, name_inputs
@@ -24,9 +25,6 @@ from autopar.frontend.rebatch import BatchedTrace
 from autopar.ir.plan_data import Pipeline, StagePlan
 from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.request import Request, pricer_for
-from autopar.planning.solved_layers import SolvedLayer
-from autopar.strategies.exchange import Exchange, with_exchanges
-from autopar.strategies.experts import expert_exchanges
 from autopar.strategies.fits import require_fit
 from autopar.strategies.matrices import pinned
 from autopar.strategies.precisions import matmul_dtype, traced_as
@@ -36,17 +34,14 @@ from autopar.strategies.share import (
     ScoredLayers,
     Setting,
     Share,
-    ShareTrace,
     drops_attention,
-    tracer_of,
+    traced_model,
     without_attention_dropout,
 )
 from autopar.strategies.stage_meshes import stage_meshes_of
 from autopar.strategies.stages import cut, profiled
-from autopar.strategies.storage import stored_shares
 from autopar.strategies.strategy import Strategy, parse_strategy, profile_of
 from autopar.strategies.terms import Terms, has_kernels, priced_under
-from cost_models import collective
 from cost_models.framework_profiles import Framework
 from cost_models.machine import Cluster
 from cost_models.mixed import AnyCluster
@@ -78,7 +73,7 @@ def predict(
         "kernels": "off"        of "autopar": no fused kernels, which programs have on GPUs ("on": on CPUs, too)
         "cp": 2                 context parallelism: rows cut along their tokens
         "cp_exchange": "ring"   or "all-gather", instead of the framework's way
-        "ep": 8                 expert parallelism among the ranks of dp x cp (strategies/experts.py)
+        "ep": 8                 expert parallelism among neighboring ranks of dp x cp; etp is tp, unless it says 1
         "capacity_factor": 1.25 places of every expert by its even share of tokens; without it none is dropped
         "expert_skew": 0.1      coefficient of variation of experts' shares of tokens, where none is dropped
         "groups": [1, 0]        of unlike nodes, the group of every pipeline rank (strategies/stage_meshes.py)
@@ -112,39 +107,28 @@ class Predictor:
         batch = name_inputs(model, example_inputs, loss_fn)
         self.rows = common_batch({k: v for k, v in batch.items() if isinstance(v, torch.Tensor)})
         dtype = torch.bfloat16 if self.traced_as == "bf16" else None
-        self._start(tracer_of(model, batch, loss_fn, dtype))
+        self._start(traced_model(model, batch, loss_fn, dtype))
 
     @classmethod
     def of_trace(cls, traced: BatchedTrace, rows: int, precision: str) -> Predictor:
-        """The predictor of a graph at hand: traced in bf16 for 16-bit precisions and fp8, else in fp32. Strategies with
-        ep are refused."""
+        """The predictor of a graph at hand: traced in bf16 for 16-bit precisions and fp8, else in fp32."""
         self = cls.__new__(cls)
         self.traced_as, self.precision, self.rows = traced_as(precision), precision, rows
-
-        def at(ep: int) -> BatchedTrace:
-            if ep > 1:
-                raise ConstraintError("the graph at hand has all experts", values=f"ep={ep}", alternatives="ep=1")
-            return traced
-
-        self._start(at)
+        self._start(traced)
         return self
 
-    def _start(self, trace_share: ShareTrace) -> None:
-        self._trace_share = trace_share
-        self._shares: dict[tuple[int, bool], Share] = {}
-        self.share(1)
+    def _start(self, traced: BatchedTrace) -> None:
+        self._dropping = Share(traced)
+        self._without_dropout: Share | None = None
 
-    def share(self, ep: int, drops_attention: bool = True) -> Share:
-        """Return the model with one rank's share of its experts, traced on first use. drops_attention: False for a
-        model whose attention has no dropout. Raises ConstraintError."""
-        key = ep, drops_attention
-        if key not in self._shares:
-            if drops_attention:
-                traced = self._trace_share(ep)
-            else:
-                traced = BatchedTrace(lambda rows: without_attention_dropout(self.share(ep).traced(rows)))
-            self._shares[key] = Share(traced)
-        return self._shares[key]
+    def share(self, drops_attention: bool = True) -> Share:
+        """Return the model. drops_attention: False for a model whose attention has no dropout."""
+        if drops_attention:
+            return self._dropping
+        if self._without_dropout is None:
+            traced = self._dropping.traced
+            self._without_dropout = Share(BatchedTrace(lambda rows: without_attention_dropout(traced(rows))))
+        return self._without_dropout
 
     # --- one strategy -----------------------------------------------------------------------------------------
 
@@ -207,8 +191,8 @@ class Predictor:
         rows: int,
         capacities: Sequence[float],
     ) -> Simulated:
-        share = self.share(wanted.ep, wanted.cp == 1 or terms.framework.name == "autopar")
-        terms = replace(terms, kernels=has_kernels(wanted, cluster, terms, share), load=_fullest_load(wanted, share))
+        share = self.share(wanted.cp == 1 or terms.framework.name == "autopar")
+        terms = replace(terms, kernels=has_kernels(wanted, cluster, terms, share))
         settings = self._settings(share, cluster, terms, wanted, rows)
         return self._score(share, settings, terms, wanted, cluster, stage_meshes, capacities)
 
@@ -273,11 +257,14 @@ class Predictor:
             terms.without_host,
             pins,
             tp if pins else 0,
+            wanted.cp_has_experts,
+            wanted.expert_skew,
+            wanted.capacity_factor,
             rows,
             repr(wanted.limits),
         )
         if key not in share.settings:
-            limits = pinned(share.matrices, wanted.limits, profile, sp)
+            limits = pinned(share.matrices, wanted.limits, profile, sp, wanted.cp_has_experts)
             if profile.name == "autopar" and not wanted.limits.context and drops_attention(share.graph):
                 limits = replace(limits, context=None)  # The program exchanges heads, as under plans.
             limits.check(share.graph)
@@ -292,7 +279,7 @@ class Predictor:
             request = replace(request, kernels=terms.kernels, num_waiting=whole.num_devices)
 
             def priced(plain: Pricer) -> Pricer:
-                return priced_under(plain, terms, share)
+                return _priced(plain, terms, share, wanted)
 
             layers = ScoredLayers(request, priced=priced, prices_all_ranks=True)
             share.settings[key] = Setting(
@@ -314,13 +301,11 @@ def _in_group(share: Share, setting: Setting, number: int, terms: Terms, wanted:
     if solved_layer is None:
         raise ConstraintError("the pinned placements leave no way to run the model", values=str(wanted.mesh))
     plain = pricer_for(setting.request, wanted.mesh, wanted.micro_batches, wanted.offload)
-    pricer, parameters = priced_under(plain, terms, share), solved_layer.parameters(wanted.zero)
+    pricer, parameters = _priced(plain, terms, share, wanted), solved_layer.parameters(wanted.zero)
     cost_key = (wanted.mesh, wanted.rows, wanted.zero, wanted.offload, wanted.micro_batches > 1)
     if cost_key not in setting.costs:
-        costs: Mapping[str, LayerCost] = solved_layer.costs
-        for exchanges in _exchanges(share, solved_layer, pricer, terms, wanted):
-            costs = with_exchanges(costs, exchanges)
-        setting.costs[cost_key] = combined(costs, stored_shares(share, pricer, parameters, wanted))
+        stored = StoredParameters.of(parameters, share.homes, share.scopes, wanted.mesh.axes)
+        setting.costs[cost_key] = combined(solved_layer.costs, stored_costs(share.graph, pricer, stored))
     return ChainCosts(
         graph=share.graph,
         pricer=pricer,
@@ -336,34 +321,19 @@ def _rate(cluster: Cluster) -> float:
     return cluster.num_devices * max(cluster.device.peak_flops_per_second.values())
 
 
-def _fullest_load(wanted: Strategy, share: Share) -> float:
-    """Tokens of the fullest rank of experts by the mean."""
-    if wanted.capacity_factor is not None:
-        return wanted.capacity_factor if share.experts.calls else 1.0
-    return share.experts.fullest_load(wanted.ep, wanted.rows / share.rows / wanted.cp, wanted.expert_skew)
-
-
-def _exchanges(
-    share: Share, solved_layer: SolvedLayer, pricer: Pricer, terms: Terms, wanted: Strategy
-) -> list[dict[str, list[Exchange]]]:
-    """The exchanges that expert parallelism needs."""
-    exchanges, profile = [], terms.framework
-    if wanted.ep > 1:
-        sp = _is_sequence_parallel(profile, wanted)
-        tp = pricer.mesh.size("tp")
-        exchanges.append(
-            expert_exchanges(
-                solved_layer,
-                pricer,
-                share.experts,
-                group=collective.Group(wanted.ep, tp),
-                senders=tp if sp else 1,
-                load=terms.load,
-                dispatches=profile.dispatches,
-                skew=wanted.expert_skew if wanted.capacity_factor is None else 0.0,
-            )
-        )
-    return exchanges
+def _priced(plain: Pricer, terms: Terms, share: Share, wanted: Strategy) -> Pricer:
+    """Return the prices under the profile, with the strategy's spread of tokens over experts."""
+    profile, pricer = terms.framework, priced_under(plain, terms, share)
+    is_generated = profile.cp_habits == "generated"
+    experts = replace(
+        pricer.experts,
+        sorts_rows=is_generated,
+        skew=wanted.expert_skew,
+        capacity_factor=wanted.capacity_factor,
+        dispatches=() if is_generated else profile.dispatches,
+        splits_rows=_is_sequence_parallel(profile, wanted) and not is_generated,
+    )
+    return replace(pricer, experts=experts)
 
 
 def _is_sequence_parallel(profile: Framework, wanted: Strategy) -> bool:

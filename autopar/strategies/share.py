@@ -1,4 +1,4 @@
-"""The part of the model that the ranks of one group of experts have: its graph, and what follows from that alone."""
+"""The model whose strategies are predicted: its graph, and what follows from that alone."""
 
 from __future__ import annotations
 
@@ -21,12 +21,8 @@ from autopar.operators.traits import ATTENTION
 from autopar.planning.request import Request
 from autopar.planning.solved_layers import SolvedLayers
 from autopar.sharding.scopes import scopes_of
-from autopar.strategies.experts import experts_of, share_of_experts
 from autopar.strategies.fusion import fused_parts
 from autopar.strategies.matrices import matrices_of
-
-ShareTrace = Callable[[int], BatchedTrace]
-"""ep -> the model with the ep-th part of its experts, for any number of rows."""
 
 
 @dataclass
@@ -81,7 +77,7 @@ def without_attention_dropout(graph: Graph) -> Graph:
 
 
 class Share:
-    """The model with one rank's share of its experts."""
+    """The model's graph, for any number of rows, and what strategies share of it."""
 
     def __init__(self, traced: BatchedTrace) -> None:
         self.traced = traced
@@ -91,8 +87,7 @@ class Share:
         self.graph = graph
         self.units, self.layers = chain(graph), layer_names(graph)
         self.homes, self.scopes = homes_of(graph), scopes_of(graph)
-        self.experts = experts_of(graph)
-        self.matrices = matrices_of(graph, self.experts)
+        self.matrices = matrices_of(graph)
         self.settings: dict[Any, Setting] = {}
         self._parts: dict[str, Mapping[Key, Part]] = {}
 
@@ -103,22 +98,12 @@ class Share:
         return self._parts[fusion]
 
 
-def tracer_of(
+def traced_model(
     model: nn.Module,
     batch: Mapping[str, Any],
     loss_fn: Callable[..., torch.Tensor] | None,
     dtype: torch.dtype | None,
-) -> ShareTrace:
-    """Traces `model` itself. batch: by name."""
-
-    def at(ep: int) -> BatchedTrace:
-        with share_of_experts(model, ep):  # a share is another model, whose traces follow from its own first one
-            cuts = find_cuts(model, batch, loss_fn)
-
-        def at_rows(rows: int) -> Any:
-            with share_of_experts(model, ep):
-                return trace(model, batch, loss_fn, batch_size=rows, param_dtype=dtype, cuts=cuts)
-
-        return BatchedTrace(at_rows)
-
-    return at
+) -> BatchedTrace:
+    """Trace `model`, for any number of rows. batch: by name."""
+    cuts = find_cuts(model, batch, loss_fn, dtype)
+    return BatchedTrace(lambda rows: trace(model, batch, loss_fn, batch_size=rows, param_dtype=dtype, cuts=cuts))

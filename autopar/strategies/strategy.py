@@ -24,18 +24,21 @@ OWN_KEYS = ("sp", "attention", "kernels", "cp", "ep", "cp_exchange", "capacity_f
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """limits: the patterns in it. pp, mesh, zero, micro_batches, rows: of one micro-batch on one data-parallel
-    rank. capacity_factor, expert_skew: how tokens are
-    spread over experts (cost_models/routing.py), None for no capacity. groups: of nodes, by pipeline rank, () for their
-    own order (strategies/stage_meshes.py). sp: sequence parallelism, attention: the kernel; None and
-    "" for the framework's own. kernels: whether generated programs have fused ones, "" for where `compile`
-    would. memory_bytes: that a rank may use, None for the device's."""
+    """A strategy with all degrees.
+
+    limits: its patterns, and the degrees that the model must allow. pp, mesh, zero, micro_batches, rows: of one
+    micro-batch on one data-parallel rank. cp_has_experts: whether ranks of cp have different experts, as those of the
+    mesh's axis ep do. capacity_factor, expert_skew: how tokens are spread over experts (cost_models/routing.py), None
+    for no capacity. groups: of nodes, by pipeline rank, () for their own order (strategies/stage_meshes.py). sp:
+    sequence parallelism, attention: the kernel; None and "" for the framework's own. kernels: whether generated
+    programs have fused ones, "" for where `compile` would. memory_bytes: that a rank may use, None for the device's.
+    """
 
     limits: Constraints
     pp: int
     mesh: Mesh
     cp: int
-    ep: int
+    cp_has_experts: bool
     capacity_factor: float | None
     expert_skew: float
     groups: tuple[int, ...]
@@ -73,19 +76,14 @@ def parse_strategy(pins: Mapping[str, Any], cluster: AnyCluster, global_batch_si
     kernels = _word("kernels", options.get("kernels") or "", KERNELS)
     exchange = _word("cp_exchange", options.get("cp_exchange") or "", CP_EXCHANGES)
     dp, rows = _data_ranks(limits, pins, cluster, cp, global_batch_size)
-    if dp * cp % ep:
-        raise ConstraintError(
-            "the ranks of ep are a group of those of dp x cp, which they must divide",
-            values=f"ep={ep}, dp={dp} x cp={cp}",
-            alternatives=f"ep of {', '.join(map(str, divisors(dp * cp)))}",
-        )
     pp, tp, ddp = (limits.degrees.get(axis, 1) for axis in ("pp", "tp", "ddp"))
     schedule = limits.schedule or "1f1b"
     micro_batches = limits.micro_batches
     assert micro_batches is not None
     return Strategy(
         limits=Constraints(
-            {axis: size for axis, size in (("cp", cp), ("tp", tp)) if size > 1},
+            {axis: size for axis, size in (("cp", cp), ("ep", ep), ("tp", tp)) if size > 1},
+            etp=limits.etp,
             parameters=limits.parameters,
             activations=limits.activations,
             forbid_parameters=limits.forbid_parameters,
@@ -93,9 +91,9 @@ def parse_strategy(pins: Mapping[str, Any], cluster: AnyCluster, global_batch_si
             context=exchange.replace("-", "_") if exchange and cp > 1 else None,
         ),
         pp=pp,
-        mesh=named_mesh(dp, tp, ddp, cp=cp),
+        mesh=_mesh(dp, cp, ep, tp, ddp),
         cp=cp,
-        ep=ep,
+        cp_has_experts=ep > 1 and ep % cp == 0,
         capacity_factor=capacity,
         expert_skew=skew,
         groups=_groups(options.get("groups", ())),
@@ -110,6 +108,26 @@ def parse_strategy(pins: Mapping[str, Any], cluster: AnyCluster, global_batch_si
         attention=attention,
         kernels=kernels,
         memory_bytes=limits.memory_bytes,
+    )
+
+
+def _mesh(dp: int, cp: int, ep: int, tp: int, ddp: int) -> Mesh:
+    """Return the mesh with ep ranks of dp x cp, neighbors but for tp, that have different experts.
+
+    They are all ranks of cp and some of dp, or some of dp alone. So the ranks of one axis of attention have all
+    experts, or as many as there are ranks on it. Raises ConstraintError for other numbers.
+    """
+    if ep % cp == 0 and dp % (ep // cp) == 0:
+        sizes = [("ddp", ddp), ("dp", dp * cp // ep), ("ep", ep // cp), ("cp", cp), ("tp", tp)]
+        sizes = [(axis, size) for axis, size in sizes if size > 1]
+        return Mesh(tuple(axis for axis, _ in sizes), tuple(size for _, size in sizes))
+    if dp % ep == 0:
+        return named_mesh(dp // ep, tp, ddp, ep=ep, cp=cp)
+    legal = sorted({*divisors(dp), *(cp * n for n in divisors(dp))})
+    raise ConstraintError(
+        "the ranks of ep are a group of those of dp x cp: a divisor of dp, or cp times one",
+        values=f"ep={ep}, dp={dp} x cp={cp}",
+        alternatives=f"ep of {', '.join(map(str, legal))}",
     )
 
 

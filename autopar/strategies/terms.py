@@ -17,18 +17,17 @@ from cost_models.mixed import AnyCluster
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """A framework's profile as it is used. load: of the fullest rank of experts."""
+    """A framework's profile as it is used."""
 
     framework: Framework
     attention: str
     matmul_dtype: str
     kernels: bool = False
-    load: float = 1.0
 
     @property
     def is_planners(self) -> bool:
         """Whether these are what searched plans are priced by."""
-        return replace(self, kernels=False, load=1.0) in (PLANNERS, replace(PLANNERS, matmul_dtype="fp32"))
+        return replace(self, kernels=False) in (PLANNERS, replace(PLANNERS, matmul_dtype="fp32"))
 
     @property
     def without_host(self) -> Terms:
@@ -42,9 +41,8 @@ PLANNERS = Terms(framework("autopar"), framework("autopar").attention, "bf16")
 
 def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
     """Return the prices under the profile; the planner's prices where it is the profile of generated programs."""
-    experts = replace(plain.experts, inner=share.experts.inner, load=terms.load)
     if terms.is_planners:
-        return replace(plain, experts=experts)
+        return plain
     profile = terms.framework
     rates = replace(
         plain.rates,
@@ -60,8 +58,7 @@ def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
         matmul_dtype=terms.matmul_dtype,
         attention=terms.attention,
     )
-    sorts_rows = profile.cp_habits == "generated"
-    return Pricer(rates, framework=kernels, experts=replace(experts, sorts_rows=sorts_rows))
+    return Pricer(rates, framework=kernels)
 
 
 def has_kernels(wanted: Strategy, cluster: AnyCluster, terms: Terms, share: Share) -> bool:

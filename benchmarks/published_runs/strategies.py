@@ -88,6 +88,12 @@ def dispatch_of(row: Row) -> str:
     return next((kind for word, kind in DISPATCHES if word in said), "deep_ep")
 
 
+def has_whole_experts(row: Row) -> bool:
+    """Whether ranks of tensor parallelism have different experts, not parts of each: Megatron-Bridge's recipes set
+    expert_tensor_parallel_size = 1 (NVIDIA-NeMo/Megatron-Bridge@07b4a583, recipes/gpt_oss/gpt_oss.py)."""
+    return "megatron-bridge" in row["framework"].lower() and row.get("ep", 1) > 1 < row["tp"]
+
+
 def strategy_of(row: Row) -> dict[str, Any]:
     """As `autopar.predict` takes it. Raises SkippedError."""
     data, size = row["dp"], row.get("zero_group")
@@ -109,6 +115,8 @@ def strategy_of(row: Row) -> dict[str, Any]:
         "sp": bool(row.get("sp", False)) and row["tp"] > 1,
     }
     strategy |= {key: row[key] for key in ("cp", "ep") if row.get(key, 1) != 1}
+    if has_whole_experts(row):
+        strategy |= {"etp": 1, "ep": max(row["ep"] // row["tp"], 1)}  # the others are ranks of tp
     if "force balance" in str(row.get("notes", "")).replace("-", " "):
         strategy["expert_skew"] = 0.0
     if row["pp"] > 1:
@@ -147,6 +155,8 @@ def assumptions(row: Row) -> Iterable[str]:
         yield f"attention_impl absent, taken as {profile_of(row).attention}"
     if row["pp"] > 1 and "schedule" not in row:
         yield "schedule absent, taken as 1f1b"
+    if has_whole_experts(row):
+        yield "etp absent, taken as 1"
     if row["recompute"] == "op-level":
         yield "recompute op-level taken as selective"
     if row.get("zero_stage") and row["dp"] > 1 and "zero_group" not in row and row["gpus_total"] > row["gpus_per_node"]:

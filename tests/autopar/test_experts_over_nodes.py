@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cluster import as_cluster
 from autopar.costs.contractions import Contractions
-from autopar.costs.expert_exchange import Nodes, nodes_of, parts_of_token, pays
+from autopar.costs.expert_exchange import ID_BYTES, Nodes, nodes_of, parts_of_token, pays
 from autopar.costs.rates import Training
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
@@ -212,11 +212,10 @@ def test_as_many_bytes_travel_as_are_priced(monkeypatch: pytest.MonkeyPatch, two
     assert all(pricer.contractions.crosses_once(operator, options_of(operator, mesh)[0]) for operator in layers)
     monkeypatch.setattr(Contractions, "crosses_once", lambda *_: True)
     monkeypatch.setattr(collective, "seconds", noted)
-    for operator in layers:
-        option = options_of(operator, mesh)[0]
-        pricer.contractions.routed(operator, option)
-        pricer.contractions.routed(operator, option)
-        pricer.contractions._beside(operator, option)
+    for id_bytes in (ID_BYTES, 0):  # nodes receive choices forward alone
+        monkeypatch.setattr("autopar.costs.contractions.ID_BYTES", id_bytes)
+        for operator in layers:
+            pricer.contractions.row_exchange(operator, options_of(operator, mesh)[0])
 
     axes = {rank: Counting(rank_mesh.axes[0]) for rank, rank_mesh in meshes((4,)).items()}
 

@@ -76,7 +76,7 @@ def test_a_searched_plans_strategy_scores_as_the_plan(name: str, strategy: dict[
         ({"dp": 4, "micro_batches": 1}, "does not say zero"),
         ({"dp": 2, "tp": 1, "zero": 0, "micro_batches": 1}, "number of devices"),
         ({"dp": 4, "zero": 0, "micro_batches": 3}, "not divided"),
-        ({"dp": 4, "zero": 0, "micro_batches": 1, "ep": 2}, "all experts"),
+        ({"dp": 4, "zero": 0, "micro_batches": 1, "ep": 2}, "needs a mixture of experts"),
         ({"dp": 4, "zero": 0, "micro_batches": 1, "attention": "slow"}, "attention is unknown"),
         ({"dp": 4, "zero": 0, "micro_batches": 1, "speed": 3}, "unknown constraint"),
         ({"dp": 1, "pp": 4, "zero": 0, "micro_batches": 8, "schedule": "interleaved", "chunks": 4}, "fewer blocks"),
