@@ -30,10 +30,10 @@ from autopar.strategies.matrices import pinned
 from autopar.strategies.precisions import matmul_dtype, traced_as
 from autopar.strategies.prediction import StrategyPrediction
 from autopar.strategies.scenario import Scenario
-from autopar.strategies.share import (
+from autopar.strategies.scored_model import (
     ScoredLayers,
+    ScoredModel,
     Setting,
-    Share,
     drops_attention,
     traced_model,
     without_attention_dropout,
@@ -118,16 +118,16 @@ class Predictor:
         return self
 
     def _start(self, traced: BatchedTrace) -> None:
-        self._dropping = Share(traced)
-        self._without_dropout: Share | None = None
+        self._dropping = ScoredModel(traced)
+        self._without_dropout: ScoredModel | None = None
 
-    def share(self, drops_attention: bool = True) -> Share:
+    def scored_model(self, drops_attention: bool = True) -> ScoredModel:
         """Return the model. drops_attention: False for a model whose attention has no dropout."""
         if drops_attention:
             return self._dropping
         if self._without_dropout is None:
             traced = self._dropping.traced
-            self._without_dropout = Share(BatchedTrace(lambda rows: without_attention_dropout(traced(rows))))
+            self._without_dropout = ScoredModel(BatchedTrace(lambda rows: without_attention_dropout(traced(rows))))
         return self._without_dropout
 
     # --- one strategy -----------------------------------------------------------------------------------------
@@ -191,14 +191,14 @@ class Predictor:
         rows: int,
         capacities: Sequence[float],
     ) -> Simulated:
-        share = self.share(wanted.cp == 1 or terms.framework.name == "autopar")
-        terms = replace(terms, kernels=has_kernels(wanted, cluster, terms, share))
-        settings = self._settings(share, cluster, terms, wanted, rows)
-        return self._score(share, settings, terms, wanted, cluster, stage_meshes, capacities)
+        model = self.scored_model(wanted.cp == 1 or terms.framework.name == "autopar")
+        terms = replace(terms, kernels=has_kernels(wanted, cluster, terms, model))
+        settings = self._settings(model, cluster, terms, wanted, rows)
+        return self._score(model, settings, terms, wanted, cluster, stage_meshes, capacities)
 
     def _score(
         self,
-        share: Share,
+        model: ScoredModel,
         settings: Mapping[int, Setting],
         terms: Terms,
         wanted: Strategy,
@@ -206,15 +206,15 @@ class Predictor:
         stage_meshes: Sequence[StageMesh],
         capacities: Sequence[float],
     ) -> Simulated:
-        groups = {number: _in_group(share, setting, number, terms, wanted) for number, setting in settings.items()}
+        groups = {number: _in_group(model, setting, number, terms, wanted) for number, setting in settings.items()}
         ranks = [groups[stage_mesh.group] for stage_mesh in stage_meshes]
         home = placement(wanted.schedule or "1f1b", wanted.pp, wanted.chunks)
-        pipeline = _pipeline(share, wanted, terms.framework, [ranks[rank].costs for rank in home])
+        pipeline = _pipeline(model, wanted, terms.framework, [ranks[rank].costs for rank in home])
         pipeline_cost = pipeline_costs(ranks, pipeline, cluster)
         spans = wanted.pp > 1 and sum(group.num_nodes for group in cluster.groups) > 1
         stages = []
         for rank, stage, cost in zip(home, pipeline.stages, pipeline_cost.stages, strict=True):
-            num_layers = sum(name in share.layers for name in share.units[stage.first : stage.last])
+            num_layers = sum(name in model.layers for name in model.units[stage.first : stage.last])
             stage_group, tp = cluster.groups[stage_meshes[rank].group], wanted.mesh.size("tp")
             held_bytes = ranks[rank].pricer.training.gradient_bytes + terms.framework.gradient_copy_bytes
             is_far = tp > stage_group.devices_per_node
@@ -226,19 +226,19 @@ class Predictor:
     # --- what strategies share --------------------------------------------------------------------------------
 
     def _settings(
-        self, share: Share, cluster: AnyCluster, terms: Terms, wanted: Strategy, rows: int
+        self, model: ScoredModel, cluster: AnyCluster, terms: Terms, wanted: Strategy, rows: int
     ) -> dict[int, Setting]:
         """The setting of each group of equal nodes. Decisions are made for the one with the highest rate, and hold for
         all."""
         order = sorted(range(len(cluster.groups)), key=lambda number: -_rate(cluster.groups[number]))
         settings: dict[int, Setting] = {}
         for number in order:
-            settings[number] = self._setting(share, cluster, number, terms, wanted, rows, settings.get(order[0]))
+            settings[number] = self._setting(model, cluster, number, terms, wanted, rows, settings.get(order[0]))
         return settings
 
     def _setting(
         self,
-        share: Share,
+        model: ScoredModel,
         whole: AnyCluster,
         number: int,
         terms: Terms,
@@ -263,13 +263,13 @@ class Predictor:
             rows,
             repr(wanted.limits),
         )
-        if key not in share.settings:
-            limits = pinned(share.matrices, wanted.limits, profile, sp, wanted.cp_has_experts)
-            if profile.name == "autopar" and not wanted.limits.context and drops_attention(share.graph):
+        if key not in model.settings:
+            limits = pinned(model.matrices, wanted.limits, profile, sp, wanted.cp_has_experts)
+            if profile.name == "autopar" and not wanted.limits.context and drops_attention(model.graph):
                 limits = replace(limits, context=None)  # The program exchanges heads, as under plans.
-            limits.check(share.graph)
+            limits.check(model.graph)
             request = Request(
-                trace=share.traced,
+                trace=model.traced,
                 cluster=cluster,
                 global_batch_size=rows,
                 precision=self.traced_as,
@@ -279,13 +279,13 @@ class Predictor:
             request = replace(request, kernels=terms.kernels, num_waiting=whole.num_devices)
 
             def priced(plain: Pricer) -> Pricer:
-                return _priced(plain, terms, share, wanted)
+                return _priced(plain, terms, model, wanted)
 
             layers = ScoredLayers(request, priced=priced, prices_all_ranks=True)
-            share.settings[key] = Setting(
+            model.settings[key] = Setting(
                 request, layers if decided is None else decided.solved_layers.priced_for(request)
             )
-        return share.settings[key]
+        return model.settings[key]
 
     def _training(self, profile: Framework, cluster: Cluster) -> Training:
         training = _usual_training(self.traced_as, not is_cpu(cluster))
@@ -294,20 +294,20 @@ class Predictor:
         return training if profile.name == "autopar" else replace(training, update_bytes=0.0)
 
 
-def _in_group(share: Share, setting: Setting, number: int, terms: Terms, wanted: Strategy) -> ChainCosts:
+def _in_group(model: ScoredModel, setting: Setting, number: int, terms: Terms, wanted: Strategy) -> ChainCosts:
     """Return the costs of the strategy in a group of equal nodes, by its number. Raises ConstraintError where pinned
     placements leave nothing."""
     solved_layer = setting.solved_layers.solved_layer(wanted.mesh, wanted.rows, NAMED)
     if solved_layer is None:
         raise ConstraintError("the pinned placements leave no way to run the model", values=str(wanted.mesh))
     plain = pricer_for(setting.request, wanted.mesh, wanted.micro_batches, wanted.offload)
-    pricer, parameters = _priced(plain, terms, share, wanted), solved_layer.parameters(wanted.zero)
+    pricer, parameters = _priced(plain, terms, model, wanted), solved_layer.parameters(wanted.zero)
     cost_key = (wanted.mesh, wanted.rows, wanted.zero, wanted.offload, wanted.micro_batches > 1)
     if cost_key not in setting.costs:
-        stored = StoredParameters.of(parameters, share.homes, share.scopes, wanted.mesh.axes)
-        setting.costs[cost_key] = combined(solved_layer.costs, stored_costs(share.graph, pricer, stored))
+        stored = StoredParameters.of(parameters, model.homes, model.scopes, wanted.mesh.axes)
+        setting.costs[cost_key] = combined(solved_layer.costs, stored_costs(model.graph, pricer, stored))
     return ChainCosts(
-        graph=share.graph,
+        graph=model.graph,
         pricer=pricer,
         parameters=parameters,
         costs=setting.costs[cost_key],
@@ -321,9 +321,9 @@ def _rate(cluster: Cluster) -> float:
     return cluster.num_devices * max(cluster.device.peak_flops_per_second.values())
 
 
-def _priced(plain: Pricer, terms: Terms, share: Share, wanted: Strategy) -> Pricer:
+def _priced(plain: Pricer, terms: Terms, model: ScoredModel, wanted: Strategy) -> Pricer:
     """Return the prices under the profile, with the strategy's spread of tokens over experts."""
-    profile, pricer = terms.framework, priced_under(plain, terms, share)
+    profile, pricer = terms.framework, priced_under(plain, terms, model)
     is_generated = profile.cp_habits == "generated"
     experts = replace(
         pricer.experts,
@@ -340,14 +340,16 @@ def _is_sequence_parallel(profile: Framework, wanted: Strategy) -> bool:
     return profile.sequence_parallel if wanted.sp is None else wanted.sp
 
 
-def _pipeline(share: Share, wanted: Strategy, profile: Framework, costs: Sequence[Mapping[str, LayerCost]]) -> Pipeline:
+def _pipeline(
+    model: ScoredModel, wanted: Strategy, profile: Framework, costs: Sequence[Mapping[str, LayerCost]]
+) -> Pipeline:
     """The framework's stages, every layer under the strategy's recompute mode. costs: of all units on every stage."""
-    weights = {name: share.matrices.weights.get(name, 0.0) for name in share.units}
-    firsts = cut(share.units, share.layers, costs, weights, profile.stages)
+    weights = {name: model.matrices.weights.get(name, 0.0) for name in model.units}
+    firsts = cut(model.units, model.layers, costs, weights, profile.stages)
     stages = []
     for first, last in zip(firsts, firsts[1:], strict=False):
-        units = share.units[first:last]
-        layers = dict.fromkeys(name for name in units if name in share.layers)
+        units = model.units[first:last]
+        layers = dict.fromkeys(name for name in units if name in model.layers)
         modes = {name: ((wanted.recompute, units.count(name)),) for name in layers if wanted.recompute != "none"}
         stages.append(StagePlan(first, last, modes))
     return Pipeline(wanted.pp, wanted.schedule, tuple(stages), wanted.offload)

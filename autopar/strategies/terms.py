@@ -9,7 +9,7 @@ from autopar.costs.framework_kernels import FrameworkKernels
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
-from autopar.strategies.share import Share
+from autopar.strategies.scored_model import ScoredModel
 from autopar.strategies.strategy import Strategy
 from cost_models.framework_profiles import HOST_SECONDS, Framework, framework
 from cost_models.mixed import AnyCluster
@@ -39,7 +39,7 @@ class Terms:
 PLANNERS = Terms(framework("autopar"), framework("autopar").attention, "bf16")
 
 
-def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
+def priced_under(plain: Pricer, terms: Terms, model: ScoredModel) -> Pricer:
     """Return the prices under the profile; the planner's prices where it is the profile of generated programs."""
     if terms.is_planners:
         return plain
@@ -54,14 +54,14 @@ def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
     )
     kernels = FrameworkKernels(
         profile=profile,
-        parts=share.parts(profile.fusion),
+        parts=model.parts(profile.fusion),
         matmul_dtype=terms.matmul_dtype,
         attention=terms.attention,
     )
     return Pricer(rates, framework=kernels)
 
 
-def has_kernels(wanted: Strategy, cluster: AnyCluster, terms: Terms, share: Share) -> bool:
+def has_kernels(wanted: Strategy, cluster: AnyCluster, terms: Terms, model: ScoredModel) -> bool:
     """Whether fused kernels are priced: those of generated programs. Raises ConstraintError where a strategy asks for
     what the framework has not."""
     can = terms.is_planners

@@ -315,7 +315,7 @@ def test_a_model_without_attention_calls_has_no_cp() -> None:
 
 
 def test_experts_of_a_graph_at_hand_are_shared_out() -> None:
-    at_hand = Predictor.of_trace(sparse().share().traced, ROWS, "fp32")
+    at_hand = Predictor.of_trace(sparse().scored_model().traced, ROWS, "fp32")
     graphs, models = (predicted(predictor, 2, "fsdp", dp=2, ep=2) for predictor in (at_hand, sparse()))
     assert graphs.seconds == models.seconds and graphs.num_bytes == models.num_bytes
 

@@ -76,7 +76,7 @@ def without_attention_dropout(graph: Graph) -> Graph:
     return replace(graph, body=tuple(body))
 
 
-class Share:
+class ScoredModel:
     """The model's graph, for any number of rows, and what strategies share of it."""
 
     def __init__(self, traced: BatchedTrace) -> None:
