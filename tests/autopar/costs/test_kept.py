@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.certify.emitted_call import prepare
 from autopar.costs.kept import Kept, kept, made_bytes
 from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.mesh import Mesh
+from autopar.lowering.one_call import OneCall, one_call
 from autopar.options.strategies import Operator, Option, rule_or_blank
+from autopar.proofs.samples import sample_inputs
+from autopar.proofs.simulated_ranks import SimulatedMesh, distribute, meshes, run_ranks, simulated_mesh
 from autopar.rules.localize import tensor_placements
-from autopar.rules.outcome import Prepared
 from autopar.rules.rule import AxisOption, axis_options
-from autopar.rules.samples import sample_inputs
-from autopar.rules.simulate import SimulatedMesh, distribute, meshes, run_ranks
 from benchmarks.faults.operators import all_calls, text_of
 from benchmarks.operator_calls import T, Written, bools, f, make_node
 from examples.models import EXAMPLES
@@ -48,7 +47,7 @@ def calls() -> tuple[Written, ...]:
     return tuple(call for call, node in made if any(meta.requires_grad for meta in node.outputs))
 
 
-def saved_storages(run: Prepared, leaves: Sequence[Tensor], mesh: SimulatedMesh) -> Kept:
+def saved_storages(call: OneCall, leaves: Sequence[Tensor], mesh: SimulatedMesh) -> Kept:
     """What autograd saves while a call runs. Storages are compared while every one of them is alive."""
     saved: list[Tensor] = []
 
@@ -57,7 +56,7 @@ def saved_storages(run: Prepared, leaves: Sequence[Tensor], mesh: SimulatedMesh)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        results = run.run(tuple(leaves), mesh)
+        results = call.run(leaves, mesh)
     addresses = [[t.untyped_storage().data_ptr() for t in tensors] for tensors in (leaves, results)]
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if t.numel()}
     entering, leaving = (tuple(dict.fromkeys(own.index(a) for a in own if a in found)) for own in addresses)
@@ -74,10 +73,10 @@ def sampled(node: Node, metas: tuple[TensorMeta, ...]) -> list[Tensor]:
 def really(node: Node, metas: tuple[TensorMeta, ...]) -> Kept:
     """Of the emitted source, on one rank."""
     rule, _ = rule_or_blank(node, dict(zip(node.inputs, metas, strict=True)))
-    prepared = prepare(node, rule, axis_options(rule, 1, metas, node.outputs)[:1], metas, (1,))
+    call = one_call(node, rule, axis_options(rule, 1, metas, node.outputs)[:1], metas, simulated_mesh((1,)))
     (mesh,) = meshes((1,)).values()
     leaves = [v.requires_grad_(m.requires_grad) for v, m in zip(sampled(node, metas), metas, strict=True)]
-    return saved_storages(prepared, leaves, mesh)
+    return saved_storages(call, leaves, mesh)
 
 
 def num_bytes(node: Node, metas: tuple[TensorMeta, ...], own: Kept) -> int:
@@ -128,16 +127,16 @@ def options_with_made(some: Sequence[Written]) -> Iterator[tuple[Written, Node, 
 
 def made_by_ranks(node: Node, metas: tuple[TensorMeta, ...], option: AxisOption) -> int:
     rule, _ = rule_or_blank(node, dict(zip(node.inputs, metas, strict=True)))
-    prepared, mesh_of = prepare(node, rule, (option,), metas, (2,)), meshes((2,))
+    call, mesh_of = one_call(node, rule, (option,), metas, simulated_mesh((2,))), meshes((2,))
     generator = torch.Generator().manual_seed(0)
     parts = [distribute(v, (p,), (2,), generator) for v, p in zip(sampled(node, metas), option.inputs, strict=True)]
 
     def work(rank: tuple[int, ...]) -> int:
         own = [part[rank].detach().clone() for part in parts]
         leaves = [v.requires_grad_(m.requires_grad) for v, m in zip(own, metas, strict=True)]
-        return sum(saved_storages(prepared, leaves, mesh_of[rank]).extra_bytes)
+        return sum(saved_storages(call, leaves, mesh_of[rank]).extra_bytes)
 
-    return max(run_ranks(list(mesh_of), work, prepared.together).values())
+    return max(run_ranks(list(mesh_of), work, call.together).values())
 
 
 @pytest.mark.slow

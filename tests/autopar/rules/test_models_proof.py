@@ -9,7 +9,8 @@ import pytest
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Node, TensorMeta, map_refs
 from autopar.options.scopes import scopes_of
-from autopar.rules import ProofReport, prove_rule, rule_for
+from autopar.proofs import ProofReport, prove_rule
+from autopar.rules import rule_for
 from examples.models import EXAMPLES
 
 pytestmark = pytest.mark.slow

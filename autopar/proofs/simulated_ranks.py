@@ -10,12 +10,13 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.ir.mesh import AXIS_NAMES
+from autopar.ir.mesh import AXIS_NAMES, Mesh
 from autopar.ir.placement import P, Placement, Placements, R, Rp
 
 Coordinate = tuple[int, ...]
@@ -71,6 +72,12 @@ def _summands(tensor: Tensor, count: int, generator: torch.Generator) -> list[Te
     return [*parts, tensor - sum(parts)]
 
 
+@lru_cache(maxsize=1024)
+def _positions(shape: tuple[int, ...], placements: Placements, axis_sizes: Sizes, rank: Coordinate) -> Tensor:
+    """Return the index in the whole of every element of a rank's part."""
+    return cut(torch.arange(math.prod(shape)).reshape(shape), placements, axis_sizes, rank)
+
+
 def assembled(
     parts: dict[Coordinate, Tensor], placements: Placements, axis_sizes: Sizes, shape: tuple[int, ...]
 ) -> list[Tensor]:
@@ -80,10 +87,9 @@ def assembled(
     Raises ValueError if a part has the wrong shape.
     """
     replicated = [axis for axis, place in enumerate(placements) if place.is_replicated]
-    numbers = torch.arange(math.prod(shape)).reshape(shape)
     totals: dict[Coordinate, Tensor] = {}
     for rank, part in parts.items():
-        positions = cut(numbers, placements, axis_sizes, rank)
+        positions = _positions(shape, placements, axis_sizes, rank)
         if positions.shape != part.shape:
             raise ValueError(f"local shape {tuple(part.shape)}, expected {tuple(positions.shape)}")
         key = tuple(rank[axis] for axis in replicated)
@@ -202,6 +208,11 @@ class SimulatedMesh:
         if name in AXIS_NAMES:
             return SimulatedAxis(name, 1, 0, _Board(1, threading.Barrier(1), [None]))
         raise AttributeError(name)
+
+
+def simulated_mesh(axis_sizes: Sizes) -> Mesh:
+    """Return the mesh that a program of the simulated ranks is lowered for."""
+    return Mesh(SIMULATED_AXES[: len(axis_sizes)], axis_sizes)
 
 
 def meshes(axis_sizes: Sizes) -> dict[Coordinate, SimulatedMesh]:

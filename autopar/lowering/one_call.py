@@ -1,10 +1,10 @@
-"""Run one operator call through the real lowering and emitter, on simulated ranks in this process.
-
-`autopar.rules.proof` compares the results, forward and backward, with torch's operator on the whole tensors.
-"""
+"""A program of one call: lowered and emitted as a call of any program, and loaded in this process."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -16,32 +16,31 @@ from autopar.lowering.scope_lowering import Lowering, Shared, dtype_name
 from autopar.options.assignment import Assignment
 from autopar.options.scopes import scopes_of
 from autopar.options.strategies import Operator, Option
-from autopar.rules.execute import DROPOUT_KEY
 from autopar.rules.localize import tensor_placements
-from autopar.rules.outcome import Prepared
 from autopar.rules.rule import AxisOption, Rule
-from autopar.rules.simulate import SIMULATED_AXES, SimulatedMesh, Sizes
 from codegen.check import check_files
 from codegen.emit import emit_model
 from codegen.program import ModuleClass, Program, Spec
+from codegen.runtime.parameters import Module
+
+MODEL = "Model"
 
 
-def program_of(
-    node: Node, rule: Rule, options: tuple[AxisOption, ...], inputs: tuple[TensorMeta, ...], sizes: Sizes
+def call_program(
+    node: Node, rule: Rule, options: tuple[AxisOption, ...], inputs: tuple[TensorMeta, ...], mesh: Mesh
 ) -> Program:
-    """Build a model of just this call, whose inputs and results have the placements of the options."""
+    """Build a model of just this call, whose inputs and results have the placements of the options, one per axis."""
     names = [ref.node for ref in node.inputs]
     formal = tuple(Input(name, meta) for name, meta in zip(names, inputs, strict=True))
-    places_in, places_out = tensor_placements(options)
     results = tuple(Ref(node.name, index) for index in range(len(node.outputs)))
-    graph = Graph(name="Model", inputs=formal, parameters=(), body=(node,), loss=results[0], batch_size=1)
+    places_in, places_out = tensor_placements(options) if options else (((),) * len(names), ((),) * len(results))
+    graph = Graph(name=MODEL, inputs=formal, parameters=(), body=(node,), loss=results[0], batch_size=1)
     key = "", node.name
     assignment = Assignment(
         {key: Option(options, places_in, places_out)},
         {("", Ref(name)): places for name, places in zip(names, places_in, strict=True)},
         {},
     )
-    mesh = Mesh(SIMULATED_AXES[: len(sizes)], sizes)
     operators = {key: Operator(scope="", node=node, inputs=inputs, rule=rule, has_rule=True, batch=None, sections={})}
     shared = Shared(
         graph=graph,
@@ -56,10 +55,10 @@ def program_of(
     entering = tuple(lowering.available[Ref(name), lowering.placements[Ref(name)]] for name in names)
     body = lowering.run(graph.body)
     outputs = tuple(lowering.available[ref, lowering.placements[ref]] for ref in results)
-    counting = Lowering(shared, shared.scopes[""])
+    counting = Lowering(shared, shared.scopes[""]) if lowering.losses else lowering
     statements, counts = counting.count_targets(lowering.losses)
     cls = ModuleClass(
-        name="Model",
+        name=MODEL,
         doc="One call.",
         parameters={},
         buffers={},
@@ -70,7 +69,7 @@ def program_of(
     )
     specs = {name: Spec(meta.shape, dtype_name(meta.dtype)) for name, meta in zip(names, inputs, strict=True)}
     return Program(
-        name="Model",
+        name=MODEL,
         axes=mesh.axes,
         axis_sizes=mesh.sizes,
         precision="fp32",
@@ -85,24 +84,44 @@ def program_of(
     )
 
 
-def prepare(
-    node: Node, rule: Rule, options: tuple[AxisOption, ...], inputs: tuple[TensorMeta, ...], sizes: Sizes
-) -> Prepared:
-    """Return a function that runs one rank of the emitted program (`proof.Prepare`)."""
-    program = program_of(node, rule, options, inputs, sizes)
+@dataclass(frozen=True, slots=True)
+class OneCall:
+    """A call as its emitted program runs it.
+
+    model: for ranks that run one after the other. inputs: the names of forward's arguments. together: the ranks
+    communicate, so each needs its own model.
+    """
+
+    model: Module
+    inputs: tuple[str, ...]
+    together: bool
+
+    def run(self, values: Sequence[Tensor], mesh: Any) -> tuple[Tensor, ...]:
+        """Return the outputs of the mesh's rank from its parts of the inputs."""
+        model = type(self.model)(mesh) if self.together else self.model
+        model.mesh = mesh
+        batch = dict(zip(self.inputs, values, strict=True))
+        counts = {"num_targets": model.count_targets(**batch)} if model.counts_targets else {}
+        result = model(**batch, **counts)
+        return result if isinstance(result, tuple) else (result,)
+
+
+def one_call(
+    node: Node, rule: Rule, options: tuple[AxisOption, ...], inputs: tuple[TensorMeta, ...], mesh: Mesh
+) -> OneCall:
+    """Lower, emit and load the call under one option per axis of the mesh. Every tensor argument has its own name."""
+    program = call_program(node, rule, options, inputs, mesh)
     text = emit_model(program)
+    names = tuple(variable.name for variable in program.root.inputs)
+    alone: Any = None
+    return OneCall(_load(text)(alone), names, together="self.mesh." in text)
+
+
+@lru_cache(maxsize=256)
+def _load(text: str) -> type[Module]:
+    """Check and execute emitted source. Return its class; equal sources share one."""
     check_files({"model.py": text})
     scope: dict[str, Any] = {"__name__": "codegen.emitted", "__package__": "codegen"}
     exec(compile(text, "model.py", "exec"), scope)
-    names = [variable.name for variable in program.root.inputs]
-
-    def run(values: tuple[Tensor, ...], mesh: SimulatedMesh) -> tuple[Tensor, ...]:
-        model = scope["Model"](mesh)
-        model.dropout_key = lambda call: DROPOUT_KEY
-        model._rows_before = lambda layout: 0
-        batch = dict(zip(names, values, strict=True))
-        counted = {"num_targets": model.count_targets(**batch)} if program.count_targets else {}
-        result = model(**batch, **counted)
-        return result if isinstance(result, tuple) else (result,)
-
-    return Prepared(run, together="self.mesh." in text)
+    model: type[Module] = scope[MODEL]
+    return model
