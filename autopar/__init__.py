@@ -21,7 +21,7 @@ try:
     from autopar.plan import Plan  # noqa: E402
     from autopar.proofs import prove_rule  # noqa: E402
     from autopar.rules import register_rule  # noqa: E402
-    from autopar.simulate import Predictor, predict  # noqa: E402
+    from autopar.strategies import Predictor, predict  # noqa: E402
     from autopar.trainer import Trainer  # noqa: E402
     from autopar.training.callbacks import Callback, TrainState  # noqa: E402
     from autopar.training.config import TrainerConfig  # noqa: E402

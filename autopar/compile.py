@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.accumulation.accumulating_trace import AccumulatingTrace
 from autopar.cluster import as_cluster, is_on_cpu
 from autopar.compiled import CompiledProgram
 from autopar.costs.rates import Training, is_cpu
@@ -18,18 +19,18 @@ from autopar.costs.updates import adamw, training_of
 from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
 from autopar.explain.rescue import advised
 from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
-from autopar.frontend.batch_values import Specialization
 from autopar.frontend.evaluation import why_no_evaluation
-from autopar.frontend.expert_padding import with_whole_shares
-from autopar.frontend.forward_numbers import ForwardOf
-from autopar.frontend.head_padding import with_whole_heads
 from autopar.frontend.inputs import NamedBatch, common_batch, name_inputs
-from autopar.frontend.model_state import ModelState
-from autopar.frontend.padding import padded
+from autopar.frontend.padding.experts import with_whole_shares
+from autopar.frontend.padding.heads import with_whole_heads
+from autopar.frontend.padding.vocabulary import padded
 from autopar.frontend.rebatch import BatchedTrace
-from autopar.frontend.specialization import specializing
-from autopar.frontend.state_reads import Reads
+from autopar.frontend.state.forward_numbers import ForwardOf
+from autopar.frontend.state.model_state import ModelState
+from autopar.frontend.state.reads import Reads
 from autopar.frontend.trace import find_cuts, trace
+from autopar.frontend.trace_modes.batch_values import Specialization
+from autopar.frontend.trace_modes.specialization import specializing
 from autopar.ir.chain import buffer_across_units
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
 from autopar.ir.graph import Graph
@@ -37,13 +38,12 @@ from autopar.ir.mesh import PIPELINE_AXIS
 from autopar.ir.plan_file import PADDINGS
 from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
-from autopar.options.accumulating_trace import AccumulatingTrace
 from autopar.plan import Plan
-from autopar.planning.given import check_agreement, reprice
 from autopar.planning.layer_pool import LayerPool
 from autopar.planning.planner import ONE_STAGE_DEVICES, Planned, SearchResult, search_plans
 from autopar.planning.ranks import neighbors_of, planned_together
 from autopar.planning.request import Request
+from autopar.planning.user_plans import check_agreement, reprice
 from autopar.program import GeneratedProgram
 from autopar.running.batch import with_inputs_of
 from autopar.running.process_group import join_launched
@@ -54,9 +54,9 @@ from autopar.settings.compile_options import CompileOptions, with_options
 from autopar.settings.constraints import Constraints
 from autopar.settings.fp8 import NOTHING_IN_FP8, check_fp8
 from autopar.settings.optimizers import check_plan, examine, keeps_zeros, limited
-from codegen.async_tp import has_async_tp
-from codegen.fp8 import count_calls
 from codegen.logits import without_logits
+from codegen.passes.async_tp import has_async_tp
+from codegen.passes.fp8 import count_calls
 from codegen.runtime.optimizer_probe import Needs
 from codegen.runtime.optimizers import parameters_of
 from cost_models.mixed import AnyCluster, MixedCluster

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from codegen.text import visible
+from codegen.source.text import visible
 from cost_models.certainty import Certainty
 
 Values = str | Mapping[str, object]

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from autopar.frontend.admission import require_traits
-from autopar.frontend.forward_numbers import ForwardOf
 from autopar.frontend.inputs import BatchForm
-from autopar.frontend.model_state import ModelState
-from autopar.options.assignment import Candidate
+from autopar.frontend.state.forward_numbers import ForwardOf
+from autopar.frontend.state.model_state import ModelState
 from autopar.plan import Plan
 from autopar.planning.planner import SearchResult
 from autopar.planning.request import Request
 from autopar.settings.backend import require_backend
+from autopar.sharding.assignment import Candidate
 from autopar.units import bytes_text
 from codegen.program import PipelineProgram, Program
 from codegen.runtime.optimizer_probe import Needs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from codegen.text import bytes_text as bytes_text
+from codegen.source.text import bytes_text as bytes_text
 from cost_models.certainty import Certainty
 
 

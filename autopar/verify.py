@@ -46,7 +46,7 @@ from autopar.settings.compile_options import VerifyOptions, check_verify, with_o
 from autopar.settings.fp8 import tolerance
 from autopar.verify_reference import Reference
 from autopar.verify_report import VerifyReport
-from codegen.fp8 import count_calls
+from codegen.passes.fp8 import count_calls
 from codegen.runtime.precision import compute_dtype
 from cost_models.mixed import AnyCluster
 

@@ -18,10 +18,10 @@ from autopar.frontend.copies import callable_copy, deep_copy
 from autopar.frontend.inputs import NamedBatch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
-from autopar.frontend.model_state import ModelState
 from autopar.frontend.skeleton import in_training
-from autopar.frontend.state_reads import Reads
-from autopar.frontend.state_values import MISSING
+from autopar.frontend.state.model_state import ModelState
+from autopar.frontend.state.reads import Reads
+from autopar.frontend.state.values import MISSING
 from codegen.runtime.optimizers import call
 from codegen.runtime.reference import SameDropout
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.settings.fp8 import EXACT, UNIT
-from codegen.text import visible
+from codegen.source.text import visible
 
 FLOORS = 4.0
 RESOLUTION = 2.0**-23

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks import collectives, operators
 from benchmarks.published_runs.rows import Row, read
 from cost_models import catalog, compute, nccl
-from cost_models.frameworks import framework
+from cost_models.framework_profiles import framework
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "constants.md"

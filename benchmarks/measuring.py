@@ -30,7 +30,7 @@ from autopar.profiling.machine import available_cores
 from autopar.profiling.processes import run_processes
 from autopar.profiling.profile import Profile, fitted
 from autopar.profiling.samples import Samples
-from autopar.simulate import Predictor
+from autopar.strategies import Predictor
 from benchmarks.planning import CASES, build
 from cost_models import compute
 

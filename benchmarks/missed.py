@@ -4,9 +4,10 @@ without a rule.
     python -m benchmarks.missed [--calls N] [--zoo]
 
 Every operator that has a rule is called as `benchmarks/operator_calls.py` writes it, N times at most, and proven: each
-option on one axis of 2 and of 3 ranks and pairs on 2 x 2 (`autopar/proofs/rule_proof.py`). Then all placements on 2 ranks
-are tried of inputs and outputs (a sample of 400 where there are more), and those that the plain local call makes right
-and that no option has are missed. A family is a module of `autopar/rules`. Exits 1 if an option is wrong.
+option on one axis of 2 and of 3 ranks and pairs on 2 x 2 (`autopar/proofs/rule_proof.py`). Then all placements on
+2 ranks are tried of inputs and outputs (a sample of 400 where there are more), and those that the plain local call
+makes right and that no option has are missed. A family is a module of `autopar/rules/families`. Exits 1 if an option is
+wrong.
 
 --zoo traces the models of `examples/zoo.py` and counts their calls without a rule, with a share of the model's work as
 `benchmarks/zoo.py` counts it.
@@ -24,11 +25,11 @@ from functools import cache
 
 from autopar.errors import AutoparError
 from autopar.frontend.trace import trace
-from autopar.options.scopes import scopes_of
 from autopar.proofs import ProofReport, prove_rule
 from autopar.proofs.rule_proof import torch_alone
 from autopar.rules import rule_for
 from autopar.rules.registry import builtin_table
+from autopar.sharding.scopes import scopes_of
 from benchmarks.operator_calls import base_calls, make_node
 from examples.zoo import ZOO
 
@@ -40,8 +41,8 @@ FAMILIES = (
 
 @cache
 def family_of(packet: str) -> str:
-    """The module of `autopar/rules` that has the packet's row."""
-    tables = ((name, importlib.import_module(f"autopar.rules.{name}").TABLE) for name in FAMILIES)
+    """The module of `autopar/rules/families` that has the packet's row."""
+    tables = ((name, importlib.import_module(f"autopar.rules.families.{name}").TABLE) for name in FAMILIES)
     return next(name for name, table in tables if packet in table)
 
 

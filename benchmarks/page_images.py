@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 
 import autopar
-from autopar.integrations.loading import load_model
+from autopar.models.loading import load_model
 from autopar.page import page_text
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images"

@@ -34,11 +34,11 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.explain.conditions import Condition, conditions
 from autopar.explain.questions import explain
 from autopar.explain.rescue import advised
-from autopar.options.assignment import Candidate
 from autopar.plan import Plan
-from autopar.planning.given import reprice
 from autopar.planning.planner import search_plans
 from autopar.planning.request import Request
+from autopar.planning.user_plans import reprice
+from autopar.sharding.assignment import Candidate
 from benchmarks.fuzz_requests import Draw, draw, request_of
 
 RESULTS = Path(__file__).resolve().parent / "results" / "plan_fuzz.csv"

@@ -38,8 +38,8 @@ from autopar.compiled import CompiledProgram
 from autopar.costs.contractions import contraction_flops
 from autopar.ir.graph import base_name
 from autopar.operators.traits import ATTENTION, MATMULS
-from autopar.options.scopes import scopes_of
-from autopar.options.strategies import Operator
+from autopar.sharding.call_options import Operator
+from autopar.sharding.scopes import scopes_of
 from autopar.verify import sgd_with_momentum
 from benchmarks.rank_pool import RankPool
 from benchmarks.table import append

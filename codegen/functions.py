@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codegen.text import is_plain
+from codegen.source.text import is_plain
 
 NAMESPACE = "autograd_function"
 _APPLY = torch.autograd.Function.__dict__["apply"]  # as it is where a trace has not replaced it

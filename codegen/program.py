@@ -12,7 +12,7 @@ from typing import Any
 
 from codegen.guards import Guard
 from codegen.runtime.pipeline_ranks import tiled
-from codegen.text import axes_text, meshes_text
+from codegen.source.text import axes_text, meshes_text
 
 
 @dataclass(frozen=True, slots=True)

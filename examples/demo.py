@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.files.outputs import write_output
 from autopar.report import render_report, report_panels
-from autopar.report.render import WIDTH
+from autopar.report.terminal import WIDTH
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig
 from autopar.training.result import TrainResult

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import autopar.compile  # noqa: F401 (its function has the same name, hence sys.modules below)
-import autopar.simulate.share
+import autopar.strategies.share
 from autopar.frontend.evaluation import why_no_evaluation
 from autopar.frontend.rebatch import LEAST_ROWS
 from autopar.frontend.trace import Cuts, find_cuts, trace
@@ -54,7 +54,7 @@ class _SharedCuts(Cuts):
 @contextlib.contextmanager
 def shared(is_apart: Callable[[], bool]) -> Iterator[None]:
     """What is compiled meanwhile is traced if nothing equal was, or while it `is_apart`."""
-    conductor, predictor = sys.modules["autopar.compile"], autopar.simulate.share
+    conductor, predictor = sys.modules["autopar.compile"], autopar.strategies.share
     published = sys.modules.get("benchmarks.published_runs.models", predictor)
 
     def found(model: nn.Module, batch: Any, loss_fn: Any = None, param_dtype: torch.dtype | None = None) -> Cuts:

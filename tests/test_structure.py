@@ -11,7 +11,7 @@ from typing import NamedTuple
 import networkx as nx
 import pytest
 
-from codegen.axes import AXES
+from codegen.axis_records import AXES
 from cost_models.schedule import SCHEDULES
 from tests.operator_tables import HOMONYMS, operator_tables, tables_in
 
@@ -21,10 +21,10 @@ ROOTS = ("autopar", "codegen", "cost_models", "search")
 LATE_IMPORTS = {
     ("autopar/frontend/export.py", "torch.export"): "heavy: torch imports it with the first export",
     ("autopar/settings/fp8.py", "codegen.runtime.fp8"): "heavy: triton comes with it",
-    ("autopar/integrations/loading.py", "transformers"): "optional, and heavy",
-    ("autopar/integrations/lazy_weights.py", "transformers.conversion_mapping"): "optional, and heavy",
-    ("autopar/integrations/lazy_weights.py", "transformers.core_model_loading"): "optional, and heavy",
-    ("autopar/integrations/pretrained.py", "transformers.core_model_loading"): "optional, and heavy",
+    ("autopar/models/loading.py", "transformers"): "optional, and heavy",
+    ("autopar/models/lazy_weights.py", "transformers.conversion_mapping"): "optional, and heavy",
+    ("autopar/models/lazy_weights.py", "transformers.core_model_loading"): "optional, and heavy",
+    ("autopar/models/pretrained.py", "transformers.core_model_loading"): "optional, and heavy",
     ("autopar/tune.py", "codegen.kernels.tuning"): "heavy: triton comes with it",
     ("autopar/training/records.py", "tensorboard"): "optional",
     ("autopar/training/records.py", "torch.utils.tensorboard"): "optional",
@@ -34,9 +34,9 @@ LATE_IMPORTS = {
 """Imports inside of functions of autopar, with the reason."""
 
 TYPE_IMPORTS = {
-    ("autopar/lowering/lowerings.py", "autopar.lowering.scope_lowering"): "a call and its scope name each other",
-    ("autopar/simulate/scenario.py", "autopar.simulate.prediction"): "a scenario predicts itself again",
-    ("autopar/simulate/scenario.py", "autopar.simulate.predictor"): "a scenario predicts itself again",
+    ("autopar/lowering/call_lowerings.py", "autopar.lowering.scope_lowering"): "a call and its scope name each other",
+    ("autopar/strategies/scenario.py", "autopar.strategies.prediction"): "a scenario predicts itself again",
+    ("autopar/strategies/scenario.py", "autopar.strategies.predictor"): "a scenario predicts itself again",
 }
 """Imports of autopar for type checkers alone, with the reason."""
 
@@ -177,17 +177,17 @@ def test_what_is_by_position_is_seen() -> None:
     )
 
 
-RECORDS = {"codegen/axes.py": AXES, "cost_models/schedules/generate.py": SCHEDULES}
+RECORDS = {"codegen/axis_records.py": AXES, "cost_models/schedules/generate.py": SCHEDULES}
 """The modules that have the records of axes and schedules."""
 ROTARY = ("codegen/fusion/rotary.py", "codegen/kernels/rotary.py")
 """Modules in which "interleaved" is an argument of rotary embeddings."""
 
 DEGREES_BY_NAME = {
     "autopar/explain/decisions.py": 1,
-    "autopar/explain/render.py": 2,
+    "autopar/explain/terminal.py": 2,
     "autopar/ir/mesh.py": 1,
     "autopar/page/what_if.py": 2,
-    "autopar/simulate/experts.py": 1,
+    "autopar/strategies/experts.py": 1,
 }
 """Keys of dicts of degrees or placements: data, such as {"tp": 2}."""
 

@@ -10,8 +10,8 @@ import autopar
 from autopar.costs.cost_table import unit_costs
 from autopar.costs.overlap import Overlaps
 from autopar.ir.graph import Ref
-from autopar.options.strategies import options_of
 from autopar.planning.request import pricer_for
+from autopar.sharding.call_options import options_of
 from cost_models import compute
 from cost_models.machine import Cluster
 from examples.models import llama

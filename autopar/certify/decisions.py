@@ -21,8 +21,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan_data import StagePlan
 from autopar.lowering.assembly import text_of
 from autopar.lowering.scope_lowering import placement_pairs
-from autopar.options.assignment import Candidate
 from autopar.plan import Plan
+from autopar.sharding.assignment import Candidate
 from codegen.program import LayerLoop, PipelineProgram, Program, Spec
 
 KINDS = {

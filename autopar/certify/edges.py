@@ -6,7 +6,7 @@ chose (`Assignment`), and the types that stages and layers pass to one another.
     defined once    no name holds two values at once, and none is read before it is assigned
     reads           a variable is read with the type with which it was last assigned
     calls           inputs and results have the placements of the call's option (a fused call: of each member)
-    reshards        one step of the table of methods, by its arguments, collectives and bytes (`codegen/verify.py`)
+    reshards        one step of the table of methods, arguments, collectives and bytes (`codegen/check_program.py`)
     layers          values that enter and leave a loop match the inputs and outputs of the layer class
     stages          what a stage sends has the shape, dtype and placements that the other stage receives
     loss            is whole on every rank
@@ -27,8 +27,9 @@ from autopar.ir.graph import Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
 from autopar.lowering.scope_lowering import placement_pairs
-from autopar.options.assignment import Candidate
-from autopar.options.strategies import Operator, Option
+from autopar.sharding.assignment import Candidate
+from autopar.sharding.call_options import Operator, Option
+from codegen.check_program import check_types
 from codegen.program import (
     Call,
     LayerLoop,
@@ -43,7 +44,6 @@ from codegen.program import (
     reads,
 )
 from codegen.schemas import EmissionError
-from codegen.verify import check_types
 
 MOST_SHOWN = 20
 
@@ -137,8 +137,8 @@ class _Edges:
             types[variable.name] = variable.type
 
     def read(self, variable: Var, types: Mapping[str, TensorType], at: str) -> None:
-        """Check that a variable exists, with the type of its last assignment. `codegen/verify.py` checks stored values
-        and values from the step against their class."""
+        """Check that a variable exists, with the type of its last assignment. `codegen/check_program.py` checks stored
+        values and values from the step against their class."""
         assigned = types.get(variable.name)
         if assigned is None and not variable.name.isidentifier():
             assigned = variable.type

@@ -19,12 +19,12 @@ from autopar.ir.graph import Graph, Node, Ref, layer_names
 from autopar.ir.mesh import zero_axes
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import ScopePlan, StagePlan
-from autopar.options.assignment import Candidate, labels_of
-from autopar.options.legal_placements import LegalPlacements
-from autopar.options.scopes import Scope, scopes_of
-from autopar.options.strategies import Option, options_of
-from autopar.options.validate import ref_name
 from autopar.plan import Plan
+from autopar.sharding.assignment import Candidate, labels_of
+from autopar.sharding.call_options import Option, options_of
+from autopar.sharding.legal_placements import LegalPlacements
+from autopar.sharding.scopes import Scope, scopes_of
+from autopar.sharding.validate_plan import ref_name
 
 
 @dataclass(frozen=True, slots=True)

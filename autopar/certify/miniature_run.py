@@ -24,17 +24,17 @@ from autopar.costs.updates import DefaultAdamW, OptimizerFactory
 from autopar.errors import AutoparError, ConstraintError, InternalError
 from autopar.files.scratch import temporary_folder
 from autopar.frontend.inputs import NamedBatch, name_inputs
-from autopar.integrations.batches import random_batch
 from autopar.ir.chain import chain
 from autopar.ir.graph import layer_names
 from autopar.ir.mesh import DATA_AXES, PIPELINE_AXIS, ZERO_AXES, Mesh
 from autopar.ir.stage_mesh import StageMesh
 from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
-from autopar.options.assignment import Candidate
+from autopar.models.batches import random_batch
 from autopar.running.batch import with_inputs_of
 from autopar.settings.compile_options import CompileOptions
 from autopar.settings.optimizers import examine
+from autopar.sharding.assignment import Candidate
 from autopar.verify import roundings, sgd_with_momentum, verify_program
 from autopar.verify_report import VerifyReport
 from codegen.logits import without_logits

@@ -13,9 +13,9 @@ from autopar.certify.certificate import Findings, grouped
 from autopar.certify.shrunken_call import CannotShrink, SmallCall, small_call
 from autopar.ir.graph import map_refs
 from autopar.ir.plan_data import labels_text
-from autopar.options.assignment import Candidate
-from autopar.options.strategies import Operator, Option
 from autopar.proofs.outcome import check_option
+from autopar.sharding.assignment import Candidate
+from autopar.sharding.call_options import Operator, Option
 
 RANKS = (2, 3)
 """Sizes to which each axis is shrunk, in turn."""

@@ -19,10 +19,10 @@ import torch
 from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, Node, Ref, TensorMeta, with_refs
 from autopar.ir.operators import call_operator
 from autopar.ir.placement import divides
-from autopar.options.strategies import Operator, Option, rule_or_blank
 from autopar.rules.call import Call
 from autopar.rules.localize import REWRITES, combines, replace_arguments, tensor_placements
 from autopar.rules.rule import AxisOption, Dims, Rule, axis_options, label_of
+from autopar.sharding.call_options import Operator, Option, rule_or_blank
 
 Sizes = tuple[int, ...]
 Shape = tuple[int, ...]

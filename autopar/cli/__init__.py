@@ -21,16 +21,16 @@ import torch
 import typer
 from typer.core import TyperGroup
 
-from autopar.cli import certifying as cli_certifying
+from autopar.cli import certify as cli_certify
 from autopar.cli import doctor as cli_doctor
-from autopar.cli import exporting as cli_exporting
-from autopar.cli import fitting as cli_fitting
+from autopar.cli import export as cli_export
+from autopar.cli import fit as cli_fit
 from autopar.cli import planning as cli_planning
 from autopar.cli import running as cli_running
-from autopar.cli import trying as cli_trying
+from autopar.cli import trial as cli_trial
 from autopar.cli.options import as_command, shows_traceback
 from autopar.running.supervise import exit_on
-from codegen.text import visible
+from codegen.source.text import visible
 
 _ClickException: Any = typer.BadParameter.__mro__[2]
 """The base class of command-line errors; the package that defines it depends on typer's version."""
@@ -103,7 +103,7 @@ def everywhere(
 
 for command in (
     *(cli_planning.plan, cli_planning.report, cli_planning.simulate, cli_planning.explain, cli_planning.compare),
-    *(cli_running.verify, cli_running.profile, cli_trying.trial, cli_running.tune, cli_running.train),
-    *(cli_certifying.certify, cli_fitting.fit, cli_doctor.doctor, cli_running.launch, cli_exporting.export),
+    *(cli_running.verify, cli_running.profile, cli_trial.trial, cli_running.tune, cli_running.train),
+    *(cli_certify.certify, cli_fit.fit, cli_doctor.doctor, cli_running.launch, cli_export.export),
 ):
     app.command()(as_command(command))

@@ -27,10 +27,10 @@ from autopar.costs.updates import OptimizerFactory
 from autopar.errors import AutoparError, ModelError, OutputError, PlanError
 from autopar.files.folder_swap import require_replaceable
 from autopar.files.outputs import require_writable
-from autopar.integrations.job import Job, constraints_of, load_job, parse_settings
-from autopar.integrations.loading import require_model
 from autopar.ir.plan_data import Basis
 from autopar.launch import RankError
+from autopar.models.job import Job, constraints_of, load_job, parse_settings
+from autopar.models.loading import require_model
 from autopar.plan import Plan
 from autopar.planning.planner import Planned
 from autopar.report.tables import VisibleConsole
@@ -38,7 +38,7 @@ from autopar.settings.arguments import check_numbers
 from autopar.settings.compile_options import CompileOptions
 from autopar.training.loop import resolve_cluster
 from autopar.units import bytes_text, either_text, seconds_text
-from codegen.axes import AXES
+from codegen.axis_records import AXES
 from cost_models.mixed import AnyCluster
 from cost_models.schedule import SCHEDULES
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from rich.console import Console, RenderableType
 
 from autopar.report.tables import WIDTH, VisibleConsole, plain_text
-from codegen.text import visible
+from codegen.source.text import visible
 
 SECONDS_OF_SILENCE = 3.0
 """A command on a terminal shows its progress after this time."""

@@ -42,9 +42,9 @@ from autopar.explain.compare import compare as compare_plans
 from autopar.explain.compare import comparison_panels
 from autopar.explain.processes import spare_processes
 from autopar.explain.questions import explain as ask
-from autopar.explain.render import explanation_panels
+from autopar.explain.terminal import explanation_panels
 from autopar.files.outputs import write_output
-from autopar.integrations.job import parse_settings
+from autopar.models.job import parse_settings
 from autopar.page.run_log import read_log
 from autopar.plan import Plan
 from autopar.planning.planner import Planned
@@ -52,11 +52,11 @@ from autopar.profiling.trials import profile_of
 from autopar.report import report_panels
 from autopar.report.facts import facts_of
 from autopar.report.json_facts import facts_json, plan_json, record_json
-from autopar.report.render import plan_summary
+from autopar.report.terminal import plan_summary
 from autopar.report.timeline import write_timeline
-from autopar.simulate import predict
-from autopar.simulate.text import comparison_lines, fit_lines, prediction_lines
-from autopar.simulate.what_if import parse_changes
+from autopar.strategies import predict
+from autopar.strategies.text import comparison_lines, fit_lines, prediction_lines
+from autopar.strategies.what_if import parse_changes
 from autopar.trial_report import trial_notes
 
 

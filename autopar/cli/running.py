@@ -25,8 +25,8 @@ from autopar.cli.output import console, say, show
 from autopar.cluster import as_cluster
 from autopar.errors import ConstraintError
 from autopar.files.text_files import read_mapping
-from autopar.integrations.job import Job, batches_of
 from autopar.launch import RankError, launch_main
+from autopar.models.job import Job, batches_of
 from autopar.plan import Plan
 from autopar.profiling.cases import Level
 from autopar.profiling.profile import profile as measure

@@ -24,8 +24,8 @@ from functools import cache
 
 from autopar.ir.graph import SINK_ATTENTION, is_causal
 from autopar.ir.mesh import Mesh
-from autopar.options.strategies import Operator, Option, num_local
-from autopar.rules.attention import EXCHANGES, window_of
+from autopar.rules.families.attention import EXCHANGES, window_of
+from autopar.sharding.call_options import Operator, Option, num_local
 from codegen.runtime.windows import Positions, Window
 from cost_models import collective
 

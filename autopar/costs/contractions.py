@@ -23,12 +23,12 @@ from autopar.costs.sinks import Sinks, sinks
 from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, base_name, is_causal
 from autopar.ir.mesh import Mesh
 from autopar.operators.traits import ATTENTION, BATCHED_PRODUCTS, CONVOLUTIONS
-from autopar.options.strategies import Operator, Option, num_local, routed_axes
-from autopar.rules.experts import EXPERT_LINEAR
+from autopar.rules.families.experts import EXPERT_LINEAR
+from autopar.sharding.call_options import Operator, Option, num_local, routed_axes
 from cost_models import compute, routing
 
 VALUE_FEATURES = "f"
-"""The factor of values and result that the scores of attention lack (rules/attention.py)."""
+"""The factor of values and result that the scores of attention lack (rules/families/attention.py)."""
 
 FLASH = "fa2"
 """The algorithm of torch's fused attention on GPUs (T. Dao, "FlashAttention-2" (2023))."""

@@ -12,9 +12,9 @@ from autopar.costs.price import Pricer
 from autopar.costs.stored_costs import StoredCost, StoredParameters, stored_costs
 from autopar.ir.chain import chain, homes_of, segments
 from autopar.ir.graph import Graph
-from autopar.options.assignment import Assignment
-from autopar.options.scopes import scopes_of
-from autopar.options.strategies import Operator, num_local
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator, num_local
+from autopar.sharding.scopes import scopes_of
 
 
 def unit_costs(

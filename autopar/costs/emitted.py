@@ -19,12 +19,12 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import EXPERT_AXES, Mesh
 from autopar.lowering.lower import lower
 from autopar.lowering.passes import passes
-from autopar.options.assignment import Assignment
-from autopar.options.fused import Fusion
-from autopar.options.scopes import scopes_of
-from autopar.options.strategies import Operator
-from codegen.idioms import with_idioms
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator
+from autopar.sharding.fusible_runs import Fusion
+from autopar.sharding.scopes import scopes_of
 from codegen.program import Call, ModuleClass, Program, reads
+from codegen.source.idioms import with_idioms
 
 IN_FP8 = frozenset({"fp8.linear", "fp8.linears", "fp8.addmm"})
 

@@ -25,9 +25,9 @@ from autopar.costs.saved import saved_tensors
 from autopar.ir.chain import chain, segments
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.placement import Placements
-from autopar.options.assignment import Assignment
-from autopar.options.scopes import Scope, scopes_of
-from autopar.options.strategies import Operator, Option
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator, Option
+from autopar.sharding.scopes import Scope, scopes_of
 from codegen.program import ModuleClass, Statement
 
 

@@ -14,11 +14,11 @@ from autopar.costs.emitted import names_of
 from autopar.ir.graph import Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements
-from autopar.options.assignment import Assignment
-from autopar.options.fused import Fusion
-from autopar.options.reshard import Step, steps
-from autopar.options.scopes import Scope
-from autopar.options.strategies import Operator, Option
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator, Option
+from autopar.sharding.fusible_runs import Fusion
+from autopar.sharding.reshard import Step, steps
+from autopar.sharding.scopes import Scope
 from codegen.fusion.match import Flow
 from codegen.program import Call, LayerLoop, ModuleClass, Reshard, Statement, TensorType, Var, assigns
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from autopar.costs.contractions import contraction_flops
 from autopar.ir.graph import Graph, base_name
 from autopar.operators.traits import ADDED, ATTENTION, MATMULS
-from autopar.options.scopes import scopes_of
-from autopar.options.strategies import Operator
+from autopar.sharding.call_options import Operator
+from autopar.sharding.scopes import scopes_of
 from cost_models.mixed import AnyCluster
 
 

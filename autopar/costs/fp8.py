@@ -1,4 +1,4 @@
-"""Prices where linear layers multiply in e4m3 (`fp8=` of autopar.compile; codegen/fp8.py says which).
+"""Prices where linear layers multiply in e4m3 (`fp8=` of autopar.compile; codegen/passes/fp8.py says which).
 
 With i bytes of an element of x (N x K), w (M x K) and y (N x M), on one rank, where n layers read one x,
 
@@ -31,8 +31,8 @@ from autopar.costs.rates import is_cpu, num_local_dim
 from autopar.ir.graph import base_name
 from autopar.ir.placement import local_shape
 from autopar.operators.traits import DEFERRABLE
-from autopar.options.strategies import Operator, Option, num_local
-from codegen.fp8 import MULTIPLE
+from autopar.sharding.call_options import Operator, Option, num_local
+from codegen.passes.fp8 import MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)

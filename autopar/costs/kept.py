@@ -35,11 +35,11 @@ from autopar.ir.placement import local_shape
 from autopar.lowering.one_call import OneCall, one_call
 from autopar.lowering.stand_ins import StandInMesh
 from autopar.operators.traits import CHOSEN_BY_DEVICE, VIEWS
-from autopar.options.fused import OTHER_RESULT
-from autopar.options.strategies import Operator, Option, num_local, rule_or_blank
-from autopar.rules.attention import EXCHANGES
+from autopar.rules.families.attention import EXCHANGES
 from autopar.rules.localize import local_call
 from autopar.rules.rule import AxisOption
+from autopar.sharding.call_options import Operator, Option, num_local, rule_or_blank
+from autopar.sharding.fusible_runs import OTHER_RESULT
 from codegen.fusion import PATTERNS
 
 Metas = tuple[TensorMeta, ...]

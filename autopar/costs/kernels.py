@@ -31,8 +31,8 @@ from autopar.costs.saved import Saved
 from autopar.costs.specials import specials
 from autopar.ir.graph import Ref, TensorMeta, base_name
 from autopar.ir.placement import Placements
-from autopar.options.fused import Fusion
-from autopar.options.strategies import Operator, Option, num_local
+from autopar.sharding.call_options import Operator, Option, num_local
+from autopar.sharding.fusible_runs import Fusion
 from codegen.fusion.losses import ACCUMULATOR_BYTES
 from codegen.kernels.linear_cross_entropy import even_chunk
 from cost_models import compute

@@ -22,8 +22,8 @@ from autopar.ir.draws import DRAW
 from autopar.ir.graph import Ref, TensorMeta, base_name, has_dropout
 from autopar.ir.placement import Placements
 from autopar.operators.traits import DEFERRABLE, JOINS, PARTS, VIEWS
-from autopar.options.scopes import Scope
-from autopar.options.strategies import num_local
+from autopar.sharding.call_options import num_local
+from autopar.sharding.scopes import Scope
 
 HANDED_ON = VIEWS - PARTS | JOINS | {"contiguous", "clone", "add", "sub"}
 """Operators whose backward passes on the gradient (or a view of it) if shapes and dtypes are equal."""

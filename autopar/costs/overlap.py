@@ -1,4 +1,4 @@
-"""Sums of input gradients over ranks that overlap weight gradients (codegen/overlap.py).
+"""Sums of input gradients over ranks that overlap weight gradients (codegen/passes/overlap.py).
 
 The backward of a reshard to Rp sums over ranks. If only linear layers read its result, programs start that sum as soon
 as they have the input's gradient, and compute the weights' gradients meanwhile. Let b be the seconds of the sum alone,
@@ -29,12 +29,12 @@ from autopar.costs.price import Pricer
 from autopar.costs.rates import num_local_dim
 from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta, derived
 from autopar.ir.placement import Placements, Rp
-from autopar.options.fused import unsharded, unsharded_call
-from autopar.options.reshard import Step, steps
-from autopar.options.scopes import scopes_of
-from autopar.options.strategies import Operator, num_local
+from autopar.sharding.call_options import Operator, num_local
+from autopar.sharding.fusible_runs import unsharded, unsharded_call
+from autopar.sharding.reshard import Step, steps
+from autopar.sharding.scopes import scopes_of
 from codegen.fusion.match import Flow
-from codegen.linear_calls import ADDMM, readers_of
+from codegen.passes.linear_calls import ADDMM, readers_of
 from cost_models import compute
 
 Site = tuple[str, Ref]
@@ -134,7 +134,7 @@ def _bias_and_weight(operator: Operator) -> tuple[Ref | None, Ref]:
 @derived
 def joined_layers(graph: Graph) -> Mapping[Site, tuple[str, ...]]:
     """Return tensor -> the linear layers that are its only readers. Programs make one call of them if the tensor is
-    resharded to Rp, as codegen/linear_calls.py finds them in unsharded code."""
+    resharded to Rp, as codegen/passes/linear_calls.py finds them in unsharded code."""
     joined: dict[Site, tuple[str, ...]] = {}
     for scope in scopes_of(graph):
         stored = {p.name for p in (scope.layer.parameters if scope.layer else graph.parameters)}

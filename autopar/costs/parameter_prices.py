@@ -11,7 +11,7 @@ from autopar.costs.rates import Rates, is_cpu
 from autopar.ir.graph import TensorMeta
 from autopar.ir.mesh import zero_axes
 from autopar.ir.placement import Stored
-from autopar.options.strategies import num_local
+from autopar.sharding.call_options import num_local
 from codegen.runtime.whole_updates import ROUND_BYTES
 from cost_models import collective, compute
 

@@ -15,7 +15,7 @@ from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.ir.graph import TensorMeta
 from autopar.ir.placement import Stored
-from autopar.options.strategies import num_local
+from autopar.sharding.call_options import num_local
 from codegen.runtime.zero import BUCKET_BYTES
 
 IN_FLIGHT = 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from autopar.ir.graph import Graph, LayerRun, Ref
 from autopar.ir.placement import Placements
-from autopar.options.assignment import Assignment
-from autopar.options.scopes import Scope, scopes_of
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.scopes import Scope, scopes_of
 
 
 class Placer:

@@ -22,10 +22,10 @@ from autopar.ir.draws import DRAW
 from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, base_name
 from autopar.ir.operators import arguments_of
 from autopar.operators.traits import ATTENTION, DEFERRABLE, JOINS, MATMULS, VIEWS
-from autopar.options.strategies import Operator, Option, num_local
-from autopar.rules.convolution import HALO
-from autopar.rules.experts import EXPERT_LINEAR
-from autopar.rules.norm import SYNCHRONISED
+from autopar.rules.families.convolution import HALO
+from autopar.rules.families.experts import EXPERT_LINEAR
+from autopar.rules.families.norm import SYNCHRONISED
+from autopar.sharding.call_options import Operator, Option, num_local
 from cost_models import compute
 
 DRAW_BYTES = 256.0

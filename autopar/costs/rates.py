@@ -13,7 +13,7 @@ from autopar.ir.compression import Compression
 from autopar.ir.graph import TensorMeta
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
-from autopar.options.reshard import Step, steps
+from autopar.sharding.reshard import Step, steps
 from cost_models import collective, compute
 from cost_models.machine import Cluster
 

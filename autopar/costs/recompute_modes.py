@@ -26,9 +26,9 @@ from autopar.costs.price import Pricer
 from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta, base_name
 from autopar.ir.placement import Placements
 from autopar.operators.traits import ATTENTION, MATMULS
-from autopar.options.assignment import Assignment
-from autopar.options.scopes import Scope
-from autopar.options.strategies import Operator, num_local
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator, num_local
+from autopar.sharding.scopes import Scope
 
 
 @dataclass(frozen=True, slots=True)

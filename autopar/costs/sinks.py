@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from autopar.costs.context import SCORES_HELD, SCORES_MOVED, WIDE_BYTES, seen_keys, window_tiles
 from autopar.ir.mesh import Mesh
-from autopar.options.strategies import Operator, Option, num_local
-from autopar.rules.attention import window_of
+from autopar.rules.families.attention import window_of
+from autopar.sharding.call_options import Operator, Option, num_local
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from autopar.ir.graph import Graph, LayerRun, Node, Ref, derived
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Stored
 from autopar.ir.stage_mesh import StageMesh
-from autopar.options.assignment import Assignment
-from autopar.options.scopes import scopes_of
-from autopar.options.strategies import num_local
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import num_local
+from autopar.sharding.scopes import scopes_of
 from cost_models import collective
 from cost_models.mixed import AnyCluster, MixedCluster
 

@@ -21,7 +21,7 @@ from autopar.costs.price import Pricer
 from autopar.ir.chain import home_of_unread, last_readers
 from autopar.ir.graph import UPDATE_BUFFER, Graph, Ref, TensorMeta, unread
 from autopar.ir.placement import Stored
-from autopar.options.scopes import Scope
+from autopar.sharding.scopes import Scope
 
 
 @dataclass

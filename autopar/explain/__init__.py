@@ -2,7 +2,7 @@
 feasible.
 
     explain(program)       an Explanation, from planning again under changed conditions        questions.py
-    render_explanation     the explanation as text                                             render.py
+    render_explanation     the explanation as text                                             terminal.py
     compare(first, second) two plans side by side                                              compare.py
     advised(request, ...)  an InfeasibleError with changes that make the request feasible      rescue.py
 
@@ -12,7 +12,7 @@ Every number is a prediction of a plan that was chosen or priced for it. Nothing
 from autopar.explain.compare import Comparison, compare, render_comparison
 from autopar.explain.explanation import Alternative, Explanation, WhatIf
 from autopar.explain.questions import explain
-from autopar.explain.render import render_explanation
+from autopar.explain.terminal import render_explanation
 
 __all__ = [
     "Alternative",

@@ -16,7 +16,7 @@ from autopar.planning.equal_configs import Shape, expert_degrees, micro_batch_co
 from autopar.planning.request import Request, divisors
 from autopar.report.plan_words import recompute_modes, zero_stage
 from autopar.settings.constraints import Constraints
-from codegen.axes import AXES
+from codegen.axis_records import AXES
 from cost_models.schedule import SCHEDULES
 
 PINS = (*AXIS_NAMES, "etp", "zero", "micro_batches", "schedule", "chunks", "recompute", "offload", "context")

@@ -15,7 +15,6 @@ from autopar.explain.explanation import Alternative, Explanation, WhatIf
 from autopar.explain.processes import answers
 from autopar.explain.verdict import TIE, time_words, verdict_words
 from autopar.ir.chain import most_stages
-from autopar.options.assignment import Candidate
 from autopar.plan import Plan
 from autopar.planning.config_costs import Solved
 from autopar.planning.pipelines import EqualSearch, UnequalSearch
@@ -27,6 +26,7 @@ from autopar.report.costs import is_tied, why_slower
 from autopar.report.plan_words import full_words
 from autopar.settings.arguments import check_numbers
 from autopar.settings.constraints import Constraints
+from autopar.sharding.assignment import Candidate
 from autopar.units import bytes_text, fit_text, seconds_text
 
 

@@ -11,7 +11,7 @@ import torch
 
 from autopar.errors import TraceError
 from autopar.frontend.fx_import import FlatGraph
-from autopar.frontend.strided import refused_strides
+from autopar.frontend.trace_modes.as_strided import refused_strides
 from autopar.frontend.user_line import user_line
 from autopar.ir.graph import Node, Ref, base_name
 from autopar.ir.operators import arguments_of

@@ -18,25 +18,25 @@ from torch.nn.attention import flex_attention as flex_module
 from torch.nn.modules import transformer
 
 from autopar.errors import AutoparError, TraceError
-from autopar.frontend.activation_checkpoints import followed_checkpoints
-from autopar.frontend.autograd_functions import call_function, outside_functions
-from autopar.frontend.constants import Constants, Unwritten
-from autopar.frontend.data_access import DataAccess
-from autopar.frontend.drawn_numbers import drawn_numbers, floats_of_draws
 from autopar.frontend.fakes import in_this_thread
-from autopar.frontend.function_caches import functions_of
-from autopar.frontend.inner_gradients import traceable_gradients
 from autopar.frontend.inputs import Batch
 from autopar.frontend.loss_module import LossModule
-from autopar.frontend.masks import plain_masks
-from autopar.frontend.module_moves import moved_in_place
-from autopar.frontend.one_process import as_one_process
-from autopar.frontend.running_statistics import written_statistics
-from autopar.frontend.specialization import Specializing
-from autopar.frontend.strided import ByPosition
+from autopar.frontend.state.function_caches import functions_of
+from autopar.frontend.trace_modes.activation_checkpoints import followed_checkpoints
+from autopar.frontend.trace_modes.as_strided import ByPosition
+from autopar.frontend.trace_modes.autograd_functions import call_function, outside_functions
+from autopar.frontend.trace_modes.constants import Constants, Unwritten
+from autopar.frontend.trace_modes.data_access import DataAccess
+from autopar.frontend.trace_modes.drawn_numbers import drawn_numbers, floats_of_draws
+from autopar.frontend.trace_modes.hugging_face_masks import plain_masks
+from autopar.frontend.trace_modes.inner_gradients import traceable_gradients
+from autopar.frontend.trace_modes.module_moves import moved_in_place
+from autopar.frontend.trace_modes.one_process import as_one_process
+from autopar.frontend.trace_modes.running_statistics import written_statistics
+from autopar.frontend.trace_modes.specialization import Specializing
+from autopar.frontend.trace_modes.value_checks import skipped_checks
 from autopar.frontend.untraceable import flex_attention, untraceable
 from autopar.frontend.user_line import innermost_lines
-from autopar.frontend.value_checks import skipped_checks
 
 
 def export(module: nn.Module, batch: Batch, unchecked: dict[str, None] | None = None) -> torch.export.ExportedProgram:
@@ -135,7 +135,7 @@ def _unwatched_attributes() -> Iterator[None]:
     """Context manager in which torch.export does not compare all attributes before and after, which fails for values
     that no pytree takes.
 
-    It warns of tensors that forward sets on modules; `repeats.py` refuses a forward that reads them later.
+    It warns of tensors that forward sets on modules; `state/repeatable.py` refuses a forward that reads them later.
     """
     from torch.export import _trace as owner  # torch imports it with the first export
 

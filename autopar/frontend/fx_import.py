@@ -18,13 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from autopar.errors import TraceError
-from autopar.frontend import inner_gradients, selected_rows, vmaps
 from autopar.frontend.attributes import named_modules, named_tensors, persistent_names
-from autopar.frontend.composites import definition
 from autopar.frontend.overloads import kept_kwargs
+from autopar.frontend.rewrites import vmaps
+from autopar.frontend.rewrites.composites import definition
+from autopar.frontend.rewrites.vmaps import BRACKETS
+from autopar.frontend.selected_rows import replacement
+from autopar.frontend.trace_modes import inner_gradients
 from autopar.frontend.untraceable import takes_number
 from autopar.frontend.user_line import user_line
-from autopar.frontend.vmaps import BRACKETS
 from autopar.ir.batch_names import input_name
 from autopar.ir.graph import Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in, with_refs
 from autopar.ir.operators import arguments_of, shares_memory
@@ -109,7 +111,7 @@ def import_program(
     """
     vmaps.write_out(program)
     inner_gradients.write_out(program)
-    selected_rows.write_out(program)
+    replacement.write_out(program)
     return _Importer(program, module, batch, model).run()
 
 

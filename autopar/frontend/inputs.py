@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.errors import TraceError
-from codegen.names import is_plain_name
 from codegen.runtime.batch import BatchError, flat_batch, leaves_of
+from codegen.source.names import is_plain_name
 
 Batch = Mapping[str, Any]
 

@@ -21,7 +21,7 @@ from autopar.errors import TraceError
 from autopar.frontend.depth import Truncation
 from autopar.frontend.fx_import import FlatGraph, unused_name
 from autopar.ir.graph import Graph, Input, LayerClass, LayerRun, Node, Parameter, Ref, TensorMeta, map_refs, with_refs
-from codegen.names import class_name
+from codegen.source.names import class_name
 
 _LAYER = re.compile(r"(.*?)\.(\d+)(?:\..*)?$")
 _NUMBER = re.compile(r"(?<=.)(_\d+)+$")

@@ -19,8 +19,8 @@ from autopar.frontend.inputs import (
     model_arguments,
     split_names,
 )
-from autopar.frontend.operand_dtypes import operands_in
-from autopar.frontend.specialization import begin_forward
+from autopar.frontend.trace_modes.operand_dtypes import operands_in
+from autopar.frontend.trace_modes.specialization import begin_forward
 
 
 class LossModule(nn.Module):

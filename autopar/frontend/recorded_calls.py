@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.frontend.recorder import Source
-from autopar.frontend.recurrent_dropout import PADDED
+from autopar.frontend.rewrites.recurrent_dropout import PADDED
 from autopar.operators.schemas import may_be_view, named_arguments
 
 FLAGS: Mapping[str, tuple[str, Any]] = {

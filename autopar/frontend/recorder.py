@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from autopar.frontend.attributes import blocks_of, named_tensors
 from autopar.frontend.depth import Truncation
-from autopar.frontend.drawn_numbers import floats_of_draws
 from autopar.frontend.fakes import Results, in_this_thread
-from autopar.frontend.function_caches import functions_of, without_fakes
+from autopar.frontend.state.function_caches import functions_of, without_fakes
+from autopar.frontend.trace_modes.drawn_numbers import floats_of_draws
 
 Forward = Callable[[nn.Module], Any]
 """Runs a (copy of the) model up to the scalar loss, or to (loss, logits)."""

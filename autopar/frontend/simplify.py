@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
-from autopar.frontend.bags import write_bags
-from autopar.frontend.chosen_experts import write_chosen
-from autopar.frontend.draws import write_draws
 from autopar.frontend.effects import refuse_effects, refuse_untrained
-from autopar.frontend.experts import join_biases, write_unsorted
-from autopar.frontend.functional import functionalize
 from autopar.frontend.fx_import import LOGITS, FlatGraph
-from autopar.frontend.gradients import settle_gradients
-from autopar.frontend.grouped_keys import share_keys
-from autopar.frontend.joins import drop_cut_joins, nest_joins
-from autopar.frontend.losses import split_means
-from autopar.frontend.mask_windows import forms_of, window_of
-from autopar.frontend.narrow_inputs import narrow_inputs
-from autopar.frontend.scattered_rows import write_scattered_rows
-from autopar.frontend.sinks import write_sinks
-from autopar.frontend.tables import keep_tables
+from autopar.frontend.rewrites.attention_sinks import write_sinks
+from autopar.frontend.rewrites.chosen_experts import write_chosen
+from autopar.frontend.rewrites.draws import write_draws
+from autopar.frontend.rewrites.embedding_bags import write_bags
+from autopar.frontend.rewrites.experts import join_biases, write_unsorted
+from autopar.frontend.rewrites.functional import functionalize
+from autopar.frontend.rewrites.gradient_flow import settle_gradients
+from autopar.frontend.rewrites.grouped_keys import share_keys
+from autopar.frontend.rewrites.joins import drop_cut_joins, nest_joins
+from autopar.frontend.rewrites.losses import split_means
+from autopar.frontend.rewrites.mask_windows import forms_of, window_of
+from autopar.frontend.rewrites.narrow_inputs import narrow_inputs
+from autopar.frontend.rewrites.scattered_rows import write_scattered_rows
+from autopar.frontend.rewrites.unregistered_tensors import keep_tables
 from autopar.ir.draws import DRAW, is_keyed, is_single_draw
 from autopar.ir.graph import UPDATE_BUFFER, WINDOW_ATTENTION, Node, Ref, TensorMeta, map_refs
 from autopar.ir.operators import arguments_of

@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autopar.errors import TraceError
 from autopar.frontend import fakes
 from autopar.frontend.admission import check_model
-from autopar.frontend.batch_values import Specialization
 from autopar.frontend.depth import Truncation, equal_runs, shorten
 from autopar.frontend.depth_check import verified
 from autopar.frontend.eager import runs
@@ -29,7 +28,6 @@ from autopar.frontend.effects import is_random
 from autopar.frontend.evaluation import difference
 from autopar.frontend.export import export, forward_and_loss
 from autopar.frontend.fakes import Results
-from autopar.frontend.function_caches import without_fakes
 from autopar.frontend.fx_import import LOGITS, FlatGraph, import_program
 from autopar.frontend.inputs import Batch, NamedBatch, common_batch, example_values, fake_input, has_rows, name_inputs
 from autopar.frontend.layers import fold_layers
@@ -37,11 +35,13 @@ from autopar.frontend.loss_module import LossModule
 from autopar.frontend.other_rows import with_rows_of
 from autopar.frontend.rebatch import LEAST_ROWS
 from autopar.frontend.recorder import Record, record
-from autopar.frontend.repeats import check_repeats
 from autopar.frontend.simplify import simplify
 from autopar.frontend.skeleton import loss_skeleton, skeleton_of
-from autopar.frontend.specialization import specializing
-from autopar.frontend.state_reads import Reads
+from autopar.frontend.state.function_caches import without_fakes
+from autopar.frontend.state.reads import Reads
+from autopar.frontend.state.repeatable import check_repeats
+from autopar.frontend.trace_modes.batch_values import Specialization
+from autopar.frontend.trace_modes.specialization import specializing
 from autopar.frontend.training_only import write_training_only
 from autopar.frontend.untraceable import UntraceableError, failing
 from autopar.ir.batch_names import batch_key

@@ -10,7 +10,7 @@ from autopar.operators.traits import ATTENTION, DRAWN
 
 DRAW = "autopar.draw.default"
 """`draw(distribution, size, dtype, p, low, high)`, of codegen/runtime/draws.py: what random operators are written as
-(frontend/draws.py)."""
+(frontend/rewrites/draws.py)."""
 
 IN_TRAINING = "autopar.in_training.default"
 """`in_training(training, evaluation)`: the first in training, the second in evaluation (frontend/training_only.py)."""

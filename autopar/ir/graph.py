@@ -107,7 +107,7 @@ class Parameter:
 
     A parameter's meta requires a gradient if the loss has one for it. increment: added by every training forward to a
     buffer that counts. padding: entries at the end of each of padded_sections equal sections of the meta's dim
-    padded_dim that the user's own tensor lacks (frontend/padding.py, frontend/head_padding.py). value: of a tensor that
+    padded_dim that the user's own tensor lacks (frontend/padding/vocabulary.py, heads.py). value: of a tensor that
     forward uses and no module has registered, which a program keeps as a buffer.
     """
 
@@ -177,7 +177,7 @@ class LayerRun:
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """How micro-batches add up to the whole batch's loss, as proven by `options/micro_batches.py`.
+    """How micro-batches add up to the whole batch's loss, as proven by `accumulation/micro_batches.py`.
 
     whole: tensors that are read as the sum over all micro-batches, computed before the step. scales: factors of call
     inputs, by (scope, call, number of the input). loss: factor of the loss; the step then takes the mean over the
@@ -207,10 +207,10 @@ class Graph:
     accumulation: of a graph of micro-batches that add up to the batch. no_evaluation: why evaluation computes something
     other than this graph without its draws. unchecked: the user's lines that check values and raise or warn, which are
     left out. padded_to, experts_padded_to, heads_padded_to: the multiples to which vocabulary rows, experts and heads
-    were padded (frontend/padding.py, expert_padding.py, head_padding.py). vocabularies: for calls that read padded
-    tables, the user's number of rows or classes, by the call's name. logits: the tensor (top level) from which the loss
-    is computed and which the model returns as its logits, if it does; logits_size: its padded dim, and the user's size
-    of it. facts: results of functions marked `derived`.
+    were padded (frontend/padding/). vocabularies: for calls that read padded tables, the user's number of rows or
+    classes, by the call's name. logits: the tensor (top level) from which the loss is computed and which the model
+    returns as its logits, if it does; logits_size: its padded dim, and the user's size of it. facts: results of
+    functions marked `derived`.
     """
 
     name: str
@@ -267,7 +267,8 @@ calls of attention are written as whose mask is proven to be a window."""
 
 SINK_ATTENTION = "autopar.sink_attention.default"
 """`sink_attention(query, key, value, sinks, is_causal, before, after, chunk, scale, enable_gqa)`, of
-codegen/runtime/sink_attention.py: what attention is written as that is proven to have a sink (frontend/sinks.py)."""
+codegen/runtime/sink_attention.py: what attention is written as that is proven to have a sink
+(frontend/rewrites/attention_sinks.py)."""
 
 UPDATE_BUFFER = "autopar.update_buffer.default"
 """`update_buffer(buffer, value)`: the step writes the value to the buffer when its backward is over. Nothing reads the

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from autopar.ir.placement import Placements, Rp
-from codegen.axes import AXES
+from codegen.axis_records import AXES
 
 AXIS_NAMES = tuple(AXES)
 """Tensor parallelism has two axes where its ranks are a grid: `ttp` is to `tp` what `ddp` is to `dp`, the outer one. No

@@ -1,7 +1,7 @@
 """Read and write a plan's file: YAML, with the line of everything that cannot be read.
 
 Every value has a type and, if its words are fixed, an enumeration, because values read here go into generated source.
-Other modules check placements and stages against the model's graph (options/validate.py, planning/given.py).
+Other modules check placements and stages against the model's graph (sharding/validate_plan.py, planning/user_plans.py).
 """
 
 from __future__ import annotations

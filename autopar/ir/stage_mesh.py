@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.ir.mesh import AXIS_NAMES, Mesh
-from codegen.text import meshes_text
+from codegen.source.text import meshes_text
 
 
 @dataclass(frozen=True, slots=True)

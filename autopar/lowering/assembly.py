@@ -12,17 +12,17 @@ from autopar.ir.stage_mesh import first_ranks
 from autopar.lowering.dry_run import dry_run
 from autopar.lowering.lower import Modes, Staging, lower, lower_stages
 from autopar.lowering.passes import Pass
-from autopar.options.assignment import Candidate
-from codegen.check import check_files
-from codegen.emit import emit_model
+from autopar.sharding.assignment import Candidate
+from codegen.check_program import check_types
+from codegen.check_source import check_files
 from codegen.evaluation import follows_training
-from codegen.expressions import expression
 from codegen.logits import with_logits
-from codegen.pipeline_source import emit_pipeline
 from codegen.program import Call, PipelineProgram, Program
 from codegen.schemas import EmissionError
+from codegen.source.emit import emit_model
+from codegen.source.expressions import expression
+from codegen.source.pipeline_source import emit_pipeline
 from codegen.strides import with_strides
-from codegen.verify import check_types
 from cost_models.schedule import make_schedule, placement, schedule_named, schedule_text
 
 HOST = "host"
@@ -37,7 +37,7 @@ def program_of(candidate: Candidate, passes: Sequence[Pass]) -> Program | Pipeli
 
 
 def _checked(program: Program | PipelineProgram) -> Program | PipelineProgram:
-    """Return the program if it is consistent (codegen/verify.py). Raises InternalError if it is not."""
+    """Return the program if it is consistent (codegen/check_program.py). Raises InternalError if it is not."""
     try:
         for stage_program in program.programs:
             check_types(stage_program)
@@ -109,7 +109,7 @@ def staging(pipeline: Pipeline, num_micro_batches: int) -> Staging:
 def files_of(program: Program | PipelineProgram) -> dict[str, str]:
     """Return the generated files by name, as text.
 
-    Raises InternalError for text that would fail when a rank runs it (codegen/check.py, dry_run.py).
+    Raises InternalError for text that would fail when a rank runs it (codegen/check_source.py, dry_run.py).
     """
     files = text_of(program)
     try:

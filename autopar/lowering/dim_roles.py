@@ -15,8 +15,8 @@ from collections.abc import Hashable, Mapping
 from autopar.ir.batch_names import batch_key
 from autopar.ir.graph import Graph, Ref, base_name, derived, layer_borders
 from autopar.operators.traits import ATTENTION
-from autopar.options.scopes import scopes_of
-from autopar.options.strategies import rule_or_blank
+from autopar.sharding.call_options import rule_or_blank
+from autopar.sharding.scopes import scopes_of
 from codegen.runtime.names import argument
 
 Place = tuple[str, Ref, int]

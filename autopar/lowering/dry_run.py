@@ -1,9 +1,9 @@
 """Run the emitted source of every distinct stage once on fake tensors, forward and backward.
 
-`codegen/check.py` checks names and arguments of the emitted text. Whether shapes, strides, dtypes and devices fit shows
-only in a run. So each distinct root class runs here as on a rank of its mesh: with local shapes, the rank's parameters
-and stand-ins for all communication (stand_ins.py). Ranks of one mesh have equal shapes. Layers of one class run once,
-and again only for arguments of another kind. Nothing is computed.
+`codegen/check_source.py` checks names and arguments of the emitted text. Whether shapes, strides, dtypes and devices
+fit shows only in a run. So each distinct root class runs here as on a rank of its mesh: with local shapes, the rank's
+parameters and stand-ins for all communication (stand_ins.py). Ranks of one mesh have equal shapes. Layers of one class
+run once, and again only for arguments of another kind. Nothing is computed.
 
 Not covered: layouts that only a device's kernel chooses (codegen/strides.py considers all of them), Triton kernels
 (their references in torch run), recomputation, offload, compiled regions, and the code of a user's own Functions.

@@ -18,9 +18,9 @@ from autopar.lowering.dim_roles import dim_roles
 from autopar.lowering.scope_lowering import SUMS, Lowering, Shared, without_waiting
 from autopar.lowering.specs import border_of, input_spec, spec_of, unread_specs
 from autopar.lowering.stages import Cut, StageGraph, boundary_placements, stage_graphs, tied_parameters
-from autopar.options.assignment import Assignment
-from autopar.options.scopes import Scope, scopes_of
-from autopar.options.strategies import Operator
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator
+from autopar.sharding.scopes import Scope, scopes_of
 from codegen.program import Call, ModuleClass, PipelineProgram, PipelineStage, Program, Spec, Statement, Var
 from codegen.runtime.names import argument
 

@@ -23,10 +23,10 @@ from autopar.ir.graph import (
     derived,
 )
 from autopar.operators.traits import PERMUTATIONS, RESHAPES, ROLES, SHORT_NAMES
-from autopar.options.scopes import scopes_of
-from autopar.rules.lookup import BAGS
-from codegen.names import is_plain_name, shortened
+from autopar.rules.families.lookup import BAGS
+from autopar.sharding.scopes import scopes_of
 from codegen.runtime.names import ARGUMENTS, argument
+from codegen.source.names import is_plain_name, shortened
 
 _RESHAPING = RESHAPES | PERMUTATIONS | {"contiguous", "to", "expand"}
 

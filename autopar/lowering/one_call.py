@@ -13,15 +13,15 @@ from autopar.ir.draws import draw_numbers
 from autopar.ir.graph import Graph, Input, Node, Ref, TensorMeta
 from autopar.ir.mesh import Mesh
 from autopar.lowering.scope_lowering import Lowering, Shared, dtype_name
-from autopar.options.assignment import Assignment
-from autopar.options.scopes import scopes_of
-from autopar.options.strategies import Operator, Option
 from autopar.rules.localize import tensor_placements
 from autopar.rules.rule import AxisOption, Rule
-from codegen.check import check_files
-from codegen.emit import emit_model
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator, Option
+from autopar.sharding.scopes import scopes_of
+from codegen.check_source import check_files
 from codegen.program import ModuleClass, Program, Spec
 from codegen.runtime.parameters import Module
+from codegen.source.emit import emit_model
 
 MODEL = "Model"
 

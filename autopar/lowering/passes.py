@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from codegen.async_tp import with_async_tp
-from codegen.fp8 import in_fp8
 from codegen.fusion import fuse
-from codegen.grouped import with_grouped_experts
-from codegen.once_per_node import Neighbors, with_rows_once_per_node
-from codegen.overlap import overlap
+from codegen.passes.async_tp import with_async_tp
+from codegen.passes.fp8 import in_fp8
+from codegen.passes.grouped_experts import with_grouped_experts
+from codegen.passes.once_per_node import Neighbors, with_rows_once_per_node
+from codegen.passes.overlap import overlap
 from codegen.program import Program
 
 Pass = Callable[[Program], Program]

@@ -17,16 +17,16 @@ from autopar.ir.draws import DrawNumbers, is_single_draw
 from autopar.ir.graph import Graph, LayerRun, Node, Ref, TensorMeta, ancestors, map_refs
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement, Placements, R
-from autopar.lowering.lowerings import lower_call
+from autopar.lowering.call_lowerings import lower_call
 from autopar.lowering.names import free_name, readable_names, uses_of
-from autopar.options.assignment import Assignment
-from autopar.options.reshard import Step, steps
-from autopar.options.scopes import Scope
-from autopar.options.strategies import Operator
 from autopar.rules.localize import local_call
-from codegen.names import attribute_path
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator
+from autopar.sharding.reshard import Step, steps
+from autopar.sharding.scopes import Scope
 from codegen.program import UNREAD, Call, LayerLoop, LayerRunSpec, Layout, Reshard, Statement, TensorType, Var
 from codegen.reshards import METHODS, axis_kwargs
+from codegen.source.names import attribute_path
 
 SUMS = "sums"
 """forward's name for the sums over the whole batch that it receives."""

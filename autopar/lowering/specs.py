@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.ir.graph import Graph, Parameter, Ref, TensorMeta, unread
 from autopar.ir.placement import Placements, R, S, Stored
 from autopar.lowering.scope_lowering import Shared, dtype_name, placement_pairs
-from autopar.options.strategies import num_local
+from autopar.sharding.call_options import num_local
 from codegen.program import BoundaryTensor, Spec
 
 

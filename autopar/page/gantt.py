@@ -8,7 +8,7 @@ from autopar.costs.stage_costs import Simulated
 from autopar.page.markup import Child, Markup, element, legend, section, table
 from autopar.report.facts import Facts
 from autopar.report.pipeline import schedule_words
-from autopar.simulate.timeline import StepEvent, events_of
+from autopar.strategies.timeline import StepEvent, events_of
 from autopar.units import seconds_text
 
 MOST_LABELS = 600

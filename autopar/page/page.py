@@ -10,10 +10,10 @@ from autopar.errors import PlanError
 from autopar.files.outputs import write_output
 from autopar.page.gantt import gantt_section
 from autopar.page.headline import headline
-from autopar.page.layer import layer_section
+from autopar.page.layer_diagram import layer_section
 from autopar.page.markup import Child, Markup, details, element, section, table
 from autopar.page.memory import memory_section
-from autopar.page.mesh import mesh_section
+from autopar.page.mesh_diagram import mesh_section
 from autopar.page.plans import plans_section
 from autopar.page.run_log import read_log, run_section
 from autopar.page.step_time import time_section

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from autopar.costs.flops import model_flops, model_flops_utilisation
 from autopar.errors import AutoparError, ConstraintError
 from autopar.explain.conditions import faster_compute, faster_link, faster_memory
-from autopar.options.assignment import Candidate, expand
 from autopar.plan import Plan
 from autopar.planning.candidates import candidate_of
 from autopar.planning.pipelines import EqualSearch
@@ -19,6 +18,7 @@ from autopar.planning.request import Request, operators_at
 from autopar.planning.solved_layers import SolvedLayers
 from autopar.program import GeneratedProgram
 from autopar.report.plan_words import full_words
+from autopar.sharding.assignment import Candidate, expand
 from cost_models.machine import Cluster
 
 SECONDS = 10.0

@@ -14,9 +14,9 @@ from autopar.costs.price import Pricer
 from autopar.costs.stage_boundaries import boundary_bytes
 from autopar.ir.chain import chain
 from autopar.ir.graph import Graph
-from autopar.options.assignment import Assignment
-from autopar.options.strategies import Operator
-from autopar.planning.waiting import Stretch, layers_of, total
+from autopar.planning.host_bound import Stretch, layers_of, total
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator
 
 
 @dataclass

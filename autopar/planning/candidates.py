@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.ir.stage_mesh import StageMesh, envelope
-from autopar.options.assignment import Candidate, compress
-from autopar.options.batch_rescaling import suits
 from autopar.plan import Plan
-from autopar.planning.known_costs import KnownCosts
 from autopar.planning.predict import predicted
 from autopar.planning.request import Request
+from autopar.planning.shared_costs import KnownCosts
 from autopar.planning.solved_layers import solved_anew, stored_parameters
 from autopar.planning.stage_problem import PipelineCut
+from autopar.sharding.assignment import Candidate, compress
+from autopar.sharding.batch_rescaling import suits
 
 
 def candidate_of(cut: PipelineCut, request: Request, known_costs: KnownCosts | None = None) -> Candidate:

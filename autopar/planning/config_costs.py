@@ -16,13 +16,13 @@ from autopar.costs.stage_boundaries import tied_parameters
 from autopar.costs.stored_costs import StoredCost, StoredParameters, stored_costs
 from autopar.ir.chain import chain, homes_of, uncut
 from autopar.ir.stage_mesh import StageMesh
-from autopar.options.scopes import scopes_of
-from autopar.planning.known_costs import Limits, known_costs
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, pricer_for, usable_bytes
 from autopar.planning.shared_assignments import SharedAssignments
+from autopar.planning.shared_costs import Limits, known_costs
 from autopar.planning.solved_layers import SolvedLayer, SolvedLayers, named_mesh
 from autopar.planning.stage_points import modes_of
+from autopar.sharding.scopes import scopes_of
 
 Solved = SolvedLayers | SharedAssignments
 """Decisions, solved separately for equal stage meshes and shared by unlike ones. Those of another request may serve

@@ -10,11 +10,11 @@ from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.ir.mesh import Mesh
 from autopar.ir.stage_mesh import StageMesh
-from autopar.options.strategies import has_context, num_experts, sequence_length
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, divisors
 from autopar.planning.solved_layers import MULTIPLIERS, named_mesh
-from codegen.axes import AXES
+from autopar.sharding.call_options import has_context, num_experts, sequence_length
+from codegen.axis_records import AXES
 from cost_models.machine import Cluster
 
 GROUP_NODES = (1, 2, 4)

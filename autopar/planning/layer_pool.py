@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
-from autopar.planning.known_costs import of_batch
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request
+from autopar.planning.shared_costs import of_batch
 from autopar.planning.solved_layers import GRID_ROWS, SolvedLayers
 
 

@@ -21,16 +21,16 @@ from autopar.errors import ConstraintError
 from autopar.ir.chain import chain
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.options.assignment import Assignment, Candidate, compress
-from autopar.options.strategies import Operator, operators_of
 from autopar.plan import Plan
 from autopar.planning.best_first import BestFirst, Bound
 from autopar.planning.equal_configs import expert_degrees, shapes
+from autopar.planning.host_bound import Stretch, layers_of, with_host
 from autopar.planning.predict import chosen, one_stage_costs
 from autopar.planning.request import Request, decode, divisors, operators_at, pricer_for, usable_bytes
 from autopar.planning.search_space import SearchSpace, build_search_space
 from autopar.planning.solved_layers import named_mesh
-from autopar.planning.waiting import Stretch, layers_of, with_host
+from autopar.sharding.assignment import Assignment, Candidate, compress
+from autopar.sharding.call_options import Operator, operators_of
 from search.intra_op import solve
 from search.problem import InfeasibleError as NothingFits
 from search.problem import Solution, evaluate

@@ -19,14 +19,11 @@ from autopar.frontend.garbage_collection import collection_paused
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import PIPELINE_AXIS, SHARDING_AXES, Mesh
 from autopar.ir.plan_data import whole_mesh_text
-from autopar.options.assignment import Assignment, Candidate
-from autopar.options.strategies import Operator
 from autopar.plan import Plan
 from autopar.planning.best_first import Searched
 from autopar.planning.candidates import candidate_of
-from autopar.planning.chunked import refined
+from autopar.planning.chunked_schedules import refined
 from autopar.planning.config_costs import Solved
-from autopar.planning.known_costs import KnownCosts
 from autopar.planning.layer_pool import LayerPool, kind_of
 from autopar.planning.one_stage import OneStageSearch
 from autopar.planning.parallel_config import ParallelConfig
@@ -34,12 +31,15 @@ from autopar.planning.pipelines import EqualSearch, UnequalSearch
 from autopar.planning.predict import chosen, predicted
 from autopar.planning.request import Request, divisors
 from autopar.planning.shared_assignments import SharedAssignments
-from autopar.planning.smallest import nothing_fits
+from autopar.planning.shared_costs import KnownCosts
+from autopar.planning.smallest_memory import nothing_fits
 from autopar.planning.solved_layers import SolvedLayers
 from autopar.planning.stage_points import CLOSED_FORMS, SEARCHED_SCHEDULES
 from autopar.planning.stage_problem import PipelineCut
+from autopar.sharding.assignment import Assignment, Candidate
+from autopar.sharding.call_options import Operator
 from autopar.units import bytes_text
-from codegen.axes import AXES
+from codegen.axis_records import AXES
 
 ONE_STAGE_DEVICES = 8
 """Devices up to which one stage is searched exactly; on larger clusters that search only polishes the best mesh of

@@ -17,10 +17,10 @@ from autopar.costs.stage_costs import Simulated
 from autopar.ir.graph import Graph
 from autopar.ir.plan_data import Pipeline
 from autopar.ir.stage_mesh import StageMesh
-from autopar.options.assignment import Assignment, Candidate, on_axes
-from autopar.options.strategies import Operator
 from autopar.plan import Plan
 from autopar.planning.request import Request, pricer_for
+from autopar.sharding.assignment import Assignment, Candidate, on_axes
+from autopar.sharding.call_options import Operator
 
 Known = tuple[dict[Hashable, dict[str, LayerCost]], Hashable]
 """Cached costs of units, by a candidate's key and its stage meshes."""

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from autopar.costs.emitted import mixtures_of
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, LayerRun
-from autopar.options.assignment import Candidate
 from autopar.planning.planner import SearchResult
 from autopar.planning.request import Request, pricer_for
-from codegen.once_per_node import Neighbors
+from autopar.sharding.assignment import Candidate
+from codegen.passes.once_per_node import Neighbors
 
 
 def planned_together(request: Request, plan: Callable[[], SearchResult]) -> SearchResult:

@@ -17,9 +17,9 @@ from autopar.ir.graph import Graph, Input, Ref, TensorMeta
 from autopar.ir.mesh import DATA_AXES
 from autopar.ir.placement import Placements, R, Rp, Stored
 from autopar.ir.plan_data import ScopePlan, StagePlan
-from autopar.options.legal_placements import LegalPlacements
-from autopar.options.scopes import Scope, scopes_of
 from autopar.plan import Plan
+from autopar.sharding.legal_placements import LegalPlacements
+from autopar.sharding.scopes import Scope, scopes_of
 
 
 def refit(plan: Plan, before: Graph, graph: Graph, offers: LegalPlacements) -> Plan:

@@ -11,15 +11,15 @@ from autopar.costs.layer_costs import defers_weights
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training, is_cpu
 from autopar.frontend.rebatch import BatchedTrace
-from autopar.frontend.state_reads import Reads
+from autopar.frontend.state.reads import Reads
 from autopar.ir.compression import Compression
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_data import Basis
-from autopar.options.assignment import Assignment
-from autopar.options.strategies import Operator, operators_of
 from autopar.planning.search_space import SearchSpace
 from autopar.settings.constraints import Constraints
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator, operators_of
 from codegen.runtime.optimizer_probe import Needs
 from cost_models.certainty import OWN, Certainty, spread
 from cost_models.machine import Cluster
@@ -79,7 +79,7 @@ class Request:
     @property
     def overlaps(self) -> bool:
         """Return whether the program sums gradients over tensor-parallel ranks during weight gradients
-        (codegen/overlap.py).
+        (codegen/passes/overlap.py).
 
         Not on a CPU: such sums take cores from the products, and steps gain no more than their times scatter. Not
         with inductor, which compiles linear layers with their neighbors: separate run-time calls would split that.
@@ -103,7 +103,7 @@ class Request:
         return replace(self, trace=self.unpadded, unpadded=None)
 
     def splits(self, count: int) -> bool:
-        """Return whether the batch may be cut into `count` micro-batches (options/micro_batches.py)."""
+        """Return whether the batch may be cut into `count` micro-batches (accumulation/micro_batches.py)."""
         return self.trace.whole_batch_reason(count) is None
 
     def of_group(self, group: int) -> Request:

@@ -29,12 +29,12 @@ from autopar.costs.saved import saved_tensors
 from autopar.ir.graph import UPDATE_BUFFER, Graph, LayerRun, Ref, TensorMeta
 from autopar.ir.mesh import ZERO_AXES, Mesh
 from autopar.ir.placement import Placements, R, Stored
-from autopar.options.legal_placements import LegalPlacements
-from autopar.options.reshard import steps
-from autopar.options.routes import keeps_rows
-from autopar.options.scopes import Scope
-from autopar.options.strategies import Operator, Option, options_of, routed_axes
 from autopar.settings.constraints import Constraints
+from autopar.sharding.call_options import Operator, Option, options_of, routed_axes
+from autopar.sharding.expert_routes import keeps_rows
+from autopar.sharding.legal_placements import LegalPlacements
+from autopar.sharding.reshard import steps
+from autopar.sharding.scopes import Scope
 from codegen.evaluation import NORMS, STATISTICS
 from search.problem import Edge, Problem, Variable
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.stage_mesh import StageMesh
-from autopar.options.assignment import Assignment, on_axes
-from autopar.options.batch_rescaling import rescaled
 from autopar.planning.call_costs import CallCosts
-from autopar.planning.known_costs import KnownCosts
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, divisors, pricer_for
+from autopar.planning.shared_costs import KnownCosts
 from autopar.planning.solved_layers import MULTIPLIERS, Key, SolvedLayer, SolvedLayers, named_mesh
+from autopar.sharding.assignment import Assignment, on_axes
+from autopar.sharding.batch_rescaling import rescaled
 from cost_models.machine import Cluster
 
 TYPICAL_ROWS = 2

@@ -7,7 +7,7 @@ parameters are priced again.
 
 A solved layer minimizes seconds + price * bytes, for a few multipliers (Lagrangian points of the time-memory
 frontier). The multipliers do not depend on the budget, so that a smaller budget has no candidates that a larger one
-lacks. If devices wait for their hosts, the fastest solution has alternatives (waiting.py), and each mesh takes the
+lacks. If devices wait for their hosts, the fastest solution has alternatives (host_bound.py), and each mesh takes the
 best of these.
 """
 
@@ -26,17 +26,17 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import ZERO_AXES, Mesh, zero_axes
 from autopar.ir.placement import Stored
 from autopar.ir.stage_mesh import StageMesh
-from autopar.options.assignment import Assignment, axis_sources, on_axes
-from autopar.options.batch_rescaling import covers, rescaled
-from autopar.options.strategies import Operator, num_experts, operators_of
 from autopar.planning.call_costs import CallCosts
-from autopar.planning.known_costs import KnownCosts
+from autopar.planning.host_bound import Stretch, with_host
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.request import Request, decode, divisors, pricer_for
 from autopar.planning.search_space import SearchSpace, build_search_space
-from autopar.planning.waiting import Stretch, with_host
+from autopar.planning.shared_costs import KnownCosts
 from autopar.settings.constraints import Constraints
-from codegen.axes import AXES
+from autopar.sharding.assignment import Assignment, axis_sources, on_axes
+from autopar.sharding.batch_rescaling import covers, rescaled
+from autopar.sharding.call_options import Operator, num_experts, operators_of
+from codegen.axis_records import AXES
 from search.intra_op import solve
 from search.problem import InfeasibleError, Problem, Solution
 
@@ -238,7 +238,8 @@ class SolvedLayers:
         """Return an assignment with its costs on a mesh with `rows` rows of a data-parallel rank."""
         key, whole = (costed, rows, self._number_of(assignment)), rows * costed.num_data_ranks
         # Programs that differ in sizes alone may differ in views, which only CPUs count.
-        decisions = None if is_cpu(self.request.cluster) else (key[2], len(self.operators(whole)))
+        calls = tuple((operator.node.op, operator.route) for operator in self.operators(whole).values())
+        decisions = None if is_cpu(self.request.cluster) else (key[2], calls)
         if key not in self._call_costs:
             solved_rows = solved_key.whole_rows
             here = rescaled(assignment, self.operators(solved_rows), solved_rows, whole)

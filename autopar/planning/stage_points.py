@@ -12,7 +12,7 @@ from cost_models.schedule import SCHEDULES
 from search.pipeline_problem import InFlight, PipelineSolution, Point
 
 CLOSED_FORMS = {name: schedule.closed_form for name, schedule in SCHEDULES.items() if schedule.closed_form is not None}
-"""Closed forms by schedule; cuts minimize these. Schedules without one refine the best cut (chunked.py)."""
+"""Closed forms by schedule; cuts minimize these. Schedules without one refine the best cut (chunked_schedules.py)."""
 
 SEARCHED_SCHEDULES = tuple(name for name in CLOSED_FORMS if SCHEDULES[name].is_tried)
 """The schedules whose closed form is minimized if none is pinned."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from autopar.ir.graph import Graph, Ref, ancestors, base_name, layer_borders
 from autopar.ir.placement import Placement, S
 from autopar.operators.traits import ATTENTION, CONVOLUTIONS, LINEAR_PRODUCTS
-from autopar.options.followed_dims import factor_of
-from autopar.options.strategies import Operator
 from autopar.rules.rule import find_factor
+from autopar.sharding.batch_and_sequence_dims import factor_of
+from autopar.sharding.call_options import Operator
 
 Key = tuple[str, Ref, Placement]
 

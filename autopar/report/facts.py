@@ -12,7 +12,6 @@ from autopar.costs.layer_costs import FIXED_KINDS
 from autopar.costs.rates import is_cpu
 from autopar.costs.stage_costs import Simulated
 from autopar.costs.updates import training_of
-from autopar.options.scopes import Scope, scopes_of
 from autopar.program import GeneratedProgram
 from autopar.report.costs import RunnerUp, TimeRow, runner_ups, time_rows
 from autopar.report.dims import DimNames, name_dims
@@ -23,6 +22,7 @@ from autopar.report.sharding import Row, activation_rows, parameter_rows
 from autopar.report.stages import StageRow, stage_rows
 from autopar.report.timeline import simulation_of
 from autopar.report.traffic import Transfer, context_rows, parameter_traffic, reshard_rows
+from autopar.sharding.scopes import Scope, scopes_of
 from codegen.program import ModuleClass, PipelineProgram, Program
 from codegen.runtime.optimizers import parameters_of
 

@@ -10,8 +10,8 @@ from autopar.costs.layer_costs import HOST
 from autopar.costs.rates import num_local_dim
 from autopar.ir.compression import NOTHING_COMPRESSED
 from autopar.ir.mesh import Mesh
-from autopar.options.strategies import Operator, Option, num_local, routed_axes
 from autopar.program import GeneratedProgram
+from autopar.sharding.call_options import Operator, Option, num_local, routed_axes
 from autopar.units import seconds_text
 from codegen.functions import function_of
 from cost_models import collective, routing

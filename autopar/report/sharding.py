@@ -9,9 +9,9 @@ from itertools import groupby
 from autopar.ir.graph import Node, Ref
 from autopar.ir.mesh import ZERO_AXES, Mesh
 from autopar.ir.placement import Placements, Stored
-from autopar.options.assignment import Assignment
-from autopar.options.scopes import Scope
 from autopar.report.dims import DimNames
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.scopes import Scope
 
 SHOWN_MODULES = 4
 

@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from codegen.text import visible
+from codegen.source.text import visible
 
 WIDTH = 110
 """Columns of the output, unless a terminal is narrower. All output is readable at 80 columns."""

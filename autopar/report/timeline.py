@@ -8,7 +8,7 @@ from autopar.costs.stage_costs import Simulated
 from autopar.errors import PlanError
 from autopar.planning.predict import simulate_plan
 from autopar.program import GeneratedProgram
-from autopar.simulate.trace_file import write_trace
+from autopar.strategies.trace_file import write_trace
 
 
 def simulation_of(compiled: GeneratedProgram) -> Simulated:

@@ -13,11 +13,11 @@ from autopar.costs.rates import Training
 from autopar.ir.graph import Ref, TensorMeta
 from autopar.ir.mesh import Mesh, zero_axes
 from autopar.ir.placement import Placement, Stored
-from autopar.options.assignment import Assignment
-from autopar.options.scopes import Scope
-from autopar.options.strategies import Operator, num_local
 from autopar.report.dims import DimNames
 from autopar.report.sharding import relative
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator, num_local
+from autopar.sharding.scopes import Scope
 from autopar.units import bytes_text
 from codegen.program import Call, ModuleClass, Reshard, TensorType
 

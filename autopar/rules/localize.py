@@ -16,8 +16,8 @@ from autopar.ir.placement import Placement, Placements, R, S, divides, local_sha
 from autopar.operators.schemas import find_op
 from autopar.operators.traits import DRAWN, SHAPES
 from autopar.rules.call import Call, normal_dim
+from autopar.rules.families.shape import slice_bounds, squeezed_dims
 from autopar.rules.rule import AxisOption, Rule, find_factor
-from autopar.rules.shape import slice_bounds, squeezed_dims
 
 Shape = tuple[int, ...]
 

@@ -13,14 +13,16 @@ from types import MappingProxyType
 
 from autopar.ir.graph import Node, TensorMeta
 from autopar.operators.schemas import find_op
-from autopar.rules import (
+from autopar.rules.call import Call, linear_sets, packet_name
+from autopar.rules.equation import Equation
+from autopar.rules.families import (
     attention,
+    autograd_functions,
     buffers,
     contraction,
     convolution,
     creation,
     experts,
-    functions,
     lookup,
     loss,
     norm,
@@ -31,8 +33,6 @@ from autopar.rules import (
     spatial,
     transform,
 )
-from autopar.rules.call import Call, linear_sets, packet_name
-from autopar.rules.equation import Equation
 from autopar.rules.rule import Lowering, Rule
 from codegen.functions import NAMESPACE
 
@@ -105,7 +105,7 @@ class Registry:
             if name in self.additions:
                 return self.additions[name]
         if packet.startswith(f"{NAMESPACE}."):
-            return partial(functions.function_rule, rule_of=self.rule_for)
+            return partial(autograd_functions.function_rule, rule_of=self.rule_for)
         table = builtin_table()
         return table.get(packet) or table.get(plain)
 

@@ -16,7 +16,7 @@ from codegen.runtime.batch import BatchError, LocalBatch, check_batch, check_gua
 from codegen.runtime.mesh import Axis
 from codegen.runtime.mesh import Mesh as RankMesh
 from codegen.runtime.parameters import Param, shard
-from codegen.text import is_plain
+from codegen.source.text import is_plain
 
 
 def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.errors import ModelError
-from autopar.frontend.state_values import Change
+from autopar.frontend.state.values import Change
 
 AGAIN = [
     "compile the changed model again, and resume from a checkpoint",

@@ -34,8 +34,8 @@ from autopar.frontend.copies import deep_copy
 from autopar.frontend.inputs import NamedBatch
 from autopar.frontend.loss_module import LossModule
 from autopar.frontend.low_precision import loss_in
-from autopar.frontend.one_process import as_one_process
 from autopar.frontend.skeleton import in_training
+from autopar.frontend.trace_modes.one_process import as_one_process
 from autopar.program import GeneratedProgram
 from autopar.running.process_state import kept_random_states, seed_all
 from autopar.running.whole_batch import assemble, share_of_rank

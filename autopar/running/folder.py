@@ -13,17 +13,17 @@ from autopar.files.folder_swap import TUNING_FILE as TUNING_FILE
 from autopar.files.folder_swap import new_folder
 from autopar.files.tensor_files import MOST_BYTES, TensorFiles, TensorSpec
 from autopar.frontend.admission import require_traits
-from autopar.integrations.lazy_weights import has_values
+from autopar.models.lazy_weights import has_values
 from autopar.program import GeneratedProgram
 from autopar.running.weights import ValueSource, tables_of
 from autopar.settings.optimizers import main_optimizer
-from codegen.folder_modules import imported_modules
-from codegen.launching import NodeGroup, Nodes, pytorch_job, single_node, slurm_script
-from codegen.main import emit_main
-from codegen.program_source import emit_program
-from codegen.pruned import pruned
 from codegen.runtime.optimizers import parameters_of, write_parameters
-from codegen.text import plain
+from codegen.saved_folder.modules import imported_modules
+from codegen.saved_folder.pruning import pruned
+from codegen.source.launching import NodeGroup, Nodes, pytorch_job, single_node, slurm_script
+from codegen.source.main_source import emit_main
+from codegen.source.program_source import emit_program
+from codegen.source.text import plain
 
 
 def save_program(compiled: GeneratedProgram, directory: str | Path, *, weights: bool = True) -> Path:

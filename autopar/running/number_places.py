@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from autopar.frontend.forward_numbers import ForwardNumbers
+from autopar.frontend.state.forward_numbers import ForwardNumbers
 from autopar.running.program_code import literals_of, with_literals
 
 Files = Mapping[str, str]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.frontend.forward_numbers import ForwardOf
+from autopar.frontend.state.forward_numbers import ForwardOf
 from autopar.program import GeneratedProgram
 from autopar.running.weights import ValueSource, tables_of
 

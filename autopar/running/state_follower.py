@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError, ModelError
 from autopar.frontend.attributes import named_parameters
-from autopar.frontend.forward_numbers import ForwardOf
-from autopar.frontend.model_hooks import HOOKS
-from autopar.frontend.model_state import ModelState
-from autopar.frontend.state_values import Change
+from autopar.frontend.state.forward_numbers import ForwardOf
+from autopar.frontend.state.model_hooks import HOOKS
+from autopar.frontend.state.model_state import ModelState
+from autopar.frontend.state.values import Change
 from autopar.program import GeneratedProgram
 from autopar.running.change_errors import AGAIN, FULL, OLD, STALE, THAW, change_error, require
 from autopar.running.growth import let_grow

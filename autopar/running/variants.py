@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.frontend.forward_numbers import ForwardNumbers
-from autopar.frontend.state_constants import Constants
+from autopar.frontend.state.constants import Constants
+from autopar.frontend.state.forward_numbers import ForwardNumbers
 from autopar.program import GeneratedProgram
 from autopar.running.number_places import NumberPlaces
 from autopar.running.program_code import differ_in_bodies

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from autopar.errors import ModelError
-from autopar.integrations.lazy_weights import stored_of
 from autopar.ir.graph import Graph
+from autopar.models.lazy_weights import stored_of
 from codegen.runtime.weight_files import StoredTensor, WeightFileError
 
 Init = Callable[[str, torch.Size, torch.dtype], torch.Tensor]

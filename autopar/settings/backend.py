@@ -2,7 +2,7 @@
 
 "eager" is torch itself. "inductor" compiles the layers' regions (`codegen/runtime/compiled_layers.py`); layers with
 selective recomputation run eagerly under it. "async-tp", asynchronous tensor parallelism, also runs eagerly and fuses
-linear layers with the tp collectives before and after them (`codegen/async_tp.py`). The choice of a plan and its
+linear layers with the tp collectives before and after them (`codegen/passes/async_tp.py`). The choice of a plan and its
 price do not depend on the backend.
 """
 

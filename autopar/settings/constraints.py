@@ -35,8 +35,10 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import AXIS_NAMES, SHARDING_AXES, TENSOR_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES, is_offload
-from autopar.options.scopes import Scope, scopes_of
-from autopar.options.strategies import (
+from autopar.rules.families.attention import EXCHANGES, HEADS
+from autopar.rules.rule import AxisOption
+from autopar.settings.arguments import whole, word
+from autopar.sharding.call_options import (
     Operator,
     Option,
     can_cut_context,
@@ -45,11 +47,9 @@ from autopar.options.strategies import (
     num_experts,
     sequence_length,
 )
-from autopar.rules.attention import EXCHANGES, HEADS
-from autopar.rules.rule import AxisOption
-from autopar.settings.arguments import whole, word
+from autopar.sharding.scopes import Scope, scopes_of
 from autopar.units import either_text
-from codegen.axes import AXES
+from codegen.axis_records import AXES
 from cost_models.schedule import SCHEDULES
 
 _SCALARS = ("etp", "zero", "micro_batches", "memory", "schedule", "chunks", "recompute", "offload", "context")

@@ -1,4 +1,4 @@
-"""The switch `fp8`: the linear layers of repeated layers in e4m3 (codegen/fp8.py), on the user's request.
+"""The switch `fp8`: the linear layers of repeated layers in e4m3 (codegen/passes/fp8.py), on the user's request.
 
 The error. A number with three bits after the leading one is off by at most u = 2 ** -4 of itself; in the mean square,
 for numbers with evenly distributed logarithms, by u sqrt(1 / (8 ln 2)) = 0.42 u. A product has two such operands with
@@ -15,7 +15,7 @@ import torch
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
-from codegen.fp8 import MULTIPLE, count_calls
+from codegen.passes.fp8 import MULTIPLE, count_calls
 from codegen.program import PipelineProgram, Program
 from cost_models.mixed import AnyCluster
 

@@ -23,10 +23,9 @@ from autopar.frontend import fakes
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import PIPELINE_AXIS, SHARDING_AXES, Mesh, zero_axes
 from autopar.ir.placement import Placement, Stored
-from autopar.options.scopes import scopes_of
 from autopar.plan import Plan
 from autopar.settings.constraints import Constraints, Pattern
-from codegen.main import MainOptimizer
+from autopar.sharding.scopes import scopes_of
 from codegen.runtime.optimizer_probe import Needs, needs_of
 from codegen.runtime.optimizer_probe import keeps_zeros as zeros_stay
 from codegen.runtime.optimizers import (
@@ -41,6 +40,7 @@ from codegen.runtime.optimizers import (
     whole_optimizer,
     written,
 )
+from codegen.source.main_source import MainOptimizer
 
 _SETTINGS_OF_NAMES = ("params", "param_names")
 

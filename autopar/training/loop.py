@@ -19,7 +19,7 @@ from autopar.compiled import CompiledProgram
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from autopar.files.scratch import temporary_folder
-from autopar.frontend.state_values import Key
+from autopar.frontend.state.values import Key
 from autopar.launch import RankError, group_seconds, run_ranks
 from autopar.running.process_group import start_group, under_launcher
 from autopar.running.process_state import check_starting

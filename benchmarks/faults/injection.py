@@ -33,7 +33,7 @@ from autopar.errors import AutoparError
 from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
 from autopar.plan import Plan
-from autopar.planning.given import reprice
+from autopar.planning.user_plans import reprice
 from autopar.running.folder import write_folder
 from autopar.training.config import TrainerConfig
 from benchmarks.faults.case import Case, Result, drawn
@@ -350,7 +350,7 @@ def _raw_yaml(text: str, folder: Path) -> None:
 
 
 def _setting(text: str, folder: Path) -> None:
-    from autopar.integrations.job import constraints_of
+    from autopar.models.job import constraints_of
 
     _use(_compiled(_Model(), constraints=constraints_of([f"offload={text}"], None, None)), folder)
 

@@ -19,8 +19,8 @@ import autopar
 from autopar.cli import app
 from autopar.cluster import ClusterSpec, as_cluster
 from autopar.errors import AutoparError
-from autopar.integrations.job import constraints_of, load_job
-from autopar.integrations.loading import load_model
+from autopar.models.job import constraints_of, load_job
+from autopar.models.loading import load_model
 from autopar.plan import Plan
 from autopar.settings.constraints import Constraints
 from autopar.training.config import TrainerConfig

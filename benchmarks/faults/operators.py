@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from autopar.options.strategies import rule_or_blank
 from autopar.proofs.rule_proof import check_options, torch_alone
 from autopar.rules.registry import known_ops
+from autopar.sharding.call_options import rule_or_blank
 from benchmarks.faults.case import Case, Result, drawn
 from benchmarks.operator_calls import T, Written, base_calls, make_node, varied
 

@@ -22,9 +22,9 @@ from autopar.compiled import CompiledProgram
 from autopar.errors import AutoparError, PlanError
 from autopar.lowering.assembly import files_of, program_of
 from autopar.lowering.passes import passes
-from autopar.options.assignment import Candidate
 from autopar.plan import Plan
-from autopar.planning.given import reprice
+from autopar.planning.user_plans import reprice
+from autopar.sharding.assignment import Candidate
 from autopar.verify import sgd_with_momentum
 from benchmarks.faults.case import Case, Result
 from benchmarks.rank_pool import RankPool

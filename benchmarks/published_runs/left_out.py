@@ -15,7 +15,7 @@ from benchmarks.published_runs.predictions import Outcome, Predictions, predict_
 from benchmarks.published_runs.rows import Row
 from benchmarks.published_runs.strategies import profile_of
 from cost_models import catalog
-from cost_models.frameworks import Framework
+from cost_models.framework_profiles import Framework
 from cost_models.machine import Cluster
 
 OWN: Mapping[str, Mapping[str, Any]] = {

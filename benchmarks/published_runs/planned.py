@@ -10,8 +10,8 @@ import torch
 
 from autopar.compile import padded_search, request_of
 from autopar.errors import AutoparError, InfeasibleError
-from autopar.options.assignment import Candidate
 from autopar.settings.compile_options import CompileOptions
+from autopar.sharding.assignment import Candidate
 from benchmarks.published_runs.machines import cluster_of, precision_of
 from benchmarks.published_runs.models import build
 from benchmarks.published_runs.predictions import check

@@ -11,12 +11,12 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.ir.plan_data import Prediction
-from autopar.simulate import Predictor
+from autopar.strategies import Predictor
 from benchmarks.published_runs.machines import cluster_of, device_of, precision_of
 from benchmarks.published_runs.models import build, built_as, graph_of, model_key
 from benchmarks.published_runs.rows import NEEDED, Row, SkippedError
 from benchmarks.published_runs.strategies import profile_of, strategy_of
-from cost_models.frameworks import Framework
+from cost_models.framework_profiles import Framework
 from cost_models.machine import Cluster
 
 Skipped = tuple[Row, str]

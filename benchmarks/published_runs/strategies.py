@@ -10,7 +10,7 @@ from benchmarks.published_runs.architectures import assumed
 from benchmarks.published_runs.machines import precision_of
 from benchmarks.published_runs.models import FAMILIES, built_as, family_of
 from benchmarks.published_runs.rows import Row, SkippedError, attention_of, is_flash
-from cost_models.frameworks import Framework, framework
+from cost_models.framework_profiles import Framework, framework
 
 PROFILES: Sequence[tuple[str, str]] = (
     ("nanotron", "nanotron"),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from autopar.costs.stage_costs import BUBBLE
 from autopar.report.costs import TIED, is_tied
-from autopar.simulate.prediction import StrategyPrediction
+from autopar.strategies.prediction import StrategyPrediction
 from benchmarks.published_runs.predictions import Outcome
 from benchmarks.published_runs.regret import FEWEST, Groups
 from benchmarks.published_runs.rows import Row

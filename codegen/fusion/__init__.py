@@ -25,7 +25,7 @@ import math
 from dataclasses import replace
 from typing import Final
 
-from codegen.axes import AXES
+from codegen.axis_records import AXES
 from codegen.fusion import activations, losses, norms, residual, rotary
 from codegen.fusion.match import Match, matches
 from codegen.fusion.rewrite import chosen, replaced

@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any, Final
 
-from codegen.expressions import expression, literal
 from codegen.fusion.template import VIEWS, Bindings, Either, Leaf, Op, Pattern, Template, Value, is_dtype
 from codegen.program import Call, Raw, TensorType, Var
+from codegen.source.expressions import expression, literal
 
 ITEM_BYTES: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ACCUMULATOR_BYTES: Final = {"float16": 4, "bfloat16": 4, "float32": 4, "float64": 8}

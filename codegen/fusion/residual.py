@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from codegen.expressions import literal
 from codegen.fusion.template import Bindings, Leaf, Op, Pattern, Value, fused
 from codegen.program import Call, Raw
+from codegen.source.expressions import literal
 
 PLACE: Final = ("call", "layout", "batched")
 """What says which mask a dropout draws, and which part of it."""

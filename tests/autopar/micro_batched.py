@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.accumulation.accumulating_trace import AccumulatingTrace
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, LayerRun, Node, Ref, ancestors, base_name, map_refs
 from autopar.ir.operators import arguments_of
-from autopar.options.accumulating_trace import AccumulatingTrace
-from autopar.rules.loss import MEAN, SUM
+from autopar.rules.families.loss import MEAN, SUM
 from tests.autopar.interpret import run_layers, run_node, tensors_of
 
 

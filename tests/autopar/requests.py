@@ -22,12 +22,12 @@ from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, LayerRun, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
-from autopar.options.assignment import Assignment
-from autopar.options.scopes import scopes_of
-from autopar.options.strategies import Operator, operators_of
 from autopar.planning.request import Request, decode, pricer_for
 from autopar.planning.search_space import SearchSpace, build_search_space
 from autopar.settings.constraints import Constraints
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator, operators_of
+from autopar.sharding.scopes import scopes_of
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
 from search.intra_op import solve

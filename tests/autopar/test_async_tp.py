@@ -10,7 +10,7 @@ import pytest
 import autopar
 from autopar.settings.backend import NOTHING_ASYNCHRONOUS
 from autopar.verify import sgd_with_momentum, verify_program
-from codegen.program_source import emit_program
+from codegen.source.program_source import emit_program
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
 from tests.autopar.requests import hostless

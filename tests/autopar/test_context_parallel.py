@@ -21,8 +21,6 @@ from autopar.frontend.trace import trace
 from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Rp, S
-from autopar.options.scopes import scopes_of
-from autopar.options.strategies import Operator, options_of
 from autopar.plan import Plan
 from autopar.planning import equal_configs
 from autopar.planning.planner import search_plans
@@ -30,9 +28,11 @@ from autopar.planning.request import Request
 from autopar.proofs import prove_rule
 from autopar.report.traffic import context_rows
 from autopar.rules import combines, rule_for
-from autopar.rules.attention import EXCHANGES
+from autopar.rules.families.attention import EXCHANGES
 from autopar.rules.rule import Joint, Rule, axis_options, joint_option, shard_option
 from autopar.settings.constraints import Constraints
+from autopar.sharding.call_options import Operator, options_of
+from autopar.sharding.scopes import scopes_of
 from autopar.units import bytes_text
 from benchmarks.memory import OVER, UNDER, Pair, measure
 from cost_models.machine import Cluster

@@ -17,12 +17,12 @@ import autopar
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.frontend.trace import trace
 from autopar.ir.mesh import Mesh
-from autopar.options.strategies import operators_of, options_of, routed_axes
 from autopar.planning.planner import search_plans
 from autopar.planning.request import pricer_for
 from autopar.planning.search_space import build_search_space
 from autopar.proofs.simulated_ranks import meshes, run_ranks
-from autopar.rules.experts import EXPERT_LINEAR
+from autopar.rules.families.experts import EXPERT_LINEAR
+from autopar.sharding.call_options import operators_of, options_of, routed_axes
 from autopar.verify import sgd_with_momentum, verify_program
 from codegen.runtime.experts import Routes, combine, dispatch, expert_linear
 from examples.zoo import ZOO
@@ -75,6 +75,18 @@ class AddedToTokens(Routed):
         return F.cross_entropy(self.head(x.index_add(0, token, rows)), labels.view(-1))
 
 
+@pytest.mark.parametrize("model", [Routed, AddedToTokens])
+def test_rows_of_a_mixture_stay_sorted_for_any_number_of_rows(model: type[Routed]) -> None:
+    """One row, too, whose batch cannot be told from its other dims of size one."""
+    kinds = []
+    for rows in (1, 2, ROWS):
+        inputs = {name: value[:rows] for name, value in batch("mixed").items()}
+        operators = operators_of(trace(model(), inputs, None, batch_size=rows)).values()
+        kinds.append([(op.node.op, op.route) for op in operators])
+    assert any(route.arrives for _, route in kinds[0]) == (model is Routed)
+    assert kinds[0] == kinds[1] == kinds[2]
+
+
 def batch(routing: str) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shape = ROWS, LENGTH, CHOICES
@@ -111,6 +123,9 @@ def check(model: type[Routed], pins: dict[str, Any], *routings: str) -> None:
         {"dp": 4, "ep": 2, "zero": 0},
         {"dp": 4, "ep": 2, "zero": 1, "micro_batches": 2},
         {"dp": 4, "ep": 2, "zero": 3},
+        {"dp": 2, "tp": 2, "micro_batches": 4},
+        {"cp": 2, "tp": 2, "etp": 1, "micro_batches": ROWS},
+        {"tp": 4, "etp": 1, "micro_batches": ROWS},
     ],
     ids=str,
 )

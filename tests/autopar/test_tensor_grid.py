@@ -19,14 +19,14 @@ from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import S
-from autopar.options.strategies import operators_of
 from autopar.plan import Plan
 from autopar.planning.equal_configs import shapes
 from autopar.planning.planner import search_plans
 from autopar.planning.request import Request, decode, pricer_for
 from autopar.planning.search_space import SearchSpace, build_search_space
 from autopar.settings.constraints import Constraints
-from autopar.simulate.strategy import parse_strategy
+from autopar.sharding.call_options import operators_of
+from autopar.strategies.strategy import parse_strategy
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES
 from search.intra_op import solve

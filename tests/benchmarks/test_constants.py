@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import collectives, constants, operators
 from benchmarks.published_runs.rows import read
-from cost_models.frameworks import frameworks
+from cost_models.framework_profiles import frameworks
 
 
 @pytest.fixture(autouse=True)

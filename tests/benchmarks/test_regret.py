@@ -12,7 +12,7 @@ from benchmarks import regret as command
 from benchmarks.published_runs.left_out import LeftOut, Replaced, sizes_left_out
 from benchmarks.published_runs.predictions import Predictions, predict_rows
 from benchmarks.published_runs.regret import choice_of, groups_of, polled, scatter_of
-from cost_models.frameworks import HOST_SECONDS
+from cost_models.framework_profiles import HOST_SECONDS
 from tests.benchmarks.test_published import ROW
 
 

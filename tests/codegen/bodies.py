@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from codegen import kernels
-from codegen.expressions import expression, kernel_name
 from codegen.fusion import PATTERNS, fuse
 from codegen.program import Call, ModuleClass, Program, TensorType, Var
 from codegen.runtime.cross_entropy import cross_entropy
 from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.layout import Layout
+from codegen.source.expressions import expression, kernel_name
 from tests.codegen.typed import var, variables
 
 WIDTH = 6

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from codegen.emit import emit_model
 from codegen.program import Call, Program
+from codegen.source.emit import emit_model
 from tests.codegen.typed import SHAPE, var
 
 

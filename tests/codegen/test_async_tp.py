@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from codegen.async_tp import has_async_tp, with_async_tp
-from codegen.emit import emit_model
-from codegen.overlap import overlap
+from codegen.passes.async_tp import has_async_tp, with_async_tp
+from codegen.passes.overlap import overlap
 from codegen.program import Call, ModuleClass, Program, Spec
+from codegen.source.emit import emit_model
 from tests.codegen import linear_statements
 from tests.codegen.linear_statements import lines
 from tests.codegen.typed import reshard, var, variables

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from codegen.columns import COLUMNS, documented, fit, fitted
+from codegen.source.columns import COLUMNS, documented, fit, fitted
 
 NAMES = [f"some_rather_long_variable_{i}" for i in range(9)]
 LINES = [

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.frontend.trace import trace
-from codegen.expressions import expression
 from codegen.program import Call, Raw
 from codegen.schemas import devices_of, makes, schema_of
+from codegen.source.expressions import expression
 
 _SAMPLES = {"int": 4, "List[int]": (4, 3), "number": 2.0, "float": 2.0, "bool": True, "int[]": (4, 3)}
 _NAMED = {"physical_layout": (0, 1), "stride": (3, 1), "low": 1}

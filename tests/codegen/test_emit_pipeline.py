@@ -26,16 +26,16 @@ from autopar.frontend.inputs import name_inputs
 from autopar.ir.mesh import Mesh
 from autopar.launch import run_ranks
 from autopar.lowering.lower import Staging, lower, lower_stages
-from autopar.options.assignment import Candidate
 from autopar.running.batch import local_batch
-from codegen.emit import emit_model
-from codegen.folder_modules import imported_modules
-from codegen.main import emit_main
-from codegen.pipeline_source import emit_pipeline
+from autopar.sharding.assignment import Candidate
 from codegen.program import PipelineProgram
-from codegen.program_source import emit_program
 from codegen.runtime.reference import SameDropout
-from codegen.text import meshes_text
+from codegen.saved_folder.modules import imported_modules
+from codegen.source.emit import emit_model
+from codegen.source.main_source import emit_main
+from codegen.source.pipeline_source import emit_pipeline
+from codegen.source.program_source import emit_program
+from codegen.source.text import meshes_text
 from examples.models import EXAMPLES, Example
 from tests.autopar.interpret import tensors_of
 

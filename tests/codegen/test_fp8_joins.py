@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from codegen.expressions import expression
-from codegen.fp8 import in_fp8
+from codegen.passes.fp8 import in_fp8
 from codegen.program import Call, ModuleClass, Program, Spec, TensorType, Var
+from codegen.source.expressions import expression
 
 SHAPES = {"x": (4, 16), "self.q": (32, 16), "self.k": (32, 16), "self.v": (32, 16), "self.b": (32,), "self.c": (16, 32)}
 SHAPES |= {"self.narrow": (24, 16)}

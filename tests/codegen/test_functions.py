@@ -14,9 +14,9 @@ import autopar
 from autopar.errors import TraceError
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph
-from autopar.options.strategies import scopes_of
 from autopar.rules.registry import rule_for
-from codegen import expressions
+from autopar.sharding.call_options import scopes_of
+from codegen.source import expressions
 
 BATCH = (torch.randn(4, 6, 8), torch.randn(4, 6, 8))
 

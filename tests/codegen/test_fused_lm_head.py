@@ -15,10 +15,10 @@ import torch.nn.functional as F
 
 import autopar
 from autopar.verify import sgd_with_momentum, verify_program
-from codegen.emit import emit_model
 from codegen.fusion import fuse
 from codegen.fusion.losses import ACCUMULATOR_BYTES, ITEM_BYTES
 from codegen.program import Call, Program, Raw
+from codegen.source.emit import emit_model
 from examples.models import EXAMPLES, Example
 from tests.codegen.bodies import Body, execute, targets
 from tests.codegen.typed import reshard, var, variables

@@ -23,9 +23,9 @@ import autopar
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
 from autopar.running.folder import TUNING_FILE
-from codegen.emit import emit_model
 from codegen.fusion import fuse
 from codegen.program import Call, LayerLoop, Raw
+from codegen.source.emit import emit_model
 from examples.models import EXAMPLES
 from tests.codegen.bodies import Body, assert_same_numbers, execute, is_left_alone, targets
 from tests.codegen.typed import reshard, variables

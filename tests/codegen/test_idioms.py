@@ -13,11 +13,11 @@ import torch
 import autopar
 from autopar.frontend.inputs import name_inputs
 from autopar.running.weights import ValueSource
-from codegen.emit import Words, emit_classes, emit_model
-from codegen.folder_modules import imported_modules
-from codegen.idioms import with_idioms
-from codegen.program_source import emit_program
-from codegen.verify import check_types
+from codegen.check_program import check_types
+from codegen.saved_folder.modules import imported_modules
+from codegen.source.emit import Words, emit_classes, emit_model
+from codegen.source.idioms import with_idioms
+from codegen.source.program_source import emit_program
 from examples.models import EXAMPLES
 
 CASES: list[tuple[str, str, set[str]]] = [

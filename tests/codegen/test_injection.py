@@ -7,9 +7,9 @@ import ast
 import pytest
 
 from benchmarks.faults import injection
-from codegen.emit import paths_text
-from codegen.expressions import literal
-from codegen.text import plain, quoted
+from codegen.source.emit import paths_text
+from codegen.source.expressions import literal
+from codegen.source.text import plain, quoted
 
 NASTY = [
     '"',

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import autopar
-from codegen.launching import NodeGroup, Nodes, pytorch_job, single_node, slurm_script, usage
+from codegen.source.launching import NodeGroup, Nodes, pytorch_job, single_node, slurm_script, usage
 from examples.models import EXAMPLES
 from tests import forked
 

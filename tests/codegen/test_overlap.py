@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from codegen.emit import emit_model
-from codegen.overlap import overlap
+from codegen.passes.overlap import overlap
 from codegen.program import Call, ModuleClass, Program, Reshard, Spec
+from codegen.source.emit import emit_model
 from tests.codegen import linear_statements
 from tests.codegen.linear_statements import lines
 from tests.codegen.typed import reshard, variables

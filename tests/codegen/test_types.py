@@ -16,17 +16,17 @@ from torch import Tensor
 import autopar
 from autopar.ir.placement import Placement, local_shape
 from autopar.lowering.lower import lower
-from autopar.options.reshard import steps
 from autopar.plan import Plan
-from codegen.async_tp import has_async_tp, with_async_tp
+from autopar.sharding.reshard import steps
+from codegen.check_program import check_types
 from codegen.evaluation import follows_training
-from codegen.fp8 import count_calls, in_fp8
 from codegen.fusion import fuse
-from codegen.overlap import overlap
+from codegen.passes.async_tp import has_async_tp, with_async_tp
+from codegen.passes.fp8 import count_calls, in_fp8
+from codegen.passes.overlap import overlap
 from codegen.program import UNREAD, Call, LayerLoop, Program, Reshard, Statement, TensorType, Var, assigns, reads
 from codegen.reshards import METHODS
 from codegen.schemas import EmissionError
-from codegen.verify import check_types
 from tests.autopar.requests import BATCH, setting
 
 MODELS = ["llama", "gpt2", pytest.param("t5", marks=pytest.mark.slow)]

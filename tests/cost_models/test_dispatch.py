@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cost_models.dispatch import Dispatch, dispatch, dispatches
-from cost_models.frameworks import Framework, framework
+from cost_models.framework_profiles import Framework, framework
 
 
 def test_every_kind_has_a_source_and_programs_have_two() -> None:

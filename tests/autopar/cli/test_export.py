@@ -16,8 +16,8 @@ from autopar import Trainer, TrainerConfig
 from autopar.cli import app
 from autopar.errors import ModelError, OutputError
 from autopar.files.tensor_files import TensorFiles, TensorSpec
-from autopar.integrations.loading import load_model
-from autopar.integrations.pretrained import save_pretrained
+from autopar.models.loading import load_model
+from autopar.models.pretrained import save_pretrained
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autopar.cli import app, fitting
+from autopar.cli import app, fit
 from autopar.cli.options import Flags, read_cluster, read_job
 from autopar.compile import padded_search, planned_alone
-from autopar.explain import fitting as answers
-from autopar.explain.fitting import Answer, Fitted, OnCluster, Planner, Question, fits, fitted_of
+from autopar.explain import job_fit as answers
+from autopar.explain.job_fit import Answer, Fitted, OnCluster, Planner, Question, fits, fitted_of
 from autopar.report.json_facts import record_json
 from autopar.report.tables import plain_text
 from autopar.settings.compile_options import CompileOptions
@@ -51,7 +51,7 @@ def test_the_verdict_on_what_fits_by_prediction(low: int, high: int, verdict: st
     sure = replace(own, low_bytes=low * 2**30, high_bytes=high * 2**30, fit="yes" if high <= 80 else "within the error")
     found = Fitted(CLUSTER, 2, 4, 16, "tp2", 1.0, 64, 64.0, 74 * 2**30, 80 * 2**30, sure)
     one = Answer(found)
-    text = plain_text(fitting._of_cluster(OnCluster(CLUSTER, one, None, None, one, one, one, one)), 80)
+    text = plain_text(fit._of_cluster(OnCluster(CLUSTER, one, None, None, one, one, one, one)), 80)
     assert f"{CLUSTER}: {verdict}\n{line}" in text
     assert text.count("; within the error") == (0 if high <= 80 else 4)  # of all answers but that as asked
 
@@ -60,7 +60,7 @@ def test_the_verdict_on_what_fits_by_prediction(low: int, high: int, verdict: st
 def test_the_verdict_on_what_does_not(low: int, verdict: str) -> None:
     sure = spread(OWN).certainty({"parameters": low * 2**30 / spread(OWN).low}, 80 * 2**30)
     none = Answer(words="no plan fits the memory of one rank")
-    text = plain_text(fitting._of_cluster(OnCluster(CLUSTER, none, 83 * 2**30, sure, none, none, none, none)), 80)
+    text = plain_text(fit._of_cluster(OnCluster(CLUSTER, none, 83 * 2**30, sure, none, none, none, none)), 80)
     assert text.startswith(f"{CLUSTER}: {verdict} (no plan fits the memory of one rank; 83 GiB")
     assert ("  the plan with least memory fits: within the error" in text) == (low < 80)
 
@@ -73,15 +73,15 @@ def test_fit_gives_the_answers_of_plans_made_alone(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(answers, "MOST_TIMES", 2)
 
     def count(name: str) -> None:
-        called = getattr(fitting, name)
+        called = getattr(fit, name)
 
         def counting(*args: Any, **kwargs: Any) -> Any:
             counted[name] += 1
             return called(*args, **kwargs)
 
-        monkeypatch.setattr(fitting, name, counting)
+        monkeypatch.setattr(fit, name, counting)
 
-    monkeypatch.setattr(fitting, "spare_processes", lambda: 1)  # what others do is not counted here
+    monkeypatch.setattr(fit, "spare_processes", lambda: 1)  # what others do is not counted here
     count("traced_of")
     count("planned_alone")
     words = ("fit", model, "--cluster", CLUSTER, "--seq", str(SEQ), "--batch", str(BATCH), "--seconds", "600", "--json")

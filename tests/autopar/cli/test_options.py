@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 import autopar
 from autopar.cli import app, options
 from autopar.errors import ModelError, OutputError
-from autopar.integrations.loading import load_model, require_model
+from autopar.models.loading import load_model, require_model
 from autopar.page.run_log import read_log
 from autopar.settings.arguments import check_numbers
 from autopar.settings.constraints import Constraints
 from codegen.runtime.options import RANGES
-from codegen.text import visible
+from codegen.source.text import visible
 
 COMMANDS = {command.callback.__name__: command.callback for command in app.registered_commands if command.callback}
 ESCAPE = "\x1b[2J"

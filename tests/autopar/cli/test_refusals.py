@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from autopar.cli import app, main
 from autopar.cli import options as cli_options
 from autopar.errors import ConstraintError
-from autopar.integrations.job import parse_settings
 from autopar.launch import RankError
+from autopar.models.job import parse_settings
 from benchmarks.faults import inputs
 
 CHEAP = ("constraints", "cluster", "configuration", "plan file")

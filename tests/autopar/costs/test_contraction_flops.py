@@ -14,8 +14,8 @@ from autopar.costs.contractions import contraction_flops
 from autopar.ir.graph import base_name
 from autopar.ir.operators import call_operator
 from autopar.operators.traits import MATMULS
-from autopar.options.strategies import Operator
 from autopar.rules.registry import rule_for
+from autopar.sharding.call_options import Operator
 from tests.autopar.rules.handmade_calls import f, make_node
 
 CALLS: tuple[tuple[Any, ...], ...] = (

@@ -10,8 +10,8 @@ from autopar.costs.emitted import classes, emitted, priced
 from autopar.costs.events import Event, Moved, Ran, Reader
 from autopar.costs.kernels import KernelPricer
 from autopar.ir.chain import segments
-from autopar.options.assignment import Assignment
-from autopar.options.scopes import scopes_of
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.scopes import scopes_of
 from codegen.program import Call, Program, Reshard
 from tests.autopar.costs.test_kernel_prices import fused_setting
 from tests.autopar.requests import Setting, setting

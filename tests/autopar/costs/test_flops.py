@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import autopar
 from autopar.costs.flops import model_flops, model_flops_utilisation
 from autopar.frontend.trace import trace
-from autopar.integrations.loading import load_model
-from autopar.options.strategies import operators_of
+from autopar.models.loading import load_model
 from autopar.report.figures import figures_of
+from autopar.sharding.call_options import operators_of
 from cost_models.machine import Cluster
 from cost_models.mixed import MixedCluster
 

@@ -15,7 +15,7 @@ from autopar.costs.price import Pricer
 from autopar.costs.rates import Training
 from autopar.frontend.trace import trace
 from autopar.ir.mesh import Mesh
-from autopar.options.strategies import operators_of, options_of
+from autopar.sharding.call_options import operators_of, options_of
 from benchmarks.memory import OVER, UNDER, Pair, measure
 from codegen.runtime import fp8 as runtime_fp8
 from cost_models import compute

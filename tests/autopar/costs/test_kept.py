@@ -14,11 +14,11 @@ from autopar.costs.kept import Kept, kept, made_bytes
 from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.mesh import Mesh
 from autopar.lowering.one_call import OneCall, one_call
-from autopar.options.strategies import Operator, Option, rule_or_blank
 from autopar.proofs.samples import sample_inputs
 from autopar.proofs.simulated_ranks import SimulatedMesh, distribute, meshes, run_ranks, simulated_mesh
 from autopar.rules.localize import tensor_placements
 from autopar.rules.rule import AxisOption, axis_options
+from autopar.sharding.call_options import Operator, Option, rule_or_blank
 from benchmarks.faults.operators import all_calls, text_of
 from benchmarks.operator_calls import T, Written, bools, f, make_node
 from examples.models import EXAMPLES

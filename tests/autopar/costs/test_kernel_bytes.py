@@ -12,9 +12,9 @@ from autopar.costs.cost_table import unit_costs
 from autopar.frontend.trace import trace
 from autopar.ir.mesh import Mesh
 from autopar.launch import run_ranks
-from autopar.options.strategies import operators_of, options_of
 from autopar.planning.planner import search_plans
 from autopar.planning.request import pricer_for
+from autopar.sharding.call_options import operators_of, options_of
 from benchmarks.memory import IDEAL, OVER, UNDER, _peaks
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES

@@ -18,15 +18,15 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import P
 from autopar.lowering.lower import lower
-from autopar.options.assignment import Assignment
-from autopar.options.scopes import Scope, scopes_of
-from autopar.options.strategies import Operator, Option, operators_of, options_of
 from autopar.plan import Plan
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import one_stage_costs
 from autopar.planning.request import Request, pricer_for
 from autopar.planning.search_space import build_search_space
-from autopar.rules.experts import EXPERT_LINEAR
+from autopar.rules.families.experts import EXPERT_LINEAR
+from autopar.sharding.assignment import Assignment
+from autopar.sharding.call_options import Operator, Option, operators_of, options_of
+from autopar.sharding.scopes import Scope, scopes_of
 from codegen.fusion import fuse
 from codegen.program import Call
 from cost_models import compute
@@ -156,7 +156,7 @@ def test_without_kernels_no_run_is_looked_for(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_: object) -> None:
         raise AssertionError("patterns are matched")
 
-    monkeypatch.setattr("autopar.options.fused.matches", refuse)
+    monkeypatch.setattr("autopar.sharding.fusible_runs.matches", refuse)
     assert search_plans(request_for("llama", "1 a100-80g")).best
     with pytest.raises(AssertionError, match="matched"):
         search_plans(replace(request_for("llama", "1 a100-80g"), kernels=True))

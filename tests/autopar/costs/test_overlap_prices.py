@@ -16,12 +16,12 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import R, Rp, S
 from autopar.lowering.lower import lower
 from autopar.lowering.scope_lowering import attribute_path
-from autopar.options.scopes import scopes_of
-from autopar.options.strategies import options_of
-from autopar.planning.given import reprice
 from autopar.planning.planner import search_plans
 from autopar.planning.request import HIDDEN_FRACTION, Request, pricer_for
-from codegen.overlap import overlap
+from autopar.planning.user_plans import reprice
+from autopar.sharding.call_options import options_of
+from autopar.sharding.scopes import scopes_of
+from codegen.passes.overlap import overlap
 from codegen.program import Call, Program
 from cost_models.machine import Cluster
 from examples.models import EXAMPLES

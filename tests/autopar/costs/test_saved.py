@@ -10,7 +10,7 @@ from autopar.costs.kept import kept
 from autopar.costs.saved import Saved, saved_tensors
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, Node, Ref, TensorMeta, base_name
-from autopar.options.scopes import scopes_of
+from autopar.sharding.scopes import scopes_of
 from examples.models import EXAMPLES, Example
 
 LONGER = {"batch_size": 8, "seq_len": 32}

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph
-from autopar.options.strategies import scopes_of
 from autopar.rules.registry import rule_for
+from autopar.sharding.call_options import scopes_of
 from tests.autopar.interpret import run_graph, tensors_of
 
 X, Y = torch.linspace(-1, 1, 192).reshape(4, 6, 8).cos(), torch.linspace(0, 1, 192).reshape(4, 6, 8)

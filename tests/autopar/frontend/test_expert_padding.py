@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 import autopar
-from autopar.frontend.expert_padding import with_whole_shares
+from autopar.frontend.padding.experts import with_whole_shares
 from autopar.frontend.trace import trace
 from autopar.plan import Plan
 from examples.zoo import ZOO

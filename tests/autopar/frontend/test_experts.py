@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.frontend.trace import trace
 from autopar.ir.graph import base_name
-from autopar.options.scopes import scopes_of
+from autopar.sharding.scopes import scopes_of
 from tests.autopar.interpret import run_graph, tensors_of
 
 TOKENS, CHOICES, EXPERTS, WIDTH = 8, 2, 4, 8

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.frontend.head_padding import with_whole_heads
+from autopar.frontend.padding.heads import with_whole_heads
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph, Parameter
 from examples.models import EXAMPLES, Example

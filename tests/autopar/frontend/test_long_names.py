@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import autopar
 from benchmarks.by_hand import compiled_for, is_exact
 from benchmarks.faults.names import Blocks, Chain, Chain2
-from codegen.columns import fitted
-from codegen.names import MOST_CHARACTERS, class_name, shortened
+from codegen.source.columns import fitted
+from codegen.source.names import MOST_CHARACTERS, class_name, shortened
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 LONG = ("q" * 130, "q" * 131, "projection_" * 27, "\u00fcber" * 40, "my-" * 60, "a = b, (c" * 20)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.frontend.mask_windows import forms_of, window_of_form, window_of_values
+from autopar.frontend.rewrites.mask_windows import forms_of, window_of_form, window_of_values
 from autopar.frontend.trace import trace
 from autopar.ir.graph import WINDOW_ATTENTION, Node, Ref, TensorMeta
 from codegen.runtime import windows

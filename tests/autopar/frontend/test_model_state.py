@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.frontend.model_state import ModelState
+from autopar.frontend.state.model_state import ModelState
 
 
 def _refuses(*given: Any, **named: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.distributed import all_gather_into_tensor, get_world_size
 
 import autopar
 from autopar.errors import TraceError
-from autopar.frontend.one_process import as_one_process
+from autopar.frontend.trace_modes.one_process import as_one_process
 from autopar.launch import run_ranks
 
 Forward = Callable[["Net"], Callable[[Tensor], Tensor]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from autopar.frontend.masks import plain_masks
+from autopar.frontend.trace_modes.hugging_face_masks import plain_masks
 
 PLACES = (torch.arange(2), torch.arange(1), torch.arange(4), torch.arange(4))
 BLOCKS = torch.tensor([[0, 0, 1, 1], [2, 0, 0, 2]])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Node
-from autopar.options.strategies import Operator
+from autopar.sharding.call_options import Operator
 from tests.autopar.interpret import assert_equals_eager
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.frontend.trace import trace
 from autopar.ir.graph import WINDOW_ATTENTION, Graph, Node
 from autopar.ir.operators import arguments_of
-from autopar.options.scopes import scopes_of
+from autopar.sharding.scopes import scopes_of
 from examples.models import EXAMPLES
 from tests.autopar.interpret import run_graph, tensors_of
 

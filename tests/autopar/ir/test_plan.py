@@ -14,10 +14,10 @@ from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import P, R, Rp, S, Stored
 from autopar.ir.plan_data import Prediction
-from autopar.options.assignment import compress, default_option, expand, labels_of
-from autopar.options.strategies import Option, options_of
 from autopar.plan import Plan
 from autopar.rules.rule import AxisOption
+from autopar.sharding.assignment import compress, default_option, expand, labels_of
+from autopar.sharding.call_options import Option, options_of
 from tests.autopar.requests import BATCH, setting
 
 SETTINGS = [

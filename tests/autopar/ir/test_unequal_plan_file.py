@@ -17,9 +17,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.stage_mesh import StageMesh
 from autopar.plan import Plan
 from autopar.planning.candidates import candidate_of
-from autopar.planning.given import reprice
 from autopar.planning.pipelines import UnequalSearch
 from autopar.planning.stage_problem import StageProblem
+from autopar.planning.user_plans import reprice
 from cost_models import mixed
 from cost_models.mixed import MixedCluster
 from tests.autopar.unequal import TWO_AND_ONE, request_for

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.mesh import Mesh
 from autopar.lowering.lower import Staging, lower_stages
-from codegen.emit import emit_model
-from codegen.pipeline_source import emit_pipeline
 from codegen.program import Call, Program, Raw
 from codegen.runtime.parameters import parse_placement
-from codegen.sizes import Size, _names, with_sizes
+from codegen.source.emit import emit_model
+from codegen.source.pipeline_source import emit_pipeline
+from codegen.source.sizes import Size, _names, with_sizes
 from examples.models import EXAMPLES, Example
 
 IDEAL = str(Path(__file__).resolve().parents[3] / "examples" / "clusters" / "ideal.toml")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.integrations.loading import load_model
+from autopar.models.loading import load_model
 from autopar.page import page_text
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -20,18 +20,18 @@ from autopar.costs.cost_table import unit_costs
 from autopar.costs.evaluate import statement_costs
 from autopar.costs.memory_timeline import memory_over_time
 from autopar.errors import OutputError, PlanError
-from autopar.integrations.loading import load_model
+from autopar.models.loading import load_model
 from autopar.page import page_text
 from autopar.page.headline import headline
 from autopar.page.markup import Markup, element
-from autopar.page.mesh import places_of
+from autopar.page.mesh_diagram import places_of
 from autopar.page.plans import Point, pareto_front, plans_section
 from autopar.page.run_log import read_log
 from autopar.page.what_if import outcomes
 from autopar.planning.predict import priced_decisions
 from autopar.report.costs import RunnerUp, tie_words
 from autopar.report.facts import facts_of
-from autopar.report.render import render_report
+from autopar.report.terminal import render_report
 from autopar.report.timeline import simulation_of
 from autopar.units import bytes_text, count_text, seconds_text
 from benchmarks.faults.names import Blocks, Chain2

@@ -14,10 +14,10 @@ import pytest
 from autopar.costs.layer_costs import HOST
 from autopar.frontend.trace import trace
 from autopar.ir.mesh import Mesh
-from autopar.options.strategies import operators_of
 from autopar.planning.bounds import bound, bound_without_parameters, tightened
 from autopar.planning.call_costs import CallCosts
 from autopar.planning.candidates import candidate_of
+from autopar.planning.host_bound import Stretch, total, with_host
 from autopar.planning.one_stage import lower_bound, meshes
 from autopar.planning.pipelines import EqualSearch
 from autopar.planning.planner import search_plans
@@ -25,7 +25,7 @@ from autopar.planning.predict import chosen
 from autopar.planning.request import Request, decode, pricer_for
 from autopar.planning.search_space import SearchSpace, build_search_space
 from autopar.planning.stage_problem import StageProblem
-from autopar.planning.waiting import Stretch, total, with_host
+from autopar.sharding.call_options import operators_of
 from cost_models.machine import Cluster
 from examples.models import mlp
 from search.inter_op import PipelineInfeasibleError

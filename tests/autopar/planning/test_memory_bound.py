@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autopar.costs.memory_bound import least_seconds
 from autopar.planning import bounds
 from autopar.planning.pipelines import EqualSearch
-from autopar.planning.smallest import smallest_pipeline
+from autopar.planning.smallest_memory import smallest_pipeline
 from autopar.planning.stage_problem import StageProblem
 from tests.autopar.requests import request_for
 

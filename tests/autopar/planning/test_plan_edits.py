@@ -16,13 +16,13 @@ from torch import nn
 import autopar
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
-from autopar.options.assignment import compress, expand
-from autopar.options.legal_placements import LegalPlacements
-from autopar.options.strategies import options_of
-from autopar.options.validate import check_scopes
 from autopar.plan import Plan
-from autopar.planning.given import check_agreement
+from autopar.planning.user_plans import check_agreement
 from autopar.settings.constraints import Constraints
+from autopar.sharding.assignment import compress, expand
+from autopar.sharding.call_options import options_of
+from autopar.sharding.legal_placements import LegalPlacements
+from autopar.sharding.validate_plan import check_scopes
 from benchmarks.faults import plans
 from tests.autopar.requests import BATCH, setting
 

@@ -8,10 +8,10 @@ import pytest
 
 from autopar.costs import pipeline_costs
 from autopar.ir.chain import chain
-from autopar.options.strategies import options_of
-from autopar.planning.given import reprice
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import one_stage_costs
+from autopar.planning.user_plans import reprice
+from autopar.sharding.call_options import options_of
 from cost_models import compute
 from search.problem import evaluate
 from tests.autopar.requests import (

@@ -21,16 +21,16 @@ from autopar.plan import Plan
 from autopar.planning import memory_fit
 from autopar.planning.bounds import bound
 from autopar.planning.candidates import candidate_of
-from autopar.planning.given import reprice
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import UnequalSearch
 from autopar.planning.planner import search_plans
 from autopar.planning.predict import chosen
 from autopar.planning.request import Request
 from autopar.planning.shared_assignments import SharedAssignments
-from autopar.planning.smallest import smallest_pipeline
+from autopar.planning.smallest_memory import smallest_pipeline
 from autopar.planning.stage_problem import PipelineCut, StageProblem
 from autopar.planning.unequal_configs import mesh_sets
+from autopar.planning.user_plans import reprice
 from cost_models import mixed
 from cost_models.hardware import Link
 from cost_models.mixed import AnyCluster, MixedCluster

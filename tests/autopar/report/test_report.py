@@ -14,16 +14,16 @@ import autopar
 from autopar.compiled import CompiledProgram
 from autopar.costs.layer_costs import HIDDEN
 from autopar.costs.updates import training_of
-from autopar.integrations.loading import load_model
 from autopar.ir.graph import Ref
 from autopar.ir.placement import S
-from autopar.options.scopes import scopes_of
+from autopar.models.loading import load_model
 from autopar.planning.planner import search_plans
 from autopar.report.costs import RunnerUp, runner_ups, tie_words, time_rows
 from autopar.report.dims import name_dims
-from autopar.report.render import render_report
 from autopar.report.sharding import parameter_rows
+from autopar.report.terminal import render_report
 from autopar.report.traffic import parameter_traffic, reshard_rows
+from autopar.sharding.scopes import scopes_of
 from codegen.program import Reshard
 from tests.autopar.requests import request_for
 

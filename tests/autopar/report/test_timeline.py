@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 import autopar
 from autopar.cli import app
 from autopar.compiled import CompiledProgram
-from autopar.integrations.loading import load_model
 from autopar.ir.chain import chain
 from autopar.ir.plan_data import StagePlan
+from autopar.models.loading import load_model
 from autopar.report.figures import capacity_bytes
 from autopar.report.stages import picture, stage_rows, units_words
 from autopar.report.timeline import simulation_of, write_timeline
-from autopar.simulate.trace_file import trace_of
+from autopar.strategies.trace_file import trace_of
 
 SIZES = {"layers": 5, "width": 512, "num_heads": 8, "seq_len": 64, "batch_size": 16, "vocab_size": 1024}
 CASES = {

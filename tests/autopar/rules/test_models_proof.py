@@ -8,9 +8,9 @@ import pytest
 
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Node, TensorMeta, map_refs
-from autopar.options.scopes import scopes_of
 from autopar.proofs import ProofReport, prove_rule
 from autopar.rules import rule_for
+from autopar.sharding.scopes import scopes_of
 from examples.models import EXAMPLES
 
 pytestmark = pytest.mark.slow

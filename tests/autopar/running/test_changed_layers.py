@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import ModelError
-from autopar.frontend.state_reads import Reads, noting_reads
+from autopar.frontend.state.reads import Reads, noting_reads
 
 
 def activation(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from autopar.training.config import TrainerConfig
 from autopar.verify import sgd_with_momentum, verify, verify_program
 from benchmarks.verify_pipelines import cluster_of
 from codegen.program import PipelineProgram
-from codegen.program_source import emit_program
+from codegen.source.program_source import emit_program
 from examples.models import EXAMPLES
 
 WIDTH, ROWS = 8, 4

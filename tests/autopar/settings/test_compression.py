@@ -22,9 +22,9 @@ from autopar.ir.graph import TensorMeta
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Rp, Stored
 from autopar.launch import run_ranks
-from autopar.options.scopes import scopes_of
 from autopar.plan import Plan
 from autopar.report.traffic import traffic_bytes
+from autopar.sharding.scopes import scopes_of
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig
 from benchmarks.memory import OVER, UNDER, _peaks

@@ -13,16 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-import codegen.fp8
+import codegen.passes.fp8
 from autopar.errors import ConstraintError, PlanError
 from autopar.launch import run_ranks
 from autopar.settings.fp8 import require_fp8, tolerance
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig
 from autopar.verify import relative_error, sgd_with_momentum, verify_program
-from codegen.fp8 import count_calls
-from codegen.program_source import emit_program
+from codegen.passes.fp8 import count_calls
 from codegen.runtime import fp8 as runtime_fp8
+from codegen.source.program_source import emit_program
 from examples.models import EXAMPLES
 
 IDEAL = str(Path(__file__).resolve().parents[3] / "examples" / "clusters" / "ideal.toml")
@@ -127,7 +127,7 @@ def test_layers_of_one_input_are_joined_to_the_bit(name, num_joined, monkeypatch
     example = EXAMPLES[name](**SIZES)
     options = {"example_inputs": example.inputs, "loss_fn": example.loss_fn, "precision": "bf16", "fp8": True}
     programs = [autopar.compile(example.model, "1 cpu", **options)]
-    monkeypatch.setattr(codegen.fp8, "_joined", lambda cls: cls)
+    monkeypatch.setattr(codegen.passes.fp8, "_joined", lambda cls: cls)
     programs.append(autopar.compile(example.model, "1 cpu", **options))
     assert [program.source.count("fp8.linears(") for program in programs] == [num_joined, 0]
     assert len({count_calls(program.program) for program in programs}) == 1

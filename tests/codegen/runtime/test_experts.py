@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.rules.experts import routed_linear
+from autopar.rules.families.experts import routed_linear
 from codegen.kernels.grouped_linear import grouped_linear
 from codegen.runtime import grouped
 from codegen.runtime.experts import Routes, dispatch, expert_linear, has_grouped_product

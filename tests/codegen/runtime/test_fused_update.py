@@ -12,11 +12,11 @@ import torch
 import autopar
 from autopar.costs.updates import DefaultAdamW
 from codegen.kernels.dispatch import INTERPRETING
-from codegen.main import emit_main
-from codegen.program_source import emit_program
 from codegen.runtime.fused_adamw import FusedAdamW
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.step import Step
+from codegen.source.main_source import emit_main
+from codegen.source.program_source import emit_program
 from examples.models import EXAMPLES
 from tests.codegen.runtime.features import features
 from tests.codegen.runtime.mlp_program import make_program, whole_batch, whole_state

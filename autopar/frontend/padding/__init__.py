@@ -1,0 +1,1 @@
+"""Padding of vocabularies, heads and experts to sizes that a degree divides."""

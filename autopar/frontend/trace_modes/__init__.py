@@ -1,0 +1,1 @@
+"""How torch and Python answer a forward while it is traced: one module per subject."""

@@ -1,1 +1,0 @@
-"""Models and data of other libraries: loading, batches, export."""

@@ -1,0 +1,1 @@
+"""Models by name, from Python files and Hugging Face folders: loading, batches, export."""

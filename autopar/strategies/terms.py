@@ -1,0 +1,86 @@
+"""The terms of a prediction besides cluster and strategy, and the prices that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.costs.context import GENERATED, PUBLISHED
+from autopar.costs.kernels import KernelPricer
+from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu
+from autopar.errors import ConstraintError
+from autopar.strategies.experts import ExpertPricer, KernelExpertPricer, ProfiledExpertPricer
+from autopar.strategies.pricing import ProfiledPricer
+from autopar.strategies.share import Share
+from autopar.strategies.strategy import Strategy
+from cost_models.framework_profiles import HOST_SECONDS, Framework, framework
+from cost_models.mixed import AnyCluster
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """A framework's profile as it is used. load: of the fullest rank of experts."""
+
+    framework: Framework
+    attention: str
+    matmul_dtype: str
+    kernels: bool = False
+    load: float = 1.0
+
+    @property
+    def is_planners(self) -> bool:
+        """Whether these are what searched plans are priced by."""
+        return replace(self, kernels=False, load=1.0) in (PLANNERS, replace(PLANNERS, matmul_dtype="fp32"))
+
+    @property
+    def without_host(self) -> Terms:
+        """Return the terms that layers are priced by: the host's seconds come on top of whole stages."""
+        seconds: dict[str, Any] = dict.fromkeys(HOST_SECONDS, 0.0)
+        return replace(self, framework=replace(self.framework, **seconds))
+
+
+PLANNERS = Terms(framework("autopar"), framework("autopar").attention, "bf16")
+
+
+def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
+    """The prices under the profile; the planner's own where it is the profile of generated programs."""
+    has_experts = bool(share.experts.calls)
+    expert_fields: dict[str, Any] = {"experts": share.experts, "load": terms.load} if has_experts else {}
+    if terms.is_planners:
+        if not has_experts:
+            return plain
+        rates = plain.hidden_fraction, plain.fragmentation, plain.overlap_share
+        kind = KernelExpertPricer if isinstance(plain, KernelPricer) else ExpertPricer
+        host = plain.host_call_seconds, plain.is_compiled
+        return kind(plain.mesh, plain.cluster, plain.training, *rates, *host, **expert_fields)
+    profile = terms.framework
+    profiled = ProfiledExpertPricer if has_experts else ProfiledPricer
+    is_generated = profile.cp_habits == "generated"
+    return profiled(
+        plain.mesh,
+        plain.cluster,
+        plain.training,
+        plain.hidden_fraction if profile.hides_by_share else 0.0,
+        plain.fragmentation if profile.name == "autopar" else 0.0,
+        framework=profile,
+        parts=share.parts(profile.fusion),
+        matmul_dtype=terms.matmul_dtype,
+        attention=terms.attention,
+        habits=GENERATED if is_generated else PUBLISHED,
+        sorts_rows=is_generated,
+        **expert_fields,
+    )
+
+
+def has_kernels(wanted: Strategy, cluster: AnyCluster, terms: Terms, share: Share) -> bool:
+    """Whether fused kernels are priced: those of generated programs. Raises ConstraintError where a strategy asks for
+    what the framework has not."""
+    can = terms.is_planners
+    if wanted.kernels == "on" and not can:
+        raise ConstraintError(
+            "kernels are those of generated programs",
+            values=f"framework {terms.framework.name}, attention {terms.attention}, {terms.matmul_dtype}",
+            alternatives="framework autopar in bf16 or fp32 with flash attention, or no kernels in the strategy",
+        )
+    return can and wanted.kernels != "off" and (wanted.kernels == "on" or not is_cpu(cluster.groups[0]))

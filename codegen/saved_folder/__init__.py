@@ -1,0 +1,1 @@
+"""The run-time modules that a saved folder has, cut to the definitions that its program reaches."""

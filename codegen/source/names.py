@@ -1,0 +1,71 @@
+"""A user's names as attributes and classes of generated source."""
+
+from __future__ import annotations
+
+import hashlib
+import keyword
+import unicodedata
+from collections.abc import Collection
+
+from codegen.runtime.buffer_updates import UPDATING_ATTRIBUTES, UpdatingModule
+from codegen.runtime.draw_module import DrawModule
+from codegen.runtime.evaluation import LOGITS_ATTRIBUTES, LogitsModule
+from codegen.runtime.names import ARGUMENTS
+from codegen.runtime.parameters import Module
+from codegen.runtime.whole_sums import SUMMING_ATTRIBUTES, SummingModule
+from codegen.source.text import quoted
+
+MOST_CHARACTERS = 64
+"""Of a name that generated source defines."""
+
+_BASES = (DrawModule, SummingModule, LogitsModule, UpdatingModule)
+_OWN = frozenset(
+    (
+        *(name for base in _BASES for name in dir(base)),
+        *(*Module.__init__.__code__.co_names, *SUMMING_ATTRIBUTES, *LOGITS_ATTRIBUTES, *UPDATING_ATTRIBUTES),
+    )
+)
+"""Attributes of generated modules that are not the user's."""
+
+_CLASSES = ARGUMENTS | {
+    *("Container", "Tensor", "Step", "Mesh", "Stage", "Pipeline", "PIPELINE", "INPUTS", "SCHEDULE"),
+    *("DrawModule", "DropoutModule", "LogitsModule", "MemorySaving", "SummingModule", "UpdatingModule"),
+    "PipelineExecutor",
+    "NUM_MICRO_BATCHES",
+}
+
+
+def attribute_path(name: str) -> str:
+    """`linears.0.weight` -> `self.linears[0].weight`; `my-list.mesh` -> `self["my-list"]["mesh"]`."""
+    text = "self"
+    for part in name.split("."):
+        if part.isascii() and part.isdigit() and part == str(int(part)):
+            text += f"[{part}]"
+        elif is_plain_name(part) and part not in _OWN and not part.startswith("__"):
+            text += f".{part}"
+        else:
+            text += f"[{quoted(part)}]"
+    return text
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether Python reads `name` as that very name: it may change what is no ASCII."""
+    return name.isidentifier() and not keyword.iskeyword(name) and unicodedata.normalize("NFKC", name) == name
+
+
+def shortened(name: str) -> str:
+    """The name where it is short; else its beginning, and digits that follow from all of it."""
+    if len(name) <= MOST_CHARACTERS:
+        return name
+    digits = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: MOST_CHARACTERS - 9].rstrip('_')}_{digits}"
+
+
+def class_name(wish: str, taken: Collection[str] = ()) -> str:
+    """An identifier like `wish` that is neither in `taken` nor what generated files use themselves."""
+    name = "".join(char if f"_{char}".isidentifier() else "_" for char in unicodedata.normalize("NFKC", wish))
+    name = shortened(name if is_plain_name(name) and not name.startswith("__") else f"Class{name}")
+    base, count = name, 2
+    while name in taken or name in _CLASSES or (name.startswith("Stage") and name[5:].isdigit()):
+        name, count = f"{base}{count}" if not base[-1:].isdigit() else f"{base}_{count}", count + 1
+    return name
