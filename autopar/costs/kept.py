@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.frontend.fakes import empty, mode, probing
-from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_dropout, map_refs, with_refs
+from autopar.ir.graph import UPDATE_BUFFER, Node, Ref, TensorMeta, base_name, has_dropout, map_refs, with_refs
 from autopar.ir.mesh import Mesh
 from autopar.ir.operators import shares_memory
 from autopar.ir.placement import local_shape
@@ -135,7 +135,7 @@ def _found(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
     is_attention = name == "scaled_dot_product_attention"
     if is_attention and not on_cpu and not has_dropout(node):
         return _flash(node, inputs)
-    if name in VIEWS:
+    if name in VIEWS or node.op == UPDATE_BUFFER:
         return Kept()
     try:
         # Calls for which torch chooses by device run on fake CPU tensors. Meta tensors are faster and serve all others.
