@@ -32,7 +32,7 @@ from autopar.ir.graph import UPDATE_BUFFER, Node, Ref, TensorMeta, base_name, ha
 from autopar.ir.mesh import Mesh
 from autopar.ir.operators import shares_memory
 from autopar.ir.placement import local_shape
-from autopar.lowering.one_call import OneCall, one_call
+from autopar.lowering.one_call import OneCall, call_graph, one_call
 from autopar.lowering.stand_ins import StandInMesh
 from autopar.operators.traits import CHOSEN_BY_DEVICE, VIEWS
 from autopar.rules.families.attention import EXCHANGES
@@ -184,7 +184,7 @@ def _program(node: Node, inputs: Metas) -> OneCall:
     numbers = count()
     call = with_refs(node, lambda _: Ref(f"input_{next(numbers)}"))  # each argument has its own gradient
     rule, _ = rule_or_blank(call, dict(zip(call.inputs, inputs, strict=True)))
-    return one_call(call, rule, (), inputs, Mesh((), ()))
+    return one_call(call_graph(call, inputs), rule, (), Mesh((), ()))
 
 
 def _tensor(meta: TensorMeta, fake: Any) -> Tensor:

@@ -26,25 +26,28 @@ from codegen.source.emit import emit_model
 MODEL = "Model"
 
 
-def call_program(
-    node: Node, rule: Rule, options: tuple[AxisOption, ...], inputs: tuple[TensorMeta, ...], mesh: Mesh
-) -> Program:
-    """Build a model of just this call, whose inputs and results have the placements of the options, one per axis."""
-    names = [ref.node for ref in node.inputs]
-    formal = tuple(Input(name, meta) for name, meta in zip(names, inputs, strict=True))
+def call_graph(node: Node, inputs: tuple[TensorMeta, ...]) -> Graph:
+    """Return the graph of a model of just this call. Every tensor argument has its own name."""
+    formal = tuple(Input(ref.node, meta) for ref, meta in zip(node.inputs, inputs, strict=True))
+    return Graph(name=MODEL, inputs=formal, parameters=(), body=(node,), loss=Ref(node.name), batch_size=1)
+
+
+def call_program(graph: Graph, rule: Rule, options: tuple[AxisOption, ...], mesh: Mesh) -> Program:
+    """Lower a call, whose inputs and results have the placements of the options, one per axis of the mesh."""
+    (node,) = scopes_of(graph)[0].nodes
+    inputs = {formal.name: formal.meta for formal in graph.inputs}
     results = tuple(Ref(node.name, index) for index in range(len(node.outputs)))
-    places_in, places_out = tensor_placements(options) if options else (((),) * len(names), ((),) * len(results))
-    graph = Graph(name=MODEL, inputs=formal, parameters=(), body=(node,), loss=results[0], batch_size=1)
+    places_in, places_out = tensor_placements(options) if options else (((),) * len(inputs), ((),) * len(results))
     key = "", node.name
     assignment = Assignment(
         {key: Option(options, places_in, places_out)},
-        {("", Ref(name)): places for name, places in zip(names, places_in, strict=True)},
+        {("", Ref(name)): places for name, places in zip(inputs, places_in, strict=True)},
         {},
     )
-    operators = {key: Operator(scope="", node=node, inputs=inputs, rule=rule, has_rule=True, batch=None, sections={})}
+    operator = Operator("", node, tuple(inputs.values()), rule, has_rule=True, batch=None, sections={})
     shared = Shared(
         graph=graph,
-        operators=operators,
+        operators={key: operator},
         mesh=mesh,
         assignment=assignment,
         scopes={scope.name: scope for scope in scopes_of(graph)},
@@ -52,7 +55,7 @@ def call_program(
         numbers=draw_numbers(graph),
     )
     lowering = Lowering(shared, shared.scopes[""])
-    entering = tuple(lowering.available[Ref(name), lowering.placements[Ref(name)]] for name in names)
+    entering = tuple(lowering.available[Ref(name), lowering.placements[Ref(name)]] for name in inputs)
     body = lowering.run(graph.body)
     outputs = tuple(lowering.available[ref, lowering.placements[ref]] for ref in results)
     counting = Lowering(shared, shared.scopes[""]) if lowering.losses else lowering
@@ -67,7 +70,6 @@ def call_program(
         outputs=outputs,
         layouts=tuple(lowering.layouts),
     )
-    specs = {name: Spec(meta.shape, dtype_name(meta.dtype)) for name, meta in zip(names, inputs, strict=True)}
     return Program(
         name=MODEL,
         axes=mesh.axes,
@@ -75,7 +77,7 @@ def call_program(
         precision="fp32",
         global_batch_size=1,
         num_micro_batches=1,
-        inputs=specs,
+        inputs={name: Spec(meta.shape, dtype_name(meta.dtype)) for name, meta in inputs.items()},
         layers=(),
         root=cls,
         runs=(),
@@ -106,22 +108,18 @@ class OneCall:
         return result if isinstance(result, tuple) else (result,)
 
 
-def one_call(
-    node: Node, rule: Rule, options: tuple[AxisOption, ...], inputs: tuple[TensorMeta, ...], mesh: Mesh
-) -> OneCall:
-    """Lower, emit and load the call under one option per axis of the mesh. Every tensor argument has its own name."""
-    program = call_program(node, rule, options, inputs, mesh)
+def one_call(graph: Graph, rule: Rule, options: tuple[AxisOption, ...], mesh: Mesh) -> OneCall:
+    """Lower, emit and load a call under one option per axis of the mesh."""
+    program = call_program(graph, rule, options, mesh)
     text = emit_model(program)
     names = tuple(variable.name for variable in program.root.inputs)
-    alone: Any = None
-    return OneCall(_load(text)(alone), names, together="self.mesh." in text)
+    return OneCall(_load(text)(None), names, together="self.mesh." in text)
 
 
 @lru_cache(maxsize=256)
-def _load(text: str) -> type[Module]:
+def _load(text: str) -> Any:
     """Check and execute emitted source. Return its class; equal sources share one."""
     check_files({"model.py": text})
     scope: dict[str, Any] = {"__name__": "codegen.emitted", "__package__": "codegen"}
     exec(compile(text, "model.py", "exec"), scope)
-    model: type[Module] = scope[MODEL]
-    return model
+    return scope[MODEL]

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import Node, TensorMeta
+from autopar.ir.graph import Graph, Node, TensorMeta
 from autopar.ir.mesh import Mesh
 from autopar.ir.operators import call_operator
 from autopar.ir.placement import Placements
-from autopar.lowering.one_call import one_call
-from autopar.proofs.samples import sample_inputs
+from autopar.lowering.one_call import call_graph, one_call
 from autopar.proofs.simulated_ranks import (
     Coordinate,
     Sizes,
@@ -27,6 +26,7 @@ from autopar.proofs.simulated_ranks import (
 from autopar.rules.call import Call
 from autopar.rules.localize import tensor_placements
 from autopar.rules.rule import AxisOption, Rule
+from autopar.rules.samples import sample_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class Case:
     """One call with its values, whole results and whole gradients."""
 
     node: Node
+    graph: Graph
     rule: Rule
     call: Call
     inputs: tuple[TensorMeta, ...]
@@ -85,8 +86,10 @@ def make_case(node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, seed: int)
     in_grads = gradients(outputs, grads, leaves)
     # Metas of the float64 run: the actual gradient flow decides, not the one recorded in the trace.
     metas = tuple(replace(m, requires_grad=out.requires_grad) for m, out in zip(node.outputs, outputs, strict=True))
+    node = replace(node, outputs=metas)
     return Case(
-        node=replace(node, outputs=metas),
+        node=node,
+        graph=call_graph(node, inputs),
         rule=rule,
         call=call,
         inputs=inputs,
@@ -104,7 +107,7 @@ def _run_whole(
     """Run torch's operator. Random calls, which every program lowers, run as the program of one rank."""
     if "*" not in rule.lowerings:
         return call_operator(node, leaves)
-    return one_call(node, rule, (), inputs, Mesh((), ())).run(leaves, meshes(())[()])
+    return one_call(call_graph(node, inputs), rule, (), Mesh((), ())).run(leaves, meshes(())[()])
 
 
 def operands(node: Node, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -144,7 +147,7 @@ def fault_of(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> str |
 def _outcome(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> Outcome:
     places_in, places_out = tensor_placements(options)
     try:
-        call = one_call(case.node, case.rule, options, case.inputs, simulated_mesh(sizes))
+        call = one_call(case.graph, case.rule, options, simulated_mesh(sizes))
         parts = [
             distribute(value, places, sizes, case.generator)
             for value, places in zip(case.values, places_in, strict=True)

@@ -31,7 +31,6 @@ from autopar.proofs.outcome import (
     options_text,
     tolerance_of,
 )
-from autopar.proofs.samples import sample_inputs
 from autopar.proofs.simulated_ranks import (
     Coordinate,
     SimulatedMesh,
@@ -43,6 +42,7 @@ from autopar.proofs.simulated_ranks import (
 )
 from autopar.rules.localize import REWRITES, combines, local_call, tensor_placements
 from autopar.rules.rule import AxisOption, Rule, axis_options, canonical
+from autopar.rules.samples import sample_inputs
 
 AXIS_SIZES = (2, 3)
 PRIME_SIZES = (5, 7)
@@ -200,7 +200,7 @@ def _forward(
 def _plain_call(case: Case, rule: Rule, option: AxisOption) -> Callable[[Tensors, SimulatedMesh], Tensors]:
     """Return a rank's call of torch's operator with local sizes. Random calls run as their program."""
     if "*" in rule.lowerings:
-        return one_call(case.node, rule, (option,), case.inputs, simulated_mesh((2,))).run
+        return one_call(case.graph, rule, (option,), simulated_mesh((2,))).run
     local = local_call(case.node, rule, (option,), case.inputs, (2,))
     node = replace(case.node, op=local.op, args=local.args, kwargs=local.kwargs)
     return lambda values, _: call_operator(node, values)

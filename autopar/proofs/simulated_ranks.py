@@ -36,14 +36,12 @@ def coordinates(axis_sizes: Sizes) -> list[Coordinate]:
 
 def cut(tensor: Tensor, placements: Placements, axis_sizes: Sizes, coordinate: Coordinate) -> Tensor:
     """Return the rank's slice. On one dim, shards with more sections are cut first; equal ones in mesh order."""
-    order = sorted(range(len(placements)), key=lambda axis: (-placements[axis].sections, axis))
-    for axis in order:
-        place = placements[axis]
-        if place.is_shard:
-            shape = tensor.shape
-            grid = (*shape[: place.dim], place.sections, axis_sizes[axis], -1, *shape[place.dim + 1 :])
-            section = tensor.reshape(grid).select(place.dim + 1, coordinate[axis])
-            tensor = section.reshape(*shape[: place.dim], -1, *shape[place.dim + 1 :])
+    shards = [axis for axis, place in enumerate(placements) if place.is_shard]
+    for axis in sorted(shards, key=lambda axis: (-placements[axis].sections, axis)):
+        place, shape = placements[axis], tensor.shape
+        grid = (*shape[: place.dim], place.sections, axis_sizes[axis], -1, *shape[place.dim + 1 :])
+        section = tensor.reshape(grid).select(place.dim + 1, coordinate[axis])
+        tensor = section.reshape(*shape[: place.dim], -1, *shape[place.dim + 1 :])
     return tensor.contiguous()
 
 
@@ -122,7 +120,8 @@ _Boards = dict[tuple[tuple[int, ...], Coordinate], _Board]
 
 def _board(boards: _Boards, axes: tuple[int, ...], outside: Coordinate, size: int) -> _Board:
     """Return the group's board; its first rank creates it (setdefault is atomic)."""
-    return boards.setdefault((axes, outside), _Board(size, threading.Barrier(size), [None] * size))
+    key = axes, outside
+    return boards.get(key) or boards.setdefault(key, _Board(size, threading.Barrier(size), [None] * size))
 
 
 @dataclass(frozen=True, slots=True)
