@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.frontend.fakes import empty, mode, probing
-from autopar.ir.graph import UPDATE_BUFFER, Node, Ref, TensorMeta, base_name, has_dropout, map_refs, with_refs
+from autopar.ir.graph import UPDATE_BUFFER, Node, Ref, TensorMeta, base_name, has_dropout, map_refs
 from autopar.ir.mesh import Mesh
 from autopar.ir.operators import shares_memory
 from autopar.ir.placement import local_shape
@@ -40,6 +40,7 @@ from autopar.rules.localize import local_call
 from autopar.rules.rule import AxisOption
 from autopar.sharding.call_options import Operator, Option, num_local, rule_or_blank
 from autopar.sharding.fusible_runs import OTHER_RESULT
+from autopar.sharding.scopes import scopes_of
 from codegen.fusion import PATTERNS
 
 Metas = tuple[TensorMeta, ...]
@@ -181,10 +182,10 @@ def _asked(node: Node, inputs: Metas, on_fakes: bool) -> Kept:
 
 def _program(node: Node, inputs: Metas) -> OneCall:
     """Emit the call for one rank."""
-    numbers = count()
-    call = with_refs(node, lambda _: Ref(f"input_{next(numbers)}"))  # each argument has its own gradient
-    rule, _ = rule_or_blank(call, dict(zip(call.inputs, inputs, strict=True)))
-    return one_call(call_graph(call, inputs), rule, (), Mesh((), ()))
+    graph = call_graph(node, inputs)
+    (scope,) = scopes_of(graph)
+    rule, _ = rule_or_blank(scope.nodes[0], scope.metas)
+    return one_call(graph, rule, (), Mesh((), ()))
 
 
 def _tensor(meta: TensorMeta, fake: Any) -> Tensor:

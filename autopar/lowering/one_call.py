@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 from torch import Tensor
 
 from autopar.ir.draws import draw_numbers
-from autopar.ir.graph import Graph, Input, Node, Ref, TensorMeta
+from autopar.ir.graph import Graph, Input, Node, Ref, TensorMeta, with_refs
 from autopar.ir.mesh import Mesh
 from autopar.lowering.scope_lowering import Lowering, Shared, dtype_name
 from autopar.rules.localize import tensor_placements
@@ -27,14 +28,17 @@ MODEL = "Model"
 
 
 def call_graph(node: Node, inputs: tuple[TensorMeta, ...]) -> Graph:
-    """Return the graph of a model of just this call. Every tensor argument has its own name."""
-    formal = tuple(Input(ref.node, meta) for ref, meta in zip(node.inputs, inputs, strict=True))
-    return Graph(name=MODEL, inputs=formal, parameters=(), body=(node,), loss=Ref(node.name), batch_size=1)
+    """Return the graph of a model of just this call. Every tensor argument is an input, with its own gradient."""
+    numbers = count()
+    call = with_refs(node, lambda _: Ref(f"input_{next(numbers)}"))
+    formal = tuple(Input(ref.node, meta) for ref, meta in zip(call.inputs, inputs, strict=True))
+    return Graph(name=MODEL, inputs=formal, parameters=(), body=(call,), loss=Ref(node.name), batch_size=1)
 
 
 def call_program(graph: Graph, rule: Rule, options: tuple[AxisOption, ...], mesh: Mesh) -> Program:
     """Lower a call, whose inputs and results have the placements of the options, one per axis of the mesh."""
-    (node,) = scopes_of(graph)[0].nodes
+    (scope,) = scopes_of(graph)
+    (node,) = scope.nodes
     inputs = {formal.name: formal.meta for formal in graph.inputs}
     results = tuple(Ref(node.name, index) for index in range(len(node.outputs)))
     places_in, places_out = tensor_placements(options) if options else (((),) * len(inputs), ((),) * len(results))
@@ -50,15 +54,15 @@ def call_program(graph: Graph, rule: Rule, options: tuple[AxisOption, ...], mesh
         operators={key: operator},
         mesh=mesh,
         assignment=assignment,
-        scopes={scope.name: scope for scope in scopes_of(graph)},
+        scopes={scope.name: scope},
         results=results,
         numbers=draw_numbers(graph),
     )
-    lowering = Lowering(shared, shared.scopes[""])
+    lowering = Lowering(shared, scope)
     entering = tuple(lowering.available[Ref(name), lowering.placements[Ref(name)]] for name in inputs)
     body = lowering.run(graph.body)
     outputs = tuple(lowering.available[ref, lowering.placements[ref]] for ref in results)
-    counting = Lowering(shared, shared.scopes[""]) if lowering.losses else lowering
+    counting = Lowering(shared, scope) if lowering.losses else lowering
     statements, counts = counting.count_targets(lowering.losses)
     cls = ModuleClass(
         name=MODEL,
