@@ -5,61 +5,44 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.accumulation.accumulating_trace import AccumulatingTrace
-from autopar.cluster import as_cluster, is_on_cpu
+from autopar.cluster import as_cluster
 from autopar.compiled import CompiledProgram
-from autopar.costs.rates import Training, is_cpu
-from autopar.costs.updates import adamw, training_of
-from autopar.errors import ConstraintError, InfeasibleError, PlanError, TraceError
+from autopar.errors import InfeasibleError
 from autopar.explain.rescue import advised
-from autopar.frontend.admission import check_loss, check_model, traits_of, warn_of_gradients
-from autopar.frontend.evaluation import why_no_evaluation
-from autopar.frontend.inputs import NamedBatch, common_batch, name_inputs
-from autopar.frontend.padding.experts import with_whole_shares
-from autopar.frontend.padding.heads import with_whole_heads
-from autopar.frontend.padding.vocabulary import padded
-from autopar.frontend.rebatch import BatchedTrace
+from autopar.frontend.admission import traits_of
+from autopar.frontend.inputs import NamedBatch
 from autopar.frontend.state.forward_numbers import ForwardOf
 from autopar.frontend.state.model_state import ModelState
-from autopar.frontend.state.reads import Reads
-from autopar.frontend.trace import find_cuts, trace
 from autopar.frontend.trace_modes.batch_values import Specialization
-from autopar.frontend.trace_modes.specialization import specializing
-from autopar.ir.chain import buffer_across_units
-from autopar.ir.compression import NOTHING_COMPRESSED, Compression
+from autopar.ir.compression import NOTHING_COMPRESSED
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import PIPELINE_AXIS
-from autopar.ir.plan_file import PADDINGS
 from autopar.lowering.assembly import files_of, program_of
+from autopar.lowering.completion import with_backend, with_evaluation, with_inputs_of
 from autopar.lowering.passes import passes
-from autopar.plan import Plan
-from autopar.planning.layer_pool import LayerPool
-from autopar.planning.planner import ONE_STAGE_DEVICES, Planned, SearchResult, search_plans
+from autopar.planning.make_request import request_of
+from autopar.planning.planner import Planned, SearchResult, padded_search
 from autopar.planning.ranks import neighbors_of, planned_together
 from autopar.planning.request import Request
-from autopar.planning.user_plans import check_agreement, reprice
+from autopar.planning.traced_model import TracedModel
+from autopar.planning.user_plans import plan_of_user
 from autopar.program import GeneratedProgram
-from autopar.running.batch import with_inputs_of
 from autopar.running.process_group import join_launched
 from autopar.running.process_state import check_autocast, kept_random_states
-from autopar.settings.arguments import check_module, whole
-from autopar.settings.backend import NOTHING_ASYNCHRONOUS, check_layers_compile, with_backend
+from autopar.settings.backend import NOTHING_ASYNCHRONOUS, check_layers_compile
 from autopar.settings.compile_options import CompileOptions, with_options
-from autopar.settings.constraints import Constraints
-from autopar.settings.fp8 import NOTHING_IN_FP8, check_fp8
-from autopar.settings.optimizers import check_plan, examine, keeps_zeros, limited
-from codegen.logits import without_logits
+from autopar.settings.fp8 import NOTHING_IN_FP8
+from autopar.settings.optimizers import check_plan
+from autopar.sharding.assignment import Candidate
 from codegen.passes.async_tp import has_async_tp
 from codegen.passes.fp8 import count_calls
-from codegen.runtime.optimizer_probe import Needs
-from codegen.runtime.optimizers import parameters_of
-from cost_models.mixed import AnyCluster, MixedCluster
+from codegen.program import PipelineProgram, Program
+from cost_models.mixed import AnyCluster
 
 
 @with_options(CompileOptions)
@@ -85,69 +68,69 @@ def compile_with(
     model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions, before: Graph | None = None
 ) -> CompiledProgram:
     """Compile as `compile`, with the options as one value. before: as `reprice` takes it."""
-    check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
-    join_launched(is_on_cpu(cluster_spec))
-    backend = options.backend
-    request, result = _planned(request_of(model, cluster_spec, options), options, before)
-    best, traits = result.best, traits_of(model)
-    best = replace(best, plan=replace(best.plan, basis=request.basis))
-    check_plan(best.plan, request.needs, best.graph)
-    if best.plan.compression and not best.plan.compresses:
-        warnings.warn(NOTHING_COMPRESSED, stacklevel=4)
-    if best.repeated_work:
-        warnings.warn(best.repeated_work, stacklevel=4)
-    asynchronous = backend == "async-tp"
+    cluster = as_cluster(cluster_spec)
+    check_layers_compile(options.backend, options.limits.recompute)
+    join_launched(cluster.groups[0].device.is_cpu)
+    check_autocast()
+    request = request_of(model, cluster, options)
+    planned = _planned(request, planned_together(request, functools.partial(_chosen, request, options, before)))
+    best, traced = planned.best, request.traced
+    assert traced is not None
     ordered = passes(
         fused=request.kernels,
         fp8=best.plan.fp8,
-        asynchronous=asynchronous,
+        asynchronous=options.backend == "async-tp",
         overlapped=request.overlaps,
-        neighbors=neighbors_of(request, best),
+        neighbors=neighbors_of(planned.request, best),
     )
-    lowered = program_of(best, ordered)
-    inputs = name_inputs(model, options.example_inputs, options.loss_fn)
-    specialization = Specialization() if request.reads is None else request.reads.specialization
-    guards = tuple(specialization.guards.values())
-    program = with_inputs_of(with_backend(lowered, backend), inputs, guards)
-    program = program.map(lambda stage: replace(stage, no_evaluation=request.no_evaluation))
-    if not request.gives_logits:
-        program = program.map(without_logits)
-    if asynchronous and not has_async_tp(program):
-        warnings.warn(NOTHING_ASYNCHRONOUS, stacklevel=4)
-    if best.plan.fp8 and not count_calls(program):
-        warnings.warn(NOTHING_IN_FP8, stacklevel=4)
+    program = with_backend(program_of(best, ordered), options.backend)
+    program = with_inputs_of(program, traced.inputs, traced.reads.specialization.guards.values())
+    program = with_evaluation(program, *traced.evaluation_of(request.trace(request.global_batch_size)))
     files = files_of(program)
+    _warn_of_no_effect(program, best)
     return CompiledProgram(
         model=model,
-        cluster=request.whole,
-        optimizer=options.optimizer or adamw,
+        cluster=cluster,
+        optimizer=options.factory,
         best=best,
-        result=result,
+        result=planned.result,
         program=program,
         files=files,
-        traits=traits,
-        form=inputs.form,
+        traits=traits_of(model),
+        form=traced.inputs.form,
         loss_fn=options.loss_fn,
-        request=request,
-        needs=request.needs,
-        state=ModelState(model, options.loss_fn, request.reads),
-        remake=Remake(options, inputs, specialization),
+        request=planned.request,
+        needs=traced.needs,
+        state=ModelState(model, options.loss_fn, traced.reads),
+        remake=Remake(options, traced.inputs, traced.reads.specialization),
     )
 
 
-def _planned(request: Request, options: CompileOptions, before: Graph | None) -> tuple[Request, SearchResult]:
-    """Return the user's plan priced again, or the plan that a search chooses, with the request that it answers."""
+def _chosen(request: Request, options: CompileOptions, before: Graph | None) -> SearchResult:
+    """Return the user's plan priced again, or the plan that a search chooses."""
     plan = options.given_plan
     if plan is None:
-        result = planned_together(request, functools.partial(advised_search, request))
-        return request.of(result.best.graph), result
-    if options.compression is not None:
-        plan = replace(plan, compression=request.training.compression)
-    if options.fp8 is not None:
-        plan = replace(plan, fp8=options.fp8)
-    request = replace(request.compressed(plan.compression), fp8=plan.fp8)
-    check_agreement(plan, request.constraints, options.global_batch_size)
-    return request, planned_together(request, functools.partial(reprice, request, plan, before))
+        return advised_search(request)
+    return plan_of_user(request, plan, options.global_batch_size, before)
+
+
+def _planned(request: Request, result: SearchResult) -> Planned:
+    """Return the request with its chosen plan, checked against the optimizer. Warns of compression without effect."""
+    plan = result.best.plan
+    check_plan(plan, request.needs, result.best.graph)
+    if plan.compression and not plan.compresses:
+        warnings.warn(NOTHING_COMPRESSED, stacklevel=5)
+    return Planned(request.of(result.best.graph), result.best, result)
+
+
+def _warn_of_no_effect(program: Program | PipelineProgram, best: Candidate) -> None:
+    """Warn if no rank does less than all of the work, and of switches that change nothing."""
+    if best.repeated_work:
+        warnings.warn(best.repeated_work, stacklevel=5)
+    if program.any.backend == "async-tp" and not has_async_tp(program):
+        warnings.warn(NOTHING_ASYNCHRONOUS, stacklevel=5)
+    if best.plan.fp8 and not count_calls(program):
+        warnings.warn(NOTHING_IN_FP8, stacklevel=5)
 
 
 class Remake:
@@ -191,151 +174,6 @@ def _outline(value: Any) -> Any:
     return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
 
 
-@dataclass(frozen=True, eq=False)
-class Traced:
-    """The part of a request that follows from the model, its example batch, its loss and its optimizer alone.
-
-    evaluation: returns why the model cannot evaluate, with and without logits, apart from a graph's own reason.
-    trainings: the optimizer's costs by precision and whether on GPUs, filled on demand. reads: what forward reads, as
-    the trace shows.
-    """
-
-    needs: Needs
-    trace: BatchedTrace
-    reads: Reads
-    evaluation: Callable[[], tuple[str, str]]
-    trainings: dict[tuple[str, bool], Training] = field(default_factory=dict)
-
-
-def traced_of(model: nn.Module, options: CompileOptions) -> Traced:
-    """Trace the model, for all requests with these options, whatever the batch's rows and the constraints."""
-    loss_fn, dtype = options.loss_fn, options.dtype
-    check_model(model, dtype)  # before the optimizer is tried on its parameters
-    needs = examine(options.optimizer or adamw, model)
-    batch = name_inputs(model, options.example_inputs, loss_fn)
-    cuts = find_cuts(model, batch, loss_fn, dtype)
-
-    @functools.cache
-    def evaluation() -> tuple[str, str]:
-        with specializing(cuts.reads.specialization):
-            no_logits = why_no_evaluation(model, batch, loss_fn, cuts, with_logits=True)
-            return no_logits, no_logits and why_no_evaluation(model, batch, loss_fn, cuts)
-
-    def trace_at(micro_rows: int) -> Graph:
-        return trace(model, batch, loss_fn, batch_size=micro_rows, param_dtype=dtype, cuts=cuts)
-
-    return Traced(needs, trace=BatchedTrace(trace_at), reads=cuts.reads, evaluation=evaluation)
-
-
-def request_of(
-    model: nn.Module, cluster_spec: AnyCluster | str, options: CompileOptions, traced_model: Traced | None = None
-) -> Request:
-    """Return the request that `compile` plans for: the traced model and all that bears on a plan but a given plan."""
-    check_module(model)
-    loss_fn, optimizer = options.loss_fn, options.optimizer or adamw
-    check_autocast()
-    check_model(model, options.dtype)
-    check_loss(model, loss_fn)
-    compression = Compression.parse(options.compression)
-    cluster = as_cluster(cluster_spec)
-    if options.fp8:
-        check_fp8(cluster, options.precision)
-    warn_of_gradients(model)
-    batch = name_inputs(model, options.example_inputs, loss_fn)
-    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    rows = options.global_batch_size or common_batch(tensors)
-    whole("rows of the batch", rows, 1, TraceError)
-    traced_once = traced_model or traced_of(model, options)
-    needs = traced_once.needs
-    limits, plan = Constraints.parse(options.constraints), options.given_plan
-    rows_of_tables, experts, heads = paddings_of(limits, plan, lambda: keeps_zeros(optimizer, model, needs, limits))
-
-    @functools.cache
-    def trace_at(micro_rows: int) -> Graph:
-        # A model with one request is traced at its sizes. For several, traces at two sizes give all others.
-        graph = traced_once.trace(micro_rows) if traced_model is not None else traced_once.trace.traced(micro_rows)
-        return with_whole_shares(padded(graph, rows_of_tables), experts)
-
-    source = traced_once, rows_of_tables, experts
-    traced = AccumulatingTrace(lambda micro_rows: with_whole_heads(trace_at(micro_rows), heads), rows, (*source, heads))
-    has_choice = plan is None and traced(rows).heads_padded_to > 1
-    limits.check(traced(rows))
-    check_micro_batches(traced, limits)
-    first, mixed = cluster.groups[0], cluster if isinstance(cluster, MixedCluster) else None
-    limits = limited(limits, needs, traced(rows))
-    limits = without_shared_buffers(limits, traced(rows))
-    key = options.precision, not is_cpu(first)
-    if key not in traced_once.trainings:
-        traced_once.trainings[key] = training_of(optimizer, *key, parameters_of(model), needs)
-    training = replace(traced_once.trainings[key], compression=compression)
-    no_logits, no_evaluation = traced_once.evaluation()
-    fused = options.kernels == "on" or (options.kernels == "auto" and not is_cpu(first))
-    return Request(
-        trace=traced,
-        cluster=first,
-        global_batch_size=rows,
-        precision=options.precision,
-        training=training,
-        constraints=limits,
-        mixed=mixed,
-        kernels=fused,
-        fp8=bool(options.fp8),
-        needs=needs,
-        no_evaluation=no_evaluation or traced(rows).no_evaluation,
-        gives_logits=not (no_logits or traced(rows).no_evaluation),
-        backend=options.backend,
-        unpadded=AccumulatingTrace(trace_at, rows, source) if has_choice else None,
-        reads=traced_once.reads,
-    )
-
-
-def check_micro_batches(traced: AccumulatingTrace, limits: Constraints) -> None:
-    """Raise ConstraintError for a pinned number of micro-batches that cannot make the batch."""
-    reason = traced.whole_batch_reason(limits.micro_batches or 1)
-    if reason is not None:
-        raise ConstraintError(
-            "the model needs its whole batch at once, in one micro-batch",
-            values=f"micro_batches={limits.micro_batches}, but {reason}",
-            alternatives="micro_batches=1",
-        )
-
-
-def without_shared_buffers(limits: Constraints, graph: Graph) -> Constraints:
-    """Return the constraints, without pipelines where one stage would read a buffer that another one updates.
-
-    Raises ConstraintError for a pinned pipeline.
-    """
-    buffer = buffer_across_units(graph)
-    if buffer and limits.degrees.get("pp", 1) > 1:
-        raise ConstraintError(
-            "a pipeline would read a buffer in one stage and update it in another",
-            values=f"pp={limits.degrees['pp']}, buffer {buffer}",
-            alternatives=["pp=1", "update the buffer in the module that reads it"],
-        )
-    return replace(limits, degrees={**limits.degrees, PIPELINE_AXIS: 1}) if buffer else limits
-
-
-def paddings_of(limits: Constraints, plan: Plan | None, are_exact: Callable[[], bool]) -> tuple[int, int, int]:
-    """Return the numbers to whose multiples vocabularies, experts and heads are padded.
-
-    are_exact: whether updates keep the padding zero and unseen; otherwise there is none.
-    Raises PlanError for a plan with padding where none is possible.
-    """
-    tp = limits.degrees.get("tp", 1)
-    paddings = (tp, limits.expert_ranks, tp)
-    if plan is not None:
-        paddings = (plan.padded_to, plan.experts_padded_to, plan.heads_padded_to)
-    if max(paddings) == 1 or are_exact():
-        return paddings
-    if plan is not None:
-        raise PlanError(
-            "the plan has padding, which must stay zeros, and this optimizer's update sees or moves it",
-            values=", ".join(f"{name}: {n}" for name, n in zip(PADDINGS, paddings, strict=True) if n > 1),
-            alternatives="a new plan for this optimizer",
-        )
-    return 1, 1, 1
-
-
 def advised_search(request: Request) -> SearchResult:
     """Run `padded_search`. Where nothing fits, the error says what would."""
     try:
@@ -344,37 +182,15 @@ def advised_search(request: Request) -> SearchResult:
         raise advised(request, error) from None
 
 
-def padded_search(
-    request: Request, pool: LayerPool | None = None, exact_devices: int = ONE_STAGE_DEVICES
-) -> SearchResult:
-    """Run `search_plans` with padded heads and without, and return the faster result."""
-    results: list[SearchResult] = []
-    failures: list[InfeasibleError | ConstraintError] = []
-    unpadded = [] if request.unpadded is None else [replace(request, trace=request.unpadded)]
-    for variant in (request, *unpadded):
-        try:
-            results.append(search_plans(variant, pool, exact_devices))
-        except (InfeasibleError, ConstraintError) as error:
-            failures.append(error)
-    if not results:
-        raise failures[0]
-    return min(results, key=lambda result: result.best.plan.prediction.step_seconds)
-
-
 def planned_alone(
     model: nn.Module,
     cluster: AnyCluster,
     options: CompileOptions,
     search: Callable[[Request], SearchResult] = advised_search,
-    traced_model: Traced | None = None,
+    traced_model: TracedModel | None = None,
 ) -> Planned:
     """Return the plan that `compile` would choose, without its program. search: `padded_search` for no advice."""
-    check_layers_compile(options.backend, Constraints.parse(options.constraints).recompute)
+    check_layers_compile(options.backend, options.limits.recompute)
+    check_autocast()
     request = request_of(model, cluster, options, traced_model)
-    result = search(request)
-    request = request.of(result.best.graph)
-    best = replace(result.best, plan=replace(result.best.plan, basis=request.basis))
-    check_plan(best.plan, request.needs, best.graph)
-    if best.plan.compression and not best.plan.compresses:
-        warnings.warn(NOTHING_COMPRESSED, stacklevel=4)
-    return Planned(request, best, result)
+    return _planned(request, search(request))

@@ -27,8 +27,7 @@ from autopar.training.metrics import Metric, metrics_of
 from autopar.training.optimizers import Schedule, optimizer_factory, schedule_of
 from autopar.training.records import check_logging
 from autopar.training.result import BY_SIGTERM, TrainResult
-from autopar.training.run import CONFIG_FILE
-from autopar.training.setup import Setup
+from autopar.training.run import CONFIG_FILE, Setup
 from codegen.runtime.processes import Ending
 
 

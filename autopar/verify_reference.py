@@ -16,8 +16,7 @@ from torch.utils import checkpoint
 from autopar.compiled import CompiledProgram
 from autopar.frontend.copies import callable_copy, deep_copy
 from autopar.frontend.inputs import NamedBatch
-from autopar.frontend.loss_module import LossModule
-from autopar.frontend.low_precision import loss_in
+from autopar.frontend.loss_module import LossModule, loss_in
 from autopar.frontend.skeleton import in_training
 from autopar.frontend.state.model_state import ModelState
 from autopar.frontend.state.reads import Reads

@@ -29,9 +29,10 @@ from typing import Any
 
 import torch
 
-from autopar.compile import request_of
+from autopar.cluster import as_cluster
 from autopar.errors import InfeasibleError
 from autopar.plan import Plan
+from autopar.planning.make_request import request_of
 from autopar.planning.planner import search_plans
 from autopar.settings.compile_options import CompileOptions
 
@@ -99,7 +100,7 @@ def request() -> Any:
         model.loss_type = "ForCausalLM"
         ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
     inputs = {"input_ids": ids, "labels": ids.clone()}
-    return request_of(model, CLUSTER, CompileOptions(example_inputs=inputs, precision="bf16"))
+    return request_of(model, as_cluster(CLUSTER), CompileOptions(example_inputs=inputs, precision="bf16"))
 
 
 def rows_of(asked: Any, budgets: Sequence[int]) -> list[Row]:

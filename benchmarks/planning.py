@@ -121,11 +121,15 @@ def measure(case: Case) -> dict[str, Any]:
     model, batch = build(case)
     built = time.process_time()
     spent = {"trace": 0.0, "search": 0.0, "lower": 0.0}
-    passes = importlib.import_module("autopar.compile")  # the package's attribute of that name is the function
-    for name, part in (("find_cuts", "trace"), ("trace", "trace"), ("search_plans", "search")):
-        setattr(passes, name, _counted(getattr(passes, name), part, spent))
-    for name in ("program_of", "files_of"):
-        setattr(passes, name, _counted(getattr(passes, name), "lower", spent))
+    for home, name, part in (
+        ("planning.traced_model", "find_cuts", "trace"),
+        ("planning.traced_model", "trace", "trace"),
+        ("planning.planner", "search_plans", "search"),
+        ("compile", "program_of", "lower"),
+        ("compile", "files_of", "lower"),
+    ):
+        module = importlib.import_module(f"autopar.{home}")
+        setattr(module, name, _counted(getattr(module, name), part, spent))
     program = autopar.compile(model, case.cluster, example_inputs=batch, precision="bf16")
     planned = time.process_time()
     spent["search"] += planned - built - sum(spent.values())  # constraints, requests: what no pass accounts for

@@ -12,6 +12,8 @@ from typing import Final
 
 import torch
 
+from codegen.fusion import KERNELS
+from codegen.fusion.template import argument_types, like_first
 from codegen.logits import with_logits
 from codegen.program import (
     UNREAD,
@@ -30,17 +32,18 @@ from codegen.program import (
 from codegen.reshards import METHODS, axis_kwargs
 from codegen.runtime.parameters import parse_placement
 from codegen.schemas import EmissionError
+from codegen.source.idioms import IDIOMS
 
 _LIKE_FIRST: Final = frozenset(
     {
         *("aten.silu.default", "aten.gelu.default", "aten.neg.default", "aten.contiguous.default"),
-        *("self.same_dropout", "self.in_training", "self.whole_sum", "kernels.swiglu", "kernels.geglu"),
-        *("kernels.bias_gelu", "kernels.dropout_add"),
-        *("idioms.rms_norm", "idioms.swiglu", "idioms.gelu_tanh", "idioms.next_tokens"),
-        *("kernels.rms_norm", "kernels.layer_norm", "kernels.add_rms_norm", "kernels.add_layer_norm"),
+        *("self.same_dropout", "self.in_training", "self.whole_sum"),
     }
 )
 """Calls whose results have the shape and dtype of the first argument."""
+
+_NAMED: Final = {pattern.target: pattern.result_types for pattern in (*KERNELS.values(), *IDIOMS)}
+"""Types of the results of kernels and idioms."""
 
 _LINEAR: Final = frozenset(
     {
@@ -52,7 +55,7 @@ _LINEAR: Final = frozenset(
 """Calls of x and a weight [out, in], or several."""
 
 _ARITHMETIC: Final = frozenset(f"aten.{name}.Tensor" for name in ("add", "sub", "mul", "div"))
-_SCALARS: Final = frozenset({"runtime.cross_entropy", "runtime.count_valid", "kernels.linear_cross_entropy"})
+_SCALARS: Final = frozenset({"runtime.cross_entropy", "runtime.count_valid"})
 
 
 def check_types(program: Program) -> None:
@@ -185,11 +188,11 @@ class _Body:
 def _results(call: Call) -> Iterator[TensorType | None]:
     """Global shape and dtype of the results; nothing, or None, where they cannot be told from the arguments' types."""
     target, args = call.target, call.args
-    types = [arg.type if isinstance(arg, Var) else None for arg in args]
-    if target in _LIKE_FIRST:
-        yield from [types[0]] * len(call.results)
-    elif target in ("kernels.rotary", "idioms.rotary"):
-        yield from types[:2]
+    types = argument_types(call)
+    if target in _NAMED:
+        yield from _NAMED[target](call)
+    elif target in _LIKE_FIRST:
+        yield from like_first(call)
     elif target in _SCALARS:
         yield TensorType((), call.results[0].type.dtype)
     elif target in _ARITHMETIC and len(types) == 2 and types[0] and types[1] and types[0].dtype == types[1].dtype:

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-import autopar.compile  # noqa: F401 (its function has the same name, hence sys.modules below)
+import autopar.planning.traced_model
 import autopar.strategies.share
 from autopar.frontend.evaluation import why_no_evaluation
 from autopar.frontend.rebatch import LEAST_ROWS
@@ -54,7 +54,7 @@ class _SharedCuts(Cuts):
 @contextlib.contextmanager
 def shared(is_apart: Callable[[], bool]) -> Iterator[None]:
     """What is compiled meanwhile is traced if nothing equal was, or while it `is_apart`."""
-    conductor, predictor = sys.modules["autopar.compile"], autopar.strategies.share
+    planner, predictor = autopar.planning.traced_model, autopar.strategies.share
     published = sys.modules.get("benchmarks.published_runs.models", predictor)
 
     def found(model: nn.Module, batch: Any, loss_fn: Any = None, param_dtype: torch.dtype | None = None) -> Cuts:
@@ -64,9 +64,9 @@ def shared(is_apart: Callable[[], bool]) -> Iterator[None]:
         return (trace if is_apart() else _trace_part)(*what, **how)
 
     with (
-        mock.patch.object(conductor, "find_cuts", found),
-        mock.patch.object(conductor, "trace", _trace),
-        mock.patch.object(conductor, "why_no_evaluation", _why_no_evaluation),
+        mock.patch.object(planner, "find_cuts", found),
+        mock.patch.object(planner, "trace", _trace),
+        mock.patch.object(planner, "why_no_evaluation", _why_no_evaluation),
         mock.patch.object(predictor, "find_cuts", found),
         mock.patch.object(predictor, "trace", part),
         mock.patch.object(published, "trace", part),

@@ -14,9 +14,8 @@ from typing import Any
 
 from autopar.certify.certificate import Findings
 from autopar.compiled import CompiledProgram
-from autopar.ir.batch_names import batch_key
 from autopar.ir.chain import chain
-from autopar.ir.graph import LayerRun, Ref, layer_names
+from autopar.ir.graph import LayerRun, Ref, batch_key, layer_names
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_data import StagePlan
 from autopar.lowering.assembly import text_of

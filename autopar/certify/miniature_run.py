@@ -29,9 +29,9 @@ from autopar.ir.graph import layer_names
 from autopar.ir.mesh import DATA_AXES, PIPELINE_AXIS, ZERO_AXES, Mesh
 from autopar.ir.stage_mesh import StageMesh
 from autopar.lowering.assembly import files_of, program_of
+from autopar.lowering.completion import with_inputs_of
 from autopar.lowering.passes import passes
 from autopar.models.batches import random_batch
-from autopar.running.batch import with_inputs_of
 from autopar.settings.compile_options import CompileOptions
 from autopar.settings.optimizers import examine
 from autopar.sharding.assignment import Candidate

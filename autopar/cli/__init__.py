@@ -22,7 +22,6 @@ import typer
 from typer.core import TyperGroup
 
 from autopar.cli import certify as cli_certify
-from autopar.cli import doctor as cli_doctor
 from autopar.cli import export as cli_export
 from autopar.cli import fit as cli_fit
 from autopar.cli import planning as cli_planning
@@ -104,6 +103,6 @@ def everywhere(
 for command in (
     *(cli_planning.plan, cli_planning.report, cli_planning.simulate, cli_planning.explain, cli_planning.compare),
     *(cli_running.verify, cli_running.profile, cli_trial.trial, cli_running.tune, cli_running.train),
-    *(cli_certify.certify, cli_fit.fit, cli_doctor.doctor, cli_running.launch, cli_export.export),
+    *(cli_certify.certify, cli_fit.fit, cli_running.doctor, cli_running.launch, cli_export.export),
 ):
     app.command()(as_command(command))

@@ -15,14 +15,16 @@ from rich.text import Text
 from autopar.cli.options import Flags, Json, Model, read_cluster, read_job
 from autopar.cli.output import print_json, show, working
 from autopar.cluster import ClusterSpec
-from autopar.compile import Traced, padded_search, planned_alone, request_of, traced_of
+from autopar.compile import planned_alone
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError, ModelError
 from autopar.explain.job_fit import Answer, Fits, Fitted, OnCluster, Planner, Question, fits, fitted_of
 from autopar.explain.processes import spare_processes
 from autopar.models.job import Job, parse_settings
 from autopar.planning.layer_pool import LayerPool
-from autopar.planning.planner import POLISH_ONLY, SearchResult, fits_soon
+from autopar.planning.make_request import request_of
+from autopar.planning.planner import POLISH_ONLY, SearchResult, fits_soon, padded_search
 from autopar.planning.request import Request
+from autopar.planning.traced_model import TracedModel, traced_of
 from autopar.report.json_facts import record_json
 from autopar.report.tables import bullet, table_of
 from autopar.settings.compile_options import CompileOptions
@@ -136,7 +138,7 @@ class _Planner(Planner):
             options["constraints"] = {**pinned, "micro_batches": 1}
         return job, CompileOptions(example_inputs=job.inputs, loss_fn=job.loss_fn, **options)
 
-    def _traced_at(self, seq_len: int | None) -> Traced:
+    def _traced_at(self, seq_len: int | None) -> TracedModel:
         job, options = self._asked(Question(ClusterSpec.parse("1 cpu"), seq_len=seq_len))
         return traced_of(job.model, options)
 

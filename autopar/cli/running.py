@@ -1,4 +1,4 @@
-"""Commands that run something on this machine: `autopar verify | profile | tune | train | launch`."""
+"""Commands that run something on this machine: `autopar verify | profile | doctor | tune | train | launch`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from autopar.cli.options import (
     Backend,
@@ -15,22 +16,25 @@ from autopar.cli.options import (
     Flags,
     Force,
     Fp8,
+    Json,
     Model,
     Processes,
     compile_job,
     read_cluster,
     read_job,
 )
-from autopar.cli.output import console, say, show
+from autopar.cli.output import console, print_json, say, show, working
 from autopar.cluster import as_cluster
 from autopar.errors import ConstraintError
 from autopar.files.text_files import read_mapping
-from autopar.launch import RankError, launch_main
+from autopar.launch import RankError, launch_main, meet
 from autopar.models.job import Job, batches_of
 from autopar.plan import Plan
 from autopar.profiling.cases import Level
 from autopar.profiling.profile import profile as measure
+from autopar.report.json_facts import record_json
 from autopar.report.tables import error_table
+from autopar.running.doctor import HANDSHAKE_SECONDS, PROBLEM, WARNING, examine_machine
 from autopar.running.process_group import under_launcher
 from autopar.running.process_state import check_starting
 from autopar.settings.compile_options import check_verify
@@ -242,3 +246,22 @@ def _training_job(name: str, config: TrainerConfig, flags: Flags) -> tuple[Job, 
         config, num_devices = replace(config, cluster=spec), spec.num_devices
     flags = replace(flags, batch=config.global_batch_size)
     return read_job(name, num_devices, flags, meta=False, lazy=config.auto_parallel), config
+
+
+COLORS = {WARNING: "yellow", PROBLEM: "bold red"}
+
+
+def doctor(as_json: Json = False) -> None:
+    """Check whether this machine can train: versions, GPUs, communication, limits and compilers, with advice."""
+    with working("two processes meet over gloo"):
+        health = examine_machine(lambda: meet(HANDSHAKE_SECONDS))
+    if as_json:
+        print_json(record_json("doctor", health))
+    else:
+        for check in health.checks:
+            style = COLORS.get(check.status, "green")
+            show(Text.assemble((f"{check.status:8}", style), f"{check.name}: {check.found}"))
+            if check.advice:
+                show(Text(f"        -> {check.advice}"))
+    if health.has_problem:
+        raise typer.Exit(1)

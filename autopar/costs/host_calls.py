@@ -32,7 +32,7 @@ from collections.abc import Iterable
 
 from autopar.ir.graph import base_name
 from autopar.operators.traits import ATTENTION, MATMULS, VIEWS
-from codegen.fusion import PATTERNS
+from codegen.fusion import KERNELS
 from codegen.program import Call, LayerLoop, Reshard, Statement, reads
 
 Calls = tuple[float, float]
@@ -65,15 +65,11 @@ ACTION = 2 * COLLECTIVE
 """Receives and sends of a stage's forward or backward."""
 LOSS: Calls = (20.0, 10.0)
 """Of cross-entropy in torch's calls (codegen/runtime/cross_entropy.py), as in host.py."""
-LM_HEAD: Calls = (FUNCTION + 3 * PRODUCT + 2 * LAUNCH + 5 * CALL, FUNCTION + 2 * CALL)
-"""Of the linear layer with its loss in one chunk (codegen/kernels/linear_cross_entropy.py)."""
 RUNTIME: Calls = (FUNCTION + 10 * CALL, FUNCTION + 10 * CALL)
 """Of any other run-time function, by reading a few."""
 JOINED = ("overlapped.", "deferred.", "fp8.", "async_tp.")
 """Run-time functions that combine a product with other calls."""
 GRAPH = 5.0
-LAUNCHES = {pattern.target: pattern.launches for pattern in PATTERNS}
-"""Launches of fused kernels, forward and backward."""
 
 
 def calls_of(statement: Statement) -> Calls:
@@ -123,11 +119,14 @@ def host_calls(statements: Iterable[Statement], is_layer: bool, is_compiled: boo
 
 
 def _kernel(call: Call) -> Calls:
-    if call.target == "kernels.linear_cross_entropy":
-        return LM_HEAD
-    forward, backward = LAUNCHES.get(call.target, (1, 1))
+    """Return the calls of a fused kernel; of one that works chunk by chunk, with one chunk."""
+    pattern = KERNELS[call.target]
+    counts = zip(pattern.launches, pattern.products, pattern.torch_calls, strict=True)
+    forward, backward = (
+        FUNCTION + launches * LAUNCH + products * PRODUCT + calls * CALL for launches, products, calls in counts
+    )
     is_trained = any(result.type.requires_grad for result in call.results)
-    return FUNCTION + forward * LAUNCH, FUNCTION + backward * LAUNCH if is_trained else 0.0
+    return forward, backward if is_trained else 0.0
 
 
 def _call(call: Call) -> Calls:

@@ -41,7 +41,7 @@ from autopar.rules.rule import AxisOption
 from autopar.sharding.call_options import Operator, Option, num_local, rule_or_blank
 from autopar.sharding.fusible_runs import OTHER_RESULT
 from autopar.sharding.scopes import scopes_of
-from codegen.fusion import PATTERNS
+from codegen.fusion import KERNELS
 
 Metas = tuple[TensorMeta, ...]
 
@@ -152,7 +152,7 @@ def _record(op: str) -> tuple[tuple[int, ...], bool, int] | None:
     bytes per row of the first argument). None where torch can run the call."""
     space, _, name = op.partition(".")
     if space in ("kernels", OTHER_RESULT.removesuffix(".")):
-        pattern = next(pattern for pattern in PATTERNS if pattern.target == f"kernels.{name}")
+        pattern = KERNELS[f"kernels.{name}"]
         kept_inputs = tuple(pattern.leaves.index(leaf) for leaf in pattern.saves)
         return kept_inputs, False, pattern.row_bytes if space == "kernels" else 0
     module = _RECORDED.get(op.rpartition(".")[0])

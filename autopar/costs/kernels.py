@@ -29,16 +29,13 @@ from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu, num_local_dim
 from autopar.costs.saved import Saved
 from autopar.costs.specials import specials
-from autopar.ir.graph import Ref, TensorMeta, base_name
-from autopar.ir.placement import Placements
+from autopar.ir.graph import Ref, base_name
 from autopar.sharding.call_options import Operator, Option, num_local
 from autopar.sharding.fusible_runs import Fusion
-from codegen.fusion.losses import ACCUMULATOR_BYTES
-from codegen.kernels.linear_cross_entropy import even_chunk
+from codegen.fusion import KERNELS
+from codegen.fusion.template import ChunkRows
+from codegen.kernels.linear_cross_entropy import sum_dtype
 from cost_models import compute
-
-LM_HEAD = "linear and cross-entropy"
-LM_HEAD_CALL = "kernels.linear_cross_entropy"
 
 Key = tuple[str, str]
 """Name of a call: (scope, call)."""
@@ -99,12 +96,13 @@ class KernelPricer(Pricer):
         fusion = self.fused(operator, option)
         if fusion is None:
             return super().operator_seconds(operator, option)
-        is_last = operator.node.name == fusion.node.name
-        if fusion.name != LM_HEAD:
+        chunk_rows = fusion.match.pattern.chunk_rows
+        if chunk_rows is None:
             return self._traffic_seconds(fusion, operator, option)
-        if is_last:
-            return self._loss_seconds(fusion, operator, option)
-        return self._lm_head_seconds(operator, option) if base_name(operator.node.op) == "linear" else (0.0, 0.0)
+        if operator.node.name == fusion.node.name:
+            return self._loss_seconds(chunk_rows, fusion, operator, option)
+        is_layer = base_name(operator.node.op) == "linear"
+        return self._lm_head_seconds(chunk_rows, operator, option) if is_layer else (0.0, 0.0)
 
     def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
         """Return the deferrable seconds of a weight's gradient: 0 for an LM head, whose forward computes it."""
@@ -134,10 +132,10 @@ class KernelPricer(Pricer):
             seconds.append(compute.seconds(work, self.cluster.device) * here / whole + more)
         return seconds[0], seconds[1] if gradients else 0.0
 
-    def _lm_head_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
+    def _lm_head_seconds(self, chunk_rows: ChunkRows, operator: Operator, option: Option) -> tuple[float, float]:
         """Price the layer. Forward: three products per chunk, with the sum of weight gradients; backward: both
         gradients times a factor."""
-        lm_head = self._lm_head(operator.inputs[:2], option.inputs[:2])
+        lm_head = self._lm_head(chunk_rows, operator, option)
         c, h, v, e, a = lm_head.chunk_rows, lm_head.width, lm_head.classes, lm_head.element_bytes, lm_head.sum_bytes
         operands = (c * h + v * h + c * v) * e
         products = [((c, v, h), operands)]
@@ -152,17 +150,19 @@ class KernelPricer(Pricer):
         scaled = self.memory_seconds(2 * lm_head.x_bytes) + self.memory_seconds(lm_head.sums_bytes / a * (a + e))
         return lm_head.num_chunks * chunk + cleared, scaled
 
-    def _loss_seconds(self, fusion: Fusion, operator: Operator, option: Option) -> tuple[float, float]:
+    def _loss_seconds(
+        self, chunk_rows: ChunkRows, fusion: Fusion, operator: Operator, option: Option
+    ) -> tuple[float, float]:
         """Price the loss: per chunk its logits are read, and read and written as their gradient. Ranks that share
         the vocabulary gather three fp32 numbers per row."""
         logits, lies = operator.inputs[0], option.inputs[0]
         rows, classes = num_local_dim(logits, lies, self.mesh, -2), num_local_dim(logits, lies, self.mesh)
-        count, chunk_rows = self._chunks(rows, classes)
-        size = chunk_rows * classes * fusion.entering[fusion.node.inputs[0]].dtype.itemsize
+        count, height = self._chunks(chunk_rows, rows, classes)
+        size = height * classes * fusion.entering[fusion.node.inputs[0]].dtype.itemsize
         chunk = self.memory_seconds(size) + self.memory_seconds(2 * size)
         for axis, placement in enumerate(lies):
             if placement.is_shard and placement.dim == 1:
-                num_bytes = 12.0 * chunk_rows * self.mesh.sizes[axis]
+                num_bytes = 12.0 * height * self.mesh.sizes[axis]
                 chunk += self.collective_seconds("all_gather", axis, num_bytes)
         return count * chunk, 0.0
 
@@ -174,9 +174,10 @@ class KernelPricer(Pricer):
         if fusion is None:
             return super().saved_bytes(operator, option, saved)
         scale = 1.0 + self.fragmentation
-        if fusion.name == LM_HEAD:
+        chunk_rows = fusion.match.pattern.chunk_rows
+        if chunk_rows is not None:
             is_layer = base_name(operator.node.op) == "linear"
-            return self._lm_head(operator.inputs[:2], option.inputs[:2]).kept_bytes * scale if is_layer else 0.0
+            return self._lm_head(chunk_rows, operator, option).kept_bytes * scale if is_layer else 0.0
         kept_refs, name = kept_by(fusion), operator.node.name
         tensors = [*zip(operator.node.inputs, operator.inputs, option.inputs, strict=True)]
         results = (Ref(name, index) for index in range(len(operator.node.outputs)))
@@ -193,23 +194,23 @@ class KernelPricer(Pricer):
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
         """Return the bytes (kept besides inputs and results, temporaries of the forward) of a fused call."""
-        if operator.node.op != LM_HEAD_CALL:
+        pattern = KERNELS.get(operator.node.op)
+        if pattern is None or pattern.chunk_rows is None:
             return super().kernel_bytes(operator, option)
-        lm_head = self._lm_head(operator.inputs[:2], option.inputs[:2])
+        lm_head = self._lm_head(pattern.chunk_rows, operator, option)
         # On a CPU softmax's numerator is a second tensor next to the logits, in two fp32 temporaries.
         width = lm_head.element_bytes + (8 if is_cpu(self.cluster) else 0)
         return lm_head.kept_bytes, float(lm_head.chunk_rows * lm_head.classes * width)
 
-    def _lm_head(self, metas: tuple[TensorMeta, ...], lie: tuple[Placements, ...]) -> _LMHead:
-        (x, weight), (x_lies, weight_lies) = metas, lie
+    def _lm_head(self, chunk_rows: ChunkRows, operator: Operator, option: Option) -> _LMHead:
+        (x, weight), (x_lies, weight_lies) = operator.inputs[:2], option.inputs[:2]
         classes, width = num_local_dim(weight, weight_lies, self.mesh, 0 - len(weight.shape)), x.shape[-1]
         x_elements = num_local(x, x_lies, self.mesh)
-        count, chunk_rows = self._chunks(x_elements // width, classes)
-        size = x.dtype.itemsize
-        wide = ACCUMULATOR_BYTES[str(x.dtype).removeprefix("torch.")]
+        count, height = self._chunks(chunk_rows, x_elements // width, classes)
+        size, wide = x.dtype.itemsize, sum_dtype(x.dtype).itemsize
         return _LMHead(
             num_chunks=count,
-            chunk_rows=chunk_rows,
+            chunk_rows=height,
             width=width,
             classes=classes,
             element_bytes=size,
@@ -220,9 +221,9 @@ class KernelPricer(Pricer):
             sums_bytes=float(classes * width * wide),
         )
 
-    def _chunks(self, rows: int, classes: int) -> tuple[int, int]:
+    def _chunks(self, chunk_rows: ChunkRows, rows: int, classes: int) -> tuple[int, int]:
         """Return how the kernel cuts the rows: (number of chunks, rows of one)."""
-        height = even_chunk(rows, classes, is_cpu(self.cluster))
+        height = chunk_rows(rows, classes, is_cpu(self.cluster))
         return -(-rows // height), min(height, rows)
 
 

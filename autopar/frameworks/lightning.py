@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, callbacks
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 from torch import Tensor, nn
 
 from autopar.cluster import is_on_cpu
@@ -35,7 +35,6 @@ from autopar.frameworks.building import (
     rows_of_steps,
 )
 from autopar.frameworks.lightning_callbacks import AtSigterm, ValueUpdates
-from autopar.frameworks.lightning_loaders import loader_of
 from autopar.frameworks.loops import LoopOptimizer, ModelValues, PendingLoss
 from autopar.running.process_group import has_gpus, join_launched
 from autopar.training.learners import RankLearner
@@ -365,3 +364,39 @@ def _hook(owner: str, name: str) -> ConstraintError:
         values=f"{owner}.{name}",
         alternatives="strategy.learner.step.gradients() for whole gradients, in on_train_batch_end",
     )
+
+
+MODES = ("max_size_cycle", "min_size")
+"""Modes in which every step has a batch of each loader."""
+
+
+class JointLoader:
+    """Several loaders as one. A batch is a dict or list of one batch of each, in the form of the loaders."""
+
+    def __init__(self, loaders: Any) -> None:
+        is_combined = isinstance(loaders, CombinedLoader)
+        mode = loaders._mode if is_combined else MODES[0]
+        iterables = loaders.iterables if is_combined else loaders
+        if mode not in MODES:
+            raise ConstraintError(
+                "every step needs a batch of each loader, as a program is made once",
+                values=f"CombinedLoader(mode={mode!r})",
+                alternatives=[*(f"mode={name!r}" for name in MODES), "one loader of a concatenated dataset"],
+            )
+        self._combined = CombinedLoader(iterables, mode)  # not the loop's, which begins at its own first batch
+        self.parts: list[Any] = list(self._combined.flattened)
+        if len(self.parts) < 2 and isinstance(iterables, list | tuple):
+            raise ConstraintError(
+                "a list of loaders has several",
+                values=f"{len(self.parts)} in a {type(iterables).__name__}",
+                alternatives="the loader itself, whose batches are training_step's",
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, _, _ in self._combined:
+            yield batch
+
+
+def loader_of(loaders: Any) -> Any:
+    """Return a loader with training_step's batches. Raises ConstraintError for loaders that cannot be one."""
+    return JointLoader(loaders) if isinstance(loaders, CombinedLoader | dict | list | tuple) else loaders

@@ -27,8 +27,7 @@ from autopar.frontend.selected_rows import replacement
 from autopar.frontend.trace_modes import inner_gradients
 from autopar.frontend.untraceable import takes_number
 from autopar.frontend.user_line import user_line
-from autopar.ir.batch_names import input_name
-from autopar.ir.graph import Node, Parameter, Ref, TensorMeta, base_name, has_gradients, refs_in, with_refs
+from autopar.ir.graph import Node, Parameter, Ref, TensorMeta, base_name, has_gradients, input_name, refs_in, with_refs
 from autopar.ir.operators import arguments_of, shares_memory
 from autopar.operators.traits import CONSTANT
 

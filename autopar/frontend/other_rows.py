@@ -22,8 +22,7 @@ from autopar.frontend.fx_import import LOGITS, FlatGraph
 from autopar.frontend.overloads import kept_kwargs
 from autopar.frontend.recorder import Record, Source
 from autopar.frontend.simplify import drop_no_effect
-from autopar.ir.batch_names import batch_key
-from autopar.ir.graph import Node, Ref, TensorMeta, refs_in
+from autopar.ir.graph import Node, Ref, TensorMeta, batch_key, refs_in
 from autopar.operators.schemas import argument_names, find_op
 
 _LIFTED = {"aten.lift_fresh.default": "aten.lift_fresh_copy.default"}

@@ -44,8 +44,7 @@ from autopar.frontend.trace_modes.batch_values import Specialization
 from autopar.frontend.trace_modes.specialization import specializing
 from autopar.frontend.training_only import write_training_only
 from autopar.frontend.untraceable import UntraceableError, failing
-from autopar.ir.batch_names import batch_key
-from autopar.ir.graph import Graph, Input, Node
+from autopar.ir.graph import Graph, Input, Node, batch_key
 
 
 class Cuts(tuple[Truncation, ...]):

@@ -7,7 +7,7 @@ All later passes (rules, strategies, prices, plan, lowering) read only this form
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import wraps
@@ -127,7 +127,7 @@ class Parameter:
 class Input:
     """One tensor of the user's batch. `batch_dim` is 0 for tensors that are split into micro-batches, else None.
 
-    name: made by `batch_names.py` from the batch's name.
+    name: made by `input_name` from the batch's name.
     """
 
     name: str
@@ -356,3 +356,16 @@ def ancestors(graph: Graph, ref: Ref) -> set[str]:
             names.add(name)
             open_names += [r.node for r in inputs.get(name, ())]
     return names
+
+
+_OF_BATCH = "@batch"
+
+
+def input_name(key: str, parameters: Container[str]) -> str:
+    """Return the graph's name for an input of the batch, distinct from the model's parameters and buffers."""
+    return key + _OF_BATCH if key in parameters else key
+
+
+def batch_key(name: str) -> str:
+    """Return the batch's name for an input of a graph."""
+    return name.removesuffix(_OF_BATCH)

@@ -12,12 +12,11 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Mapping
 
-from autopar.ir.batch_names import batch_key
-from autopar.ir.graph import Graph, Ref, base_name, derived, layer_borders
+from autopar.ir.graph import Graph, Ref, base_name, batch_key, derived, layer_borders
 from autopar.operators.traits import ATTENTION
 from autopar.sharding.call_options import rule_or_blank
 from autopar.sharding.scopes import scopes_of
-from codegen.runtime.names import argument
+from codegen.source.names import argument
 
 Place = tuple[str, Ref, int]
 """A dim: (scope, tensor, dim index)."""

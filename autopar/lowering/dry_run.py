@@ -28,11 +28,11 @@ import codegen
 from autopar.frontend import fakes
 from autopar.lowering.stand_ins import StandInMesh, stand_in
 from codegen.program import PipelineProgram, Program
-from codegen.runtime.names import argument
 from codegen.runtime.parameters import Module, Param
 from codegen.runtime.part import loss_gradient
 from codegen.runtime.precision import compute_dtype, used_dtype
 from codegen.schemas import EmissionError
+from codegen.source.names import argument
 
 _Paths = Mapping[type[Module], tuple[str, ...]]
 """The paths of the instances of each layer class."""

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from autopar.ir.batch_names import batch_key
 from autopar.ir.chain import chain, home_of_unread
 from autopar.ir.draws import draw_numbers
-from autopar.ir.graph import UPDATE_BUFFER, Graph, Input, LayerRun, Node, Ref, ancestors, base_name, derived
+from autopar.ir.graph import UPDATE_BUFFER, Graph, Input, LayerRun, Node, Ref, ancestors, base_name, batch_key, derived
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements, R
 from autopar.lowering.dim_roles import dim_roles
@@ -22,7 +21,7 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.call_options import Operator
 from autopar.sharding.scopes import Scope, scopes_of
 from codegen.program import Call, ModuleClass, PipelineProgram, PipelineStage, Program, Spec, Statement, Var
-from codegen.runtime.names import argument
+from codegen.source.names import argument
 
 Modes = Mapping[str, tuple[tuple[str, int], ...]]
 """Layer class -> (mode, number of consecutive layers), in layer order; omitted classes keep everything."""

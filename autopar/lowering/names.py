@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
-from autopar.ir.batch_names import batch_key
 from autopar.ir.graph import (
     SINK_ATTENTION,
     WINDOW_ATTENTION,
@@ -20,17 +19,17 @@ from autopar.ir.graph import (
     Node,
     Ref,
     base_name,
+    batch_key,
     derived,
 )
 from autopar.operators.traits import PERMUTATIONS, RESHAPES, ROLES, SHORT_NAMES
 from autopar.rules.families.lookup import BAGS
 from autopar.sharding.scopes import scopes_of
-from codegen.runtime.names import ARGUMENTS, argument
-from codegen.source.names import is_plain_name, shortened
+from codegen.source.names import GENERATED_NAMES, argument, is_plain_name, shortened
 
 _RESHAPING = RESHAPES | PERMUTATIONS | {"contiguous", "to", "expand"}
 
-RESERVED = ARGUMENTS | {"hidden"}
+RESERVED = GENERATED_NAMES | {"hidden"}
 """Names that generated code uses itself, and built-ins that a variable should not hide."""
 
 _GATES = frozenset({"silu", "gelu", "sigmoid"})

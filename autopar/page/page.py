@@ -9,14 +9,13 @@ from pathlib import Path
 from autopar.errors import PlanError
 from autopar.files.outputs import write_output
 from autopar.page.gantt import gantt_section
-from autopar.page.headline import headline
+from autopar.page.headline import headline, time_section
 from autopar.page.layer_diagram import layer_section
 from autopar.page.markup import Child, Markup, details, element, section, table
 from autopar.page.memory import memory_section
 from autopar.page.mesh_diagram import mesh_section
 from autopar.page.plans import plans_section
 from autopar.page.run_log import read_log, run_section
-from autopar.page.step_time import time_section
 from autopar.page.what_if import Outcome, lean_plans, limits_words, outcomes
 from autopar.program import GeneratedProgram
 from autopar.report.facts import Facts, ScopeFacts, facts_of

@@ -154,6 +154,25 @@ def search_plans(
     return SearchResult(tuple(candidates), missing, tuple(failure.where for failure in failures), solved=search.solved)
 
 
+def padded_search(
+    request: Request, pool: LayerPool | None = None, exact_devices: int = ONE_STAGE_DEVICES
+) -> SearchResult:
+    """Run `search_plans` with padded heads and without, and return the faster result, for the request's basis."""
+    results: list[SearchResult] = []
+    failures: list[InfeasibleError | ConstraintError] = []
+    unpadded = [] if request.unpadded is None else [replace(request, trace=request.unpadded)]
+    for variant in (request, *unpadded):
+        try:
+            results.append(search_plans(variant, pool, exact_devices))
+        except (InfeasibleError, ConstraintError) as error:
+            failures.append(error)
+    if not results:
+        raise failures[0]
+    fastest = min(results, key=lambda result: result.best.plan.prediction.step_seconds)
+    best = replace(fastest.best, plan=replace(fastest.best.plan, basis=request.basis))
+    return replace(fastest, candidates=(best, *fastest.candidates[1:]))
+
+
 def fits_soon(request: Request, pool: LayerPool) -> bool:
     """Return whether a pipeline fits, and `search_plans` has no other reason to refuse. Tries the configs that
     fitted other requests and those that look leanest. If none of these fits, another one may."""

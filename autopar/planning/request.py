@@ -11,12 +11,12 @@ from autopar.costs.layer_costs import defers_weights
 from autopar.costs.price import Pricer
 from autopar.costs.rates import Training, is_cpu
 from autopar.frontend.rebatch import BatchedTrace
-from autopar.frontend.state.reads import Reads
 from autopar.ir.compression import Compression
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_data import Basis
 from autopar.planning.search_space import SearchSpace
+from autopar.planning.traced_model import TracedModel
 from autopar.settings.constraints import Constraints
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.call_options import Operator, operators_of
@@ -47,11 +47,8 @@ class Request:
     trace: the model's graph at any number of micro-batch rows. cluster: of equal nodes; if `mixed` has unlike groups
     of them, the first. kernels: whether the program will have fused kernels, which are priced then. fp8: whether its
     linear layers will multiply in e4m3, likewise. num_waiting: devices that wait for one another in a step, 0 for
-    all of `whole`. needs: parameters that the optimizer's update must see whole; `constraints` include them.
-    no_evaluation: why a program of the model cannot evaluate, if so. gives_logits: whether the logits returned in
-    evaluation mode are those of training, except for differences that programs handle. unpadded: the trace without
-    heads of padding, if `trace` has some and plans without them are to be compared. reads: the trace's reads of the
-    model.
+    all of `whole`. unpadded: the trace without heads of padding, if `trace` has some and plans without them are to be
+    compared. traced: the model, if its user's optimizer and example batch are known.
     """
 
     trace: BatchedTrace
@@ -64,12 +61,14 @@ class Request:
     kernels: bool = False
     fp8: bool = False
     num_waiting: int = 0
-    needs: Needs = Needs()
-    no_evaluation: str = ""
-    gives_logits: bool = True
     backend: str = "eager"
     unpadded: BatchedTrace | None = None
-    reads: Reads | None = field(default=None, compare=False)
+    traced: TracedModel | None = field(default=None, compare=False)
+
+    @property
+    def needs(self) -> Needs:
+        """Return the parameters that the optimizer's update must see whole; `constraints` include them."""
+        return Needs() if self.traced is None else self.traced.needs
 
     @property
     def whole(self) -> AnyCluster:

@@ -23,6 +23,18 @@ from cost_models.mixed import AnyCluster
 from cost_models.schedule import SCHEDULES, placement
 
 
+def plan_of_user(
+    request: Request, plan: Plan, global_batch_size: int | None, before: Graph | None = None
+) -> SearchResult:
+    """Price a user's plan with the request's compression, fp8 and basis. before: as `reprice` takes it.
+
+    Raises PlanError for a plan that contradicts the request's constraints or the option `global_batch_size`.
+    """
+    plan = replace(plan, compression=request.training.compression, fp8=request.fp8, basis=request.basis)
+    check_agreement(plan, request.constraints, global_batch_size)
+    return reprice(request, plan, before)
+
+
 def reprice(request: Request, plan: Plan, before: Graph | None = None) -> SearchResult:
     """Validate a plan against the model and predict it again, with its compression and fp8.
 

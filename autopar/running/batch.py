@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from autopar.errors import DataError, TraceError
+from autopar.errors import DataError
 from autopar.ir.mesh import Mesh
-from codegen.guards import Guard
 from codegen.program import PipelineProgram, Program, Spec
 from codegen.runtime.batch import BatchError, LocalBatch, check_batch, check_guards
 from codegen.runtime.mesh import Axis
 from codegen.runtime.mesh import Mesh as RankMesh
 from codegen.runtime.parameters import Param, shard
-from codegen.source.text import is_plain
 
 
 def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], rank: int) -> dict[str, torch.Tensor]:
@@ -50,26 +47,6 @@ def _part(whole: torch.Tensor, spec: Spec, num_micro: int, mesh: Mesh, rank: int
     if not is_batched:
         return cut(whole, spec, mesh, rank)
     return torch.cat([cut(chunk, spec, mesh, rank) for chunk in whole.chunk(num_micro)])
-
-
-def with_inputs_of(
-    program: Program | PipelineProgram, batch: Mapping[str, Any], guards: Iterable[Guard] = ()
-) -> Program | PipelineProgram:
-    """Return the program with its guards, and with the inputs of the example batch that it does not read.
-
-    Raises TraceError for an input that is neither a tensor nor plain data: tensors inside of containers would become
-    constants of the program, and other objects cannot be compared with those of a later batch.
-    """
-    unused = tuple(n for n, value in batch.items() if isinstance(value, torch.Tensor) and n not in program.inputs)
-    fixed, values = {n: value for n, value in batch.items() if not isinstance(value, torch.Tensor)}, tuple(guards)
-    for name, value in fixed.items():
-        if not is_plain(value):
-            raise TraceError(
-                "every input of the batch is a tensor, or plain data that never changes",
-                values=f"{name} is a {type(value).__name__}",
-                alternatives="pass tensors under names of their own; or numbers, text, None, lists and dicts of those",
-            )
-    return program.map(lambda stage: replace(stage, unused_inputs=unused, fixed_inputs=fixed, guards=values))
 
 
 def cut(tensor: torch.Tensor, spec: Spec, mesh: Mesh, rank: int) -> torch.Tensor:

@@ -32,8 +32,7 @@ from autopar.errors import ConstraintError, TrainingError
 from autopar.frontend.admission import traits_of
 from autopar.frontend.copies import deep_copy
 from autopar.frontend.inputs import NamedBatch
-from autopar.frontend.loss_module import LossModule
-from autopar.frontend.low_precision import loss_in
+from autopar.frontend.loss_module import LossModule, loss_in
 from autopar.frontend.skeleton import in_training
 from autopar.frontend.trace_modes.one_process import as_one_process
 from autopar.program import GeneratedProgram

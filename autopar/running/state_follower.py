@@ -22,11 +22,10 @@ import torch.distributed as dist
 from autopar.errors import AutoparError, ModelError
 from autopar.frontend.attributes import named_parameters
 from autopar.frontend.state.forward_numbers import ForwardOf
-from autopar.frontend.state.model_hooks import HOOKS
 from autopar.frontend.state.model_state import ModelState
+from autopar.frontend.state.modules import HOOKS
 from autopar.frontend.state.values import Change
 from autopar.program import GeneratedProgram
-from autopar.running.change_errors import AGAIN, FULL, OLD, STALE, THAW, change_error, require
 from autopar.running.growth import let_grow
 from autopar.running.process_state import kept_random_states
 from autopar.running.program_code import exchange_code
@@ -41,6 +40,45 @@ from autopar.running.program_tensors import (
 from autopar.running.variants import MOST_VARIANTS, Loaded, Variant, Variants
 from codegen.runtime import watch
 from codegen.runtime.processes import store_of_ranks
+
+AGAIN = [
+    "compile the changed model again, and resume from a checkpoint",
+    "pass what changes while training as an input of the batch",
+]
+FULL = "compile the model with that module on, and switch it off before the first step"
+THAW = [
+    "requires_grad_(True) on them before the model is compiled, and requires_grad_(False) before the first step",
+    "compile the changed model again, and resume from a checkpoint",
+]
+_ELSEWHERE = "of Accelerate accelerator.unwrap_model(model), of Lightning trainer.strategy.values.take(), instead"
+STALE = [
+    "program.update_model(step) on every rank before the change: the buffer's value in the model is an old one",
+    _ELSEWHERE,
+]
+OLD = [
+    "program.update_model(step) on every rank before a script writes to the model's parameters: these are old values",
+    _ELSEWHERE,
+    "step.load(values), for values that do not depend on the model's",
+    "a copy.deepcopy of the model, for values that you evaluate and do not train",
+    "an optimizer whose step() writes them, where callbacks of a Trainer do: these see old values",
+]
+
+
+def change_error(changes: Sequence[Change], instead: Any, reason: str = "") -> ModelError:
+    """Return the error that names the changes. instead: what a user can do."""
+    some = [str(change) for change in changes[:5]] + ([f"and {len(changes) - 5} more"] if len(changes) > 5 else [])
+    return ModelError(
+        "the program cannot follow a change of the model between steps",
+        values="\n".join([*some, *([reason] if reason else [])]),
+        alternatives=instead,
+    )
+
+
+def require(is_met: bool, changes: Sequence[Change], instead: Any) -> None:
+    """Raise ModelError unless a condition is met."""
+    if not is_met:
+        raise change_error(changes, instead)
+
 
 AGREE_SECONDS = 60.0
 """Seconds for which a rank that sees a change waits at most for the others to see it."""

@@ -8,18 +8,16 @@ price do not depend on the backend.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
+from autopar.lowering.completion import EAGER
 from autopar.settings.fp8 import require_fp8
 from codegen.program import PipelineProgram, Program
 from codegen.runtime.compiled_layers import COMPILE_SECONDS, why_unavailable
 from cost_models.mixed import AnyCluster
 
-EAGER = ("backend='eager'",)
 NOTHING_ASYNCHRONOUS = (
     "backend='async-tp' changes nothing: no linear layer directly follows an all_gather of rows on tp, or precedes a "
     "reduce_scatter (plans with tp that shard sequences between layers have such layers)"
@@ -34,23 +32,6 @@ def check_layers_compile(backend: str, recompute: str | None) -> None:
             values="backend='inductor' with recompute=selective",
             alternatives=["recompute=none, offload or full", *EAGER],
         )
-
-
-def with_backend(program: Program | PipelineProgram, backend: str) -> Program | PipelineProgram:
-    """Return the program for a backend. Raises ConstraintError if inductor would have no layer to compile."""
-    if backend == "inductor" and not any(map(_compiles, program.programs)):
-        raise ConstraintError(
-            "backend='inductor' has no layer to compile in this program",
-            values=f"{program.name}: no repeated layers, or all of them use selective recomputation",
-            alternatives=["recompute=none, offload or full", *EAGER],
-        )
-    return program.map(lambda stage: replace(stage, backend=backend))
-
-
-def _compiles(stage: Program) -> bool:
-    """Return whether a layer has another mode than selective recomputation."""
-    modes = {name: [mode for mode, _ in runs] for name, runs in stage.recompute.items()}
-    return any(mode != "selective" for layer in stage.layer_names for mode in modes.get(layer, ["none"]))
 
 
 def require_backend(program: Program | PipelineProgram, cluster: AnyCluster) -> None:

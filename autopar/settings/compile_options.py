@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import nn
 
-from autopar.costs.updates import OptimizerFactory
+from autopar.costs.updates import OptimizerFactory, adamw
 from autopar.errors import ConstraintError, PlanError
 from autopar.files.text_files import shown
 from autopar.ir.compression import Compression
@@ -97,6 +97,11 @@ class PlanOptions:
         return self.plan if isinstance(self.plan, Plan) or self.plan is None else Plan.from_file(self.plan)
 
     @property
+    def limits(self) -> Constraints:
+        """The constraints as a value."""
+        return Constraints.parse(self.constraints)
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """The dtype of parameters while tracing; None leaves them unchanged."""
         return compute_dtype(self.precision)
@@ -125,6 +130,11 @@ class CompileOptions(PlanOptions):
             if value is not None and not callable(value):
                 raise ConstraintError(f"{name} is a function", values=shown(value), alternatives="a function, or None")
         PlanOptions.__post_init__(self)  # slots create a new class, which breaks super() without arguments
+
+    @property
+    def factory(self) -> OptimizerFactory:
+        """The optimizer, or the default one."""
+        return self.optimizer or adamw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,14 +25,16 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from autopar.accumulation.accumulating_trace import AccumulatingTrace
 from autopar.errors import ConstraintError
 from autopar.files.text_files import near, shown
+from autopar.ir.chain import buffer_across_units
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import AXIS_NAMES, SHARDING_AXES, TENSOR_AXES, Mesh
+from autopar.ir.mesh import AXIS_NAMES, PIPELINE_AXIS, SHARDING_AXES, TENSOR_AXES, Mesh
 from autopar.ir.placement import Placement, Placements, Stored
 from autopar.ir.plan_data import OFFLOADS, RECOMPUTE_MODES, is_offload
 from autopar.rules.families.attention import EXCHANGES, HEADS
@@ -398,3 +400,29 @@ def _agrees(placements: Placements, wanted: tuple[tuple[str, Placement], ...], m
             if here != placement and not (here.is_replicated and placement.is_replicated):
                 return False
     return True
+
+
+def check_micro_batches(traced: AccumulatingTrace, limits: Constraints) -> None:
+    """Raise ConstraintError for a pinned number of micro-batches that cannot make the batch."""
+    reason = traced.whole_batch_reason(limits.micro_batches or 1)
+    if reason is not None:
+        raise ConstraintError(
+            "the model needs its whole batch at once, in one micro-batch",
+            values=f"micro_batches={limits.micro_batches}, but {reason}",
+            alternatives="micro_batches=1",
+        )
+
+
+def without_shared_buffers(limits: Constraints, graph: Graph) -> Constraints:
+    """Return the constraints, without pipelines where one stage would read a buffer that another one updates.
+
+    Raises ConstraintError for a pinned pipeline.
+    """
+    buffer = buffer_across_units(graph)
+    if buffer and limits.degrees.get("pp", 1) > 1:
+        raise ConstraintError(
+            "a pipeline would read a buffer in one stage and update it in another",
+            values=f"pp={limits.degrees['pp']}, buffer {buffer}",
+            alternatives=["pp=1", "update the buffer in the module that reads it"],
+        )
+    return replace(limits, degrees={**limits.degrees, PIPELINE_AXIS: 1}) if buffer else limits

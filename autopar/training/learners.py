@@ -17,8 +17,7 @@ from torch import nn
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError, DataError, TraceError
 from autopar.frontend.inputs import name_inputs
-from autopar.frontend.loss_module import LossModule, kept_buffers
-from autopar.frontend.low_precision import loss_in
+from autopar.frontend.loss_module import LossModule, kept_buffers, loss_in
 from autopar.frontend.skeleton import in_training
 from autopar.running.build import take_also
 from autopar.running.state import check_checkpoint, load_checkpoint, save_checkpoint

@@ -34,8 +34,7 @@ from autopar.training.loaders import rows_of_batches
 from autopar.training.measuring import Memory
 from autopar.training.metrics import NO_LOGITS
 from autopar.training.result import BY_SIGTERM, TrainResult
-from autopar.training.run import Run
-from autopar.training.setup import Setup
+from autopar.training.run import Run, Setup
 from autopar.training.shapes import plan_for_rows
 from codegen.runtime import watch
 from codegen.runtime.processes import after_the_first

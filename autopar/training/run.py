@@ -7,32 +7,62 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
+from torch import nn
 
 from autopar.compiled import CompiledProgram
+from autopar.costs.updates import OptimizerFactory
 from autopar.errors import ConstraintError, TrainingError
 from autopar.files.outputs import write_output
 from autopar.running.supervise import is_autopar_handler
 from autopar.training import checkpoints
-from autopar.training.callbacks import Callbacks, TrainState, device
-from autopar.training.config import Batch
+from autopar.training.callbacks import Callback, Callbacks, TrainState, device
+from autopar.training.config import Batch, Batches, TrainerConfig
 from autopar.training.feeding import evaluation_batches, steps_from
 from autopar.training.learners import PlainLearner, RankLearner
 from autopar.training.loaders import num_rows
 from autopar.training.measuring import WARM_STEPS, Memory, profiled
-from autopar.training.metrics import LOSS, Means, metric_values
+from autopar.training.metrics import LOSS, Means, Metric, metric_values
+from autopar.training.optimizers import Schedule
 from autopar.training.progress import TrainingProgress
 from autopar.training.records import Log, Record, StepFigures, items_of, logs
 from autopar.training.result import BY_SIGTERM, TrainResult
 from autopar.training.run_state import Best, Stateful, restore_state, state_text
-from autopar.training.setup import Setup
 from codegen.runtime.processes import Ending
+from cost_models.mixed import AnyCluster
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The model, its data, and how to train it.
+
+    schedule: None for a constant rate. eval_batches: None without evaluations. metrics: of the evaluations. source:
+    further fields of a configuration file ("model", "data", "sequence_length"), for the dump.
+    """
+
+    model: nn.Module
+    config: TrainerConfig
+    batches: Batches
+    loss_fn: Callable[..., torch.Tensor] | None
+    optimizer: OptimizerFactory
+    schedule: Schedule | None = None
+    eval_batches: Batches | None = None
+    callbacks: tuple[Callback, ...] = ()
+    metrics: tuple[Metric, ...] = ()
+    source: Mapping[str, Any] = field(default_factory=dict)
+
+    def dump(self, cluster: AnyCluster | None = None) -> dict[str, Any]:
+        """Return the configuration and its source as a file has them. cluster: the one that "detect" returned."""
+        config = self.config if cluster is None else replace(self.config, cluster=cluster)
+        return {**self.source, **config.dump()}
+
 
 CONFIG_FILE = "config.yaml"
 OWED = "owed"

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from autopar.compile import padded_search, request_of
 from autopar.errors import AutoparError, InfeasibleError
+from autopar.planning.make_request import request_of
+from autopar.planning.planner import padded_search
 from autopar.settings.compile_options import CompileOptions
 from autopar.sharding.assignment import Candidate
 from benchmarks.published_runs.machines import cluster_of, precision_of

@@ -22,6 +22,7 @@ which spares the mask and its making, then the norm's after it, which spares one
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -40,7 +41,12 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
     *losses.PATTERNS,
 )
 
-__all__ = ["PATTERNS", "Match", "Pattern", "fuse", "matches"]
+KERNELS: Final[Mapping[str, Pattern]] = {
+    pattern.target: pattern for pattern in PATTERNS if pattern.target.startswith("kernels.")
+}
+"""One pattern of every kernel, by its target: all patterns of a kernel have the same record, but for the calls."""
+
+__all__ = ["KERNELS", "PATTERNS", "Match", "Pattern", "fuse", "matches"]
 
 
 def fuse(program: Program) -> Program:

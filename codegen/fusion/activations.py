@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Final
 
-from codegen.fusion.template import Bindings, Either, Is, Leaf, Op, Pattern, Template, fused
+from codegen.fusion.template import FLOATS, Bindings, Either, Is, Leaf, Op, Pattern, Template, fused
 from codegen.program import Call
-
-FLOATS: Final = ("float32", "bfloat16", "float16", "float64")
-
 
 # --- GELU -------------------------------------------------------------------------------------------------------------
 
@@ -22,7 +20,7 @@ def _mul(*factors: Template) -> Op:
     return product
 
 
-def written_gelu(x: Template) -> tuple[Op, Op]:
+def _written_gelu(x: Template) -> tuple[Op, Op]:
     """As models write it, operation by operation (see kernels/gelu.py): with tanh, and exact."""
     cubed = Op("aten.pow.Tensor_Scalar", (x, Is(3)))
     inner = Op("aten.add.Tensor", (x, _mul(cubed, Is(0.044715))), commutes=True)
@@ -38,7 +36,7 @@ def _gelu_of(x: Template, share: Op) -> Op:
 
 def _gelu(x: Template) -> Either:
     """GELU as torch's call, or as models write it."""
-    return Either((Op("aten.gelu.default", (x,), keywords=("approximate",)), *written_gelu(x)))
+    return Either((Op("aten.gelu.default", (x,), keywords=("approximate",)), *_written_gelu(x)))
 
 
 def _approximate(bound: Bindings) -> tuple[tuple[str, Any], ...]:
@@ -51,9 +49,9 @@ def _gelu_fits(bound: Bindings) -> bool:
     return bound["x"].type.dtype in FLOATS
 
 
-def _build_gelu(bound: Bindings, last: Call) -> tuple[Call, ...]:
-    """GELU as torch's own call, which is one kernel, forward and backward."""
-    return (fused("aten.gelu.default", bound, ("x",), last, _approximate(bound)),)
+def _with_form(pattern: Pattern, bound: Bindings, last: Call) -> tuple[Call, ...]:
+    """The kernel on its leaves, with the form of its GELU."""
+    return (fused(pattern.target, bound, pattern.leaves, last, _approximate(bound)),)
 
 
 def _bias_gelu_fits(bound: Bindings) -> bool:
@@ -62,10 +60,7 @@ def _bias_gelu_fits(bound: Bindings) -> bool:
     return len(x.shape) > 1 and x.dtype in FLOATS and (bias.shape, bias.dtype) == (x.shape[-1:], x.dtype)
 
 
-def _build_bias_gelu(bound: Bindings, last: Call) -> tuple[Call, ...]:
-    return (fused("kernels.bias_gelu", bound, ("x", "bias"), last, _approximate(bound)),)
-
-
+_WITH_TANH, _WITH_ERF = _written_gelu(Leaf("x"))
 _BIASED: Final = Op("aten.add.Tensor", (Leaf("x"), Leaf("bias")), commutes=True)
 
 
@@ -77,35 +72,37 @@ def _gated_fits(bound: Bindings) -> bool:
     return bound["gate"].type.is_alike(bound["up"].type)
 
 
-def _build_swiglu(bound: Bindings, last: Call) -> tuple[Call, ...]:
-    return (fused("kernels.swiglu", bound, ("gate", "up"), last),)
-
-
-def _build_geglu(bound: Bindings, last: Call) -> tuple[Call, ...]:
-    return (fused("kernels.geglu", bound, ("gate", "up"), last, _approximate(bound)),)
-
-
 def _forms(template: Either) -> tuple[Op, ...]:
     return tuple(option for option in template.options if isinstance(option, Op))
 
 
+SWIGLU: Final = Pattern(
+    name="SwiGLU",
+    target="kernels.swiglu",
+    leaves=("gate", "up"),
+    template=_mul(Op("aten.silu.default", (Leaf("gate"),)), Leaf("up")),
+    fits=_gated_fits,
+    saves=("gate", "up"),
+)
+GELU_WITH_TANH: Final = Pattern(
+    name="GELU",
+    target="aten.gelu.default",
+    leaves=("x",),
+    template=_WITH_TANH,
+    fits=_gelu_fits,
+    build=_with_form,
+    on_cpu=True,  # torch's own call, which is one kernel, forward and backward
+)
+
 PATTERNS: Final[tuple[Pattern, ...]] = (
-    Pattern(
-        name="SwiGLU",
-        target="kernels.swiglu",
-        leaves=("gate", "up"),
-        template=_mul(Op("aten.silu.default", (Leaf("gate"),)), Leaf("up")),
-        fits=_gated_fits,
-        build=_build_swiglu,
-        saves=("gate", "up"),
-    ),
+    SWIGLU,
     Pattern(
         name="GeGLU",
         target="kernels.geglu",
         leaves=("gate", "up"),
         template=_mul(_gelu(Leaf("gate")), Leaf("up")),
         fits=_gated_fits,
-        build=_build_geglu,
+        build=_with_form,
         saves=("gate", "up"),
     ),
     *(
@@ -115,23 +112,13 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
             leaves=("x", "bias"),
             template=form,
             fits=_bias_gelu_fits,
-            build=_build_bias_gelu,
+            build=_with_form,
             saves=("x", "bias"),
             launches=(1, 2),
         )
         for form in _forms(_gelu(_BIASED))
     ),
-    *(
-        Pattern(
-            name="GELU",
-            target="aten.gelu.default",
-            leaves=("x",),
-            template=form,
-            fits=_gelu_fits,
-            build=_build_gelu,
-            on_cpu=True,  # torch's own call
-        )
-        for form in written_gelu(Leaf("x"))
-    ),
+    GELU_WITH_TANH,
+    replace(GELU_WITH_TANH, template=_WITH_ERF),
 )
 """One of a kind per form where the forms end in different calls."""

@@ -6,14 +6,12 @@ import math
 from dataclasses import replace
 from typing import Any, Final
 
-from codegen.fusion.template import VIEWS, Bindings, Either, Leaf, Op, Pattern, Template, Value, is_dtype
+import torch
+
+from codegen.fusion.template import FLOATS, VIEWS, Bindings, Either, Leaf, Op, Pattern, Template, Value, is_dtype
+from codegen.kernels.linear_cross_entropy import even_chunk, sum_dtype
 from codegen.program import Call, Raw, TensorType, Var
 from codegen.source.expressions import expression, literal
-
-ITEM_BYTES: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-ACCUMULATOR_BYTES: Final = {"float16": 4, "bfloat16": 4, "float32": 4, "float64": 8}
-"""Bytes per element of the weight's gradient while it is summed over chunks (kernels/linear_cross_entropy.py)."""
-
 
 # --- cross-entropy ----------------------------------------------------------------------------------------------------
 
@@ -39,7 +37,7 @@ def _cross_entropy_fits(bound: Bindings) -> bool:
     return widens and target.dtype == "int64" and logits.dtype in ("float32", "bfloat16", "float16")
 
 
-def _cross_entropy(bound: Bindings, last: Call) -> tuple[Call, ...]:
+def _cross_entropy(pattern: Pattern, bound: Bindings, last: Call) -> tuple[Call, ...]:
     """Losses per token, their sum, and the division by the count of targets on all ranks."""
     logits: Var = bound["logits"].value
     before: tuple[Call, ...] = ()
@@ -52,12 +50,17 @@ def _cross_entropy(bound: Bindings, last: Call) -> tuple[Call, ...]:
     (loss,), target, divisor = last.results, bound["target"].value, bound["num_targets"].value
     row_losses = Var(loss.name, replace(loss.type, shape=target.type.shape, placements=_of_rows(target.type)))
     plain = replace(last, kwargs=())
-    losses = replace(plain, target="kernels.cross_entropy", args=(logits, target, *ignored), results=(row_losses,))
+    losses = replace(plain, target=pattern.target, args=(logits, target, *ignored), results=(row_losses,))
     total = replace(plain, target="aten.sum.default", args=(row_losses,))
     if divisor.text == "1.0":
         return (*before, losses, total)
     mean = replace(plain, target="aten.div.Tensor", args=(loss, divisor))
     return (*before, losses, total, mean)
+
+
+def _per_target(call: Call) -> tuple[TensorType, ...]:
+    """Losses of the targets, the second argument."""
+    return (TensorType(call.args[1].type.shape, call.results[0].type.dtype),)
 
 
 def _of_rows(target: TensorType) -> tuple[tuple[str, str], ...]:
@@ -96,7 +99,7 @@ def _linear_cross_entropy_fits(bound: Bindings) -> bool:
     """One dtype of x, weight and bias; logits of the whole layer in rows; no label smoothing (not in the template)."""
     x, weight, target = (bound[name].type for name in ("x", "weight", "target"))
     logits: TensorType = bound["loss"].value.args[0].type
-    same = x.dtype in ITEM_BYTES and len({bound[n].type.dtype for n in ("x", "weight", "bias") if n in bound}) == 1
+    same = x.dtype in FLOATS and len({bound[n].type.dtype for n in ("x", "weight", "bias") if n in bound}) == 1
     wide = "float64" if x.dtype == "float64" else "float32"
     widens = "wide" not in bound or is_dtype(bound["wide"], wide)
     # A slice of the rows' own dim would cut classes off.
@@ -105,7 +108,7 @@ def _linear_cross_entropy_fits(bound: Bindings) -> bool:
     return same and widens and slices_rows and is_rows and target.dtype == "int64"
 
 
-def _linear_cross_entropy(bound: Bindings, last: Call) -> tuple[Call, ...]:
+def _linear_cross_entropy(pattern: Pattern, bound: Bindings, last: Call) -> tuple[Call, ...]:
     """One call on rows of tokens, which divides by the count of targets on all ranks."""
     x: Var = bound["x"].value
     rows: Var | Raw = x
@@ -119,7 +122,11 @@ def _linear_cross_entropy(bound: Bindings, last: Call) -> tuple[Call, ...]:
     kwargs.append(("num_targets", bound["num_targets"].value))
     kwargs += [("vocab_axis", bound["vocab_axis"].value)] if "vocab_axis" in bound else []
     section = bound["linear"].value.section
-    return (replace(last, target="kernels.linear_cross_entropy", args=args, kwargs=tuple(kwargs), section=section),)
+    return (replace(last, target=pattern.target, args=args, kwargs=tuple(kwargs), section=section),)
+
+
+def _no_dims(call: Call) -> tuple[TensorType, ...]:
+    return (TensorType((), call.results[0].type.dtype),)
 
 
 def _linear_cross_entropy_pays(bound: Bindings, num_token_ranks: int) -> bool:
@@ -131,8 +138,13 @@ def _linear_cross_entropy_pays(bound: Bindings, num_token_ranks: int) -> bool:
     traffic of its own, so there is no gain in time that would make up for more memory.
     """
     x = bound["x"].type
-    rows = math.prod(x.shape[:-1]) / num_token_ranks
-    return rows * ITEM_BYTES[x.dtype] >= x.shape[-1] * ACCUMULATOR_BYTES[x.dtype]
+    rows, dtype = math.prod(x.shape[:-1]) / num_token_ranks, torch_dtype(x)
+    return rows * dtype.itemsize >= x.shape[-1] * sum_dtype(dtype).itemsize
+
+
+def torch_dtype(tensor_type: TensorType) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, tensor_type.dtype)
+    return dtype
 
 
 PATTERNS: Final[tuple[Pattern, ...]] = (
@@ -143,7 +155,12 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         template=_linear_cross_entropy_template(),
         fits=_linear_cross_entropy_fits,
         build=_linear_cross_entropy,
+        result_types=_no_dims,
         pays=_linear_cross_entropy_pays,
+        launches=(2, 0),
+        products=(3, 0),
+        torch_calls=(5, 2),
+        chunk_rows=even_chunk,
         on_cpu=True,
     ),
     Pattern(
@@ -153,6 +170,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         template=_cross_entropy_template(),
         fits=_cross_entropy_fits,
         build=_cross_entropy,
+        result_types=_per_target,
         saves=("logits", "target"),
         row_bytes=8,  # the largest logit and the logarithm of the sum
         launches=(3, 1),  # forward adds up the losses and divides

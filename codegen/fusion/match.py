@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from codegen.fusion.template import Bindings, Bound, Either, Is, Op, Pattern, Template, Value
+from codegen.fusion.template import Behind, Bindings, Bound, Either, Is, Op, Pattern, Template, Value
 from codegen.program import UNREAD, Call, Statement, Var, assigns, reads
 
 
@@ -130,6 +130,13 @@ def _match(template: Template, value: Any, reader: int, flow: Flow, state: _Foun
     if isinstance(template, Either):
         for option in template.options:
             yield from _match(option, value, reader, flow, state)
+    elif isinstance(template, Behind):
+        origin = flow.origins[reader][value.name] if isinstance(value, Var) else -1
+        call = flow.body[origin] if origin >= 0 else None
+        if isinstance(call, Call) and call.target in template.targets and call.divisor == 1 == len(call.results):
+            through = replace(state, statements=state.statements | {origin})
+            yield from _match(template, call.args[0], origin, flow, through)
+        yield from _match(template.x, value, reader, flow, state)
     elif isinstance(template, tuple):
         if isinstance(value, tuple) and len(value) == len(template):
             yield from _match_all(template, value, reader, flow, state)
@@ -154,7 +161,7 @@ def _match_call(template: Op, index: int, flow: Flow, state: _Found) -> Iterator
         return
     if len(call.args) != len(template.args) or any(key not in template.keywords for key, _ in call.kwargs):
         return
-    orders = (call.args, call.args[::-1]) if template.commutes else (call.args,)
+    orders = (call.args, (*call.args[1::-1], *call.args[2:])) if template.commutes else (call.args,)
     possible = [args for args in orders if _may_match(template.args, args, index, flow)]
     if not possible:
         return

@@ -98,9 +98,9 @@ def _agrees(fits: Callable[[Bindings], bool], bound: Bindings) -> bool:
     return bound["x"].type.is_alike(bound["residual"].type) and fits(bound)
 
 
-def _norm(target: str, names: tuple[str, ...], bound: Bindings, last: Call) -> tuple[Call, ...]:
+def _norm(names: tuple[str, ...], pattern: Pattern, bound: Bindings, last: Call) -> tuple[Call, ...]:
     """A call on `names`; "bias" is None where there is none, and a sum is a second result."""
-    call = fused(target, bound, tuple(name for name in names if name in bound), last)
+    call = fused(pattern.target, bound, tuple(name for name in names if name in bound), last)
     tensors = (bound[name].value if name in bound else None for name in names)
     sums = bound["sum"].value.results if "sum" in bound else ()
     return (replace(call, args=(*tensors, bound["eps"].value), results=(*last.results, *sums)),)
@@ -112,7 +112,7 @@ _SUM_AND_RMS_NORM: Final = Pattern(
     leaves=("sum", "weight"),
     template=_rms_norm_template(SUM),
     fits=partial(_agrees, _rms_norm_fits),
-    build=partial(_norm, "kernels.add_rms_norm", ("x", "residual", "weight")),
+    build=partial(_norm, ("x", "residual", "weight")),
     results=(Result("sum", ("x", "residual"), is_call=True),),
     saves=("sum", "weight"),
     row_bytes=4,  # rstd
@@ -120,13 +120,13 @@ _SUM_AND_RMS_NORM: Final = Pattern(
     needs_whole=True,
     no_gradient=("residual",),
 )
-_RMS_NORM: Final = Pattern(
+RMS_NORM: Final = Pattern(
     name="RMSNorm",
     target="kernels.rms_norm",
     leaves=("x", "weight"),
     template=_rms_norm_template(Leaf("x")),
     fits=_rms_norm_fits,
-    build=partial(_norm, "kernels.rms_norm", ("x", "weight")),
+    build=partial(_norm, ("x", "weight")),
     saves=("x", "weight"),
     row_bytes=4,
     launches=(1, 2),
@@ -146,7 +146,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         leaves=("sum", "weight", "bias"),
         template=_layer_norm_template(SUM),
         fits=partial(_agrees, _torch_norm_fits),
-        build=partial(_norm, "kernels.add_layer_norm", ("x", "residual", "weight", "bias")),
+        build=partial(_norm, ("x", "residual", "weight", "bias")),
         results=(Result("sum", ("x", "residual"), is_call=True),),
         saves=("sum", "weight"),
         row_bytes=8,  # mean and rstd
@@ -154,15 +154,15 @@ PATTERNS: Final[tuple[Pattern, ...]] = (
         needs_whole=True,
         no_gradient=("residual",),
     ),
-    _RMS_NORM,
-    replace(_RMS_NORM, template=_torch_rms_norm_template(Leaf("x")), fits=_torch_norm_fits),
+    RMS_NORM,
+    replace(RMS_NORM, template=_torch_rms_norm_template(Leaf("x")), fits=_torch_norm_fits),
     Pattern(
         name="LayerNorm",
         target="kernels.layer_norm",
         leaves=("x", "weight", "bias"),
         template=_layer_norm_template(Leaf("x")),
         fits=_torch_norm_fits,
-        build=partial(_norm, "kernels.layer_norm", ("x", "weight", "bias")),
+        build=partial(_norm, ("x", "weight", "bias")),
         saves=("x", "weight"),
         row_bytes=8,
         launches=(1, 3),

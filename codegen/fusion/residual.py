@@ -19,9 +19,9 @@ def _fits(bound: Bindings) -> bool:
     return bound["x"].type.is_alike(bound["residual"].type) and isinstance(p, float) and 0.0 < p < 1.0
 
 
-def _build(bound: Bindings, last: Call) -> tuple[Call, ...]:
+def _build(pattern: Pattern, bound: Bindings, last: Call) -> tuple[Call, ...]:
     place = ", ".join(f"{key}={literal(bound[key].value)}" for key in PLACE if key in bound)
-    call = fused("kernels.dropout_add", bound, ("x", "residual", "p"), last)
+    call = fused(pattern.target, bound, ("x", "residual", "p"), last)
     return (replace(call, args=(*call.args, Raw(f"**self.dropout_mask({place})"))),)
 
 

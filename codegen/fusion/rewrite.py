@@ -30,7 +30,7 @@ def replaced(body: tuple[Statement, ...], fusions: Iterable[Match]) -> tuple[Sta
             assert isinstance(statement, Call)
             match = last[index]
             members = tuple(call for i in sorted(match.statements) if isinstance(call := body[i], Call))
-            calls = match.pattern.build(match.bound, statement)
+            calls = match.pattern.build(match.pattern, match.bound, statement)
             statements += [replace(c, members=members) if c.target == match.pattern.target else c for c in calls]
         elif index not in gone:
             statements.append(statement)

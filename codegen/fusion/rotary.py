@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from codegen.fusion.template import Bindings, Is, Leaf, Op, Pattern, Result, Template, Value, fused
-from codegen.program import Call, Raw
+from codegen.fusion.template import Bindings, Is, Leaf, Op, Pattern, Result, Template, Value, argument_types, fused
+from codegen.program import Call, Raw, TensorType
 
 
 def _part(x: Template, start: Template, stop: Template) -> Op:
@@ -31,7 +31,7 @@ def _turned(x: Template, interleaved: bool) -> Op:
     return Op("aten.flatten.using_ints", (stack, Is(-2)))
 
 
-def rotated(x: str, interleaved: bool, partial: bool) -> Op:
+def _rotated(x: str, interleaved: bool, partial: bool) -> Op:
     """x * cos + turned(x) * sin, of all components or of the first, beside which the others stay."""
     part: Template = _part(Leaf(x), Is(0), Value("rotated")) if partial else Leaf(x)
     cos, sin = _angles("cos", interleaved), _angles("sin", interleaved)
@@ -68,31 +68,42 @@ def rotates(bound: Bindings) -> bool:
 _DIMS: Final = ("dim", "cat_dim", "angle_dim")
 
 
-def _build(bound: Bindings, last: Call) -> tuple[Call, ...]:
+def _build(pattern: Pattern, bound: Bindings, last: Call) -> tuple[Call, ...]:
     interleaved = "angle_dim" in bound
     options: dict[str, Any] = {"interleaved": True} if interleaved else {}
     options |= {"heads_dim": 2} if bound["heads_dim"].value == 2 else {}
-    call = fused("kernels.rotary", bound, ("q", "k", "cos", "sin"), last, tuple(options.items()))
+    call = fused(pattern.target, bound, ("q", "k", "cos", "sin"), last, tuple(options.items()))
     q, k, *angles = call.args
     cos, sin = (Raw(f"{x.name}[..., :{bound['half'].value}]", (x,)) if interleaved else x for x in angles)
     return (replace(call, args=(q, k, cos, sin), results=(*bound["rotated q"].value.results, *last.results)),)
 
 
-PATTERNS: Final[tuple[Pattern, ...]] = tuple(
-    Pattern(
+def _like_queries_and_keys(call: Call) -> tuple[TensorType | None, ...]:
+    return argument_types(call)[:2]
+
+
+def _rotary(interleaved: bool, partial: bool) -> Pattern:
+    return Pattern(
         name="rotary",
         target="kernels.rotary",
         leaves=("k", "cos", "sin"),
-        template=rotated("k", interleaved, partial),
+        template=_rotated("k", interleaved, partial),
         fits=rotates,
         build=_build,
-        beside=(rotated("q", interleaved, partial),),
+        result_types=_like_queries_and_keys,
+        beside=(_rotated("q", interleaved, partial),),
         results=(Result("rotated q", ("q", "cos", "sin")),),
         saves=("cos", "sin"),
         needs_whole=True,
         is_linear=True,
     )
-    for interleaved in (False, True)
-    for partial in (True, False)
+
+
+HALVES: Final = _rotary(interleaved=False, partial=False)
+PATTERNS: Final[tuple[Pattern, ...]] = (
+    _rotary(interleaved=False, partial=True),
+    HALVES,
+    _rotary(interleaved=True, partial=True),
+    _rotary(interleaved=True, partial=False),
 )
 """Pairs (j, j + R / 2) or (2j, 2j + 1), of the first R of D components or of all."""

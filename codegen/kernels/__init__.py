@@ -14,48 +14,8 @@ Where lines belong, from what all kernels share to what one has:
     <operation>.py                       its formula and reference, what callers see, what autograd saves
     <operation>_kernels.py               kernels and launches that several operations have, or that make a file long
 
-So a new operation is a file with its formula, its candidate tiles, `<operation>_reference`, the function, kernels named
+A Pattern of codegen/fusion is the record of a kernel: which calls it replaces, what it saves, what it costs.
+A new operation is a file with its formula, its candidate tiles, `<operation>_reference`, the function, kernels named
 `_<what>_kernel`, and an autograd function that saves as little as it can. A tile's arithmetic that two kernels have to
 the bit is a `@jit` function in a file of its own or of the family; where roundings differ, each has its own lines.
 """
-
-from .adamw import adamw_, adamw_table
-from .add_layer_norm import add_layer_norm
-from .add_rms_norm import add_rms_norm
-from .bias_gelu import bias_gelu
-from .cross_entropy import cross_entropy
-from .dropout_add import dropout_add
-from .fp8 import fp8_linear, fp8_linears
-from .geglu import geglu
-from .grad_norm import clip_factor, squared_norm
-from .grouped_linear import grouped_linear
-from .layer_norm import layer_norm
-from .linear_cross_entropy import linear_cross_entropy
-from .quantize import dequantize_blocks, dequantize_sum, quantize_blocks
-from .rms_norm import rms_norm
-from .rotary import rotary
-from .swiglu import swiglu
-
-__all__ = [
-    "adamw_",
-    "adamw_table",
-    "add_layer_norm",
-    "add_rms_norm",
-    "bias_gelu",
-    "clip_factor",
-    "cross_entropy",
-    "dequantize_blocks",
-    "dequantize_sum",
-    "dropout_add",
-    "fp8_linear",
-    "fp8_linears",
-    "geglu",
-    "grouped_linear",
-    "layer_norm",
-    "linear_cross_entropy",
-    "quantize_blocks",
-    "rms_norm",
-    "rotary",
-    "squared_norm",
-    "swiglu",
-]

@@ -127,7 +127,7 @@ def linear_cross_entropy(
     _check(x, weight, target, bias, chunk_rows)
     if vocab_axis is not None and vocab_axis.size == 1:
         vocab_axis = None
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = sum_dtype(x.dtype)
     if accumulate_dtype not in (None, dtype, weight.dtype):
         raise ValueError(f"accumulate_dtype must be {dtype} or {weight.dtype}, got {accumulate_dtype}")
     inverse = _inverse_count(target, ignore_index, num_targets, dtype)
@@ -141,6 +141,11 @@ def linear_cross_entropy(
         return loss
     losses_N, *_ = chunks.run(x, weight, bias, target, (False, False, False))
     return losses_N.sum() * inverse
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of a dtype are summed over chunks."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _check(

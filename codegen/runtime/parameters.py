@@ -221,8 +221,9 @@ class Module(HoldingParts):
 
     PARAMETERS, BUFFERS: name (relative to the instance's path) -> Param. WRITTEN_BUFFERS: names of those that a forward
     in training changes. LAYERS (root only): class -> the paths of its instances in order of use. INPUTS (root only):
-    what `forward` takes besides num_targets and sums, with the global shape of one micro-batch. UNUSED_INPUTS,
-    FIXED_INPUTS (root only): what else a batch may hold, tensors that nothing depends on, and values that are no
+    what `forward` takes besides num_targets and sums, with the global shape of one micro-batch. ARGUMENTS (root only):
+    the arguments of `forward` for inputs whose names generated code uses itself. UNUSED_INPUTS, FIXED_INPUTS (root
+    only): what else a batch may hold, tensors that nothing depends on, and values that are no
     tensors and that the program was made with. GUARDS (root only): as `batch.Guards`. NO_EVALUATION (root only):
     why there is no evaluation mode, if there is none.
     RECOMPUTE, OFFLOAD (root only): class, a `recompute.MemorySaving` -> for each of its instances what becomes its
@@ -238,6 +239,7 @@ class Module(HoldingParts):
     WRITTEN_BUFFERS: ClassVar[tuple[str, ...]] = ()
     LAYERS: ClassVar[Mapping[type[Module], tuple[str, ...]]] = {}
     INPUTS: ClassVar[Mapping[str, Param]] = {}
+    ARGUMENTS: ClassVar[Mapping[str, str]] = {}
     UNUSED_INPUTS: ClassVar[tuple[str, ...]] = ()
     FIXED_INPUTS: ClassVar[Mapping[str, Any]] = {}
     GUARDS: ClassVar[Mapping[str, tuple[Callable[[Mapping[str, torch.Tensor]], Any], Any]]] = {}

@@ -13,7 +13,6 @@ from torch import Tensor
 from .boxes import pieces_of
 from .flat import Bucket, Entry
 from .mesh import Mesh
-from .names import argument
 from .parameters import Module, Param, Slot, is_apart, shard, unshard
 from .precision import compute_dtype
 from .zero import ZeroUnits
@@ -125,7 +124,7 @@ class Part:
         for name, spec in self.model.INPUTS.items():
             parts = self._micro_batches(name, spec, local_batch)
             for inputs, part in zip(batches, parts, strict=True):
-                inputs[argument(name)] = part
+                inputs[self.model.ARGUMENTS.get(name, name)] = part
         extra_inputs: dict[str, list[Tensor]] = {}
         if self.model.takes_sums:
             with torch.no_grad():

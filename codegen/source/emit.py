@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from codegen.functions import function_of, is_custom
 from codegen.logits import with_logits
 from codegen.program import Call, Layout, ModuleClass, Program, Reshard, Spec, Statement, Var, reads
-from codegen.runtime.names import argument
 from codegen.source.columns import COLUMNS, documented, fitted
 from codegen.source.expressions import kernel_name, literal
 from codegen.source.idioms import with_idioms
+from codegen.source.names import argument
 from codegen.source.reshard_words import Dims
 from codegen.source.rotary_names import with_rotary_names
 from codegen.source.sizes import needed, with_sizes
@@ -299,7 +299,9 @@ def _of_batch(
 
 def _batch_facts(program: Program) -> list[str]:
     """Return the other facts of the example batch and of evaluation that the run time needs; mostly none."""
+    arguments = {name: argument(name) for name in program.inputs}
     facts = {
+        "ARGUMENTS": {name: written for name, written in arguments.items() if written != name},
         "UNUSED_INPUTS": program.unused_inputs,
         "FIXED_INPUTS": dict(program.fixed_inputs),
         "NO_EVALUATION": program.no_evaluation,

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from codegen.fusion.activations import written_gelu
+from codegen.fusion import KERNELS
+from codegen.fusion.activations import GELU_WITH_TANH, SWIGLU
 from codegen.fusion.match import matches
-from codegen.fusion.norms import normalised
+from codegen.fusion.norms import RMS_NORM, normalised
 from codegen.fusion.rewrite import chosen, replaced
-from codegen.fusion.rotary import rotated, rotates
-from codegen.fusion.template import Bindings, Either, Is, Leaf, Op, Pattern, Result, Value, fused, is_dtype
+from codegen.fusion.rotary import HALVES, rotates
+from codegen.fusion.template import Bindings, Either, Is, Leaf, Op, Pattern, Value, fused, is_dtype, on_leaves
 from codegen.program import Call, ModuleClass, Program
 
 _WIDE: Final = Op("aten.to.dtype", (Leaf("x"), Value("wide")))
@@ -32,39 +33,32 @@ def _rms_norm_fits(bound: Bindings) -> bool:
     return is_last and weight.dtype == x.dtype and (casts or ("wide" not in bound and x.dtype == "float32"))
 
 
-def _rms_norm(bound: Bindings, last: Call) -> tuple[Call, ...]:
-    return (fused("idioms.rms_norm", bound, ("x", "weight"), last, (("eps", bound["eps"].value),)),)
+def _with_eps(pattern: Pattern, bound: Bindings, last: Call) -> tuple[Call, ...]:
+    return (fused(pattern.target, bound, pattern.leaves, last, (("eps", bound["eps"].value),)),)
 
 
 def _is_whole_rotation(bound: Bindings) -> bool:
     return rotates(bound) and 2 * bound["half"].value == bound["q"].type.shape[3]
 
 
-def _rotary(bound: Bindings, last: Call) -> tuple[Call, ...]:
-    options = (("heads_dim", 2),) if bound["heads_dim"].value == 2 else ()
-    call = fused("idioms.rotary", bound, ("q", "k", "cos", "sin"), last, options)
-    return (replace(call, results=(*bound["rotated q"].value.results, *last.results)),)
-
-
 def _moves_last_dim(bound: Bindings) -> bool:
     return bound["dim"].value in (-1, len(bound["labels"].type.shape) - 1)
 
 
-def _next_tokens(bound: Bindings, last: Call) -> tuple[Call, ...]:
+def _next_tokens(pattern: Pattern, bound: Bindings, last: Call) -> tuple[Call, ...]:
     ignored = bound["ignored"].value
     if "int" in bound["labels"].type.dtype and ignored == int(ignored):
         ignored = int(ignored)
-    return (fused("idioms.next_tokens", bound, ("labels",), last, (("ignored", ignored),)),)
+    return (fused(pattern.target, bound, pattern.leaves, last, (("ignored", ignored),)),)
 
 
 _PADDED: Final = Op("aten.pad.default", (Leaf("labels"), (Is(0), Is(1)), Is("constant"), Value("ignored")))
 _MOVED: Final = Op("aten.slice.Tensor", (_PADDED, Value("dim"), Is(1), Value("stop")))
 
 IDIOMS: Final[tuple[Pattern, ...]] = (
-    Pattern(
-        name="RMSNorm",
+    replace(
+        RMS_NORM,
         target="idioms.rms_norm",
-        leaves=("x", "weight"),
         template=Op(
             "aten.mul.Tensor",
             (
@@ -79,34 +73,11 @@ IDIOMS: Final[tuple[Pattern, ...]] = (
             commutes=True,
         ),
         fits=_rms_norm_fits,
-        build=_rms_norm,
+        build=_with_eps,
     ),
-    Pattern(
-        name="rotary",
-        target="idioms.rotary",
-        leaves=("k", "cos", "sin"),
-        template=rotated("k", interleaved=False, partial=False),
-        fits=_is_whole_rotation,
-        build=_rotary,
-        beside=(rotated("q", interleaved=False, partial=False),),
-        results=(Result("rotated q", ("q", "cos", "sin")),),
-    ),
-    Pattern(
-        name="SwiGLU",
-        target="idioms.swiglu",
-        leaves=("gate", "up"),
-        template=Op("aten.mul.Tensor", (Op("aten.silu.default", (Leaf("gate"),)), Leaf("up")), commutes=True),
-        fits=lambda bound: bound["gate"].type.is_alike(bound["up"].type),
-        build=lambda bound, last: (fused("idioms.swiglu", bound, ("gate", "up"), last),),
-    ),
-    Pattern(
-        name="GELU",
-        target="idioms.gelu_tanh",
-        leaves=("x",),
-        template=written_gelu(Leaf("x"))[0],
-        fits=lambda bound: True,
-        build=lambda bound, last: (fused("idioms.gelu_tanh", bound, ("x",), last),),
-    ),
+    replace(HALVES, target="idioms.rotary", fits=_is_whole_rotation),
+    replace(SWIGLU, target="idioms.swiglu"),
+    replace(GELU_WITH_TANH, target="idioms.gelu_tanh", build=on_leaves),
     Pattern(
         name="next tokens",
         target="idioms.next_tokens",
@@ -116,13 +87,12 @@ IDIOMS: Final[tuple[Pattern, ...]] = (
         build=_next_tokens,
     ),
 )
-_KERNELS: Final = frozenset({"rms_norm", "rotary", "swiglu"})
-"""Idioms of whose name there is a kernel, which a program with kernels may import."""
 
 
 def with_idioms(program: Program) -> Program:
     """The program with every run of calls that has a name as a call of that name."""
-    patterns = tuple(p for p in IDIOMS if not (program.kernels and p.target.partition(".")[2] in _KERNELS))
+    # A program with kernels may import a kernel of an idiom's name.
+    patterns = tuple(p for p in IDIOMS if not (program.kernels and p.target.replace("idioms.", "kernels.") in KERNELS))
 
     def named(cls: ModuleClass) -> ModuleClass:
         return replace(cls, body=replaced(cls.body, chosen(matches(patterns, cls.body, cls.outputs), 1)))

@@ -1,4 +1,4 @@
-"""A user's names as attributes and classes of generated source."""
+"""A user's names as attributes, arguments and classes of generated source."""
 
 from __future__ import annotations
 
@@ -7,16 +7,34 @@ import keyword
 import unicodedata
 from collections.abc import Collection
 
+from codegen.fusion import KERNELS
 from codegen.runtime.buffer_updates import UPDATING_ATTRIBUTES, UpdatingModule
 from codegen.runtime.draw_module import DrawModule
 from codegen.runtime.evaluation import LOGITS_ATTRIBUTES, LogitsModule
-from codegen.runtime.names import ARGUMENTS
+from codegen.runtime.mesh import AXIS_NAMES
 from codegen.runtime.parameters import Module
 from codegen.runtime.whole_sums import SUMMING_ATTRIBUTES, SummingModule
+from codegen.source.expressions import kernel_name
+from codegen.source.idioms import IDIOMS
 from codegen.source.text import quoted
 
 MOST_CHARACTERS = 64
 """Of a name that generated source defines."""
+
+GENERATED_NAMES = frozenset(
+    {
+        *("self", "torch", "F", "nn", *AXIS_NAMES, "layer", "mesh"),
+        *("num_targets", "sums"),
+        *("dropout", "context_attention", "vocab_embedding", "embedding_bag", "batch_norm", "group_norm"),
+        *("halo_convolution", "cross_entropy", "count_valid", "arange", "expert_linear"),
+        *("window_attention", "sink_attention"),
+        *("deferred", "overlapped", "async_tp", "fp8", "grouped", "Layout", "Module", "Param"),
+        *(kernel_name(target.removeprefix("kernels.")) for target in KERNELS),
+        *(idiom.target.removeprefix("idioms.") for idiom in IDIOMS),
+        *("slice", "sum", "min", "max", "abs", "pow", "type", "range", "len", "tuple", "float", "int", "bool"),
+    }
+)
+"""Names that generated code uses itself, and built-ins that its arguments and variables must not hide."""
 
 _BASES = (DrawModule, SummingModule, LogitsModule, UpdatingModule)
 _OWN = frozenset(
@@ -27,12 +45,17 @@ _OWN = frozenset(
 )
 """Attributes of generated modules that are not the user's."""
 
-_CLASSES = ARGUMENTS | {
+_CLASSES = GENERATED_NAMES | {
     *("Container", "Tensor", "Step", "Mesh", "Stage", "Pipeline", "PIPELINE", "INPUTS", "SCHEDULE"),
     *("DrawModule", "DropoutModule", "LogitsModule", "MemorySaving", "SummingModule", "UpdatingModule"),
     "PipelineExecutor",
     "NUM_MICRO_BATCHES",
 }
+
+
+def argument(name: str) -> str:
+    """The argument of a generated forward for the input `name` of the batch."""
+    return f"{name}_" if name in GENERATED_NAMES or name.startswith("__") else name
 
 
 def attribute_path(name: str) -> str:

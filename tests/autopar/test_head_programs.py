@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import autopar
-from autopar.compile import advised_search, request_of
+from autopar.cluster import as_cluster
+from autopar.compile import advised_search
 from autopar.launch import run_ranks
+from autopar.planning.make_request import request_of
 from autopar.planning.planner import search_plans
 from autopar.settings.compile_options import CompileOptions
 from autopar.verify import verify_program
@@ -39,7 +41,7 @@ def llama_like(name: str, heads: int, groups: int, **sizes: Any) -> Example:
 def test_the_faster_of_plans_with_padding_and_without(name: str, sizes: dict[str, int], is_padded: bool) -> None:
     example = EXAMPLES[name](layers=1, **sizes)
     options = CompileOptions(example_inputs=example.inputs, loss_fn=example.loss_fn, constraints={"tp": 4})
-    request = request_of(example.model, IDEAL, options)
+    request = request_of(example.model, as_cluster(IDEAL), options)
     assert request.unpadded is not None
     plans = [search_plans(variant).best.plan for variant in (request, replace(request, trace=request.unpadded))]
     seconds = [plan.prediction.step_seconds for plan in plans]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 
-from codegen import kernels
-from codegen.fusion import PATTERNS, fuse
+from codegen.fusion import KERNELS, fuse
 from codegen.program import Call, ModuleClass, Program, TensorType, Var
 from codegen.runtime.cross_entropy import cross_entropy
 from codegen.runtime.dropout_module import DropoutModule
@@ -67,8 +67,8 @@ def execute(statements: list, values: dict) -> dict:
     module = DropoutModule(SimpleNamespace(device=torch.device("cpu")))
     scope = {"F": F, "torch": torch, "cross_entropy": cross_entropy, "LAYOUT": Layout(SHAPES["x"])}
     scope |= {"self_same_dropout": module.same_dropout, "self_dropout_mask": module.dropout_mask}
-    used = {pattern.target.removeprefix("kernels.") for pattern in PATTERNS if pattern.target.startswith("kernels.")}
-    scope |= {kernel_name(kernel): getattr(kernels, kernel) for kernel in used}
+    for kernel in (target.removeprefix("kernels.") for target in KERNELS):
+        scope[kernel_name(kernel)] = getattr(importlib.import_module(f"codegen.kernels.{kernel}"), kernel)
     scope |= {name.replace("self.", "self_"): value for name, value in values.items()}
     for statement in statements:
         results = ", ".join(result.name or "_" for result in statement.results)

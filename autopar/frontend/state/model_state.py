@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from autopar.frontend.admission import where
 from autopar.frontend.attributes import INTERNAL, dict_of, is_a, named_modules, named_parameters
 from autopar.frontend.state.constants import Constants
-from autopar.frontend.state.model_hooks import Hooks
-from autopar.frontend.state.module_attributes import ModuleAttributes, alike_modes, class_with, is_in_training
+from autopar.frontend.state.modules import Hooks, ModuleAttributes, alike_modes, class_with, is_in_training
 from autopar.frontend.state.parameter_values import ParameterValues
 from autopar.frontend.state.places import held_by, named, names_in, put_parameter, put_within
 from autopar.frontend.state.reads import ClassData, Environment, Files, Line, Reads, home_of, text_of

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from autopar.cli import app
-from autopar.cli import doctor as command
+from autopar.cli import running as command
 from autopar.launch import RankError
 from autopar.running import doctor
 

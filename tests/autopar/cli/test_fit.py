@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from autopar.cli import app, fit
 from autopar.cli.options import Flags, read_cluster, read_job
-from autopar.compile import padded_search, planned_alone
+from autopar.compile import planned_alone
 from autopar.explain import job_fit as answers
 from autopar.explain.job_fit import Answer, Fitted, OnCluster, Planner, Question, fits, fitted_of
+from autopar.planning.planner import padded_search
 from autopar.report.json_facts import record_json
 from autopar.report.tables import plain_text
 from autopar.settings.compile_options import CompileOptions

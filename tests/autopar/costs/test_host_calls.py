@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.compile import CompiledProgram
+from autopar.compiled import CompiledProgram
 from autopar.costs.cost_table import combined
 from autopar.costs.host_calls import SYNCHRONISED, calls_of, host_calls
 from autopar.costs.layer_costs import HIDDEN, HOST, SYNCHRONISATION, WAITED, ComputeSeconds, LayerCost

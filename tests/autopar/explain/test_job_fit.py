@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from autopar.cluster import ClusterSpec
-from autopar.compile import padded_search, planned_alone
+from autopar.compile import planned_alone
 from autopar.errors import ClusterError, InfeasibleError, ModelError
 from autopar.explain.job_fit import Fitted, Planner, Question, fits, fitted_of, halves, lengths
+from autopar.planning.planner import padded_search
 from autopar.settings.compile_options import CompileOptions
 from cost_models.certainty import Certainty
 from cost_models.machine import Cluster

@@ -200,6 +200,14 @@ def test_mixture(model: Callable[[], nn.Module], is_rewritten: bool) -> None:
         torch.testing.assert_close(have, want)
 
 
+@pytest.mark.parametrize("model", [lambda: Mixture(silu), lambda: LookedUp("rows"), lambda: AddedToTokens("index_add")])
+def test_a_bias_of_experts_is_part_of_their_layer(model: Callable[[], nn.Module]) -> None:
+    graph = trace(model(), {"x": torch.randn(TOKENS, WIDTH)}, lambda y: y.square().mean())
+    nodes = [node for scope in scopes_of(graph) for node in scope.nodes]
+    layers = [len(node.inputs) for node in nodes if base_name(node.op) == "expert_linear"]
+    assert layers == [4, 3], "the first layer has a bias"
+
+
 def test_what_is_sorted_may_not_leave() -> None:
     """A loss that reads the sorted rows has them in their order."""
     torch.manual_seed(0)

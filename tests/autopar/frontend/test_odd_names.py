@@ -10,8 +10,7 @@ from autopar.errors import TraceError
 from autopar.frontend.trace import trace
 from benchmarks.by_hand import compiled_for, is_exact
 from benchmarks.faults.names import CLASSES, MODULES, Blocks, Chain, Chain2, Inputs, Tables
-from codegen.runtime.names import argument
-from codegen.source.names import attribute_path, class_name
+from codegen.source.names import argument, attribute_path, class_name
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 

@@ -17,8 +17,10 @@ import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401  # registers grouped_mm_fallback
 from torch import nn
 
-from autopar.compile import request_of, traced_of
+from autopar.cluster import as_cluster
+from autopar.planning.make_request import request_of
 from autopar.planning.request import Request, divisors
+from autopar.planning.traced_model import traced_of
 from autopar.settings.compile_options import CompileOptions
 from autopar.settings.constraints import Constraints
 from tests.autopar.requests import hostless
@@ -165,7 +167,7 @@ def draw(seed: int, num_pins: int = 4) -> Drawn:
     cluster, rows = random_.choice(CLUSTERS), random_.choice(BATCHES)
     number = seed % MODELS if seed < ROUTED_FROM else MODELS + seed % ROUTED_MODELS
     model, options, known = _traced(number, rows)
-    request = request_of(model, cluster, options, known)
+    request = request_of(model, as_cluster(cluster), options, known)
     if random_.random() < 0.5:
         request = replace(request, cluster=hostless(request.cluster))
     devices = request.cluster.num_devices

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import autopar
-from autopar.compile import request_of
+from autopar.cluster import as_cluster
 from autopar.errors import ConstraintError
 from autopar.ir.chain import chain, most_stages, uncut
+from autopar.planning.make_request import request_of
 from autopar.settings.compile_options import CompileOptions
 from search.inter_op import solve_pipeline
 from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, Point, Submesh
@@ -86,7 +87,7 @@ def test_no_stage_is_cut_that_only_draws_into_a_buffer() -> None:
 
 @pytest.mark.slow
 def test_more_stages_than_there_is_work_for_are_refused_by_number() -> None:
-    request = request_of(Padded("norm"), "2 cpu", CompileOptions(**OPTIONS))
+    request = request_of(Padded("norm"), as_cluster("2 cpu"), CompileOptions(**OPTIONS))
     graph = request.trace(4)
     stages = most_stages(graph)
     assert stages == len(chain(graph)) - len(uncut(graph)) < len(chain(graph))

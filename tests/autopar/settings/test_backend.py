@@ -21,7 +21,7 @@ import autopar
 from autopar.compiled import CompiledProgram
 from autopar.errors import ConstraintError
 from autopar.launch import run_ranks
-from autopar.settings.backend import EAGER
+from autopar.lowering.completion import EAGER
 from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig
 from autopar.verify import sgd_with_momentum, verify, verify_program

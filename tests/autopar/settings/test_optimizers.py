@@ -19,6 +19,8 @@ from autopar.errors import ConstraintError
 from autopar.frontend.inputs import NamedBatch
 from autopar.launch import run_ranks
 from autopar.planning.equal_configs import offloads
+from autopar.planning.traced_model import traced_of
+from autopar.settings.compile_options import CompileOptions
 from autopar.settings.constraints import Constraints
 from autopar.settings.optimizers import examine, keeps_zeros
 from autopar.verify import _compare, _rotated
@@ -301,7 +303,8 @@ def test_updates_of_whole_tensors_bar_no_plan_but_offloading():
 
 def test_searches_offload_no_update_of_whole_tensors():
     elementwise = request_for("llama")
-    whole = replace(elementwise, needs=examine(WHOLE["LAMB"], model()))
+    options = CompileOptions(example_inputs=inputs(), loss_fn=loss_fn, optimizer=WHOLE["LAMB"])
+    whole = replace(elementwise, traced=traced_of(model(), options))
     assert offloads(elementwise, 1) == ("", "optimizer") and offloads(whole, 1) == ("",)
     pinned = replace(whole, constraints=Constraints({}, offload="optimizer"))
     assert offloads(pinned, 1) == ("optimizer",)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import autopar
 from autopar.errors import ConstraintError, DataError, TraceError, TrainingError
 from autopar.launch import run_ranks
-from autopar.running.batch import with_inputs_of
+from autopar.lowering.completion import with_inputs_of
 from autopar.trainer import Trainer
 from autopar.training import checkpoints
 from autopar.training.config import TrainerConfig

@@ -5,16 +5,13 @@ Run by test_kernels_isolated.py with TRITON_INTERPRET=1 in a process of its own.
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 
-from codegen.kernels import cross_entropy
+from codegen.kernels import cross_entropy as module
+from codegen.kernels.cross_entropy import cross_entropy
 from codegen.kernels.tile import Tile
 
-# `codegen.kernels.cross_entropy` as an attribute is the function, not the file.
-module = importlib.import_module("codegen.kernels.cross_entropy")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 IGNORE = -100

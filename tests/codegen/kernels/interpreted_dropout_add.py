@@ -5,20 +5,18 @@ Run by test_kernels_isolated.py with TRITON_INTERPRET=1 in a process of its own.
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from codegen.kernels import dropout_add
+from codegen.kernels import dropout_add as module
+from codegen.kernels.dropout_add import dropout_add
 from codegen.kernels.tile import Tile
 from codegen.runtime.dropout import dropout, dropout_key, random_words
 from codegen.runtime.layout import Layout, whole
 
-# `codegen.kernels.dropout_add` as an attribute is the function, not the file.
-module = importlib.import_module("codegen.kernels.dropout_add")
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.usefixtures("exact_bf16")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KEY = dropout_key(3, 4, 5)

@@ -5,17 +5,17 @@ Run by test_kernels_isolated.py with TRITON_INTERPRET=1 in a process of its own.
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import pytest
 import torch
 
-from codegen.kernels import bias_gelu, gated, geglu
+from codegen.kernels import bias_gelu as bias_module
+from codegen.kernels import gated
+from codegen.kernels.bias_gelu import bias_gelu
+from codegen.kernels.geglu import geglu
 from codegen.kernels.tile import Tile
 
-# `codegen.kernels.bias_gelu` as an attribute is the function, not the file.
-bias_module = importlib.import_module("codegen.kernels.bias_gelu")
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.usefixtures("exact_bf16")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 APPROXIMATIONS = ["none", "tanh"]

@@ -10,8 +10,9 @@ import importlib
 import pytest
 import torch
 
-from codegen.kernels import add_layer_norm, dispatch, layer_norm
-from codegen.kernels.add_layer_norm import add_layer_norm_reference
+from codegen.kernels import dispatch
+from codegen.kernels.add_layer_norm import add_layer_norm, add_layer_norm_reference
+from codegen.kernels.layer_norm import layer_norm
 from codegen.kernels.tile import Tile
 
 module = importlib.import_module("codegen.kernels.norm_launches")

@@ -10,8 +10,9 @@ import importlib
 import pytest
 import torch
 
-from codegen.kernels import add_rms_norm, dispatch, rms_norm
-from codegen.kernels.add_rms_norm import add_rms_norm_reference
+from codegen.kernels import dispatch
+from codegen.kernels.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from codegen.kernels.rms_norm import rms_norm
 from codegen.kernels.tile import Tile
 
 module = importlib.import_module("codegen.kernels.norm_launches")

@@ -5,19 +5,16 @@ Run by test_kernels_isolated.py with TRITON_INTERPRET=1 in a process of its own.
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
 from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.llama import modeling_llama as llama
 
-from codegen.kernels import rotary
+from codegen.kernels import rotary as module
+from codegen.kernels.rotary import rotary
 from codegen.kernels.tile import Tile
 
-# `codegen.kernels.rotary` as an attribute is the function, not the file.
-module = importlib.import_module("codegen.kernels.rotary")
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.usefixtures("exact_bf16")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from codegen.kernels import gated, swiglu
+from codegen.kernels import gated
+from codegen.kernels.swiglu import swiglu
 from codegen.kernels.tile import Tile
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -13,23 +13,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import codegen.kernels
-from codegen.kernels import (
-    add_layer_norm,
-    add_rms_norm,
-    bias_gelu,
-    cross_entropy,
-    dispatch,
-    dropout_add,
-    geglu,
-    layer_norm,
-    rms_norm,
-    rotary,
-    swiglu,
-)
-from codegen.kernels.cross_entropy import cross_entropy_reference
-from codegen.kernels.layer_norm import layer_norm_reference
-from codegen.kernels.rms_norm import rms_norm_reference
-from codegen.kernels.swiglu import swiglu_reference
+from codegen.kernels import dispatch
+from codegen.kernels.add_layer_norm import add_layer_norm
+from codegen.kernels.add_rms_norm import add_rms_norm
+from codegen.kernels.bias_gelu import bias_gelu
+from codegen.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from codegen.kernels.dropout_add import dropout_add
+from codegen.kernels.geglu import geglu
+from codegen.kernels.layer_norm import layer_norm, layer_norm_reference
+from codegen.kernels.rms_norm import rms_norm, rms_norm_reference
+from codegen.kernels.rotary import rotary
+from codegen.kernels.swiglu import swiglu, swiglu_reference
 from codegen.kernels.tile import Tile
 from codegen.runtime.dropout import dropout, dropout_key
 from codegen.runtime.layout import whole
@@ -177,8 +171,10 @@ PROGRAM = """
 import sys
 sys.modules["triton"] = None  # as on a machine where it is not installed
 import torch
-from kernels import cross_entropy, rms_norm, swiglu
+from kernels.cross_entropy import cross_entropy
 from kernels.dispatch import triton
+from kernels.rms_norm import rms_norm
+from kernels.swiglu import swiglu
 assert triton is None and "codegen" not in sys.modules and "autopar" not in sys.modules
 x = torch.tensor([[3.0, 4.0]], requires_grad=True)
 y = rms_norm(x, torch.ones(2), 0.0)
