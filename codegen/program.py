@@ -286,6 +286,11 @@ class Program:
         return function(self)
 
     @property
+    def gathers_parameters(self) -> bool:
+        """Whether parameters are sharded between uses, as ZeRO-3 has them."""
+        return any(spec.zero == 3 for cls in (self.root, *self.layers) for spec in cls.parameters.values())
+
+    @property
     def has_fused_update(self) -> bool:
         """Whether the default optimizer is the run time's FusedAdamW."""
         return self.kernels and not self.offload_optimizer

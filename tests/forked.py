@@ -22,7 +22,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-_PRELOADED = ("torch", "torch._dynamo", "torch.distributed.checkpoint")
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "transformers.modeling_utils",
+)
 _SECONDS_AFTER_A_FAILURE = 10
 """In which other ranks say what they have to, and notice that one is gone."""
 

@@ -173,14 +173,20 @@ class Page:
         self.counts["run"] += 1
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what is measured of this machine, once for all pages."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The working folder of a page, with what the project's own has for its commands."""
     for name in ("README.md", "examples"):
         source = HOME / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / ".cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.syspath_prepend(tmp_path)
     before, rules = set(sys.modules), dict(default_registry().additions)
     yield tmp_path

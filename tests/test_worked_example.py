@@ -83,13 +83,16 @@ def test_prices(program, section):
     memory = (moved / device.memory_bytes_per_second + device.memory_ramp_seconds) / device.memory_efficiency
     arithmetic = forward - device.kernel_launch_seconds
     source, kept = best.assignment.operators[LAYER, X.node].outputs[0], best.assignment.tensors[LAYER, X]
-    reshard = pricer.reshard_seconds(source, kept, meta)
+    reshard = pricer.rates.reshard_seconds(source, kept, meta)
     hidden = Overlaps(best.graph, best.operators, pricer).seconds((LAYER, X), source, kept, is_kept=True)
     assert memory < arithmetic and hidden == pytest.approx(times[2])
     stored, weight = best.assignment.parameters[LAYER, WEIGHT], operator.inputs[1]
-    assert [size / MIB for size in pricer.parameter_bytes(weight, stored)] == [6, 4, 8]
-    per_step = (pricer.accumulation_seconds(weight, stored), pricer.sync_parts(weight, stored, 0)[1])
-    per_step += (pricer.optimizer_seconds(weight, stored),)
+    assert [size / MIB for size in pricer.parameters.parameter_bytes(weight, stored)] == [6, 4, 8]
+    per_step = (
+        pricer.parameters.accumulation_seconds(weight, stored),
+        pricer.parameters.sync_parts(weight, stored, 0)[1],
+    )
+    per_step += (pricer.parameters.optimizer_seconds(weight, stored),)
     for figure in (*times, forward, backward, memory, arithmetic, reshard, hidden, reshard - hidden, *per_step):
         assert us(figure) in section
     assert f"{4 * (forward + backward + sum(per_step)) * 1e6:.0f} us" in section

@@ -11,6 +11,7 @@ import random
 import signal
 from collections.abc import Generator
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from autopar.frontend.fakes import count_devices
+from autopar.running import start_method
 from tests.shared_traces import shared
 
 # Tests make fake tensors and compile before they fork ranks.
@@ -46,9 +48,10 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: looking through it for garbage again and again takes a tenth of a run."""
+    """Look for garbage rarely, and not among the modules imported by now: collections take a tenth of a run."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 50)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -64,6 +67,24 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     with shared(has_replaced):
         return (yield)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forks_are_tried_once() -> Generator[None]:
+    """Before it forks ranks, autopar tries a backward in a fork. One that worked does again without new threads."""
+    threads, attempt = Path("/proc/self/task"), start_method._fork_has_gradients
+    harmless: set[str] = set()
+
+    def has_gradients() -> bool:
+        nonlocal harmless
+        running = {thread.name for thread in threads.iterdir()} if threads.exists() else set()
+        if running and running <= harmless:
+            return True
+        harmless = running if (works := attempt()) else set()
+        return works
+
+    with mock.patch.object(start_method, "_fork_has_gradients", has_gradients):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -12,63 +12,74 @@ from autopar.costs.context import (
     AttentionSeconds,
     ContextCall,
     Direction,
-    Habits,
     NearCall,
     context_call,
     seen_keys,
 )
 from autopar.costs.expert_exchange import ID_BYTES, Nodes, OncePerNode, nodes_of, pays
-from autopar.costs.rates import Rates, is_cpu, num_local_dim
+from autopar.costs.fp8 import Fp8Layers
+from autopar.costs.framework_kernels import FrameworkKernels
+from autopar.costs.rates import Rates, dtype_name, is_cpu, num_local_dim
 from autopar.costs.sinks import Sinks, sinks
-from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, base_name, is_causal
+from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, TensorMeta, base_name, is_causal
 from autopar.ir.mesh import Mesh
 from autopar.operators.traits import ATTENTION, BATCHED_PRODUCTS, CONVOLUTIONS
 from autopar.rules.families.experts import EXPERT_LINEAR
 from autopar.sharding.call_options import Operator, Option, num_local, routed_axes
 from cost_models import compute, routing
+from cost_models.machine import Cluster
 
 VALUE_FEATURES = "f"
 """The factor of values and result that the scores of attention lack (rules/families/attention.py)."""
 
-FLASH = "fa2"
-"""The algorithm of torch's fused attention on GPUs (T. Dao, "FlashAttention-2" (2023))."""
 
-
-@dataclass
-class Contractions(Rates):
-    """Prices of calls whose FLOPs count.
+@dataclass(frozen=True, slots=True)
+class ExpertRows:
+    """How programs move the rows of expert layers, and the load of the fullest rank.
 
     by_node: (scope, call) of a program's expert layers whose rows cross between nodes once per node (emitted.py).
-    None without a program: then rows cross so wherever their mixture may and it pays. habits: how ranks that share a
-    sequence exchange keys and values. sorts_rows: whether the rows of experts are sorted and put back by copies of
-    their own, as in generated programs, or by the calls that repeat and sum them.
+    None without a program: then rows cross so wherever their mixture may and it pays. sorts_rows: whether the rows of
+    experts are sorted and put back by copies of their own, as in generated programs, or by the calls that repeat and
+    sum them. inner: (scope, call) of calls that take `load` times as long as for the mean number of tokens.
     """
 
     by_node: frozenset[tuple[str, str]] | None = None
-    habits: Habits = GENERATED
     sorts_rows: bool = True
+    inner: frozenset[tuple[str, str]] = frozenset()
+    load: float = 1.0
+
+    def load_of(self, operator: Operator) -> float:
+        """Return by how much a call takes longer on the fullest rank than with the mean number of tokens."""
+        return self.load if (operator.scope, operator.node.name) in self.inner else 1.0
+
+
+@dataclass(frozen=True)
+class Contractions:
+    """Prices of calls whose FLOPs count: matmuls and attention. has_kernels: whether programs have fused kernels.
+    fp8, framework, experts: as of Pricer."""
+
+    rates: Rates
+    has_kernels: bool = False
+    fp8: Fp8Layers | None = None
+    framework: FrameworkKernels | None = None
+    experts: ExpertRows = ExpertRows()
+
+    @property
+    def mesh(self) -> Mesh:
+        """Return the mesh of the rates."""
+        return self.rates.mesh
+
+    @property
+    def cluster(self) -> Cluster:
+        """Return the cluster of the rates."""
+        return self.rates.cluster
 
     def contraction_seconds(self, operator: Operator, option: Option, num_bytes: float) -> tuple[float, float]:
         """Return the seconds (forward, backward) of a matmul or attention that reads and writes num_bytes. A
         matmul's backward has a product for each trained factor."""
-        rule = operator.rule
-        ways = math.prod(n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if rule.sharded_by(a.label, n))
-        flops = contraction_flops(operator) / ways
-        dtype = self.dtype_name(operator.node.outputs[0])
         if base_name(operator.node.op) in ATTENTION:
-            # Ranks that share the features of the values compute all scores each: half of the work.
-            widths = [n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if a.label == VALUE_FEATURES]
-            flops *= (1 + math.prod(widths)) / 2
-            forward, backward = self._attention_seconds(operator, option, flops, num_bytes, dtype)
-            if repeated := self.repeated_bytes(operator, option):
-                forward += self.memory_seconds(2 * repeated)
-                backward += self.memory_seconds(2 * repeated)
-            if operator.node.op == SINK_ATTENTION:
-                sink_bytes = self.sinks(operator, option)
-                forward += self.memory_seconds(sink_bytes.moved_forward)
-                backward += self.memory_seconds(sink_bytes.moved_backward)
-            return forward, backward if any(meta.requires_grad for meta in operator.inputs) else 0.0
-        forward, wrt_input, wrt_weight = self._matmul_seconds(operator, option, flops, num_bytes, dtype)
+            return self.attention_seconds(operator, option, num_bytes)
+        forward, wrt_input, wrt_weight = self.matmul_seconds(operator, option, num_bytes)
         is_routed = operator.node.op == EXPERT_LINEAR
         read = operator.inputs[:2] if is_routed else [meta for meta in operator.inputs if len(meta.shape) > 1][-2:]
         factors = [meta.requires_grad for meta in read]
@@ -83,8 +94,18 @@ class Contractions(Rates):
             # The gradient of a bias is a sum over all rows.
             output = operator.node.outputs[0]
             size = num_local(output, option.outputs[0], self.mesh) * output.dtype.itemsize
-            backward += self.memory_seconds(size)
+            backward += self.rates.memory_seconds(size)
         return forward, backward
+
+    def local_flops(self, operator: Operator, option: Option) -> float:
+        """Return the floating-point operations of one rank."""
+        rule = operator.rule
+        ways = math.prod(n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if rule.sharded_by(a.label, n))
+        return contraction_flops(operator) / ways
+
+    def dtype_name(self, meta: TensorMeta) -> str:
+        """Return the dtype of contractions with this result."""
+        return self.framework.dtype_name(meta) if self.framework is not None else dtype_name(meta)
 
     def sorted_bytes(self, operator: Operator, option: Option) -> float:
         """Return the bytes of the sorted rows that enter and leave the experts' products
@@ -104,14 +125,14 @@ class Contractions(Rates):
         moved = [num_local(m, lies, self.mesh) * m.dtype.itemsize for (m, lies), goes in ways if goes]
         axes = routed_axes(option.axes)
         if not axes:
-            return 1.0, self.memory_seconds(2 * sum(moved)) if self.sorts_rows else 0.0
+            return 1.0, self.rates.memory_seconds(2 * sum(moved)) if self.experts.sorts_rows else 0.0
         size, (num_experts, *_) = math.prod(self.mesh.sizes[axis] for axis in axes), operator.inputs[1].shape
         rows = num_local(operator.inputs[2], option.inputs[2], self.mesh) * size
         load = routing.fullest_load(size, num_experts, 1, rows, routing.EXPERT_SKEW)
         if self.crosses_once(operator, option):
             return load, self._once_per_node(operator, option, load)
-        exchanges = sum(self.joint_seconds("all_to_all", axes, load * part) for part in moved)
-        return load, exchanges + self.memory_seconds(2 * (1 + load) * sum(moved))
+        exchanges = sum(self.rates.joint_seconds("all_to_all", axes, load * part) for part in moved)
+        return load, exchanges + self.rates.memory_seconds(2 * (1 + load) * sum(moved))
 
     def neighbors(self, num_experts: int, choices: int, axes: tuple[str, ...]) -> int:
         """Return how many consecutive ranks of these flattened axes share a node, if rows of such a mixture cross
@@ -122,14 +143,14 @@ class Contractions(Rates):
     def crosses_once(self, operator: Operator, option: Option) -> bool:
         """Return whether the rows of an expert layer cross between nodes once per node."""
         axes, choices = routed_axes(option.axes), operator.route.choices
-        if self.by_node is not None:
-            return (operator.scope, operator.node.name) in self.by_node
+        if self.experts.by_node is not None:
+            return (operator.scope, operator.node.name) in self.experts.by_node
         names = tuple(self.mesh.axes[number] for number in axes)
         return bool(axes) and choices > 0 and self.neighbors(operator.inputs[1].shape[0], choices, names) > 0
 
     def _nodes(self, axes: tuple[int, ...]) -> Nodes | None:
         """Return the nodes of the ranks of these flattened axes, if they span several."""
-        return nodes_of(self.group(axes), self.cluster)
+        return nodes_of(self.rates.group(axes), self.cluster)
 
     def _once_per_node(self, operator: Operator, option: Option, load: float) -> float:
         """Return the seconds in which rows travel there and back by way of the nodes.
@@ -143,13 +164,13 @@ class Contractions(Rates):
         if route.dispatches:
             size = num_local_dim(operator.inputs[0], option.inputs[0], self.mesh) * operator.inputs[0].dtype.itemsize
             seconds += way.seconds(size, size, load, self.cluster)
-            seconds += self.memory_seconds(size * ((2 * load + 1) * rows + 2 * way.copies - way.tokens))
+            seconds += self.rates.memory_seconds(size * ((2 * load + 1) * rows + 2 * way.copies - way.tokens))
         if route.returns:
             output = operator.node.outputs[0]
             width, size = num_local_dim(output, option.outputs[0], self.mesh), output.dtype.itemsize
             seconds += way.seconds(width * size, width * route.summed_bytes, load, self.cluster)
             seconds += way.seconds_across(way.choices * route.summed_bytes, self.cluster)  # weights, or their gradients
-            seconds += self.memory_seconds(width * size * 2 * load * rows)
+            seconds += self.rates.memory_seconds(width * size * 2 * load * rows)
         return seconds
 
     def sent_again_seconds(self, operator: Operator, option: Option) -> float:
@@ -195,18 +216,31 @@ class Contractions(Rates):
             skew=routing.EXPERT_SKEW,
         )
 
-    def _attention_seconds(
-        self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
-    ) -> tuple[float, float]:
-        """Price forward and backward of torch's flash kernel, or of several with exchanges between ranks."""
+    def attention_seconds(self, operator: Operator, option: Option, num_bytes: float) -> tuple[float, float]:
+        """Price forward and backward of one attention kernel, or of several with exchanges between ranks."""
         if directions := self.context_directions(operator, option):
-            forward, backward = directions
-            return forward.seconds, backward.seconds
-        query = operator.inputs[0]
-        queries, width = query.shape[-2], query.shape[-1]
-        heads = max(num_local(query, option.inputs[0], self.mesh) // (queries * width), 1)
-        shape = (heads, queries, seen_keys(operator))
-        return self._flash_seconds(flops, num_bytes, dtype, shape, is_causal(operator.node))
+            forward, backward = (direction.seconds for direction in directions)
+        elif self.framework is not None:
+            forward, backward = self.framework.attention_seconds(operator, option, self.rates)
+        else:
+            query = operator.inputs[0]
+            queries, width = query.shape[-2], query.shape[-1]
+            heads = max(num_local(query, option.inputs[0], self.mesh) // (queries * width), 1)
+            # Ranks that share the features of the values compute all scores each: half of the work.
+            widths = [n for a, n in zip(option.axes, self.mesh.sizes, strict=True) if a.label == VALUE_FEATURES]
+            flops = self.local_flops(operator, option) * (1 + math.prod(widths)) / 2
+            dtype, shape = dtype_name(operator.node.outputs[0]), (heads, queries, seen_keys(operator))
+            forward, backward = self.rates.flash_seconds(flops, num_bytes, dtype, shape, is_causal(operator.node))
+        if self.framework is not None:
+            return forward, backward
+        if repeated := self.repeated_bytes(operator, option):
+            forward += self.rates.memory_seconds(2 * repeated)
+            backward += self.rates.memory_seconds(2 * repeated)
+        if operator.node.op == SINK_ATTENTION:
+            sink_bytes = self.sinks(operator, option)
+            forward += self.rates.memory_seconds(sink_bytes.moved_forward)
+            backward += self.rates.memory_seconds(sink_bytes.moved_backward)
+        return forward, backward if any(meta.requires_grad for meta in operator.inputs) else 0.0
 
     def context_directions(self, operator: Operator, option: Option) -> tuple[Direction, Direction] | None:
         """Return forward and backward of attention over keys of several ranks; None for other calls."""
@@ -214,19 +248,21 @@ class Contractions(Rates):
         if call is None:
             return None
         kernels = self.context_kernels(call, operator, option)
-        return call.directions(self.collective_seconds, self.memory_seconds, kernels)
+        return call.directions(self.rates.collective_seconds, self.rates.memory_seconds, kernels)
 
     def context_kernels(self, call: ContextCall | NearCall, operator: Operator, option: Option) -> AttentionSeconds:
-        """Return the seconds of the flash kernels of attention over keys of several ranks."""
+        """Return the seconds of the kernels of attention over keys of several ranks."""
+        if self.framework is not None:
+            return self.framework.context_kernels(call, operator, option, self.rates)
         output, width = operator.node.outputs[0], operator.inputs[0].shape[-1]
-        dtype = self.dtype_name(output)
+        dtype = dtype_name(output)
         tensors = [*zip(operator.inputs, option.inputs, strict=True), (output, option.outputs[0])]
         num_bytes = sum(num_local(meta, lies, self.mesh) * meta.dtype.itemsize for meta, lies in tensors)
 
         def seconds(keys: int, causal: bool) -> tuple[float, float]:
             shape, moved = (call.heads, call.queries, keys), num_bytes + call.part * (keys / call.keys - 1)
             work = 4.0 * math.prod(shape) * width * (0.5 if causal else 1.0)
-            return self._flash_seconds(work, moved, dtype, shape, causal)
+            return self.rates.flash_seconds(work, moved, dtype, shape, causal)
 
         return seconds
 
@@ -249,29 +285,27 @@ class Contractions(Rates):
         """Return one rank's form of an attention call whose keys are cut along the sequence; None for other calls."""
         if not operator.rule.joints:
             return None
-        return context_call(operator, option, self.mesh, is_cpu(self.cluster), self.habits)
+        habits = GENERATED if self.framework is None else self.framework.habits
+        return context_call(operator, option, self.mesh, is_cpu(self.cluster), habits)
 
-    def _flash_seconds(
-        self,
-        flops: float,
-        num_bytes: float,
-        dtype: str,
-        shape: tuple[int, int, int],
-        causal: bool,
-        variant: str = FLASH,
-    ) -> tuple[float, float]:
-        """Price forward and backward of one kernel; shape: heads, queries, keys."""
-        device = self.cluster.device
-        forward = compute.Work(
-            "attention", flops, num_bytes, dtype, shape=shape, variant=variant, backward=False, causal=causal
-        )
-        backward = replace(forward, flops=2.5 * flops, num_bytes=2 * num_bytes, backward=True)
-        return compute.seconds(forward, device), compute.seconds(backward, device)
+    def matmul_seconds(self, operator: Operator, option: Option, num_bytes: float) -> tuple[float, float, float]:
+        """Price the forward, the gradient with respect to the input, and that with respect to the weight."""
+        flops = self.local_flops(operator, option)
+        plain = self._products_seconds(operator, option, flops, num_bytes, self.dtype_name(operator.node.outputs[0]))
+        product = self.fp8.product(operator, option, self.mesh) if self.fp8 is not None else None
+        if self.fp8 is None or product is None:
+            return plain
+        forward, wrt_input, _ = self._products_seconds(operator, option, flops, product.moved_bytes, "fp8")
+        casts = product.cast_bytes
+        forward += self.rates.memory_seconds(casts.x) / self.fp8.num_sharing(operator)
+        forward += self.rates.memory_seconds(casts.weight)
+        wrt_input += self.rates.memory_seconds(casts.gradient) + self.rates.memory_seconds(casts.weight_again)
+        return forward, wrt_input, plain[2]
 
-    def _matmul_seconds(
+    def _products_seconds(
         self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
     ) -> tuple[float, float, float]:
-        """Price the forward, the gradient with respect to the input, and that with respect to the weight."""
+        """Price the products of `matmul_seconds` in one dtype."""
         output, placements = operator.node.outputs[0], option.outputs[0]
         is_convolution = base_name(operator.node.op) in CONVOLUTIONS
         of_columns = 1 - len(operator.inputs[1].shape) if is_convolution else -1
@@ -296,11 +330,14 @@ class Contractions(Rates):
     def is_grouped(self, operator: Operator) -> bool:
         """Return whether one kernel multiplies the rows of all experts, rather than one kernel per expert.
 
-        Here this is torch's kernel (codegen/runtime/experts.py) for bf16 on GPUs that multiply in fp8; see also
-        kernels.py. These GPUs include compute capability 8.9, for which torch has no such kernel.
+        With fused kernels that is so on GPUs, in any dtype (codegen/runtime/grouped.py). Without, it is torch's kernel
+        (codegen/runtime/experts.py) for bf16 on GPUs that multiply in fp8. These GPUs include compute capability 8.9,
+        for which torch has no such kernel.
         """
-        is_torchs = operator.node.outputs[0].dtype == torch.bfloat16 and not is_cpu(self.cluster)
-        return is_torchs and "fp8" in self.cluster.device.peak_flops_per_second
+        if is_cpu(self.cluster):
+            return False
+        is_torchs = operator.node.outputs[0].dtype == torch.bfloat16
+        return self.has_kernels or is_torchs and "fp8" in self.cluster.device.peak_flops_per_second
 
 
 def local_experts(operator: Operator, option: Option, mesh: Mesh) -> int:

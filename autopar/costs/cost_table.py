@@ -23,7 +23,7 @@ def unit_costs(
     """Return the cost of every unit, by name."""
     calls = layer_costs(graph, operators, pricer, assignment)
     parameters = StoredParameters.of(assignment.parameters, homes_of(graph), scopes_of(graph))
-    costs = combined(calls, stored_costs(graph, pricer, parameters), pricer.num_forwards)
+    costs = combined(calls, stored_costs(graph, pricer, parameters), pricer.rates.num_forwards)
     for name, num_bytes in _summed_bytes(graph, pricer, assignment).items():
         costs[name].fixed[SUMS] += num_bytes
     return costs

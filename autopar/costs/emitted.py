@@ -12,9 +12,10 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.costs.fp8 import Fp8Pricer
-from autopar.costs.kernels import KernelPricer
+from autopar.costs.fp8 import Fp8Layers
+from autopar.costs.kernels import FusedKernels, is_one_call
 from autopar.costs.price import Pricer
+from autopar.costs.rates import is_cpu
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import EXPERT_AXES, Mesh
 from autopar.lowering.lower import lower
@@ -72,12 +73,12 @@ def emitted(
     in sizes and numbers of sections: enough for seconds, not for bytes. By default only assignments that place all
     tensors of one mesh alike are equal.
     """
-    has_kernels, has_fp8 = isinstance(pricer, KernelPricer), isinstance(pricer, Fp8Pricer)
-    overlaps = pricer.overlap_share > 0
+    has_kernels, has_fp8 = pricer.kernels is not None, pricer.fp8 is not None
+    overlaps = pricer.rates.overlap_share > 0
     pays = tuple((f.node.name, f.pays(pricer.mesh.num_token_ranks)) for _, f in _runs(graph, operators, pricer))
     mixtures = mixtures_of(operators.values(), pricer.mesh)
-    crossing = tuple((mixture, pricer.neighbors(*mixture)) for mixture in mixtures)
-    of_pricer = has_kernels, has_fp8, overlaps, pays, crossing, pricer.is_compiled
+    crossing = tuple((mixture, pricer.contractions.neighbors(*mixture)) for mixture in mixtures)
+    of_pricer = has_kernels, has_fp8, overlaps, pays, crossing, pricer.rates.is_compiled
     like = *of_pricer, pricer.mesh.axes, decisions
     if decisions is not None and like in cache:
         return cache[like]
@@ -85,7 +86,10 @@ def emitted(
     if key not in cache:
         program = lower(graph, operators, _OneStage(pricer.mesh), assignment)
         for rewrite in passes(
-            fused=has_kernels, fp8=has_fp8, overlapped=overlaps, neighbors=pricer.neighbors if mixtures else None
+            fused=has_kernels,
+            fp8=has_fp8,
+            overlapped=overlaps,
+            neighbors=pricer.contractions.neighbors if mixtures else None,
         ):
             program = rewrite(program)
         cache[key] = Emitted(with_idioms(program) if pricer.has_idioms else program)
@@ -108,17 +112,18 @@ def priced(program: Program, graph: Graph, operators: Mapping[Key, Operator], pr
     between nodes once per node."""
     changes: dict[str, Any] = {}
     calls = [(scope, call) for scope, cls in classes(program) for call in cls.body if isinstance(call, Call)]
-    if isinstance(pricer, KernelPricer):
+    if pricer.kernels is not None:
         call_names = {(scope, call.target, name) for scope, call in calls for name in names_of(call)}
-        fusions = changes["fusions"] = dict[Key, Fusion]()
+        fusions, on_cpu = dict[Key, Fusion](), is_cpu(pricer.cluster)
         for scope, fusion in _runs(graph, operators, pricer):
-            if (scope, fusion.node.op, fusion.node.name) in call_names and pricer.is_one_call(fusion):
+            if (scope, fusion.node.op, fusion.node.name) in call_names and is_one_call(fusion, on_cpu):
                 fusions |= {(scope, member.name): fusion for member in fusion.members}
-    if isinstance(pricer, Fp8Pricer):
+        changes["kernels"] = FusedKernels(fusions)
+    if pricer.fp8 is not None:
         products = ((scope, names_of(call)) for scope, call in calls if call.target in IN_FP8)
-        changes["products"] = {(scope, name): len(names) for scope, names in products for name in names}
+        changes["fp8"] = Fp8Layers({(scope, name): len(names) for scope, names in products for name in names})
     if any(operator.route.choices for operator in operators.values()):
-        changes["by_node"] = frozenset(_crossing(program))
+        changes["experts"] = replace(pricer.experts, by_node=frozenset(_crossing(program)))
     return replace(pricer, **changes) if changes else pricer
 
 
@@ -147,7 +152,7 @@ def names_of(call: Call) -> tuple[str, ...]:
 def _runs(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer) -> list[tuple[str, Fusion]]:
     """Return every run of calls that one kernel can compute, with its scope, in the order in which programs prefer
     them."""
-    if not isinstance(pricer, KernelPricer):
+    if pricer.kernels is None:
         return []
     scopes = [scope for scope in scopes_of(graph) if scope.nodes]
     runs = [(scope.name, operators[scope.name, scope.nodes[0].name].runs) for scope in scopes]

@@ -14,7 +14,6 @@ from functools import partial
 from autopar.costs.emitted import Emitted, Known, classes, emitted, priced
 from autopar.costs.events import Moved, Ran, Reader, Unit
 from autopar.costs.host_calls import host_calls
-from autopar.costs.kernels import KernelPricer
 from autopar.costs.layer_costs import HIDDEN, ComputeSeconds, LayerCost, exposed
 from autopar.costs.liveness import Walk
 from autopar.costs.overlap import Overlaps
@@ -130,8 +129,8 @@ class _Evaluation:
         return units
 
     def _reader(self, scope: Scope) -> Reader:
-        fusions = (self.pricer.fusions if isinstance(self.pricer, KernelPricer) else None) or {}
-        tables = self.operators, self.assignment, fusions, segments(self.graph)
+        fusions = self.pricer.kernels.fusions if self.pricer.kernels is not None else None
+        tables = self.operators, self.assignment, fusions or {}, segments(self.graph)
         return Reader(scope, self.pricer.mesh, *tables)
 
     def _body(self, scope: Scope) -> tuple[ModuleClass, tuple[Statement, ...]]:
@@ -168,8 +167,8 @@ class _Evaluation:
     def _exchanged(self, operator: Operator, option: Option) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Of the seconds of a call's forward and backward, those of its exchange of keys and values by kind, with what
         kernels hide of it."""
-        call = self.pricer.context_call(operator, option)
-        directions = self.pricer.context_directions(operator, option)
+        call = self.pricer.contractions.context_call(operator, option)
+        directions = self.pricer.contractions.context_directions(operator, option)
         if call is None or directions is None:
             return {}, {}
         axis = self.pricer.mesh.axes[call.axis]
@@ -182,11 +181,11 @@ class _Evaluation:
 
     def _issued(self, scope: Scope, name: str, unit: Unit) -> tuple[float, float]:
         """Return the host seconds to issue the calls of a unit."""
-        one, calls = self.pricer.host_call_seconds, self.emitted.calls
+        one, calls = self.pricer.rates.host_call_seconds, self.emitted.calls
         if not one:
             return 0.0, 0.0
         if name not in calls:
-            calls[name] = host_calls(unit.statements, bool(scope.layer), self.pricer.is_compiled)
+            calls[name] = host_calls(unit.statements, bool(scope.layer), self.pricer.rates.is_compiled)
         return one * calls[name][0], one * calls[name][1]
 
     def _move(self, scope: Scope, move: Moved, cost: LayerCost) -> None:
@@ -194,7 +193,7 @@ class _Evaluation:
         readers = [self.operators[scope.name, name] for name in move.overlapped]
         hidden = self.overlaps.hidden(meta, move.target, move.path[-1], readers) if readers else 0.0
         for index, step in enumerate(move.path):
-            forward, backward = self.pricer.step_seconds(step, meta)
+            forward, backward = self.pricer.rates.step_seconds(step, meta)
             kind = f"{step.backward} {axes[step.axis]}" if step.backward else "local resharding"
             if hidden and index == len(move.path) - 1:
                 cost.overlapped[kind] += hidden

@@ -25,10 +25,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.costs.kernels import KernelPricer
-from autopar.costs.price import Pricer
-from autopar.costs.rates import is_cpu, num_local_dim
+from autopar.costs.rates import num_local_dim
 from autopar.ir.graph import base_name
+from autopar.ir.mesh import Mesh
 from autopar.ir.placement import local_shape
 from autopar.operators.traits import DEFERRABLE
 from autopar.sharding.call_options import Operator, Option, num_local
@@ -36,7 +35,17 @@ from codegen.passes.fp8 import MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
+class CastBytes:
+    """Bytes that casts move: of x and the weight in the forward, of y's gradient and the weight in the backward."""
+
+    x: int
+    weight: int
+    gradient: int
+    weight_again: int
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
     """Elements of x (N K), weight (M K) and y (N M) on one rank, their inner lengths, and bytes of an element."""
 
     x: int
@@ -56,6 +65,27 @@ class _Product:
     def columns(self) -> int:
         """Return the columns of y, M in the formulas above."""
         return self.weight // self.depth
+
+    @property
+    def moved_bytes(self) -> int:
+        """Return the bytes that the forward's product reads and writes."""
+        return self.x + self.weight + self.width * self.y
+
+    @property
+    def cast_bytes(self) -> CastBytes:
+        """Return the bytes that casts move."""
+        cast, copied = self.width + 1, 2 * self.width * self.weight
+        return CastBytes(
+            x=cast * self.x,
+            weight=cast * self.weight + (copied if self.is_addmm else 0),
+            gradient=cast * self.y,
+            weight_again=cast * self.weight + (0 if self.is_addmm else copied),
+        )
+
+    def result_bytes(self, on_cpu: bool) -> float:
+        """Return the bytes of the product before the bias is added, and on a CPU before scales are multiplied; 0 where
+        it is y itself."""
+        return float(self.width * self.y) if on_cpu or self.has_bias else 0.0
 
     def forward_temporary(self, on_cpu: bool) -> float:
         """Return the temporary bytes of the forward besides y, which counts from the start."""
@@ -90,9 +120,9 @@ def _multiply(a: int, b: int, result: int, on_cpu: bool) -> float:
     return a + b + (max(4.0 * (a + b + result), 8.0 * result) if on_cpu else 0.0)
 
 
-@dataclass
-class Fp8Pricer(Pricer):
-    """Prices without other fused kernels.
+@dataclass(frozen=True, slots=True)
+class Fp8Layers:
+    """The linear layers that multiply in e4m3.
 
     products: (scope, call) -> how many calls in e4m3 share its cast of x, of one program (emitted.py). None without
     a program: then an option alone says whether a call may be in e4m3.
@@ -100,90 +130,40 @@ class Fp8Pricer(Pricer):
 
     products: Mapping[tuple[str, str], int] | None = None
 
-    def _matmul_seconds(
-        self, operator: Operator, option: Option, flops: float, num_bytes: float, dtype: str
-    ) -> tuple[float, float, float]:
-        """Price the forward, the gradient with respect to the input, and that with respect to the weight."""
-        plain = super()._matmul_seconds(operator, option, flops, num_bytes, dtype)
-        if not self.is_fp8(operator, option):
-            return plain
-        product = self._product(operator, option)
-        x, weight, y, width = product.x, product.weight, product.y, product.width
-        forward, wrt_input, _ = super()._matmul_seconds(operator, option, flops, x + weight + width * y, "fp8")
-        copied = 2 * width * weight
-        forward += self.memory_seconds((width + 1) * x) / self._num_sharing(operator)
-        forward += self.memory_seconds((width + 1) * weight + (copied if product.is_addmm else 0))
-        wrt_input += self.memory_seconds((width + 1) * y)
-        wrt_input += self.memory_seconds((width + 1) * weight + (0 if product.is_addmm else copied))
-        return forward, wrt_input, plain[2]
-
-    def is_fp8(self, operator: Operator, option: Option) -> bool:
+    def has(self, operator: Operator, option: Option, mesh: Mesh) -> bool:
         """Return whether programs multiply this call in e4m3."""
         if self.products is not None:
             return (operator.scope, operator.node.name) in self.products
         position = DEFERRABLE.get(base_name(operator.node.op))
         if position is None or not operator.scope:
             return False
-        shape = local_shape(operator.inputs[position].shape, option.inputs[position], self.mesh.sizes)
+        shape = local_shape(operator.inputs[position].shape, option.inputs[position], mesh.sizes)
         return len(shape) == 2 and all(size % MULTIPLE == 0 for size in shape)
 
-    def _num_sharing(self, operator: Operator) -> int:
+    def num_sharing(self, operator: Operator) -> int:
         """Return how many calls share the cast of this call's x."""
         if self.products is not None:
             return self.products[operator.scope, operator.node.name]
         return num_sharing(operator)
 
-    def weight_seconds(self, operator: Operator, option: Option, whole_seconds: float) -> float:
-        """Return the deferrable seconds of a weight's gradient: 0 for a layer in fp8."""
-        return 0.0 if self.is_fp8(operator, option) else super().weight_seconds(operator, option, whole_seconds)
-
-    def may_defer(self, operator: Operator, option: Option) -> bool:
-        """Return whether programs can defer the gradient of this call's weight: not for products in e4m3."""
-        return not self.is_fp8(operator, option) and super().may_defer(operator, option)
-
-    def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Return the bytes (kept besides inputs and results, temporaries of the forward)."""
-        kept, temporary = super().kernel_bytes(operator, option)
-        if self.is_fp8(operator, option):
-            temporary += self._product(operator, option).forward_temporary(is_cpu(self.cluster))
-        return kept, temporary
-
-    def backward_bytes(self, operator: Operator, option: Option) -> float:
-        """Return the temporary bytes of the backward besides the gradients that it computes."""
-        num_bytes = super().backward_bytes(operator, option)
-        if self.is_fp8(operator, option):
-            num_bytes += self._product(operator, option).backward_temporary(is_cpu(self.cluster))
-        return num_bytes
-
-    def product_bytes(self, operator: Operator, option: Option) -> float:
-        """Return the bytes of the product before the bias is added, and on a CPU before scales are multiplied."""
-        product = self._product(operator, option) if self.is_fp8(operator, option) else None
-        if product is None or not (is_cpu(self.cluster) or product.has_bias):
-            return 0.0
-        return float(product.width * product.y)
-
-    def _product(self, operator: Operator, option: Option) -> _Product:
+    def product(self, operator: Operator, option: Option, mesh: Mesh) -> Product | None:
+        """Return the sizes of a call in e4m3 on one rank; None for other calls."""
+        if not self.has(operator, option, mesh):
+            return None
         position = DEFERRABLE[base_name(operator.node.op)]
         metas = (operator.inputs[position - 1], operator.inputs[position], operator.node.outputs[0])
         places = (option.inputs[position - 1], option.inputs[position], option.outputs[0])
-        x, weight, y = (num_local(meta, lies, self.mesh) for meta, lies in zip(metas, places, strict=True))
-        depth = num_local_dim(metas[0], places[0], self.mesh)
+        x, weight, y = (num_local(meta, lies, mesh) for meta, lies in zip(metas, places, strict=True))
         is_addmm = position == DEFERRABLE["addmm"]
-        has_bias = is_addmm or len(operator.inputs) > position + 1
-        return _Product(
+        return Product(
             x=x,
             weight=weight,
             y=y,
-            depth=depth,
+            depth=num_local_dim(metas[0], places[0], mesh),
             width=metas[2].dtype.itemsize,
             is_addmm=is_addmm,
-            has_bias=has_bias,
+            has_bias=is_addmm or len(operator.inputs) > position + 1,
         )
-
-
-@dataclass
-class Fp8KernelPricer(Fp8Pricer, KernelPricer):
-    """Prices of calls with fp8 layers and fused kernels."""
 
 
 def num_sharing(operator: Operator) -> int:

@@ -78,7 +78,7 @@ class Walk:
         self.scope, self.events, self.ends, self.rebound = scope, unit.events, unit.ends, unit.rebound
         self.pricer = pricer
         self.parameters, self.kind = parameters, "cpu" if is_cpu(pricer.cluster) else "gpu"
-        self.scale = 1.0 + pricer.fragmentation
+        self.scale = 1.0 + pricer.rates.fragmentation
         self.ran = tuple(event for event in self.events if isinstance(event, Ran))
         self.roots: dict[Key, Key] = {}
         self.gathered: dict[Key, Placements] = {}
@@ -216,7 +216,7 @@ class Walk:
     def _exchanged(self, ran: Ran) -> tuple[float, float]:
         """Return the bytes of other ranks' keys and values and merged results, forward and backward
         (context_attention.py)."""
-        call, scale = self.pricer.context_call(ran.operator, ran.option), self.scale
+        call, scale = self.pricer.contractions.context_call(ran.operator, ran.option), self.scale
         return (call.forward_temporary() * scale, call.backward_temporary() * scale) if call else (0.0, 0.0)
 
     def _probabilities(self, ran: Ran) -> float:

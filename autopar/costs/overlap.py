@@ -23,8 +23,6 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from autopar.costs.fp8 import Fp8Pricer
-from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.costs.rates import num_local_dim
 from autopar.ir.graph import Graph, LayerRun, Ref, TensorMeta, derived
@@ -46,7 +44,7 @@ class Overlaps:
 
     def __init__(self, graph: Graph, operators: Mapping[tuple[str, str], Operator], pricer: Pricer) -> None:
         self._operators, self._pricer = operators, pricer
-        self._layers = joined_layers(graph) if pricer.overlap_share else {}
+        self._layers = joined_layers(graph) if pricer.rates.overlap_share else {}
         self._metas = {scope.name: scope.metas for scope in scopes_of(graph)}
         self._seconds: dict[tuple[str, str, Placements], float] = {}
 
@@ -67,13 +65,13 @@ class Overlaps:
             if key not in self._seconds:
                 self._seconds[key] = self._weight_seconds(reader, meta, target)
             covering += self._seconds[key]
-        return self._pricer.hidden_seconds(last, meta, covering)
+        return self._pricer.rates.hidden_seconds(last, meta, covering)
 
     def reshard_matrix(
         self, site: Site, sources: tuple[Placements, ...], targets: tuple[Placements, ...], is_kept: bool = False
     ) -> np.ndarray:
         """Return the seconds of `Rates.reshard_matrix` less hidden ones."""
-        matrix = self._pricer.reshard_matrix(sources, targets, self._metas[site[0]][site[1]])
+        matrix = self._pricer.rates.reshard_matrix(sources, targets, self._metas[site[0]][site[1]])
         if self._is_priced(site, is_kept):
             pairs = {(s, t): self.seconds(site, s, t, is_kept) for s in set(sources) for t in set(targets)}
             matrix = matrix - np.array([[pairs[s, t] for t in targets] for s in sources])
@@ -93,9 +91,9 @@ class Overlaps:
 
     def _is_joined(self, operator: Operator) -> bool:
         """Return whether torch's call computes the layer: calls in fp8 and in kernels are not joined."""
-        if isinstance(self._pricer, KernelPricer) and self._pricer.fusion(operator) is not None:
+        if self._pricer.fusion(operator) is not None:
             return False
-        return not (isinstance(self._pricer, Fp8Pricer) and operator.scope)
+        return not (self._pricer.fp8 is not None and operator.scope)
 
     def _weight_seconds(self, operator: Operator, x: TensorMeta, placements: Placements) -> float:
         """Return the seconds of the gradients of a layer's weight and bias if x has `placements`; Rp means that the
@@ -111,13 +109,13 @@ class Overlaps:
             kind="matmul",
             flops=2.0 * rows * depth * columns,
             num_bytes=elements * result.dtype.itemsize,
-            dtype=pricer.dtype_name(result),
+            dtype=pricer.contractions.dtype_name(result),
             shape=(columns, depth, rows),
         )
         metas = dict(zip(operator.node.inputs, operator.inputs, strict=True))
         seconds = compute.seconds(work, pricer.cluster.device) if metas[weight].requires_grad else 0.0
         if bias is not None and metas[bias].requires_grad:
-            seconds += pricer.memory_seconds(rows * columns * result.dtype.itemsize)
+            seconds += pricer.rates.memory_seconds(rows * columns * result.dtype.itemsize)
         return seconds
 
 

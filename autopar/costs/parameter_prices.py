@@ -14,6 +14,7 @@ from autopar.ir.placement import Stored
 from autopar.sharding.call_options import num_local
 from codegen.runtime.whole_updates import ROUND_BYTES
 from cost_models import collective, compute
+from cost_models.framework_profiles import Framework
 
 
 def summed_axes(axes: tuple[str, ...], stored: Stored) -> list[tuple[int, ...]]:
@@ -24,9 +25,14 @@ def summed_axes(axes: tuple[str, ...], stored: Stored) -> list[tuple[int, ...]]:
     return [*together, *((number,) for number in partial if number not in over)]
 
 
-@dataclass
-class ParameterPrices(Rates):
-    """Prices of parameters as they are stored."""
+@dataclass(frozen=True)
+class ParameterPrices:
+    """Prices of parameters as they are stored. has_kernels: whether programs have fused kernels. profile: of the
+    framework that updates them; None for generated programs."""
+
+    rates: Rates
+    has_kernels: bool = False
+    profile: Framework | None = None
 
     def stored_seconds(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> float:
         """Return the seconds of one parameter per step besides the calls that use it: exposed traffic, sums, update."""
@@ -36,7 +42,7 @@ class ParameterPrices(Rates):
             self.accumulation_seconds(meta, stored) + self.rounding_seconds(meta, stored) + quantising_per_micro
         )
         per_step += quantising_per_step
-        return per_micro * self.training.num_micro_batches + per_step + self.optimizer_seconds(meta, stored)
+        return per_micro * self.rates.training.num_micro_batches + per_step + self.optimizer_seconds(meta, stored)
 
     def sync_parts(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> tuple[float, float]:
         """Return the exposed gradient synchronization and ZeRO traffic of one parameter: seconds per micro-batch, and
@@ -46,16 +52,16 @@ class ParameterPrices(Rates):
         """
         if not meta.requires_grad:
             return 0.0, 0.0
-        training = self.training
-        local = num_local(meta, stored.placements, self.mesh)
+        training = self.rates.training
+        local = num_local(meta, stored.placements, self.rates.mesh)
         share = max(unit_bytes / max(meta.num_bytes, 1), 1.0)
         per_micro, per_step = 0.0, 0.0
 
         def shared(kind: collective.Kind, axes: tuple[int, ...], num_bytes: float) -> float:
-            return self.joint_seconds(kind, axes, num_bytes * share) / share
+            return self.rates.joint_seconds(kind, axes, num_bytes * share) / share
 
-        size, over = self.zero_size(stored), zero_axes(self.mesh.axes, stored.placements)
-        num_gathers = self.num_forwards + 1
+        size, over = self.zero_size(stored), zero_axes(self.rates.mesh.axes, stored.placements)
+        num_gathers = self.rates.num_forwards + 1
         if stored.zero:
             sent = self.sent(meta, stored)
             reduces = shared("all_to_all" if sent.reduce_code else "reduce_scatter", over, local * sent.reduce)
@@ -63,35 +69,34 @@ class ParameterPrices(Rates):
             per_micro += (reduces if stored.zero >= 2 else 0.0) + (num_gathers * gathers if stored.zero == 3 else 0.0)
             per_step += (reduces if stored.zero == 1 else 0.0) + (gathers if stored.zero < 3 else 0.0)
             if stored.zero == 3 and training.offload == "parameters":
-                per_micro += (
-                    num_gathers * local * training.compute_bytes / size / self.cluster.device.host_link_bytes_per_second
-                )
-        for axes in summed_axes(self.mesh.axes, stored):
+                link_rate = self.rates.cluster.device.host_link_bytes_per_second
+                per_micro += num_gathers * local * training.compute_bytes / size / link_rate
+        for axes in summed_axes(self.rates.mesh.axes, stored):
             per_step += shared("all_reduce", axes, local * training.gradient_bytes / size)
-        exposed = 1.0 - self.hidden_fraction
+        exposed = 1.0 - self.rates.hidden_fraction
         return per_micro * exposed, per_step * exposed
 
     def sent(self, meta: TensorMeta, stored: Stored) -> SentBytes:
         """Return the bytes per element that ZeRO's collectives of one parameter move."""
-        training = self.training
+        training = self.rates.training
         size = self.zero_size(stored)
         return sent_bytes_of(training.compression, meta, size, training.compute_bytes, training.gradient_bytes)
 
     def quantising_parts(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> tuple[float, float]:
         """Return the seconds to quantize and dequantize compressed collectives, always exposed, split like
         `sync_parts`."""
-        training, size = self.training, self.zero_size(stored)
+        training, size = self.rates.training, self.zero_size(stored)
         if not (training.compression and stored.zero and meta.requires_grad):
             return 0.0, 0.0
         widths = (training.compute_bytes, training.gradient_bytes)
         share = max(unit_bytes / max(meta.num_bytes, 1), 1.0)
-        elements = num_local(meta, stored.placements, self.mesh) * share
+        elements = num_local(meta, stored.placements, self.rates.mesh) * share
         gathers, reduces = (
-            self.memory_seconds(elements * moved) / share
-            for moved in quantising_bytes(self.sent(meta, stored), size, *widths, self.cluster.device)
+            self.rates.memory_seconds(elements * moved) / share
+            for moved in quantising_bytes(self.sent(meta, stored), size, *widths, self.rates.cluster.device)
         )
         if stored.zero == 3:
-            return reduces + (self.num_forwards + 1) * gathers, 0.0
+            return reduces + (self.rates.num_forwards + 1) * gathers, 0.0
         return (reduces, gathers) if stored.zero == 2 else (0.0, reduces + gathers)
 
     def optimizer_seconds(self, meta: TensorMeta, stored: Stored, count: int = 1) -> float:
@@ -100,9 +105,9 @@ class ParameterPrices(Rates):
         if not meta.requires_grad:
             return 0.0
         elements = self.stored_elements(meta, stored)
-        device, training, launches = self.cluster.device, self.training, 0.0
-        if is_cpu(self.cluster):
-            launches = count * host.UPDATE * host.launch_seconds(self.cluster)
+        device, training, launches = self.rates.cluster.device, self.rates.training, 0.0
+        if is_cpu(self.rates.cluster):
+            launches = count * host.UPDATE * host.launch_seconds(self.rates.cluster)
         if training.offload:
             # The gradient goes out, the weight comes back; copies of one bucket overlap the update of another.
             copied = elements * max(training.gradient_bytes, training.compute_bytes)
@@ -111,48 +116,46 @@ class ParameterPrices(Rates):
                 moved = 2 * elements * (training.state_bytes + training.master_bytes)
                 updated += moved / device.disk_bytes_per_second
             return max(updated, copied / device.host_link_bytes_per_second) + launches
+        if self.profile is not None and self.profile.optimizer_bytes:
+            moved = elements * self.profile.optimizer_bytes
+            return moved / (device.memory_bytes_per_second * device.memory_efficiency)
         moved = self.updated_elements(meta, stored) * training.update_traffic
         moved += elements * self.copy_traffic(meta, stored)
         beside = self.whole_update_seconds(meta, stored)
-        if is_cpu(self.cluster):
+        if is_cpu(self.rates.cluster):
             return moved / device.host_memory_bytes_per_second + launches + beside
         return moved / (device.memory_bytes_per_second * device.memory_efficiency) + beside
 
     def stored_elements(self, meta: TensorMeta, stored: Stored) -> float:
         """Return the elements of a parameter whose master a rank has."""
-        return num_local(meta, stored.placements, self.mesh) / self.zero_size(stored)
+        return num_local(meta, stored.placements, self.rates.mesh) / self.zero_size(stored)
 
     @property
     def whole_share(self) -> float:
         """Return the share of the trained elements that ranks of the mesh update whole for one another."""
-        return 0.0 if self.training.offload or self.num_ranks == 1 else self.training.whole_share
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the ranks of the mesh."""
-        return math.prod(self.mesh.sizes)
+        return 0.0 if self.rates.training.offload or self.rates.mesh.num_ranks == 1 else self.rates.training.whole_share
 
     def updated_elements(self, meta: TensorMeta, stored: Stored) -> float:
         """Return the elements of a parameter that a rank updates, with their state: its stored shard, or an owner's
         share."""
         share = self.whole_share
-        return (1.0 - share) * self.stored_elements(meta, stored) + share * meta.numel / self.num_ranks
+        return (1.0 - share) * self.stored_elements(meta, stored) + share * meta.numel / self.rates.mesh.num_ranks
 
     def taken_bytes(self, meta: TensorMeta, stored: Stored) -> float:
         """Return the bytes of values and gradients of whole parameters while their owner, which stores a shard,
         updates them."""
         if not meta.requires_grad or self.stored_elements(meta, stored) >= meta.numel:
             return 0.0
-        width = self.training.gradient_bytes  # of masters too
-        return 2 * width * self.whole_share * meta.numel / self.num_ranks
+        width = self.rates.training.gradient_bytes  # of masters too
+        return 2 * width * self.whole_share * meta.numel / self.rates.mesh.num_ranks
 
     def update_temporary_bytes(self, meta: TensorMeta, stored: Stored) -> float:
         """Return the temporary bytes of one parameter's update; an owner's cover the whole parameter."""
-        if self.training.offload:
+        if self.rates.training.offload:
             return 0.0
-        is_whole = self.whole_share > 0 and not self.training.updates_together
+        is_whole = self.whole_share > 0 and not self.rates.training.updates_together
         elements = meta.numel if is_whole else self.updated_elements(meta, stored)
-        return elements * self.training.update_bytes
+        return elements * self.rates.training.update_bytes
 
     def whole_update_seconds(self, meta: TensorMeta, stored: Stored) -> float:
         """Price the updates of whole parameters: products, traffic to and from their owners, and handing out copies
@@ -160,17 +163,17 @@ class ParameterPrices(Rates):
         share = self.whole_share
         if not share:
             return 0.0
-        training, device = self.training, self.cluster.device
-        flops = training.update_flops * share * meta.numel / self.num_ranks
+        training, device = self.rates.training, self.rates.cluster.device
+        flops = training.update_flops * share * meta.numel / self.rates.mesh.num_ranks
         work = compute.Work("matmul", flops, 0.0, training.update_dtype)
-        axes = tuple(range(len(self.mesh.sizes)))
+        axes = tuple(range(len(self.rates.mesh.sizes)))
         # Value and gradient there, value back.
         rounds = 1.5 * self.taken_bytes(meta, stored) / ROUND_BYTES
-        seconds = compute.seconds(work, device) + rounds * self.joint_seconds("all_to_all", axes, ROUND_BYTES)
+        seconds = compute.seconds(work, device) + rounds * self.rates.joint_seconds("all_to_all", axes, ROUND_BYTES)
         cutting = {axis for axis in axes if stored.placements[axis].is_shard}
-        cutting |= {*zero_axes(self.mesh.axes, stored.placements)} if stored.zero else set()
+        cutting |= {*zero_axes(self.rates.mesh.axes, stored.placements)} if stored.zero else set()
         rounds = share * self.stored_elements(meta, stored) * training.gradient_bytes / ROUND_BYTES
-        copied = sum(self.collective_seconds("broadcast", axis, ROUND_BYTES) for axis in {*axes} - cutting)
+        copied = sum(self.rates.collective_seconds("broadcast", axis, ROUND_BYTES) for axis in {*axes} - cutting)
         return seconds + rounds * copied
 
     def copy_traffic(self, meta: TensorMeta, stored: Stored) -> float:
@@ -180,7 +183,7 @@ class ParameterPrices(Rates):
         update that has just computed the master only writes it. Under ZeRO-3 gathers read the masters
         (`rounding_seconds`).
         """
-        training, size = self.training, self.zero_size(stored)
+        training, size = self.rates.training, self.zero_size(stored)
         if training.offload or (stored.zero == 3 and size > 1):
             return 0.0
         rounded = self.is_rounded(meta, stored)
@@ -191,49 +194,53 @@ class ParameterPrices(Rates):
 
     @property
     def writes_copies(self) -> bool:
-        """Return whether the update also writes the compute tensor."""
-        return False
+        """Return whether one launch updates all masters and writes the compute tensors
+        (codegen/runtime/fused_adamw.py)."""
+        return self.has_kernels and self.rates.training.writes_copies and not is_cpu(self.rates.cluster)
 
     def is_rounded(self, meta: TensorMeta, stored: Stored) -> bool:
         """Return whether compressed gathers round the compute tensor of all ranks, so that separate masters stay in
         fp32."""
-        is_gathered = bool(self.training.compression.gather) and stored.zero in (1, 2) and self.zero_size(stored) > 1
+        is_gathered = (
+            bool(self.rates.training.compression.gather) and stored.zero in (1, 2) and self.zero_size(stored) > 1
+        )
         return is_gathered and can_compress(meta)
 
     def accumulation_seconds(self, meta: TensorMeta, stored: Stored, count: int = 1) -> float:
         """Return the seconds per micro-batch to move a parameter's gradient into the buffer that is reduced, and to add
         it up there.
 
+        0 under a framework's profile, which says what the framework moves (Framework.accumulate_bytes).
         count: of parameters that have these elements together. With c and g the bytes of an element as computed and
         as reduced, and m micro-batches: read c, write g, and from the second micro-batch on read g. Where every
         micro-batch is reduced (zero 2 and 3), its shard is added up.
         """
-        if not meta.requires_grad:
+        if not meta.requires_grad or self.profile is not None:
             return 0.0
-        training, device = self.training, self.cluster.device
-        local, wide = num_local(meta, stored.placements, self.mesh), training.gradient_bytes
+        training, device = self.rates.training, self.rates.cluster.device
+        local, wide = num_local(meta, stored.placements, self.rates.mesh), training.gradient_bytes
         again = (training.num_micro_batches - 1) / training.num_micro_batches
         is_whole = stored.zero < 2 or self.zero_size(stored) == 1
         summed = again * wide if is_whole else again * 3 * wide / self.zero_size(stored)
         moved = local * (meta.dtype.itemsize + wide + summed)
-        added = count * host.GRADIENT * host.launch_seconds(self.cluster)
+        added = count * host.GRADIENT * host.launch_seconds(self.rates.cluster)
         return moved / (device.memory_bytes_per_second * device.memory_efficiency) + added
 
     def rounding_seconds(self, meta: TensorMeta, stored: Stored) -> float:
         """Return the seconds per micro-batch to round this rank's masters for ZeRO-3's gathers, in every forward and
         in backward, if it computes in low precision. With an offloaded optimizer, the rounded copy exists
         already."""
-        training, device, size = self.training, self.cluster.device, self.zero_size(stored)
+        training, device, size = self.rates.training, self.rates.cluster.device, self.zero_size(stored)
         if not (meta.requires_grad and training.master_bytes and stored.zero == 3 and size > 1) or training.offload:
             return 0.0
-        shard = num_local(meta, stored.placements, self.mesh) / size
-        moved = (self.num_forwards + 1) * (training.master_bytes + training.compute_bytes) * shard
+        shard = num_local(meta, stored.placements, self.rates.mesh) / size
+        moved = (self.rates.num_forwards + 1) * (training.master_bytes + training.compute_bytes) * shard
         return moved / (device.memory_bytes_per_second * device.memory_efficiency)
 
     def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:
         """Return (weights, gradients, optimizer state) bytes that stay allocated on one rank."""
-        training = self.training
-        local = num_local(meta, stored.placements, self.mesh)
+        training = self.rates.training
+        local = num_local(meta, stored.placements, self.rates.mesh)
         if not meta.requires_grad:
             return local * meta.dtype.itemsize, 0.0, 0.0
         size, zero = self.zero_size(stored), stored.zero
@@ -248,6 +255,8 @@ class ParameterPrices(Rates):
         # micro-batches add up, and works as stage 2 if one does not.
         shares = 1 / size if zero >= 2 or (zero and training.num_micro_batches == 1) else 1 + (1 / size if zero else 0)
         gradients = training.gradient_bytes * local * shares
+        if self.profile is not None and zero < 2:
+            gradients += self.profile.gradient_copy_bytes * local
         state = training.state_bytes * self.updated_elements(meta, stored)
         return weights, gradients, state if on_device else 0.0
 
@@ -257,14 +266,12 @@ class ParameterPrices(Rates):
         if stored.zero < 2 or not meta.requires_grad:
             return 0.0
         sent = self.sent(meta, stored)
-        width = self.training.gradient_bytes + (sent.reduce if sent.reduce_code else 0)
+        width = self.rates.training.gradient_bytes + (sent.reduce if sent.reduce_code else 0)
         if stored.zero == 3:
-            width += self.training.compute_bytes + (sent.gather if sent.gather_code else 0)
-        return num_local(meta, stored.placements, self.mesh) * width * (1.0 + self.fragmentation)
+            width += self.rates.training.compute_bytes + (sent.gather if sent.gather_code else 0)
+        return num_local(meta, stored.placements, self.rates.mesh) * width * (1.0 + self.rates.fragmentation)
 
     def zero_size(self, stored: Stored) -> int:
         """Return the number of ranks over which a parameter's state is sharded."""
-        over = zero_axes(self.mesh.axes, stored.placements) if stored.zero else ()
-        return math.prod(self.mesh.sizes[axis] for axis in over)
-
-    # --- activations ------------------------------------------------------------------------------------------
+        over = zero_axes(self.rates.mesh.axes, stored.placements) if stored.zero else ()
+        return math.prod(self.rates.mesh.sizes[axis] for axis in over)

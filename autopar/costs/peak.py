@@ -57,13 +57,13 @@ def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) 
     """Return the buffers of a trained parameter, as codegen/runtime/flat.py and zero.py allocate them."""
     training, mesh = pricer.training, pricer.mesh
     local = num_local(meta, stored.placements, mesh)
-    size, scale = pricer.zero_size(stored), 1.0 + pricer.fragmentation
+    size, scale = pricer.parameters.zero_size(stored), 1.0 + pricer.rates.fragmentation
     is_whole = size == 1 or (stored.zero == 1 and training.num_micro_batches > 1)
     is_moved_at_once = is_whole and is_cpu(pricer.cluster)
     line = local * training.gradient_bytes
     partial_sum = line / size if training.num_micro_batches > 1 else 0.0
     gradient = local * meta.dtype.itemsize * scale
-    sent = pricer.sent(meta, stored)
+    sent = pricer.parameters.sent(meta, stored)
     # A compressed message is written next to the buffer, which is then free; another one arrives.
     message = local * sent.reduce * scale if sent.reduce_code else 0.0
     shards = tuple(axis for axis, p in zip(mesh.axes, stored.placements, strict=True) if p.kind == "Rp")
@@ -75,8 +75,8 @@ def slot_of(pricer: Pricer, meta: TensorMeta, stored: Stored, last_reader: str) 
         line=message if is_whole else line * scale + message,
         arriving=0.0 if is_whole else partial_sum * scale,
         gathered=local * training.compute_bytes * scale if stored.zero == 3 else 0.0,
-        updated=pricer.update_temporary_bytes(meta, stored),
-        taken=pricer.taken_bytes(meta, stored),
+        updated=pricer.parameters.update_temporary_bytes(meta, stored),
+        taken=pricer.parameters.taken_bytes(meta, stored),
         is_updated_together=training.updates_together,
         last_reader=last_reader,
         sent=2 * message if message else None,

@@ -161,7 +161,7 @@ def _stage_costs(
         at, is_alone = stage.first if copies else -1, len(stages) == 1
         key = (id(here), units_of_stage, tuple(stage.recompute.items()), sent, stage.first > 0, at, is_alone)
         if key not in cache:
-            one = here.pricer.host_call_seconds
+            one = here.pricer.rates.host_call_seconds
             cache[key] = stage_cost(here.costs, names, layers, stage, sent, copies, one, is_alone)
         result.append(cache[key])
     return tuple(result)

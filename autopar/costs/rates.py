@@ -1,11 +1,12 @@
-"""Base rates of all prices: collectives, reshards and memory-bound kernels on one mesh of one cluster."""
+"""Base rates of all prices: collectives, reshards, memory-bound and attention kernels on one mesh of one cluster."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +14,16 @@ from autopar.ir.compression import Compression
 from autopar.ir.graph import TensorMeta
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placements
+from autopar.sharding.call_options import num_local
 from autopar.sharding.reshard import Step, steps
 from cost_models import collective, compute
 from cost_models.machine import Cluster
 
 ADAM_BYTES = 28.0
 """Bytes that one AdamW update moves per element: weight, both moments read and written, gradient read (fp32)."""
+
+FLASH = "fa2"
+"""The algorithm of torch's fused attention on GPUs (T. Dao, "FlashAttention-2" (2023))."""
 
 TIE = 1e-9
 """Share by which a reshard of a dim in sections counts as slower: of equally fast choices, the one that moves a dim
@@ -63,7 +68,12 @@ def is_cpu(cluster: Cluster) -> bool:
     return cluster.device.is_cpu
 
 
-@dataclass
+def _cache() -> Any:
+    """Return a field that starts empty in every object, also where `replace` copies one."""
+    return field(default_factory=dict, init=False, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
 class Rates:
     """Costs on one mesh of one cluster. Caches collective times; stores no decision.
 
@@ -82,12 +92,10 @@ class Rates:
     overlap_share: float = 0.0
     host_call_seconds: float = 0.0
     is_compiled: bool = False
-    _times: dict[tuple[collective.Kind, tuple[int, ...], float], float] = field(default_factory=dict)
-    _memory_times: dict[float, float] = field(default_factory=dict)
-    _reshards: dict[tuple[Placements, Placements, int, bool], float] = field(default_factory=dict)
-    _matrices: dict[tuple[tuple[Placements, ...], tuple[Placements, ...], int, bool], np.ndarray] = field(
-        default_factory=dict
-    )
+    _times: dict[tuple[collective.Kind, tuple[int, ...], float], float] = _cache()
+    _memory_times: dict[float, float] = _cache()
+    _reshards: dict[tuple[Placements, Placements, int, bool], float] = _cache()
+    _matrices: dict[tuple[tuple[Placements, ...], tuple[Placements, ...], int, bool], np.ndarray] = _cache()
 
     @cached_property
     def groups(self) -> tuple[collective.Group, ...]:
@@ -176,10 +184,33 @@ class Rates:
             self._memory_times[num_bytes] = compute.seconds(work, self.cluster.device)
         return self._memory_times[num_bytes]
 
-    def dtype_name(self, meta: TensorMeta) -> str:
-        """Return the dtype of contractions with this result."""
-        names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
-        return names.get(str(meta.dtype).removeprefix("torch."), "fp32")
+    def flash_seconds(
+        self,
+        flops: float,
+        num_bytes: float,
+        dtype: str,
+        shape: tuple[int, int, int],
+        causal: bool,
+        variant: str = FLASH,
+    ) -> tuple[float, float]:
+        """Price forward and backward of one attention kernel; shape: heads, queries, keys."""
+        device = self.cluster.device
+        forward = compute.Work(
+            "attention", flops, num_bytes, dtype, shape=shape, variant=variant, backward=False, causal=causal
+        )
+        backward = replace(forward, flops=2.5 * flops, num_bytes=2 * num_bytes, backward=True)
+        return compute.seconds(forward, device), compute.seconds(backward, device)
+
+
+def dtype_name(meta: TensorMeta) -> str:
+    """Return the dtype of contractions with this result."""
+    names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+    return names.get(str(meta.dtype).removeprefix("torch."), "fp32")
+
+
+def num_local_bytes(meta: TensorMeta, placements: Placements, mesh: Mesh) -> float:
+    """Return the bytes of one rank's part of a tensor."""
+    return float(num_local(meta, placements, mesh) * meta.dtype.itemsize)
 
 
 def num_local_dim(meta: TensorMeta, placements: Placements, mesh: Mesh, dim: int = -1) -> int:

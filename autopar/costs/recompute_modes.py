@@ -66,7 +66,7 @@ def recompute_modes(
     copied = live.kept / pricer.cluster.device.host_link_bytes_per_second
     late = max(copied - max(unit.forward_seconds, unit.host[0]), 0.0)
     late += max(copied - max(unit.backward_seconds, unit.host[1]), 0.0)
-    issuing = pricer.host_call_seconds
+    issuing = pricer.rates.host_call_seconds
     modes = {
         "none": Mode(0.0, live.kept, unit.transient_bytes, live),
         "offload": Mode(late, 0.0, max(fetched.forward, fetched.waiting), fetched),
@@ -108,15 +108,17 @@ def _kept(
     for node in scope.nodes:
         if base_name(node.op) in MATMULS | ATTENTION and any(meta.requires_grad for meta in node.outputs):
             operator, option = operators[scope.name, node.name], assignment.operators[scope.name, node.name]
-            call = pricer.context_call(operator, option)
+            call = pricer.contractions.context_call(operator, option)
             num_bytes = _local_bytes(pricer, node.outputs[0], option.outputs[0])
             # For attention over several blocks of keys, the results of all of them are kept, and merged again.
             parts += (call.kept_blocks - 1) * num_bytes if call else 0.0
-            products.append(pricer.product_bytes(operator, option) * (1.0 + pricer.fragmentation))
+            products.append(pricer.product_bytes(operator, option) * (1.0 + pricer.rates.fragmentation))
             results += (call.kept_blocks if call else 1) * num_bytes
             calls += PRODUCT
-            costly += pricer.operator_seconds(operator, option)[0] - pricer.sent_again_seconds(operator, option)
-            costly -= call.again_seconds(pricer.collective_seconds, pricer.memory_seconds) if call else 0.0
+            costly += pricer.operator_seconds(operator, option)[0] - pricer.contractions.sent_again_seconds(
+                operator, option
+            )
+            costly -= call.again_seconds(pricer.rates.collective_seconds, pricer.rates.memory_seconds) if call else 0.0
     return _Kept(
         inputs=inputs,
         results=results,
@@ -151,4 +153,4 @@ def _fetched(live: Liveness, num_bytes: float) -> Liveness:
 
 def _local_bytes(pricer: Pricer, meta: TensorMeta, placements: Placements) -> float:
     size = num_local(meta, placements, pricer.mesh) * meta.dtype.itemsize
-    return size * (1.0 + pricer.fragmentation)
+    return size * (1.0 + pricer.rates.fragmentation)

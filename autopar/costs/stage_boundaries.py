@@ -112,8 +112,8 @@ def tied_costs(
             # The other copy may be in another group of nodes; it is priced as if it were in this one.
             stride = min(pricer.mesh.num_ranks * (pp // 2), pricer.cluster.num_devices // 2)
             pair = collective.Group(2 if stride else 1, max(stride, 1))
-            seconds = collective.seconds("all_reduce", size / pricer.zero_size(stored), pair, pricer.cluster)
-            costs[name] = (pricer.parameter_bytes(metas[name], stored), seconds)
+            seconds = collective.seconds("all_reduce", size / pricer.parameters.zero_size(stored), pair, pricer.cluster)
+            costs[name] = (pricer.parameters.parameter_bytes(metas[name], stored), seconds)
     return costs
 
 

@@ -94,7 +94,7 @@ def stored_costs(
 
     counts_unread: also parameters that no call reads, which every rank of one stage stores unsharded.
     """
-    hidden = pricer.hidden_fraction
+    hidden, prices = pricer.rates.hidden_fraction, pricer.parameters
     gathered: dict[str, set[int]] = defaultdict(set)
     costs: dict[str, StoredCost] = defaultdict(StoredCost)
     # All prices are linear in the elements of parameters that share buffers, but for launches: those stored alike are
@@ -104,23 +104,23 @@ def stored_costs(
         unit, meta = costs[where], TensorMeta((elements,), dtype, requires_grad)
         unit_bytes = parameters.scope_bytes.get(scope, 0)
         if stored.zero == 3 and requires_grad:
-            gathered[where].add(pricer.zero_size(stored))
-        per_micro, per_step = pricer.sync_parts(meta, stored, unit_bytes)
+            gathered[where].add(prices.zero_size(stored))
+        per_micro, per_step = prices.sync_parts(meta, stored, unit_bytes)
         for table, exposed in ((unit.per_micro, per_micro), (unit.per_step, per_step)):
             table[SYNCHRONISATION] += exposed
             table[HIDDEN] += exposed * hidden / (1.0 - hidden)
-        unit.per_micro[ACCUMULATION] += pricer.accumulation_seconds(meta, stored, number)
-        if rounding := pricer.rounding_seconds(meta, stored):
+        unit.per_micro[ACCUMULATION] += prices.accumulation_seconds(meta, stored, number)
+        if rounding := prices.rounding_seconds(meta, stored):
             unit.per_micro[ROUNDING] += rounding
         for table, quantising in zip(
-            (unit.per_micro, unit.per_step), pricer.quantising_parts(meta, stored, unit_bytes), strict=True
+            (unit.per_micro, unit.per_step), prices.quantising_parts(meta, stored, unit_bytes), strict=True
         ):
             if quantising:
                 table[QUANTISING] += quantising
-        unit.per_step["optimizer"] += pricer.optimizer_seconds(meta, stored, number)
-        for kind, size in zip(FIXED_KINDS, pricer.parameter_bytes(meta, stored), strict=True):
+        unit.per_step["optimizer"] += prices.optimizer_seconds(meta, stored, number)
+        for kind, size in zip(FIXED_KINDS, prices.parameter_bytes(meta, stored), strict=True):
             unit.fixed[kind] += size
-        unit.gathered_bytes += pricer.gathered_bytes(meta, stored)
+        unit.gathered_bytes += prices.gathered_bytes(meta, stored)
     for where, trained in parameters.trained.items():
         costs[where].make_slots = partial(_slots, graph, pricer, trained)
         _issue(costs[where], pricer, len(trained), len(gathered[where] - {1}))
@@ -132,12 +132,12 @@ def stored_costs(
 def _issue(unit: StoredCost, pricer: Pricer, num_trained: int, num_gathered: int) -> None:
     """Add the host's seconds for trained parameters, in that many groups that ZeRO-3 gathers. An update waits for
     values read of the gradients, so nothing hides the calls that issue it."""
-    one = pricer.host_call_seconds
+    one = pricer.rates.host_call_seconds
     if not one:
         return
     forward, backward = (num_gathered * calls for calls in host_calls.GATHERED)
     unit.host = one * forward, one * (backward + host_calls.TRAINED * num_trained)
-    if not pricer.writes_copies and not pricer.training.offload:
+    if not pricer.parameters.writes_copies and not pricer.training.offload:
         unit.per_step[HOST] += one * host_calls.UPDATED * num_trained
 
 

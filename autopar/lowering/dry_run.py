@@ -249,7 +249,7 @@ class _Run:
             (loss,) = results
             if loss.numel() != 1 or not loss.requires_grad:
                 raise ValueError(f"the loss has shape {tuple(loss.shape)} and depends on no parameter")
-            loss.backward(loss_gradient(loss, self.program.num_micro_batches, None))
+            loss.backward(loss_gradient(loss, self.program.num_micro_batches))
             return
         for (name, spec), result in zip(sends, results, strict=True):
             if (tuple(result.shape), result.dtype) != (spec.local_shape(self.mesh), spec.dtype):

@@ -170,7 +170,7 @@ class ConfigCosts:
             graph=self.graph,
             pricer=pricer,
             parameters=solved_layer.parameters(config.zero),
-            costs=combined(solved_layer.costs, self.stored(config, stage_mesh), pricer.num_forwards),
+            costs=combined(solved_layer.costs, self.stored(config, stage_mesh), pricer.rates.num_forwards),
             boundary_bytes=solved_layer.call_costs.boundary_bytes,
             group=stage_mesh.group,
         )

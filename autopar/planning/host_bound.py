@@ -127,7 +127,7 @@ def priced(search_space: SearchSpace, pricer: Pricer, shares: Shares) -> Problem
     shares_of_variables = [shares.get(scope, 0.0) for scope in scopes]
     costs = [v.costs * (1.0 - share) for v, share in zip(problem.variables, shares_of_variables, strict=True)]
     edges = {(edge.a, edge.b): edge.costs * (1.0 - shares_of_variables[edge.b]) for edge in problem.edges}
-    one = pricer.host_call_seconds
+    one = pricer.rates.host_call_seconds
     for reshard in search_space.reshards:
         calls = one * shares_of_variables[reshard.target] * reshard.count * _matrix(reshard, pricer)
         if reshard.source == reshard.target:
@@ -143,7 +143,7 @@ def priced(search_space: SearchSpace, pricer: Pricer, shares: Shares) -> Problem
 
 def _matrix(reshards: Reshards, pricer: Pricer) -> np.ndarray:
     """Return [len(made), len(wanted)] calls of forward and backward."""
-    rest = pricer.mesh.sizes, reshards.has_gradient, pricer.num_forwards, reshards.is_joined
+    rest = pricer.mesh.sizes, reshards.has_gradient, pricer.rates.num_forwards, reshards.is_joined
     return np.array([[_calls(produced, wanted, *rest) for wanted in reshards.wanted] for produced in reshards.produced])
 
 

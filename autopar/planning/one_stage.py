@@ -170,7 +170,9 @@ def _solve(mesh: Mesh, request: Request, count: int) -> Candidate | Failure:
         decided = _Decided(search_space, operators, pricer)
         costs = decided.costs(solution)
         if costs.peak_bytes <= usable_bytes(request):
-            beside = with_host(search_space, pricer, solution, decided.stretches) if pricer.host_call_seconds else []
+            beside = (
+                with_host(search_space, pricer, solution, decided.stretches) if pricer.rates.host_call_seconds else []
+            )
             fitting = (
                 assignment_tried
                 for assignment_tried in beside

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.costs.fp8 import Fp8KernelPricer, Fp8Pricer
-from autopar.costs.kernels import KernelPricer
+from autopar.costs.fp8 import Fp8Layers
+from autopar.costs.kernels import FusedKernels
 from autopar.costs.layer_costs import defers_weights
 from autopar.costs.price import Pricer
-from autopar.costs.rates import Training, is_cpu
+from autopar.costs.rates import Rates, Training, is_cpu
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.ir.compression import Compression
 from autopar.ir.graph import Graph, Ref
@@ -30,14 +30,6 @@ from cost_models.straggler import paced
 HIDDEN_FRACTION = 0.5
 """Share of gradient traffic assumed to overlap backward on a GPU, and of the seconds of weight gradients to overlap
 sums of input gradients: an assumption until it is calibrated."""
-
-_PRICERS: Mapping[tuple[bool, bool], type[Pricer]] = {
-    (False, False): Pricer,
-    (True, False): KernelPricer,
-    (False, True): Fp8Pricer,
-    (True, True): Fp8KernelPricer,
-}
-"""Classes of prices by whether there are fused kernels, and whether linear layers are in fp8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +128,19 @@ def pricer_for(
     training = replace(
         request.training, num_micro_batches=num_micro_batches, has_first_pass=has_first_pass, offload=offload
     )
-    kind = _PRICERS[request.kernels, request.fp8]
     cluster = paced(request.cluster, request.num_waiting or request.whole.num_devices)
-    hidden = cluster.intra_node.hidden_share if on_cpu else HIDDEN_FRACTION
     overlaps = request.overlaps and not defers_weights(request.constraints.schedule or "")
-    beside = HIDDEN_FRACTION if overlaps else 0.0
-    host_call_seconds = 0.0 if on_cpu else request.cluster.device.host_call_seconds
-    is_compiled = request.backend == "inductor"
-    fragmentation = 0.0 if on_cpu else FRAGMENTATION
-    return kind(mesh, cluster, training, hidden, fragmentation, beside, host_call_seconds, is_compiled)
+    rates = Rates(
+        mesh,
+        cluster,
+        training,
+        hidden_fraction=cluster.intra_node.hidden_share if on_cpu else HIDDEN_FRACTION,
+        fragmentation=0.0 if on_cpu else FRAGMENTATION,
+        overlap_share=HIDDEN_FRACTION if overlaps else 0.0,
+        host_call_seconds=0.0 if on_cpu else request.cluster.device.host_call_seconds,
+        is_compiled=request.backend == "inductor",
+    )
+    return Pricer(rates, kernels=FusedKernels() if request.kernels else None, fp8=Fp8Layers() if request.fp8 else None)
 
 
 def usable_bytes(request: Request) -> float:

@@ -184,7 +184,7 @@ class _Builder:
                 scope, operator, self.options[scope.name, node.name], self.pricer.mesh
             )
             seconds = [
-                forward * self.pricer.num_forwards + backward + self._loss_seconds(scope, node.name, o)
+                forward * self.pricer.rates.num_forwards + backward + self._loss_seconds(scope, node.name, o)
                 for o in options
                 for forward, backward in (self.pricer.operator_seconds(operator, o),)
             ]
@@ -207,7 +207,7 @@ class _Builder:
         if scope.name or self.graph.loss.node != name:
             return 0.0
         meta = scope.metas[self.graph.loss]
-        return self.pricer.reshard_seconds(option.outputs[self.graph.loss.index], self._whole, meta)
+        return self.pricer.rates.reshard_seconds(option.outputs[self.graph.loss.index], self._whole, meta)
 
     @property
     def _whole(self) -> Placements:
@@ -245,11 +245,11 @@ class _Builder:
             for zero in self._zero_stages(meta, placements):
                 options.append(Stored(placements, zero))
         options = list(self.constraints.allowed_stored(scope, name, tuple(options), pricer.mesh))
-        seconds = [pricer.stored_seconds(meta, o, unit_bytes) for o in options]
-        if self.is_bound and pricer.host_call_seconds:
-            sent = [pricer.sync_parts(meta, o, unit_bytes)[1] for o in options]
+        seconds = [pricer.parameters.stored_seconds(meta, o, unit_bytes) for o in options]
+        if self.is_bound and pricer.rates.host_call_seconds:
+            sent = [pricer.parameters.sync_parts(meta, o, unit_bytes)[1] for o in options]
             seconds = [whole - (1.0 - WAITED) * zero_stages for whole, zero_stages in zip(seconds, sent, strict=True)]
-        usage = [sum(pricer.parameter_bytes(meta, o)) for o in options]
+        usage = [sum(pricer.parameters.parameter_bytes(meta, o)) for o in options]
         variable = SearchVariable(
             ("parameter", scope.name, name, 0), tuple(options), tuple((o.placements,) for o in options)
         )

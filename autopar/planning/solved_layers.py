@@ -261,7 +261,7 @@ class SolvedLayers:
             if (
                 fastest_assignment is not None
                 and key in self._search_spaces
-                and self.pricer(key.mesh).host_call_seconds
+                and self.pricer(key.mesh).rates.host_call_seconds
             ):
                 search_space, fastest = self._search_spaces[key], self._fastest[key]
                 assignments[fastest.assignment] = fastest_assignment

@@ -25,7 +25,7 @@ def local_batch(program: Program | PipelineProgram, batch: Mapping[str, Any], ra
     wanted = {name: Param(spec.shape, dtype=spec.dtype) for name, spec in program.inputs.items()}
     guards = {guard.text: (guard.of, guard.value) for guard in any_stage.guards}
     try:
-        check_batch(batch, wanted, num_micro_batches, any_stage.unused_inputs, any_stage.fixed_inputs)
+        check_batch(batch, wanted, num_micro_batches, unused=any_stage.unused_inputs, fixed=any_stage.fixed_inputs)
         check_guards(batch, guards)
     except BatchError as error:
         raise DataError(str(error)) from None

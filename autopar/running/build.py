@@ -87,7 +87,7 @@ def build_step(
         max_grad_norm=max_grad_norm,
         seed=seed,
         non_finite=non_finite,
-        loss_scale=scale,
+        loss_scaling=scale,
     )
     step.load(ValueSource(compiled.model, init, compiled.loss_fn, tables_of(compiled.best.graph)))
     follow(compiled, step, _shared_step)
@@ -125,9 +125,10 @@ def _shared_step(step: Any, other: GeneratedProgram) -> Any:
 
     Raises PlanError where it cannot share them.
     """
-    program = importlib.import_module(f"{load_package(other).__name__}.program")
+    package = load_package(other).__name__
+    program, sharing = (importlib.import_module(f"{package}.{name}") for name in ("program", "runtime.sharing"))
     try:
-        return program.create_step(step.mesh, other.optimizer, shared=step)
+        return program.create_step(step.mesh, other.optimizer, shared=sharing.Shared(step))
     except ValueError as error:
         raise PlanError(
             "the programs of one step share its parameters, so they need one plan",

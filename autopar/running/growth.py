@@ -43,8 +43,7 @@ def _grow(step: Any, part: Any, slots: Sequence[Any]) -> None:
     key_of, groups = _module(part, "flat").key_of, dict[Any, list[Any]]()
     for slot in (*left, *slots):
         groups.setdefault(key_of(slot.spec, part.mesh), []).append(slot)
-    settings = part.zero.compute_dtype, part.zero.host, part.zero.compression
-    new = [_bucket(part, key, members, *settings) for key, members in groups.items()]
+    new = [part.zero.new_bucket(members) for members in groups.values()]
     for bucket in new:
         for entry in bucket.entries:
             bucket.store(entry, values[entry.slot.name])
@@ -56,7 +55,7 @@ def _grow(step: Any, part: Any, slots: Sequence[Any]) -> None:
 
 
 def _why_not(step: Any, part: Any, slots: Sequence[Any], old: Sequence[Any]) -> str:
-    if not step.updates_by_parameter or part.zero.host is not None:
+    if not step.updates_by_parameter:
         return "parameters are added only where torch's own optimizer updates this rank's shards on the device"
     if any(bucket.key.stage == 3 for bucket in old):
         return "parameters that had no gradient are sharded by ZeRO-3"
@@ -72,11 +71,6 @@ def _drop_buffers(model: Any, names: Collection[str]) -> None:
     for module in model.units():
         prefix = f"{module.path}." if module.path else ""
         module.BUFFERS = {name: spec for name, spec in module.BUFFERS.items() if prefix + name not in names}
-
-
-def _bucket(part: Any, key: Any, slots: Sequence[Any], compute_dtype: Any, host: Any, compression: Any) -> Any:
-    is_whole = key.stage == 0 or (key.stage == 1 and part.num_micro_batches > 1)
-    return _module(part, "flat").Bucket(key, slots, part.mesh, compute_dtype, is_whole, host, compression)
 
 
 def _copied(kind: Any, value: Any, **others: Any) -> Any:

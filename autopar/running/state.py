@@ -52,7 +52,8 @@ def save_checkpoint(
     """
     check_path("directory", directory)
     model = compiled.model
-    step.state_check(None)
+    if step.state_check is not None:
+        step.state_check(None)
     texts = {"plan": compiled.plan.to_yaml(), **notes_of(model), **(notes or {})}
     runtime = _runtime_of(step)
     with readable(runtime):

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 
 from autopar.costs.expert_exchange import Mixture
-from autopar.costs.kernels import KernelPricer
 from autopar.costs.price import Pricer
 from autopar.errors import ConstraintError
 from autopar.ir.chain import segments
@@ -40,10 +39,9 @@ from autopar.ir.placement import Placements, R, Stored
 from autopar.operators.traits import MATMULS
 from autopar.planning.solved_layers import SolvedLayer
 from autopar.rules.families.experts import EXPERT_LINEAR
-from autopar.sharding.call_options import Operator, Option, num_local
+from autopar.sharding.call_options import num_local
 from autopar.sharding.scopes import scopes_of
 from autopar.strategies.exchange import Exchange, again
-from autopar.strategies.pricing import ProfiledPricer
 from cost_models import collective, routing
 
 EXPERT_MODES = ("selective", "full")
@@ -215,42 +213,6 @@ def tokens_of(graph: Graph) -> int:
 
 
 # --- prices -----------------------------------------------------------------------------------------------------------
-
-
-class _ByExpert(Pricer):
-    """Prices in which the computation of experts takes as long as on the fullest rank."""
-
-    experts: Experts
-    load: float
-
-    def operator_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
-        forward, backward = super().operator_seconds(operator, option)
-        load = self.load if (operator.scope, operator.node.name) in self.experts.inner else 1.0
-        return forward * load, backward * load
-
-
-@dataclass
-class ExpertPricer(_ByExpert):
-    """The planner's prices of a model with experts. load: tokens of the fullest rank by the mean."""
-
-    experts: Experts = field(default_factory=Experts)
-    load: float = 1.0
-
-
-@dataclass
-class KernelExpertPricer(_ByExpert, KernelPricer):
-    """The planner's prices of a model with experts, with fused kernels. load: as of `ExpertPricer`."""
-
-    experts: Experts = field(default_factory=Experts)
-    load: float = 1.0
-
-
-@dataclass
-class ProfiledExpertPricer(_ByExpert, ProfiledPricer):
-    """A framework's prices of a model with experts. load: as of `ExpertPricer`."""
-
-    experts: Experts = field(default_factory=Experts)
-    load: float = 1.0
 
 
 def expert_mesh(mesh: Mesh, ep: int) -> Mesh:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from autopar.costs.framework_kernels import Key, Part
 from autopar.costs.price import FREE
 from autopar.ir.graph import Graph, LayerRun, Node, Ref, base_name, view_root
 from autopar.operators.traits import ATTENTION, MATMULS, VIEWS
@@ -14,19 +14,6 @@ ALONE = MATMULS | ATTENTION | {"embedding", "cross_entropy_loss", "layer_norm", 
 """Calls that are kernels of their own however much is fused."""
 
 REDUCTIONS = frozenset({"mean", "sum", "var", "softmax"})
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One call of a fused kernel. reads: per input, whether it comes from memory. writes: per output, whether it goes
-    there. is_first: whether the kernel is launched for it."""
-
-    reads: tuple[bool, ...]
-    writes: tuple[bool, ...]
-    is_first: bool
-
-
-Key = tuple[str, str]
 
 
 def fused_parts(graph: Graph, fusion: str) -> Mapping[Key, Part]:

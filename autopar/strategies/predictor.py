@@ -29,8 +29,8 @@ from autopar.strategies.exchange import Exchange, with_exchanges
 from autopar.strategies.experts import expert_exchanges
 from autopar.strategies.fits import require_fit
 from autopar.strategies.matrices import pinned
+from autopar.strategies.precisions import matmul_dtype, traced_as
 from autopar.strategies.prediction import StrategyPrediction
-from autopar.strategies.pricing import matmul_dtype, traced_as
 from autopar.strategies.scenario import Scenario
 from autopar.strategies.share import (
     ScoredLayers,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.costs.framework_kernels import Key, Part
 from autopar.costs.layer_costs import LayerCost
 from autopar.costs.price import Pricer
 from autopar.frontend.rebatch import BatchedTrace
@@ -21,7 +22,7 @@ from autopar.planning.request import Request
 from autopar.planning.solved_layers import SolvedLayers
 from autopar.sharding.scopes import scopes_of
 from autopar.strategies.experts import experts_of, share_of_experts
-from autopar.strategies.fusion import Key, Part, fused_parts
+from autopar.strategies.fusion import fused_parts
 from autopar.strategies.matrices import matrices_of
 
 ShareTrace = Callable[[int], BatchedTrace]

@@ -30,8 +30,7 @@ def stored_shares(
         for key, stored in parameters.items()
         if key in expert_parameters
     }
-    # A copy with caches of its own: what is known of collectives is of the axes of one mesh.
-    other = replace(pricer, mesh=mesh, _times={}, _memory_times={}, _reshards={}, _matrices={})
+    other = replace(pricer, rates=replace(pricer.rates, mesh=mesh))
     unit_costs = stored_costs(share.graph, pricer, StoredParameters.of(dense, homes, scopes))
     of_experts = StoredParameters.of(experts, homes, scopes)
     own_costs = stored_costs(share.graph, other, of_experts, counts_unread=False)

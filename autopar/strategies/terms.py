@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.costs.context import GENERATED, PUBLISHED
-from autopar.costs.kernels import KernelPricer
+from autopar.costs.framework_kernels import FrameworkKernels
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
-from autopar.strategies.experts import ExpertPricer, KernelExpertPricer, ProfiledExpertPricer
-from autopar.strategies.pricing import ProfiledPricer
 from autopar.strategies.share import Share
 from autopar.strategies.strategy import Strategy
 from cost_models.framework_profiles import HOST_SECONDS, Framework, framework
@@ -44,33 +41,27 @@ PLANNERS = Terms(framework("autopar"), framework("autopar").attention, "bf16")
 
 
 def priced_under(plain: Pricer, terms: Terms, share: Share) -> Pricer:
-    """The prices under the profile; the planner's own where it is the profile of generated programs."""
-    has_experts = bool(share.experts.calls)
-    expert_fields: dict[str, Any] = {"experts": share.experts, "load": terms.load} if has_experts else {}
+    """Return the prices under the profile; the planner's prices where it is the profile of generated programs."""
+    experts = replace(plain.experts, inner=share.experts.inner, load=terms.load)
     if terms.is_planners:
-        if not has_experts:
-            return plain
-        rates = plain.hidden_fraction, plain.fragmentation, plain.overlap_share
-        kind = KernelExpertPricer if isinstance(plain, KernelPricer) else ExpertPricer
-        host = plain.host_call_seconds, plain.is_compiled
-        return kind(plain.mesh, plain.cluster, plain.training, *rates, *host, **expert_fields)
+        return replace(plain, experts=experts)
     profile = terms.framework
-    profiled = ProfiledExpertPricer if has_experts else ProfiledPricer
-    is_generated = profile.cp_habits == "generated"
-    return profiled(
-        plain.mesh,
-        plain.cluster,
-        plain.training,
-        plain.hidden_fraction if profile.hides_by_share else 0.0,
-        plain.fragmentation if profile.name == "autopar" else 0.0,
-        framework=profile,
+    rates = replace(
+        plain.rates,
+        hidden_fraction=plain.rates.hidden_fraction if profile.hides_by_share else 0.0,
+        fragmentation=plain.rates.fragmentation if profile.name == "autopar" else 0.0,
+        overlap_share=0.0,
+        host_call_seconds=0.0,
+        is_compiled=False,
+    )
+    kernels = FrameworkKernels(
+        profile=profile,
         parts=share.parts(profile.fusion),
         matmul_dtype=terms.matmul_dtype,
         attention=terms.attention,
-        habits=GENERATED if is_generated else PUBLISHED,
-        sorts_rows=is_generated,
-        **expert_fields,
     )
+    sorts_rows = profile.cp_habits == "generated"
+    return Pricer(rates, framework=kernels, experts=replace(experts, sorts_rows=sorts_rows))
 
 
 def has_kernels(wanted: Strategy, cluster: AnyCluster, terms: Terms, share: Share) -> bool:

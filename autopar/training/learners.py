@@ -176,7 +176,7 @@ class PlainLearner:
         scale = loss_scale_of(config.loss_scale, config.precision)
         self.scaling = None if scale is None else scale.begin()
         written = [b for b in self.model.buffers() if b.device.type != "meta"]
-        self.guard = Guard(cast(NonFinite, config.non_finite), written, self.scaling)
+        self.guard = Guard(cast(NonFinite, config.non_finite), written, loss_scaling=self.scaling)
         self.optimizer = call(self.factory, [(n, p) for n, p in self.model.named_parameters() if p.requires_grad])
         self.settings = settings_of(self.optimizer)
 
@@ -189,7 +189,7 @@ class PlainLearner:
             module = LossModule(self.model, self.loss_fn, named, keeps_buffers=False)
             with SameDropout(self.config.seed, self.num_steps):
                 loss = loss_in(self.config.dtype, module, named)
-            torch.autograd.backward(loss, loss_gradient(loss, 1, self.scaling))
+            torch.autograd.backward(loss, loss_gradient(loss, 1, loss_scaling=self.scaling))
         self.guard.after_backward(loss)
         clip = self.config.max_grad_norm or math.inf
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]

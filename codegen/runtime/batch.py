@@ -99,6 +99,7 @@ def check_batch(
     batch: Mapping[str, Any],
     inputs: Mapping[str, Expected],
     num_micro_batches: int,
+    *,
     unused: Iterable[str] = (),
     fixed: Mapping[str, Any] | None = None,
 ) -> None:
@@ -153,10 +154,10 @@ def _refuse_shape(name: str, value: Tensor, spec: Expected, count: int) -> None:
     raise BatchError(text)
 
 
-def guarded_values(batch: Mapping[str, Any], guards: Guards) -> dict[str, Any]:
+def guarded_values(batch: Mapping[str, Any], decisive: Guards) -> dict[str, Any]:
     """Return the guarded values of a whole batch by their text, or the text of an error."""
     values: dict[str, Any] = {}
-    for text, (compute, _) in guards.items():
+    for text, (compute, _) in decisive.items():
         try:
             values[text] = compute(_OnHost(batch))
         except Exception as error:  # whatever torch raises of other shapes
@@ -164,12 +165,12 @@ def guarded_values(batch: Mapping[str, Any], guards: Guards) -> dict[str, Any]:
     return values
 
 
-def check_guards(batch: Mapping[str, Any], guards: Guards) -> None:
+def check_guards(batch: Mapping[str, Any], decisive: Guards) -> None:
     """Raises BatchError unless a whole batch has the values that the program is specialized on."""
-    values = guarded_values(batch, guards)
-    other = {text: values[text] for text, (_, value) in guards.items() if values[text] != value}
+    values = guarded_values(batch, decisive)
+    other = {text: values[text] for text, (_, value) in decisive.items() if values[text] != value}
     if other:
-        was = ", ".join(f"{text} is {value!r}, not {guards[text][1]!r}" for text, value in other.items())
+        was = ", ".join(f"{text} is {value!r}, not {decisive[text][1]!r}" for text, value in other.items())
         raise BatchError(
             f"values of the batch decide what forward does, and this batch has others than the program: {was}. Trainer "
             "makes a program for each value; in a loop of your own, use "
@@ -238,7 +239,7 @@ class BatchCheck:
         return True
 
     def _check_whole(self, batch: Mapping[str, Any]) -> None:
-        check_batch(batch, self.inputs, self.count, self.unused, self.fixed)
+        check_batch(batch, self.inputs, self.count, unused=self.unused, fixed=self.fixed)
         if self.guards:
             check_guards(batch, self.guards)
 

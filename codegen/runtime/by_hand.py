@@ -32,7 +32,7 @@ class ByHand:
     """
 
     def __init__(
-        self, parts: Sequence[Part], optimizer: torch.optim.Optimizer, wholes: WholeUpdates | None = None
+        self, parts: Sequence[Part], optimizer: torch.optim.Optimizer, *, wholes: WholeUpdates | None = None
     ) -> None:
         self._optimizer, self._wholes, self._parts = optimizer, wholes, parts
         self._known = {id(parameter) for parameter in _updated(optimizer)}
@@ -59,7 +59,7 @@ class ByHand:
 
     def of_more(self, parts: Sequence[Part]) -> ByHand:
         """The same, of parts that have more parameters now."""
-        by_hand = ByHand(parts, self._optimizer, self._wholes)
+        by_hand = ByHand(parts, self._optimizer, wholes=self._wholes)
         by_hand._num_unused = self._num_unused
         by_hand.leave_out(self._names_left_out)
         return by_hand

@@ -67,9 +67,11 @@ def _save(step: Step, final: Path, others: Mapping[str, Tensor] | None, notes: M
         # Others are asked for one by one: they may have to be read.
         further = {name: others[name] for name in others if name not in named} if others else {}
         pieces += [Piece(name, tuple(value.shape), (0,) * value.ndim, value) for name, value in further.items()]
-    scale = {} if step.loss_scaling is None else {"loss_scale": step.loss_scaling.state()}
+    progress: dict[str, Any] = {"step": step.rng.step, "num_samples": step.num_samples, "seed": step.rng.seed}
+    if step.loss_scaling is not None:
+        progress["loss_scale"] = step.loss_scaling.state()
     record = {
-        "progress": {"step": step.rng.step, "num_samples": step.num_samples, "seed": step.rng.seed, **scale},
+        "progress": progress,
         "optimizer": files.optimizer_record(step.optimizer, step.settings),
         "numbers": dict(itertools.chain(*(numbers_of_rank.items() for numbers_of_rank in gather(numbers)))),
         "notes": dict(notes or {}),
@@ -227,7 +229,7 @@ def _names(step: Step) -> set[str]:
     names = set()
     for part in step.parts:
         for _, entry in part.entries():
-            names |= {entry.slot.name, *entry.slot.aliases, *part.tied.aliases.get(entry.slot.name, ())}
+            names |= {*part.names(entry.slot)}
         names |= {buffer_name for name, spec, _ in part.model.buffer_slots() for buffer_name in (name, *spec.aliases)}
     return names
 
@@ -236,7 +238,7 @@ def _required(step: Step) -> Iterator[tuple[tuple[str, ...], Param]]:
     for part in step.parts:
         for _, entry in part.entries():
             slot = entry.slot
-            yield (slot.name, *slot.aliases, *part.tied.aliases.get(slot.name, ())), slot.spec
+            yield part.names(slot), slot.spec
         for name, spec, _ in part.model.buffer_slots():
             if spec.persistent:
                 yield (name, *spec.aliases), spec
@@ -290,13 +292,13 @@ def _model_pieces(step: Step, with_copies: bool) -> Iterator[Piece]:
         for name, spec, value in part.model.buffer_slots():
             # Those outside the state dict too, so that a checkpoint is all that a run needs to continue.
             saved_name = name if spec.persistent else NON_PERSISTENT + name
-            if with_copies or name not in part.tied.copies:
+            if with_copies or name not in part.copies:
                 yield from pieces_of(saved_name, spec, step.mesh, value.view(-1))
 
 
 def _entries(step: Step, with_copies: bool) -> Iterator[tuple[Bucket, Entry]]:
     for part in step.parts:
-        yield from (entry for entry in part.entries() if with_copies or entry[1].slot.name not in part.tied.copies)
+        yield from (entry for entry in part.entries() if with_copies or entry[1].slot.name not in part.copies)
 
 
 def _optimized(step: Step, with_copies: bool) -> Iterator[tuple[Entry, nn.Parameter]]:

@@ -59,12 +59,12 @@ def evaluating(executor: Executor, rng: RngState) -> Iterator[None]:
 
 def require_evaluation(executor: Executor, with_logits: bool) -> None:
     """Raises RuntimeError, on all ranks, for a program that cannot be evaluated so."""
-    reasons = [part.model.NO_EVALUATION for part in executor.parts if part.model.NO_EVALUATION]
-    if reasons:
-        raise RuntimeError(
-            f"this program has no evaluation mode: {reasons[0]}. Write the values to the model "
-            "(program.update_model(step), on every rank), and call the model itself in evaluation mode"
-        )
+    for part in executor.parts:
+        if part.model.NO_EVALUATION:
+            raise RuntimeError(
+                f"this program has no evaluation mode: {part.model.NO_EVALUATION}. Write the values to the model "
+                "(program.update_model(step), on every rank), and call the model itself in evaluation mode"
+            )
     if with_logits and not _has_logits(executor.programs[-1]):
         raise RuntimeError(
             "this program has no logits: the model returns no tensor as its logits from which the loss is computed, or "
@@ -84,7 +84,10 @@ def evaluate_with_logits(executor: Executor, local_batch: Mapping[str, Tensor], 
         for module in giving:
             module.gives_logits, module.given_logits = False, {}
     logits = torch.cat([logits_of[index] for index in sorted(logits_of)]) if logits_of else None
-    return loss, _from_rank(executor.result_rank, logits, mesh)
+    if executor.result_rank is not None:
+        logits = _from_rank(executor.result_rank, logits, mesh)
+    assert logits is not None
+    return loss, logits
 
 
 def _has_logits(program: type[Module]) -> bool:
@@ -92,11 +95,8 @@ def _has_logits(program: type[Module]) -> bool:
     return getattr(program, "has_logits", False) is True
 
 
-def _from_rank(source: int | None, tensor: Tensor | None, mesh: Mesh) -> Tensor:
-    """A tensor of process `source` on every rank; `own` where that is None."""
-    if source is None:
-        assert tensor is not None
-        return tensor
+def _from_rank(source: int, tensor: Tensor | None, mesh: Mesh) -> Tensor:
+    """A tensor of process `source` on every rank."""
     facts: list[Any] = [None if tensor is None else (tensor.shape, tensor.dtype)]
     dist.broadcast_object_list(facts, source, device=mesh.device)
     shape, dtype = facts[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import watch
 from .mesh import Mesh
-from .parameters import Module, needs_first_pass
+from .parameters import Module, classes_of
 from .part import Batches, Part, PartOptions, What, loss_gradient, mean_loss
 from .rng_state import RngState
 
@@ -53,7 +53,7 @@ class Accumulation:
         self.result_rank: int | None = None
         self.mesh = mesh
         self.rng = rng
-        self._loss_scaling = options.loss_scaling
+        self.loss_scaling = options.loss_scaling
 
     def train(self, local_batch: Mapping[str, Tensor]) -> Tensor:
         """Trains as `Executor.train` says."""
@@ -64,7 +64,7 @@ class Accumulation:
             self.rng.micro_batch = index
             part.zero.begin(accumulate=index > 0, is_last=index == len(batches) - 1)
             loss = part.model(**inputs, **targets)
-            loss.backward(loss_gradient(loss, len(batches), self._loss_scaling))
+            loss.backward(loss_gradient(loss, len(batches), loss_scaling=self.loss_scaling))
             part.zero.end()
             losses.append(loss.detach())
         self.mesh.finish()
@@ -78,7 +78,7 @@ class Accumulation:
         """Return the arguments of each forward, with sums over all micro-batches where the program needs them."""
         (part,) = self.parts
         prepared = part.prepare(local_batch)
-        if needs_first_pass(self.programs[0]):
+        if any(cls.needs_first_pass for cls in classes_of(self.programs)):
             with part.first_pass():
                 self._forwards(prepared)
         return prepared

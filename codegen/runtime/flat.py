@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,6 @@ from .collectives import Work
 from .mesh import Axis, Mesh
 from .parameters import ZERO_AXES, Param, Slot, parse_placement
 from .precision import used_dtype
-
-if TYPE_CHECKING:
-    # Only programs that compress or offload have these beside them.
-    from .compressed import Compression
-    from .host_memory import HostMemory
 
 _ALIGNMENT = 8
 """Elements of which ranges are multiples: every rank's range starts at 16 bytes even in bf16 and fp16."""
@@ -67,8 +62,8 @@ def key_of(spec: Param, mesh: Mesh) -> Key:
     lies = {axis.name: spec.placements.get(axis.name, "R") for axis in mesh.axes if axis.size > 1}
     partial = [name for name, text in lies.items() if text == "Rp" and spec.requires_grad]
     zero = spec.zero if spec.requires_grad or spec.zero == 3 else 0
-    shared = partial if spec.requires_grad else [name for name, text in lies.items() if text in ("R", "Rp")]
-    zero_axes = tuple(name for name in shared if name in ZERO_AXES) if zero else ()
+    common = partial if spec.requires_grad else [name for name, text in lies.items() if text in ("R", "Rp")]
+    zero_axes = tuple(name for name in common if name in ZERO_AXES) if zero else ()
     return Key(
         stage=zero if zero_axes else 0,
         zero_axes=zero_axes,
@@ -93,10 +88,8 @@ class Bucket:
     """The flat buffers of some parameters of equal key.
 
     compute_dtype: of floats; None: their own. master_dtype: fp32, or fp64 for fp64 parameters. whole_gradient: that of
-    the whole line is kept, and reduced once per step (stages 0 and 1), rather than every micro-batch. host: where the
-    master lives if the optimizer is offloaded; the gradient then stays on the device, and is attached to the stored
-    parameters for the update only. attached: stored parameters with their gradients, or with what stands there. There
-    is compression where the master is in fp32; `flat` is rounded to it on a range's owner, the master not.
+    the whole line is kept, and reduced once per step (stages 0 and 1), rather than every micro-batch. attached: stored
+    parameters with their gradients, or with what stands there.
     """
 
     def __init__(
@@ -106,29 +99,17 @@ class Bucket:
         mesh: Mesh,
         compute_dtype: torch.dtype | None,
         whole_gradient: bool,
-        host: HostMemory | None = None,
-        compression: Compression | None = None,
     ) -> None:
         self.key = key
         self.mesh = mesh
         self.axis = mesh.joint(key.zero_axes) if key.stage else Axis("none")
         self.others = mesh.joint(key.others)
-        is_host_gathered = host is not None and host.holds_parameters and key.stage == 3
-        self.host = host if key.requires_grad or is_host_gathered else None
-        # Under stage 3 with a master on the host: what this rank sends in gathers, unless that comes from the host too.
-        self.resident: Tensor | None = None
-        self.is_gathered = key.stage < 3
         self.is_complete = False
-        self._work: Work | None = None
-        self._sent: Tensor | None = None
         self.compute_dtype = used_dtype(key.dtype, compute_dtype)
         self.master_dtype = torch.float32 if key.dtype.is_floating_point and key.dtype.itemsize < 4 else key.dtype
-        can_compress = compression is not None and self.axis.size > 1 and self.master_dtype == torch.float32
-        self.compression = compression if can_compress else None
         shapes = [slot.spec.local_shape(mesh) for slot in slots]
         self.numel = sum(math.prod(shape) for shape in shapes)
-        alignment = _ALIGNMENT if self.compression is None else self.compression.block_size
-        self.shard_numel = -(-self.numel // (self.axis.size * alignment)) * alignment
+        self.shard_numel = -(-self.numel // (self.axis.size * self.alignment)) * self.alignment
         self.offset = self.axis.rank * self.shard_numel
         self._allocate()
         self.entries = self._place(slots, shapes)
@@ -138,20 +119,18 @@ class Bucket:
         self._moved: set[int] = set()
         self._missing = len(self.entries)
 
+    @property
+    def alignment(self) -> int:
+        """Elements of which a rank's range is a multiple."""
+        return _ALIGNMENT
+
     def _allocate(self) -> None:
-        total, device = self.axis.size * self.shard_numel, self.mesh.device
-        make = torch.empty if self.key.stage == 3 else torch.zeros  # gathers fill it; untouched memory is not taken
-        self.flat = make(total, dtype=self.compute_dtype, device=device)
-        self._num_bytes = total * self.compute_dtype.itemsize
-        if self.host is not None:
-            self.master = self.host.zeros(self.shard_numel, self.master_dtype, "master")
-            if self.key.stage == 3 and not self.host.holds_parameters:
-                self.resident = torch.zeros(self.shard_numel, dtype=self.compute_dtype, device=device)
-        # Stages below 3 in full precision: the masters are this rank's range of the parameters themselves.
-        elif self.key.stage < 3 and self.compute_dtype == self.master_dtype and not self.compresses_gathers:
+        self.flat = torch.zeros(self.axis.size * self.shard_numel, dtype=self.compute_dtype, device=self.mesh.device)
+        # In full precision the masters are this rank's range of the parameters themselves.
+        if self.compute_dtype == self.master_dtype:
             self.master = self.flat.narrow(0, self.offset, self.shard_numel)
         else:
-            self.master = torch.zeros(self.shard_numel, dtype=self.master_dtype, device=device)
+            self.master = torch.zeros(self.shard_numel, dtype=self.master_dtype, device=self.mesh.device)
 
     def _place(self, slots: Sequence[Slot], shapes: Sequence[tuple[int, ...]]) -> tuple[Entry, ...]:
         entries, start = [], 0
@@ -168,7 +147,7 @@ class Bucket:
                 part = part.view(shape) if hi - lo == numel else part
                 stored = nn.Parameter(part, requires_grad=slot.spec.requires_grad)
             kinds = ((axis, parse_placement(slot.spec.placements.get(axis.name, "R"))[0]) for axis in self.mesh.axes)
-            shared = self.axis.size * math.prod(axis.size for axis, kind in kinds if kind == "S")
+            num_parts = self.axis.size * math.prod(axis.size for axis, kind in kinds if kind == "S")
             entries.append(
                 Entry(
                     slot=slot,
@@ -177,7 +156,7 @@ class Bucket:
                     numel=numel,
                     lo=lo,
                     hi=hi,
-                    replicas=self.mesh.world_size // shared,
+                    replicas=self.mesh.world_size // num_parts,
                     used=used,
                     stored=stored,
                 )
@@ -198,22 +177,18 @@ class Bucket:
             self.whole_gradient = self.gradient
         elif whole:
             self.whole_gradient = torch.zeros(len(self.flat), dtype=self.master_dtype, device=device)
-        if self.host is None:
-            self.attached = self.attach(self.gradient)
-        else:
-            line = torch.zeros(1, dtype=self.master_dtype).expand(self.shard_numel)
-            self.attached = [(stored, view.as_subclass(NotHere)) for stored, view in self.attach(line)]
-            self.attach(None)
+        self.attached = self._attached()
         if self.whole_gradient is not None:
             self._whole_views = self._views(self.whole_gradient)
 
-    def attach(self, gradient: Tensor | None) -> list[tuple[nn.Parameter, Tensor]]:
-        """Make views of this line (of this rank's range) the stored parameters' gradients; None: they have none."""
+    def _attached(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return self.attach(self.gradient)
+
+    def attach(self, gradient: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Make views of this line (of this rank's range) the stored parameters' gradients."""
         attached = []
         for entry in self.entries:
-            if entry.stored is not None and gradient is None:
-                entry.stored.grad = None
-            elif entry.stored is not None and gradient is not None:
+            if entry.stored is not None:
                 first = entry.start + entry.lo - self.offset
                 view = gradient.narrow(0, first, entry.hi - entry.lo).view_as(entry.stored)
                 entry.stored.grad = view
@@ -224,89 +199,30 @@ class Bucket:
         parts = torch.split(line[: self.numel], [entry.numel for entry in self.entries])
         return [part.view(entry.shape) for part, entry in zip(parts, self.entries, strict=True)]
 
-    @property
-    def compresses_gathers(self) -> bool:
-        """Whether what other ranks get of this rank's range, and so everyone's `flat`, is rounded."""
-        return self.compression is not None and self.compression.gather is not None
-
-    @property
-    def compresses_reductions(self) -> bool:
-        """Whether gradients are rounded before they are summed over the ZeRO axis."""
-        return self.compression is not None and self.compression.reduce is not None
-
-    # Gathering (stage 3) and publishing (stages 0 to 2) ---------------------------------------------------------------
-
-    def start_gather(self) -> None:
-        """Begin to fill `flat` with everyone's masters, unless it is full or being filled."""
-        if self.is_gathered or self._work is not None:
-            return
-        # Compressed parts arrive in another buffer. Resize only once: a second one would move a collective's target.
-        if not self.compresses_gathers:
-            self.flat.untyped_storage().resize_(self._num_bytes)
-        if self.host is not None and self.resident is None:
-            with self.host.bringing(self.master, self.compute_dtype) as sent:
-                self._work = self._gather(sent)
-            return
-        self._work = self._gather(self.master.to(self.compute_dtype) if self.resident is None else self.resident)
-
-    def _gather(self, part: Tensor) -> Work | None:
-        if self.compression is not None and self.compresses_gathers:
-            return self.compression.start_gather(self.flat, part, self.axis)
-        self._sent = part
-        return collectives.all_gather(self.flat, part, self.axis.group, async_op=True)
-
-    def finish_gather(self) -> None:
-        """Wait for the gather. `flat` may be read when this returns."""
-        self.start_gather()
-        if self._work is not None:
-            if self.compresses_gathers:
-                self.flat.untyped_storage().resize_(self._num_bytes)
-            self._work.wait()
-            self._work = self._sent = None
-            self.is_gathered = True
-
-    def release(self) -> None:
-        """Free `flat` (stage 3). Views stay valid for when it is filled again."""
-        if self.key.stage == 3:
-            if self._work is not None:
-                self.finish_gather()
-            self.is_gathered = False
-            self.flat.untyped_storage().resize_(0)
+    # Parameters -------------------------------------------------------------------------------------------------------
 
     @property
     def own_copy(self) -> Tensor | None:
         """This rank's range of `flat`, where it stays and the master is another tensor of the device."""
-        if self.key.stage == 3 or self.host is not None:
-            return None
         local = self.flat.narrow(0, self.offset, self.shard_numel)
         return None if local.data_ptr() == self.master.data_ptr() else local
 
     def start_publish(self, is_copied: bool = False) -> Work | None:
-        """Bring new masters to every `flat` (stages 0 to 2); the work to wait for, if any.
-
-        is_copied: `own_copy` has them already.
-        """
-        if self.key.stage == 3:
-            if self.host is not None and self.resident is not None:
-                self.host.copy_in(self.master, self.resident)
-            return None
+        """Bring new masters to every `flat`; the work to wait for, if any. is_copied: `own_copy` has them already."""
         local = self.flat.narrow(0, self.offset, self.shard_numel)
-        if self.host is not None:
-            self.host.copy_in(self.master, local)
-        elif not is_copied and local.data_ptr() != self.master.data_ptr():
+        if not is_copied and local.data_ptr() != self.master.data_ptr():
             local.copy_(self.master)
-        if self.axis.size == 1:
-            return None
-        if self.compression is not None and self.compresses_gathers:
-            return self.compression.start_publish(self.flat, local, self.axis)
-        return collectives.all_gather(self.flat, local, self.axis.group, async_op=True)
+        return None if self.axis.size == 1 else collectives.all_gather(self.flat, local, self.axis.group, async_op=True)
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
+    @property
+    def rounds_gradients(self) -> bool:
+        """Whether gradients are rounded before they are summed over the ZeRO axis."""
+        return False
+
     def start_reduce(self, target: Tensor, line: Tensor) -> Work | None:
         """Begin to sum everyone's `line` over the ZeRO axis, this rank's range of it into `target`."""
-        if self.compression is not None and self.compresses_reductions:
-            return self.compression.start_reduce(target, line, self.axis)
         return collectives.reduce_scatter(target, line, self.axis.group, async_op=True)
 
     def expect_gradients(self) -> None:

@@ -29,14 +29,16 @@ MOST_SKIPS = 10
 class Guard:
     """The guard of one rank's step against losses and gradients that are not finite.
 
-    buffers: those that a forward writes. scaling: of the loss in fp16, which then changes with every step.
+    buffers: those that a forward writes. loss_scaling: in fp16, which then changes with every step.
     num_skipped: steps without an update so far. loss: of the last step, read to the host; None where the guard is off.
     """
 
-    def __init__(self, non_finite: NonFinite, buffers: Sequence[Tensor], scaling: LossScaling | None = None) -> None:
+    def __init__(
+        self, non_finite: NonFinite, buffers: Sequence[Tensor], *, loss_scaling: LossScaling | None = None
+    ) -> None:
         if non_finite not in ("skip", "stop", "ignore"):
             raise ValueError(f"non_finite must be 'skip', 'stop' or 'ignore', got {non_finite!r}")
-        self.non_finite, self.scaling = non_finite, scaling
+        self.non_finite, self.loss_scaling = non_finite, loss_scaling
         self.num_skipped = 0
         self.loss: Tensor | None = None
         self._in_a_row = 0
@@ -47,7 +49,7 @@ class Guard:
     @property
     def is_on(self) -> bool:
         """Whether both numbers are read in every step."""
-        return self.non_finite != "ignore" or self.scaling is not None
+        return self.non_finite != "ignore" or self.loss_scaling is not None
 
     def before_forward(self) -> None:
         """Keep what the forward may write."""
@@ -66,10 +68,10 @@ class Guard:
         both = torch.stack([self._device_loss.double(), norm.double()]).cpu()
         self.loss = both[0].to(self._device_loss.dtype)
         loss, norm_value = both.tolist()
-        scale = 1.0 if self.scaling is None else self.scaling.value
+        scale = 1.0 if self.loss_scaling is None else self.loss_scaling.value
         has_overflowed = not math.isfinite(norm_value)
-        if self.scaling is not None:
-            self.scaling.update(has_overflowed)
+        if self.loss_scaling is not None:
+            self.loss_scaling.update(has_overflowed)
         is_ignored = self.non_finite == "ignore"
         if not has_overflowed and (is_ignored or math.isfinite(loss)):
             self._in_a_row = 0
@@ -81,7 +83,7 @@ class Guard:
             return False
         self._in_a_row += 1
         what = f"the loss is {loss} and the gradient norm {norm_value}"
-        what += f" with a loss scale of {scale:g}" if self.scaling is not None else ""
+        what += f" with a loss scale of {scale:g}" if self.loss_scaling is not None else ""
         if self.non_finite == "stop":
             raise FloatingPointError(f"{what}: nothing was updated, and training stops (non_finite='stop')")
         if self._in_a_row > MOST_SKIPS:

@@ -13,13 +13,16 @@ rounds as the host does.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .flat import Bucket
 from .host_memory import HostMemory
+
+if TYPE_CHECKING:
+    from .sharded_units import ShardedBucket
 
 
 class HostOptimizer:
@@ -32,10 +35,10 @@ class HostOptimizer:
     def __init__(self, host: HostMemory) -> None:
         self.host = host
 
-    def attach(self, optimizer: torch.optim.Optimizer, buckets: list[Bucket]) -> None:
-        """From now on step this optimizer, of the stored parameters of these buckets."""
+    def attach(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Any]) -> None:
+        """From now on step this optimizer, of the stored parameters of these buckets (`ShardedBucket`)."""
         self.optimizer = optimizer
-        self._buckets = [bucket for bucket in buckets if bucket.key.requires_grad]
+        self._buckets: list[ShardedBucket] = [bucket for bucket in buckets if bucket.key.requires_grad]
         is_torchs = type(optimizer).__module__.startswith("torch.optim")
         self._calls = [[bucket] for bucket in self._buckets] if is_torchs else [self._buckets]
         num_bytes = [sum(_num_bytes(bucket) for bucket in call) for call in self._calls]
@@ -49,7 +52,7 @@ class HostOptimizer:
         """One optimizer step from the buckets' gradients; the parameters of all ranks follow. Collective."""
         works = []
         for bucket in self._buckets:
-            bucket.attach(None)
+            bucket.detach()
         leaving = self._send(0) if self._calls else []
         for index, call in enumerate(self._calls):
             gradients = leaving
@@ -61,7 +64,7 @@ class HostOptimizer:
                 bucket.attach(line)
             self.optimizer.step()
             for bucket in call:
-                bucket.attach(None)
+                bucket.detach()
                 if self.host.is_mapped:
                     self._map_state(bucket)
                 works.append(bucket.start_publish())
@@ -78,7 +81,7 @@ class HostOptimizer:
             copies.append((part, self.host.copy_out(bucket.gradient, part)))
         return copies
 
-    def _map_state(self, bucket: Bucket) -> None:
+    def _map_state(self, bucket: ShardedBucket) -> None:
         """Move state that the optimizer has made (in its first step, or after a checkpoint was loaded) to files."""
         for entry in bucket.entries:
             state = self.optimizer.state.get(entry.stored, {}) if entry.stored is not None else {}
@@ -94,5 +97,5 @@ class HostOptimizer:
                     state[key] = part.copy_(value)
 
 
-def _num_bytes(bucket: Bucket) -> int:
+def _num_bytes(bucket: ShardedBucket) -> int:
     return math.prod(bucket.gradient.shape) * bucket.gradient.element_size()

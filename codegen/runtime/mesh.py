@@ -16,13 +16,9 @@ from torch import Tensor
 from . import collectives, reshard
 from .collectives import Group, Work
 from .heap import keep_freed_memory
-from .pipeline_ranks import tiled
 
 AXIS_NAMES = ("pp", "ddp", "dp", "cp", "ep", "ttp", "tp")
 """Axes that a program may name although its mesh lacks them; they then have one rank."""
-
-Shape = tuple[tuple[str, ...], tuple[int, ...]]
-"""Axis names and sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,44 +250,40 @@ class Mesh:
                 f"the program's mesh {shape} needs {needed} processes, but {running} run: start it with "
                 f"torchrun --nproc-per-node (times --nnodes) = {needed}, or plan for {running} devices"
             )
-        return cls.create_stage_mesh([(axes, sizes)], device)
+        mesh = cls.over(axes, sizes, device, timeout=timeout_of_all())
+        assert mesh is not None
+        return mesh
 
     @classmethod
-    def create_stage_mesh(
+    def over(
         cls,
-        shapes: Sequence[Shape],
-        device: torch.device | str = "cpu",
+        axes: tuple[str, ...],
+        sizes: tuple[int, ...],
+        device: torch.device | str,
         *,
-        first_ranks: Sequence[int] | None = None,
-        joints: Sequence[Collection[tuple[str, ...]]] = (),
-        timeout: timedelta | None = None,
-    ) -> Mesh:
-        """The one of several meshes that this process belongs to; each is over consecutive processes.
+        timeout: timedelta | None,
+        first_rank: int = 0,
+        joints: Collection[tuple[str, ...]] = (),
+    ) -> Mesh | None:
+        """The mesh over consecutive processes from first_rank on; None in a process outside of it.
 
-        shapes: axes and sizes of each. first_ranks: where each begins, if not where the last ends. joints: for each,
-        what `joint` may be asked for. timeout: of its collectives; that of the default process group if None. Every
-        process must call it with equal arguments, since torch wants all groups made by all. Raises ValueError if the
-        number of processes is another.
+        timeout: of its collectives. joints: what `joint` may be asked for. Every process must call it with equal
+        arguments, since torch wants all groups made by all.
         """
-        everyone, stage_mesh = _everyone(), None
-        timeout = timeout or _timeout_of_all()
-        counts = [math.prod(sizes) for _, sizes in shapes]
-        for index, ((axes, sizes), first) in enumerate(zip(shapes, tiled(counts, first_ranks), strict=True)):
-            device = _checked(axes, sizes, device)
-            if device.type == "cpu":
-                keep_freed_memory()
-            wanted = [axes, *((name,) for name in axes), *(joints[index] if joints else ())]
-            keys = dict.fromkeys(_sizable(axes, sizes, names) for names in wanted)
-            axis_of_names = {key: _axis_of(axes, sizes, key, first, everyone, timeout) for key in keys}
-            if first <= everyone.rank < first + counts[index]:
-                whole = axis_of_names[_sizable(axes, sizes, axes)]
-                world = Axis("world", whole.size, whole.rank, whole.group)
-                built = tuple(axis_of_names[name,] if (name,) in axis_of_names else Axis(name) for name in axes)
-                stage_mesh = cls(built, world, device, everyone=everyone, first_rank=first, timeout=timeout)
-                stage_mesh._joint.update({key: axis for key, axis in axis_of_names.items() if len(key) > 1})
-        if stage_mesh is None or sum(counts) != everyone.size:
-            raise ValueError(f"the meshes are over {sum(counts)} processes together, but {everyone.size} run")
-        return stage_mesh
+        device, everyone = _checked(axes, sizes, device), _everyone()
+        if device.type == "cpu":
+            keep_freed_memory()
+        wanted = [axes, *((name,) for name in axes), *joints]
+        keys = dict.fromkeys(_sizable(axes, sizes, names) for names in wanted)
+        axis_of_names = {key: _axis_of(axes, sizes, key, first_rank, everyone, timeout) for key in keys}
+        if not first_rank <= everyone.rank < first_rank + math.prod(sizes):
+            return None
+        whole = axis_of_names[_sizable(axes, sizes, axes)]
+        world = Axis("world", whole.size, whole.rank, whole.group)
+        built = tuple(axis_of_names[name,] if (name,) in axis_of_names else Axis(name) for name in axes)
+        mesh = cls(built, world, device, everyone=everyone, first_rank=first_rank, timeout=timeout)
+        mesh._joint.update({key: axis for key, axis in axis_of_names.items() if len(key) > 1})
+        return mesh
 
     def finish(self) -> None:
         """Wait for what was started with wait=False."""
@@ -380,7 +372,7 @@ def _everyone() -> Axis:
     return Axis("everyone")
 
 
-def _timeout_of_all() -> timedelta | None:
+def timeout_of_all() -> timedelta | None:
     """How long the default process group waits in a collective. Groups that are made of it would take torch's default,
     whatever it was made with."""
     if _everyone().size == 1:

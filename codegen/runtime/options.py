@@ -86,7 +86,7 @@ def check_rates(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_step(
-    num_micro_batches: int, precision: str, has_loss_scale: bool, max_grad_norm: float | None, seed: int
+    num_micro_batches: int, precision: str, max_grad_norm: float | None, seed: int, *, has_loss_scale: bool
 ) -> None:
     """Raises ValueError for options that no step can be made with."""
     if num_micro_batches < 1:
@@ -94,7 +94,7 @@ def check_step(
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
     if has_loss_scale != (precision == "fp16"):
-        wrong = "needs a loss_scale (LossScale())" if precision == "fp16" else "has no loss_scale, which is for 'fp16'"
+        wrong = "needs loss_scaling=LossScale()" if precision == "fp16" else "has no loss_scaling, which is for 'fp16'"
         raise ValueError(f"precision {precision!r} {wrong}")
     require("max_grad_norm", max_grad_norm)
     require("seed", seed)

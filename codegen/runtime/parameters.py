@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -57,6 +57,7 @@ class Param:
     def __init__(
         self,
         shape: tuple[int, ...],
+        *,
         zero: int = 0,
         aliases: tuple[str, ...] = (),
         dtype: str = "float32",
@@ -77,10 +78,9 @@ class Param:
         if zero and requires_grad and not any(kept.get(axis) == "Rp" for axis in ZERO_AXES):
             lies = ", ".join(f"{axis} has {kept.get(axis, 'R')}" for axis in ZERO_AXES)
             raise ValueError(f"ZeRO shards over an Rp axis only, {lies}")
-        about = (tensor_dtype, requires_grad, persistent, increment, padding, padded)
-        values = (tuple(shape), kept, zero, tuple(aliases), *about)
-        for name, value in zip(Param.__slots__, values, strict=True):
-            object.__setattr__(self, name, value)
+        _set(self, shape=tuple(shape), placements=kept, zero=zero, aliases=tuple(aliases), dtype=tensor_dtype)
+        _set(self, requires_grad=requires_grad)
+        _set(self, persistent=persistent, increment=increment, padding=padding, padded=padded)
 
     @property
     def padded_shape(self) -> tuple[int, ...]:
@@ -102,6 +102,12 @@ class Param:
                 raise ValueError(f"S({dim}/{sections}) over {axis}{size} does not divide shape {self.shape}")
             local[dim] //= size
         return tuple(local)
+
+
+def _set(param: Param, **values: Any) -> None:
+    """Set fields of a frozen dataclass."""
+    for name, value in values.items():
+        object.__setattr__(param, name, value)
 
 
 def parse_placement(text: str) -> tuple[str, int, int]:
@@ -134,8 +140,8 @@ def runs(dim: int, spec: Param, mesh: Mesh) -> list[tuple[int, int, int]]:
     for axis, _, sections in cuts:
         index = reshard.own_part(index, 0, sections, mesh.axis(axis))
     local = torch.arange(len(index), device="cpu")
-    _, padded, count = parse_placement(spec.padded)
-    if spec.padding and padded == dim:
+    if spec.padding and parse_placement(spec.padded)[1] == dim:
+        _, _, count = parse_placement(spec.padded)
         length = spec.shape[dim] // count
         section, place = index // (length + spec.padding), index % (length + spec.padding)
         local, index = local[place < length], (section * length + place)[place < length]
@@ -152,9 +158,10 @@ def declared(root: type[Module]) -> Iterator[tuple[str, Param, tuple[str, ...]]]
             yield f"{path}.{name}", spec, tuple(f"{path}.{alias}" for alias in spec.aliases)
 
 
-def needs_first_pass(root: type[Module]) -> bool:
-    """Whether a class of the program reads sums over all micro-batches, which a first pass has to find."""
-    return any(cls.needs_first_pass for cls in (root, *root.LAYERS))
+def classes_of(roots: Iterable[type[Module]]) -> Iterator[type[Module]]:
+    """Yield root classes, and the classes of their layers."""
+    for root in roots:
+        yield from (root, *root.LAYERS)
 
 
 def shard(tensor: Tensor, spec: Param | Mapping[str, str], mesh: Mesh) -> Tensor:
@@ -267,10 +274,8 @@ class Module(HoldingParts):
         for cls, paths in self.LAYERS.items():
             first = self.FIRST_LAYER.get(cls, 0)
             self._instances[cls] = tuple(self._add_layer(cls, p, index) for index, p in enumerate(paths, first))
-            modes = _one_each(self.RECOMPUTE.get(cls, ("none",) * len(paths)), cls, paths)
-            moves = _one_each(self.OFFLOAD.get(cls, (False,) * len(paths)), cls, paths)
-            for layer, mode, offloads in zip(self._instances[cls], modes, moves, strict=True):
-                layer.choose_memory(mode, offloads)
+        if self.RECOMPUTE or self.OFFLOAD:
+            self._choose_memory()
         for name, spec in self.BUFFERS.items():
             owner, attribute = self._place(name)
             value = torch.empty(spec.local_shape(mesh), dtype=spec.dtype, device=mesh.device)
@@ -306,6 +311,13 @@ class Module(HoldingParts):
         """Set what this layer recomputes and whether its saved activations move to the host."""
         if recompute != "none" or offload_activations:
             raise ValueError(f"{type(self).__name__} recomputes and offloads nothing: it is no MemorySaving")
+
+    def _choose_memory(self) -> None:
+        for cls, paths in self.LAYERS.items():
+            modes = _one_each(self.RECOMPUTE.get(cls, ("none",) * len(paths)), cls, paths)
+            moves = _one_each(self.OFFLOAD.get(cls, (False,) * len(paths)), cls, paths)
+            for layer, mode, offloads in zip(self._instances[cls], modes, moves, strict=True):
+                layer.choose_memory(mode, offloads)
 
     def layers_of(self, cls: type[Module], start: int = 0, stop: int | None = None) -> tuple[Module, ...]:
         """The layer instances of that class in order, or a run of them."""

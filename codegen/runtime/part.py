@@ -18,9 +18,7 @@ from .precision import compute_dtype
 from .zero import ZeroUnits
 
 if TYPE_CHECKING:
-    # Only programs that compress, offload or compute in fp16 have these beside them.
-    from .compressed import Compression
-    from .host_memory import HostMemory
+    # Only programs that offload or compute in fp16 have these beside them.
     from .loss_scale import LossScaling
     from .offload import Offload
 
@@ -73,30 +71,30 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class PartOptions:
-    """How the parts of a program compute and keep what they hold; None: not offloaded, not compressed, not scaled.
-    shared: this rank's parts of a program whose parameters and buffers these use in place of their own."""
+    """How the parts of a program compute and keep what they hold; None: not offloaded, not scaled.
 
+    units: allocates the parameters of a module, as `ZeroUnits` does.
+    """
+
+    units: Callable[..., ZeroUnits] = ZeroUnits
     precision: str = "fp32"
     num_micro_batches: int = 1
     offload: Offload | None = None
-    host: HostMemory | None = None
-    compression: Compression | None = None
     loss_scaling: LossScaling | None = None
-    shared: tuple[Part, ...] = ()
 
 
 class Part:
     """A root module with its parameters, gradients and share of the batch."""
 
-    def __init__(self, model: Module, options: PartOptions, tied: Tied | None = None) -> None:
+    def __init__(self, model: Module, options: PartOptions, *, tied: Tied | None = None) -> None:
         self.model = model
         self.mesh: Mesh = model.mesh
-        self.tied = tied or Tied()
+        self.tied = tied
         self.compute_dtype, self.num_micro_batches = compute_dtype(options.precision), options.num_micro_batches
         for module in model.units():
             module.offload = options.offload
-        settings = (self.compute_dtype, options.num_micro_batches, options.host, self.tied.aliases, options.compression)
-        self.zero = _adopted(model, options.shared) or ZeroUnits(model, self.mesh, *settings)
+        settings = self.mesh, self.compute_dtype, options.num_micro_batches
+        self.zero = options.units(model, *settings, alone=() if tied is None else tied.aliases)
         self._counters = [(value, spec.increment) for _, spec, value in model.buffer_slots() if spec.increment]
         # UpdatingModules, of whichever program's run time.
         self._updating: list[Any] = [module for module in model.units() if hasattr(module, "write_buffers")]
@@ -202,7 +200,7 @@ class Part:
     def trainable(self) -> list[Bucket]:
         """Buckets with gradients, without the copies of what an earlier stage counts."""
         buckets = [bucket for bucket in self.zero.buckets if bucket.key.requires_grad]
-        return [bucket for bucket in buckets if bucket.entries[0].slot.name not in self.tied.copies]
+        return [bucket for bucket in buckets if bucket.entries[0].slot.name not in self.copies]
 
     def load(self, source: Source) -> None:
         """Load values as `Step.load` does, without sending them to other ranks."""
@@ -238,14 +236,16 @@ class Part:
 
     def describe(self, what: What) -> list[Whole]:
         """Return names, shapes and dtypes of the tensors of `read`, without communication."""
-        wholes = []
+        described = []
         for bucket in self._read_buckets(what):
             for entry in bucket.entries:
                 slot = entry.slot
                 names = (slot.name,) if what == "gradients" else self.names(slot)
-                wholes.append(Whole(names, slot.spec.shape, bucket.master_dtype))
-        wholes += [Whole((name, *spec.aliases), spec.shape, spec.dtype) for name, spec, _ in self._read_buffers(what)]
-        return wholes
+                described.append(Whole(names, slot.spec.shape, bucket.master_dtype))
+        described += [
+            Whole((name, *spec.aliases), spec.shape, spec.dtype) for name, spec, _ in self._read_buffers(what)
+        ]
+        return described
 
     def read(self, what: What) -> Iterator[Tensor]:
         """Whole tensors, one at a time (they may be views of what training changes). Collective over the mesh."""
@@ -273,22 +273,17 @@ class Part:
         if what == "gradients":
             return self.trainable()
         buckets = self.zero.buckets
-        return [bucket for bucket in buckets if bucket.entries[0].slot.name not in self.tied.copies]
+        return [bucket for bucket in buckets if bucket.entries[0].slot.name not in self.copies]
 
     def names(self, slot: Slot) -> tuple[str, ...]:
         """All names of a parameter, its own first."""
-        return tuple(dict.fromkeys((slot.name, *slot.aliases, *self.tied.aliases.get(slot.name, ()))))
+        tied_names = () if self.tied is None else self.tied.aliases.get(slot.name, ())
+        return tuple(dict.fromkeys((slot.name, *slot.aliases, *tied_names)))
 
-
-def _adopted(model: Module, shared: tuple[Part, ...]) -> ZeroUnits | None:
-    """The parameters of the part of another program that has this model's, now this one's too, with its buffers."""
-    if not shared:
-        return None
-    names = {slot.name for slot in model.slots()}
-    sharing = min(shared, key=lambda part: len(names ^ {slot.name for slot in part.model.slots()}))
-    sharing.zero.adopt(model)
-    model.share_buffers({name: value for name, _, value in sharing.model.buffer_slots()})
-    return sharing.zero
+    @property
+    def copies(self) -> frozenset[str]:
+        """Names of what an earlier stage has too, and counts."""
+        return frozenset() if self.tied is None else self.tied.copies
 
 
 class _Counts(list[Tensor]):
@@ -315,12 +310,12 @@ def mean_loss(losses: list[Tensor]) -> Tensor:
     return _full(losses[0]) if len(losses) == 1 else torch.stack([_full(loss) for loss in losses]).mean()
 
 
-def loss_gradient(loss: Tensor, num_micro_batches: int, scaling: LossScaling | None) -> Tensor:
+def loss_gradient(loss: Tensor, num_micro_batches: int, *, loss_scaling: LossScaling | None = None) -> Tensor:
     """Return the gradient of a micro-batch's loss: its share of the mean, times the loss scale if there is one.
 
     inf where the loss is in fp16 itself and its range ends, as the scale's rule has it: that step has overflowed.
     """
-    share = (1.0 if scaling is None else scaling.value) / num_micro_batches
+    share = (1.0 if loss_scaling is None else loss_scaling.value) / num_micro_batches
     wide = torch.promote_types(loss.dtype, torch.float32)
     return torch.full_like(loss, share, dtype=wide).to(loss.dtype)
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from .actions import Link
 from .flat import key_of
-from .mesh import Mesh, Shape
+from .mesh import Mesh
 from .parameters import Mode, Module, Param, declared
 from .part import Tied
-from .pipeline_ranks import tiled
+from .pipeline_ranks import Shape, create_stage_mesh, tiled
 from .transfer import Edge, StageMesh, plan_slices
 
 
@@ -132,7 +132,7 @@ class Pipeline:
         shapes = [(stage_mesh.axes, stage_mesh.sizes) for stage_mesh in self.stage_meshes]
         firsts = [stage_mesh.first_rank for stage_mesh in self.stage_meshes]
         ordered = [sorted(joint) for joint in joints]
-        return Mesh.create_stage_mesh(shapes, device, first_ranks=firsts, joints=ordered, timeout=timeout)
+        return create_stage_mesh(shapes, device, first_ranks=firsts, joints=ordered, timeout=timeout)
 
     def _specs_at(self, pipeline_rank: int) -> Iterator[Param]:
         for stage in self.stages:

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from . import collectives
 from .actions import Action, Lines, check_lines, digest, forward_only, parse_lines
 from .mesh import Mesh
-from .parameters import Module, needs_first_pass
+from .parameters import Module, classes_of
 from .part import Batches, Part, PartOptions, What, loss_gradient, mean_loss
 from .pipeline import Pipeline
 from .rng_state import RngState
@@ -103,7 +103,7 @@ class PipelineExecutor:
             raise ValueError("the schedule defers weight gradients: PipelineExecutor needs deferred=DeferredGradients")
         self._is_double = False
         self._agree(schedule)
-        self._loss_scaling = options.loss_scaling
+        self.loss_scaling = options.loss_scaling
         self._edges = pipeline.edges()
         self._stages = {
             number: self._make_stage(number, options, deferred)
@@ -134,7 +134,7 @@ class PipelineExecutor:
         self, number: int, options: PartOptions, deferred: Callable[[], DeferredGradients] | None
     ) -> _StageRun:
         model = self.programs[number](self.mesh, self.rng)
-        part = Part(model, options, self.pipeline.tied_in(number))
+        part = Part(model, options, tied=self.pipeline.tied_in(number))
         queue = None if deferred is None else deferred()
         if queue is not None:
             queue.attach(model)
@@ -213,7 +213,7 @@ class PipelineExecutor:
         for stage in self._stages.values():
             stage.in_flight.clear()
             stage.batches = stage.part.prepare(local_batch)
-        if any(map(needs_first_pass, self.programs)):
+        if any(cls.needs_first_pass for cls in classes_of(self.programs)):
             with ExitStack() as stack:
                 for part in self.parts:
                     stack.enter_context(part.first_pass())
@@ -266,7 +266,7 @@ class PipelineExecutor:
                 name: _Output(
                     get_gradient_edge(x),
                     x.dtype,
-                    loss_gradient(x, self.num_micro_batches, self._loss_scaling) if is_last else None,
+                    loss_gradient(x, self.num_micro_batches, loss_scaling=self.loss_scaling) if is_last else None,
                 )
                 for name, x in named.items()
                 if x.requires_grad

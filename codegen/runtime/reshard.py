@@ -19,7 +19,6 @@ Legend of the shapes below: n ranks of the axis; a dim of k equal sections, each
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -114,29 +113,23 @@ def scatter(x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
     return axis.scatter_sum(split_parts(x, dim, sections, axis.size))
 
 
-def _start_sum(axis: Exchange, x: Tensor) -> Arrival:
-    return axis.start_sum(x)
-
-
-def _start_scatter(dim: int, sections: int, axis: Exchange, x: Tensor) -> Arrival:
-    return axis.start_scatter_sum(split_parts(x, dim, sections, axis.size))
-
-
 def begin_backward(node: Any, grad: Tensor) -> None:
     """Start the sum over ranks that the backward of `node`, a `grad_fn`, makes of `grad`; nothing for other nodes.
 
     That backward takes the sum if it gets this very tensor. If others read the node's result too, it gets their total
     instead, and sums again.
     """
-    start = getattr(node, "start", None)
-    if start is not None:
-        node.begun = grad, start(grad)
+    if not hasattr(node, "begun"):
+        return
+    if hasattr(node, "axis"):
+        node.begun = grad, node.axis.start_sum(grad)
+    else:
+        dim, sections, axis = node.place
+        node.begun = grad, axis.start_scatter_sum(split_parts(grad, dim, sections, axis.size))
 
 
 def _finished(ctx: Any, grad: Tensor) -> Tensor | None:
     """Return the result of the collective that `begin_backward` started for `grad`."""
-    if ctx.begun is None:
-        return None
     (expected, arrival), ctx.begun = ctx.begun, None
     result: Tensor = arrival.wait()
     return result if expected is grad else None
@@ -147,14 +140,15 @@ class ForUse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Exchange) -> Tensor:
-        ctx.axis, ctx.start, ctx.begun = axis, partial(_start_sum, axis), None
+        ctx.axis, ctx.begun = axis, None
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        begun_sum = _finished(ctx, grad)
-        return ctx.axis.sum_over(grad) if begun_sum is None else begun_sum, None
+        if ctx.begun is not None and (begun_sum := _finished(ctx, grad)) is not None:
+            return begun_sum, None
+        return ctx.axis.sum_over(grad), None
 
 
 class AllReduce(torch.autograd.Function):
@@ -183,14 +177,14 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, sections: int, axis: Exchange) -> Tensor:
         ctx.place, ctx.begun = (dim, sections, axis), None
-        ctx.start = partial(_start_scatter, dim, sections, axis)
         return gather(x, dim, sections, axis)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        begun_sum = _finished(ctx, grad)
-        return scatter(grad, *ctx.place) if begun_sum is None else begun_sum, None, None, None
+        if ctx.begun is not None and (begun_sum := _finished(ctx, grad)) is not None:
+            return begun_sum, None, None, None
+        return scatter(grad, *ctx.place), None, None, None
 
 
 class AllGatherFull(torch.autograd.Function):

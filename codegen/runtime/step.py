@@ -24,15 +24,16 @@ from .precision import Precision
 from .rng_state import RngState
 from .step_state import StepState
 from .update import Update, parameters_of_programs, rank_optimizer
+from .zero import ZeroUnits
 
 if TYPE_CHECKING:
     # Each is beside those programs only that use it.
     from .compiled_layers import CompiledLayers
-    from .compressed import Compression
     from .fused_update import FusedUpdate
     from .host_optimizer import HostOptimizer
     from .loss_scale import LossScale, LossScaling
     from .offload import Offload
+    from .sharing import Programs, Shared
     from .step_protocols import FirstCheck, Trial
     from .whole_updates import WholeUpdates
 
@@ -52,22 +53,21 @@ class Step(StepState):
     parameters in its own order, where that matters to the factory; by default as the program has them. trial: finds out
     what the update of an optimizer needs and what its checkpoints would lack; not needed for AdamW, Adam and SGD.
     Raises OptimizerError for a factory that cannot be honoured.
-    precision: "bf16" and "fp16" compute in that with fp32 masters and fp32 gradient reduction. loss_scale: how the loss
-    is scaled in fp16, which needs it. max_grad_norm: clips by the global norm of unscaled gradients (inf: only computes
-    it). All ranks must make the same calls.
+    precision: "bf16" and "fp16" compute in that with fp32 masters and fp32 gradient reduction. loss_scaling: how the
+    loss is scaled in fp16, which needs it. max_grad_norm: clips by the global norm of unscaled gradients (inf: only
+    computes it). All ranks must make the same calls.
     offload: moves the saved activations of layers that say so; its `traffic` counts the bytes of a step.
+    units: allocates the parameters of a module: `ZeroUnits`, or `ShardedUnits` under ZeRO-3, and with a host or a
+    compression.
     offload_optimizer: keeps the optimizer's state and the masters in host memory or files, and updates there.
-    compression: ZeRO's gathers of parameters and sums of gradients move blocks of 8-bit codes, which is lossy
-    (`compressed.py` has the bounds). Masters, checkpoints, other collectives and what `gradients` and `full_state_dict`
-    gather stay exact.
     compiled: compiles what layers compute between collectives. kernels: where they can run, the gradient's norm is one
     launch, and so is the update of a `FusedAdamW` on the device, clipping included: gradients then stay as they are.
     non_finite: what becomes of a step whose loss or gradient norm is inf or nan (`guard.py`): "skip" it, "stop", or
     "ignore" that. The others read both numbers once per step, before the update, and return the loss on the host. In
-    fp16 that is read in any case, and a step whose scaled gradients overflow is skipped without counting as one of
-    these: a loss that is not finite, and gradients that are not at a scale of 1 or below, do.
-    shared: a step of the same plan for batches of other shapes, whose parameters, buffers, optimizer and position this
-    one uses; what it then does for that one's `take_also` is run batches of its own shapes.
+    fp16 that is read in any case, and a step whose scaled gradients overflow is skipped without counting as one. A loss
+    that is not finite counts, and so do gradients that are not finite at a scale of 1 or below.
+    shared: of a step of the same plan for batches of other shapes, whose parameters, buffers, optimizer and position
+    this one uses; that one's `take_also` then lets it run batches of its own shapes.
     """
 
     def __init__(
@@ -81,66 +81,78 @@ class Step(StepState):
         trial: Trial | None = None,
         num_micro_batches: int = 1,
         precision: Precision = "fp32",
-        loss_scale: LossScale | None = None,
+        loss_scaling: LossScale | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
+        units: Callable[..., ZeroUnits] = ZeroUnits,
         offload: Offload | None = None,
         offload_optimizer: HostOptimizer | None = None,
-        compression: Compression | None = None,
         compiled: CompiledLayers | None = None,
         kernels: FusedUpdate | None = None,
         non_finite: NonFinite = "skip",
-        shared: Step | None = None,
+        shared: Shared | None = None,
     ) -> None:
-        check_step(num_micro_batches, precision, loss_scale is not None, max_grad_norm, seed)
+        check_step(num_micro_batches, precision, max_grad_norm, seed, has_loss_scale=loss_scaling is not None)
         self.mesh, self.num_micro_batches = mesh, num_micro_batches
         self.precision, self.max_grad_norm = precision, max_grad_norm
         self.rng: RngState = RngState(seed=seed) if shared is None else shared.rng
         self.offload, self.host_optimizer = offload, offload_optimizer
-        host = None if offload_optimizer is None else offload_optimizer.host
-        self.loss_scaling = _scaling(loss_scale, shared)
+        begun_scaling = None if loss_scaling is None else loss_scaling.begin()
+        self.loss_scaling: LossScaling | None = begun_scaling if shared is None else shared.loss_scaling
         options = PartOptions(
+            units=units if shared is None else shared.units,
             precision=precision,
             num_micro_batches=num_micro_batches,
             offload=offload,
-            host=host,
-            compression=compression,
             loss_scaling=self.loss_scaling,
-            shared=() if shared is None else shared.parts,
         )
         self._executor = executor(program, mesh, self.rng, options)
         self._compiled, programs, models = compiled, self._executor.programs, [part.model for part in self.parts]
         self._batch = BatchCheck(programs, models, mesh, num_micro_batches)
         if compiled is not None:
             compiled.attach(models)
-        self._running_steps = [self]  # in the order in which they are asked whether they take a batch
         self.first_check: FirstCheck | None = None
         # Called before a batch with whether it is trained, and with None before values are read.
-        self.state_check: Callable[[bool | None], object] = bool
-        self.after_forward: Callable[[bool], object] = bool  # the same, after a batch
+        self.state_check: Callable[[bool | None], object] | None = None
+        self.after_forward: Callable[[bool], object] | None = None  # the same, after a batch
         if shared is not None:
             self.optimizer: torch.optim.Optimizer = shared.optimizer
             return
-        self._trial, self._made_with = trial, (optimizer_factory, parameters or tuple(parameters_of_programs(programs)))
-        self._begin(kernels, non_finite)
+        self._trial = trial
+        self._made_with: tuple[Factory, Sequence[GlobalParameter]] = (
+            optimizer_factory,
+            parameters or tuple(parameters_of_programs(programs)),
+        )
+        self._begin(non_finite, kernels=kernels)
 
-    def _begin(self, kernels: FusedUpdate | None, non_finite: NonFinite) -> None:
+    def _begin(self, non_finite: NonFinite, *, kernels: FusedUpdate | None) -> None:
         """Make the optimizer and the update. The run begins at its first step."""
-        self.wholes = self._wholes()
+        self.wholes = None if self._trial is None else self._whole_updates()
         host = self.host_optimizer
         device = self.mesh.device if host is None else "cpu"
-        self.optimizer = rank_optimizer(*self._made_with, self.parts, device, self.wholes)
+        self.optimizer = rank_optimizer(*self._made_with, self.parts, device, wholes=self.wholes)
         self.settings = settings_of(self.optimizer)
         self._require_known()
         if host is not None:
             host.attach(self.optimizer, self.buckets)
-        updaters = (self.optimizer, host, self.wholes)
-        self._update = Update(self.parts, self.mesh, *updaters, max_grad_norm=self.max_grad_norm, kernels=kernels)
-        self._by_hand = ByHand(self.parts, self.optimizer, self.wholes)
+        self._update = Update(
+            self.parts,
+            self.mesh,
+            self.optimizer,
+            max_grad_norm=self.max_grad_norm,
+            host=host,
+            wholes=self.wholes,
+            kernels=kernels,
+        )
+        self._by_hand = ByHand(self.parts, self.optimizer, wholes=self.wholes)
         self.num_samples, self._num_rows = 0, 0
-        self.guard = Guard(non_finite, [v for part in self.parts for v in part.written_buffers()], self.loss_scaling)
+        written = [value for part in self.parts for value in part.written_buffers()]
+        self.guard = Guard(non_finite, written, loss_scaling=self.loss_scaling)
         self.grad_norm: Tensor | None = None
         """Global norm of the last step's unscaled gradients before clipping (0-dim), where something needs it."""
+
+    _programs: Programs | None = None
+    """All programs that the step runs, where there are several."""
 
     def __setattr__(self, name: str, value: object) -> None:
         """Raises AttributeError for what the step was made with: a new optimizer, say, would be ignored."""
@@ -150,18 +162,20 @@ class Step(StepState):
         super().__setattr__(name, value)
 
     def take_also(self, other: Step, source: Source) -> None:
-        """Train and evaluate batches of the shapes of `other` too, a step that was made with shared=this one.
+        """Train and evaluate batches of the shapes of `other` too, a step that was made with shared=Shared(this one).
 
         source: as in `load`, for buffers whose shapes are those of its batches.
         """
-        for part, theirs in zip(self.parts, other.parts, strict=True):
-            theirs.load_buffers(source, {id(value) for _, _, value in part.model.buffer_slots()})
-        self._running_steps.append(other)
+        from .sharing import Programs  # which most programs do without
+
+        self._programs = self._programs or Programs(self)
+        self._programs.add(other, source)
 
     def run_instead(self, current: Step, other: Step, source: Source) -> None:
-        """Run `other`, a step as `take_also` takes them, in the place of `own`: this one, or one that it took."""
+        """Run `other`, a step as `take_also` takes them, in the place of `current`: this one, or one that it took."""
         self.take_also(other, source)
-        self._running_steps[self._running_steps.index(current)] = self._running_steps.pop()
+        assert self._programs is not None
+        self._programs.replace(current)
 
     def train_also(self) -> None:
         """Let the optimizer update parameters that the parts got since it was made, as its factory has them."""
@@ -196,14 +210,13 @@ class Step(StepState):
     def takes(self, batch: Mapping[str, Any]) -> bool:
         """Whether a whole global batch has shapes that this step, or one that it was given, was made for."""
         flat = self._batch.flat(batch)
-        return any(running._batch.takes(flat, is_local=False) for running in self._running_steps)
+        return self._batch.takes(flat, is_local=False) if self._programs is None else self._programs.take(flat)
 
     def _taking(self, batch: Mapping[str, Any], is_local: bool) -> Step:
         """Return the step whose program takes the batch, or this one, whose check then says what is wrong."""
-        first, *others = self._running_steps
-        return next((s for s in (first, *others) if not others or s._batch.takes(batch, is_local)), first)
+        return self if self._programs is None else self._programs.of(batch, is_local)
 
-    def _wholes(self) -> WholeUpdates | None:
+    def _whole_updates(self) -> WholeUpdates | None:
         """Return the updates of whole parameters, if any. Raises where ranks cannot update their own parts."""
         if self._trial is None or self.mesh.everyone.size == 1:
             return None
@@ -250,16 +263,19 @@ class Step(StepState):
 
         Raises BatchError for a batch that the program was not made for, or that differs between ranks that share it.
         """
-        self.state_check(True)
+        if self.state_check is not None:
+            self.state_check(True)
         self._by_hand.before_forward()
-        local_batch = self._completed(local_batch)
+        if self._programs is not None:
+            local_batch = self._programs.completed(local_batch)
         taking = self._taking(local_batch, is_local=True)
         taking._batch.local(local_batch, self.rng.step)
-        check, self.first_check = self.first_check, None
-        compare = None if check is None else check(local_batch)
-        for memory in (taking.offload, None if self.host_optimizer is None else self.host_optimizer.host):
-            if memory is not None:
-                memory.traffic.reset()
+        first_check, self.first_check = self.first_check, None
+        comparison = None if first_check is None else first_check(local_batch)
+        if taking.offload is not None:
+            taking.offload.traffic.reset()
+        if self.host_optimizer is not None:
+            self.host_optimizer.host.traffic.reset()
         self.guard.before_forward()
         self.rng.micro_batch_rows = 0
         with taking._running(is_training=True):
@@ -268,12 +284,13 @@ class Step(StepState):
             self.loss_scaling.unscale([bucket.gradient for bucket in self.buckets if bucket.key.requires_grad])
         for part in taking.parts:
             part.write_buffers()
-        self.after_forward(True)
+        if self.after_forward is not None:
+            self.after_forward(True)
         self._num_rows = taking.num_micro_batches * self.rng.micro_batch_rows
         self.guard.after_backward(loss)
         self._by_hand.after_backward()
-        if compare is not None:
-            compare(float(loss))
+        if comparison is not None:
+            comparison(float(loss))
         return loss
 
     def update(self) -> None:
@@ -339,8 +356,10 @@ class Step(StepState):
         model's logits of the whole batch in its order) on every rank. No state changes.
         Raises RuntimeError for a program that has no evaluation mode or no logits.
         """
-        self.state_check(False)
-        local_batch = self._completed(local_batch)
+        if self.state_check is not None:
+            self.state_check(False)
+        if self._programs is not None:
+            local_batch = self._programs.completed(local_batch)
         taking = self._taking(local_batch, is_local=True)
         require_evaluation(taking._executor, logits)
         taking._batch.local(local_batch, self.rng.step)
@@ -352,7 +371,8 @@ class Step(StepState):
                 result = evaluate_with_logits(taking._executor, local_batch, self.mesh)
             else:
                 result = taking._executor.evaluate(local_batch)
-        self.after_forward(False)
+        if self.after_forward is not None:
+            self.after_forward(False)
         return result
 
     def _running(self, is_training: bool) -> AbstractContextManager[None]:
@@ -373,28 +393,12 @@ class Step(StepState):
         taking = self._taking(flat, is_local=False)
         taking._batch.whole(flat, self.rng.step)
         local: dict[str, Tensor] = taking._part_of(flat)
-        unread = {name: flat[name] for name in taking._batch.unused if isinstance(flat.get(name), Tensor)}
-        if unread or taking._batch.guards:
+        if taking._batch.unused or taking._batch.guards:
+            unread = {name: flat[name] for name in taking._batch.unused if isinstance(flat.get(name), Tensor)}
             local = LocalBatch(local, unread, flat)
         if self.first_check is not None:
             self.first_check.note_part(local, flat, lambda: taking._part_of(self._batch.flat(batch)))
         return local
 
-    def _completed(self, local_batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the batch with the inputs that a program reads only since the batch was made."""
-        if not isinstance(local_batch, LocalBatch):
-            return local_batch
-        parts = [part for running in self._running_steps for part in running.parts]
-        computed = {name: value for part in parts for name, value in part.local_batch(local_batch.unread).items()}
-        whole = LocalBatch({**computed, **local_batch}, local_batch.unread, local_batch.whole)
-        return whole if computed else local_batch
-
     def _part_of(self, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for part in self.parts for name, value in part.local_batch(flat).items()}
-
-
-def _scaling(rule: LossScale | None, shared: Step | None) -> LossScaling | None:
-    """Return the loss scaling of a step, or of the step whose parameters it shares."""
-    if shared is not None:
-        return shared.loss_scaling
-    return None if rule is None else rule.begin()

@@ -29,7 +29,7 @@ class StepState:
     rng: RngState
     wholes: WholeUpdates | None
     _executor: Executor
-    state_check: Callable[[bool | None], object]
+    state_check: Callable[[bool | None], object] | None
     _num_loads = 0
     loaded_states: frozenset[str] = frozenset()
     """The parameters that the checkpoint loaded last has optimizer state of."""
@@ -118,7 +118,8 @@ class StepState:
         Collective: every rank must exhaust it. rank0_only: other ranks get none. all_written: with buffers that a step
         changes and no state dict has.
         """
-        self.state_check(None)
+        if self.state_check is not None:
+            self.state_check(None)
         what: What = "all" if all_written else "state"
         with reading(self._executor, what, self.rng.step):
             for names, whole in self._executor.read(what, rank0_only):

@@ -34,9 +34,9 @@ class Update:
         parts: Sequence[Part],
         mesh: Mesh,
         optimizer: torch.optim.Optimizer,
+        *,
         host: HostOptimizer | None,
         wholes: WholeUpdates | None,
-        *,
         max_grad_norm: float | None,
         kernels: FusedUpdate | None,
     ) -> None:
@@ -86,9 +86,9 @@ class Update:
     def apply(self, grad_norm: Tensor | None) -> None:
         """Clip by the norm, which is known where there is a `max_grad_norm`, and update."""
         clip_factor = None if self.max_grad_norm is None else _clip_factor(self.max_grad_norm, grad_norm)
-        fused = None if self.kernels is None else self.kernels.optimizer
-        if fused is not None:
-            fused.clip_factor = clip_factor
+        fused_optimizer = None if self.kernels is None else self.kernels.optimizer
+        if fused_optimizer is not None:
+            fused_optimizer.clip_factor = clip_factor
         elif clip_factor is not None:
             for bucket in buckets_of(self.parts):
                 if bucket.key.requires_grad:
@@ -102,7 +102,7 @@ class Update:
         if self.wholes is not None:
             self.wholes.send_back()
         for part in self.parts:
-            part.zero.publish(fused is not None)
+            part.zero.publish(is_copied=fused_optimizer is not None)
 
 
 def _clip_factor(max_norm: float, grad_norm: Tensor | None) -> Tensor | None:
@@ -137,6 +137,7 @@ def rank_optimizer(
     parameters: Sequence[GlobalParameter],
     parts: Sequence[Part],
     device: torch.device | str,
+    *,
     wholes: WholeUpdates | None = None,
 ) -> torch.optim.Optimizer:
     """The factory's optimizer with this rank's tensors in their places; of tied stages' copies all."""

@@ -8,7 +8,9 @@ import gc
 import re
 from collections.abc import Iterator, Mapping
 
+from codegen.saved_folder.absent_features import folded
 from codegen.saved_folder.reachability import Definition, Module, Path, Reached, is_for_types, module_of, reached
+from codegen.saved_folder.wording import tidied
 from codegen.source.columns import COLUMNS
 
 _HEADING = re.compile(r"\s*# ?.*-{8,}$")
@@ -23,12 +25,19 @@ def pruned(sources: Mapping[str, str], modules: Mapping[str, str]) -> dict[str, 
     sources: generated Python files by name, which stay whole. modules: text by file name ("runtime/step.py").
     """
     with _paused_collector():
-        program = {_path(name): module_of(text, _path(name)[:-1]) for name, text in sources.items()}
-        runtime = {_path(name): module_of(text, _path(name)[:-1]) for name, text in modules.items()}
-        kept = reached(program, runtime, KEPT)
-        texts = {name: _without(path, runtime[path], kept) for name in modules if (path := _path(name)) in kept.modules}
+        present = _reached(sources, modules)
+        # What a feature that the program lacks would need is reached no more once its branches are gone.
+        texts = {name: tidied(text) for name, text in _reached(sources, folded(sources, present)).items()}
     packages = {f"{name.partition('/')[0]}/__init__.py" for name in texts}
     return dict(sorted((texts | {name: modules[name] for name in packages}).items()))
+
+
+def _reached(sources: Mapping[str, str], modules: Mapping[str, str]) -> dict[str, str]:
+    """Return the modules with only what the sources lead to."""
+    program = {_path(name): module_of(text, _path(name)[:-1]) for name, text in sources.items()}
+    runtime = {_path(name): module_of(text, _path(name)[:-1]) for name, text in modules.items()}
+    kept = reached(program, runtime, KEPT)
+    return {name: _without(path, runtime[path], kept) for name in modules if (path := _path(name)) in kept.modules}
 
 
 @contextlib.contextmanager

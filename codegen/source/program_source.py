@@ -105,19 +105,23 @@ class _Parts:
 
     def _features(self, program: Program | PipelineProgram) -> None:
         """Return the features of a plan beyond a plain step."""
-        home, one = self.any.offload_optimizer, self.any
+        home, one, units = self.any.offload_optimizer, self.any, list[str]()
         if home:
             self.add("runtime.host_memory", "HostMemory")
             self.add("runtime.host_optimizer", "HostOptimizer")
             holds = ", holds_parameters=True" if one.offload_parameters else ""
             self.before.append(f"host = HostMemory({quoted(home)}, mesh.device{holds})")
             self.arguments.append("offload_optimizer=HostOptimizer(host)")
+            units.append("host=host")
         if any(stage.offload for stage in program.programs):
             self.add("runtime.offload", "Offload")
             self.arguments.append(f"offload=Offload(mesh.device{', host.traffic' if home else ''})")
         if one.compression:
             self.add("runtime.compressed", "Compression")
-            self.arguments.append(f"compression=Compression({json.dumps(dict(one.compression))})")
+            units.append(f"compression=Compression({json.dumps(dict(one.compression))})")
+        if units or any(stage.gathers_parameters for stage in program.programs):
+            self.add("runtime.sharded_units", "ShardedUnits")
+            self.arguments.append(f"units=partial(ShardedUnits, {', '.join(units)})" if units else "units=ShardedUnits")
         if one.backend == "inductor":
             self.add("runtime.compiled_layers", "CompiledLayers")
             self.arguments.append("compiled=CompiledLayers(mesh.device)")
@@ -129,7 +133,8 @@ class _Parts:
             self.arguments.append("kernels=FusedUpdate()")
         if one.precision == "fp16":
             self.add("runtime.loss_scale", "LossScale")
-            self.before.append('options.setdefault("loss_scale", LossScale())')
+            self.before.append('loss_scaling = options.pop("loss_scaling", None) or LossScale()')
+            self.arguments.append("loss_scaling=loss_scaling")
         if one.fp8:
             self.add("runtime", "fp8")
             self.before.insert(0, "fp8.require(mesh.device)")

@@ -69,7 +69,7 @@ class Setting:
 
     def without_overlap(self) -> Setting:
         """The same where no sum runs beside weight gradients."""
-        pricer = replace(self.pricer, overlap_share=0.0)
+        pricer = replace(self.pricer, rates=replace(self.pricer.rates, overlap_share=0.0))
         search_space = build_search_space(self.graph, self.operators, pricer, request_for("llama").constraints)
         return Setting(self.graph, self.operators, pricer, search_space)
 
@@ -127,6 +127,6 @@ def shared_reshard_seconds(it: Setting, assignment: Assignment) -> float:
             elif scope.name == run.layer.name:
                 uses += [(run.layer.outputs[output], formal[position]) for position, output in run.carried]
         for (ref, target), count in Counter(uses).items():
-            seconds = it.pricer.reshard_seconds(place.where(scope, ref), target, scope.metas[ref])
+            seconds = it.pricer.rates.reshard_seconds(place.where(scope, ref), target, scope.metas[ref])
             total += (count - 1) * seconds * scope.count * it.pricer.training.num_micro_batches
     return total

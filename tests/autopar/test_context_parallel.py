@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,14 +243,19 @@ def test_buffers_that_a_call_writes_to_stay_whole() -> None:
     assert statistics and all(placement.is_replicated for buffer in statistics for placement in buffer.placements)
 
 
-def long_request(rows: int, length: int = 512, **constraints: Any) -> Request:
+@functools.cache
+def long_trace(length: int) -> BatchedTrace:
     def traced(micro_batch: int) -> Graph:
         with torch.device("meta"):
             example = EXAMPLES["llama_gqa"](layers=2, batch_size=4, seq_len=length, width=256, vocab_size=256)
         return trace(example.model, example.inputs, example.loss_fn, batch_size=micro_batch)
 
+    return BatchedTrace(traced)
+
+
+def long_request(rows: int, length: int = 512, **constraints: Any) -> Request:
     limits = Constraints.parse(constraints)
-    return Request(BatchedTrace(traced), Cluster.parse("4 a100-80g"), rows, "fp32", Training(), limits)
+    return Request(long_trace(length), Cluster.parse("4 a100-80g"), rows, "fp32", Training(), limits)
 
 
 @pytest.mark.slow

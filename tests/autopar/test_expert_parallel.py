@@ -14,6 +14,7 @@ import transformers.integrations.moe  # noqa: F401  # registers grouped_mm_fallb
 from torch import Tensor, nn
 
 import autopar
+from autopar.costs.rates import Rates
 from autopar.errors import ConstraintError, InfeasibleError, PlanError
 from autopar.frontend.trace import trace
 from autopar.ir.mesh import Mesh
@@ -269,17 +270,19 @@ def test_as_many_bytes_travel_as_are_priced(mesh: Mesh, monkeypatch: pytest.Monk
     everything, ranks = tuple(range(len(mesh.axes))), mesh.num_ranks
     asked: list[float] = []
 
-    def noted(kind: str, axes: tuple[int, ...], num_bytes: float) -> float:
+    def noted(rates: Rates, kind: str, axes: tuple[int, ...], num_bytes: float) -> float:
         assert (kind, axes) == ("all_to_all", everything)
         asked.append(num_bytes)
         return 0.0
 
-    monkeypatch.setattr(pricer, "joint_seconds", noted)
+    monkeypatch.setattr(Rates, "joint_seconds", noted)
     monkeypatch.setattr("autopar.costs.contractions.routing.fullest_load", lambda *_: 1.0)
     layer = [op for op in operators_of(graph).values() if op.node.op == EXPERT_LINEAR]
     (rows, width), (num_experts, *_) = layer[0].inputs[0].shape, layer[0].inputs[1].shape
     for operator in layer:
-        pricer.routed(operator, next(o for o in options_of(operator, mesh) if routed_axes(o.axes) == everything))
+        pricer.contractions.routed(
+            operator, next(o for o in options_of(operator, mesh) if routed_axes(o.axes) == everything)
+        )
     sent, lock = [], threading.Lock()
 
     def work(rank: tuple[int, ...]) -> None:

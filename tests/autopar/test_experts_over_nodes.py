@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cluster import as_cluster
+from autopar.costs.contractions import Contractions
 from autopar.costs.expert_exchange import Nodes, nodes_of, parts_of_token, pays
 from autopar.costs.rates import Training
 from autopar.frontend.rebatch import BatchedTrace
@@ -110,8 +111,7 @@ def batch(routing: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "pins",
     [
-        {"dp": 4, "ep": 4, "zero": 1},
-        {"dp": 4, "ep": 4, "micro_batches": 2},
+        {"dp": 4, "ep": 4, "zero": 1, "micro_batches": 2},
         {"dp": 2, "ep": 2, "tp": 2, "etp": 1},
     ],
     ids=str,
@@ -209,14 +209,14 @@ def test_as_many_bytes_travel_as_are_priced(monkeypatch: pytest.MonkeyPatch, two
     monkeypatch.setattr("cost_models.routing.fullest_load", lambda *_: 1.0)
     layers = [op for op in operators_of(graph).values() if op.node.op == EXPERT_LINEAR]
     assert [op.route.choices for op in layers] == [CHOICES] * 2
-    assert all(pricer.crosses_once(operator, options_of(operator, mesh)[0]) for operator in layers)
-    monkeypatch.setattr(pricer, "crosses_once", lambda *_: True)
+    assert all(pricer.contractions.crosses_once(operator, options_of(operator, mesh)[0]) for operator in layers)
+    monkeypatch.setattr(Contractions, "crosses_once", lambda *_: True)
     monkeypatch.setattr(collective, "seconds", noted)
     for operator in layers:
         option = options_of(operator, mesh)[0]
-        pricer.routed(operator, option)
-        pricer.routed(operator, option)
-        pricer._beside(operator, option)
+        pricer.contractions.routed(operator, option)
+        pricer.contractions.routed(operator, option)
+        pricer.contractions._beside(operator, option)
 
     axes = {rank: Counting(rank_mesh.axes[0]) for rank, rank_mesh in meshes((4,)).items()}
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import ConstraintError
 from tests.autopar.test_verify import TOLERANCE
+from tests.turns import by_turns
 
 NODES, FEATURES, CLASSES = 24, 8, 4
 
@@ -82,12 +83,12 @@ def batch_of(model: nn.Module) -> dict[str, Tensor]:
     return batch | ({"adjacency": torch.rand(NODES, NODES).softmax(-1)} if isinstance(model, Given) else {})
 
 
-@pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize(
-    ("cluster", "pins"), [PLANS[0], *(pytest.param(*plan, marks=pytest.mark.slow) for plan in PLANS[1:])]
-)
-def test_equal_to_one_process(make: Callable[[], nn.Module], cluster: str, pins: dict[str, Any]) -> None:
-    model = make()
+QUICK, *SLOW = by_turns(MODELS, PLANS, 2)
+
+
+@pytest.mark.parametrize(("make", "plan"), [QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
+def test_equal_to_one_process(make: Callable[[], nn.Module], plan: tuple[str, dict[str, Any]]) -> None:
+    model, (cluster, pins) = make(), plan
     report = autopar.verify(
         model,
         cluster,

@@ -14,6 +14,7 @@ from autopar.launch import run_ranks
 from codegen.runtime.collectives import as_sent
 from codegen.runtime.parameters import Param
 from tests.autopar.test_verify import TOLERANCE
+from tests.turns import by_turns
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
 WIDTH = 16
@@ -80,8 +81,9 @@ def test_one_rank_trains(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("pins", [{"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2}], ids=str)
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize(
+    ("name", "pins"), by_turns(list(VALUES), [{"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2}]), ids=str
+)
 def test_plans_train_as_one_process(name: str, pins: dict[str, Any]) -> None:
     report = autopar.verify(net(name), "2 cpu", example_inputs=BATCH, constraints=pins)
     assert report.ok(TOLERANCE), report

@@ -181,9 +181,7 @@ def test_program_and_plan_file() -> None:
     ("name", "constraints"),
     [
         ("llama_gqa", {"ttp": 2, "tp": 2}),
-        ("gpt2", {"ttp": 2, "tp": 2}),
         ("t5", {"ttp": 2, "tp": 2}),
-        ("mixtral", {"ttp": 2, "tp": 2}),
         ("bert", {"dp": 2, "ttp": 2, "zero": 2}),
         ("gpt2", {"dp": 2, "ttp": 2, "zero": 3}),
         ("llama_gqa", {"pp": 2, "ttp": 2, "micro_batches": 2}),

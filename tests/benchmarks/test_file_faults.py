@@ -12,11 +12,11 @@ import pytest
     [
         ("corruptions", 24),
         pytest.param("manifests", 60, marks=pytest.mark.slow),
-        pytest.param("number_options", 120, marks=pytest.mark.slow),
-        pytest.param("control_characters", 60, marks=pytest.mark.slow),
-        pytest.param("changes", 12, marks=pytest.mark.slow),
+        pytest.param("number_options", 60, marks=pytest.mark.slow),
+        pytest.param("control_characters", 20, marks=pytest.mark.slow),
+        pytest.param("changes", 6, marks=pytest.mark.slow),
         pytest.param("folders", 30, marks=pytest.mark.slow),
-        pytest.param("kills", 3, marks=[pytest.mark.slow, pytest.mark.distributed]),
+        pytest.param("kills", 2, marks=[pytest.mark.slow, pytest.mark.distributed]),
         pytest.param("signals", 6, marks=[pytest.mark.slow, pytest.mark.distributed]),
     ],
 )

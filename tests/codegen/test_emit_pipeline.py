@@ -8,7 +8,6 @@ import importlib
 import math
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,6 +36,7 @@ from codegen.source.pipeline_source import emit_pipeline
 from codegen.source.program_source import emit_program
 from codegen.source.text import meshes_text
 from examples.models import EXAMPLES, Example
+from tests import forked
 from tests.autopar.interpret import tensors_of
 
 IDEAL = str(Path(__file__).resolve().parents[2] / "examples" / "clusters" / "ideal.toml")
@@ -316,7 +316,7 @@ def test_stages_one_after_the_other_are_the_model(name, cut, layers, dropout, tm
     # Two stages share a file, and so the name of what they send.
     pytest.param("llama", 0.0, (0, 2, 3, 4), (0, 1, 0, 1), 2, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_main_trains_under_torchrun(name, dropout, cut, pipeline_ranks, dp, tmp_path) -> None:
+def test_main_trains(name, dropout, cut, pipeline_ranks, dp, tmp_path) -> None:
     """The loss of its first step is the eager model's on the same random batch; the second step's differs."""
     one = example(name, 4, dropout)
     pipeline = pipeline_of(name, cut, pipeline_ranks, dropout=dropout, mesh={"dp": dp, "zero": 2 if dp > 1 else 0})
@@ -324,9 +324,7 @@ def test_main_trains_under_torchrun(name, dropout, cut, pipeline_ranks, dp, tmp_
     state = {n: tensor.detach().clone() for n, tensor in tensors_of(one.model).items()}
     save_file(state, folder / "weights.safetensors")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(2 * dp), str(folder / "main.py")]
-    options = {"env": environment, "capture_output": True, "text": True, "timeout": 200, "check": False}
-    done = subprocess.run([*command, "--steps", "2"], cwd=tmp_path, **options)
+    done = forked.run([str(folder / "main.py"), "--steps", "2"], ranks=2 * dp, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", done.stdout))
     generator = torch.Generator().manual_seed(0)

@@ -364,12 +364,11 @@ def test_fused_bf16_is_near_fp32(name):
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", ["llama", "gpt2", "bert", "t5", "mixtral"])
-def test_fused_program_with_interpreted_triton_kernels(case, tmp_path):
+def test_fused_programs_with_interpreted_triton_kernels(tmp_path):
     """In a process of its own: Triton reads TRITON_INTERPRET when the kernels are imported."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_", "PYTEST_"))}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(Path(__file__).with_name("interpreted_fusion.py")), case]
+    command = [sys.executable, str(Path(__file__).with_name("interpreted_fusion.py"))]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -48,13 +48,6 @@ def test_plain_names_stay_as_they_are() -> None:
 @pytest.mark.slow
 def test_no_code_is_executed() -> None:
     """A part of `python -m benchmarks.faults injection`."""
-    for case in injection.cases(50, seed=3):
-        result = case.run()
-        assert result.outcome in ("right", "refused"), (case.name, result)
-
-
-@pytest.mark.slow
-def test_no_code_is_executed_at_length() -> None:
-    for case in injection.cases(500, seed=4):
+    for case in injection.cases(200, seed=4):
         result = case.run()
         assert result.outcome in ("right", "refused"), (case.name, result)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,17 +16,12 @@ HOME = Path(__file__).resolve().parents[2]
 STEPS = 20
 
 
-def lines_of(*command: str, is_launched: bool = False) -> list[str]:
-    """What a script prints of its steps, once."""
+def lines_of(*command: str, ranks: int = 1) -> list[str]:
+    """Return the lines that a script prints of its steps, without those that another rank has printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOME)}
-    if is_launched:
-        launch = ("-m", "torch.distributed.run", "--standalone", "--local-ranks-filter", "0", "--nproc-per-node", "2")
-        words = [sys.executable, *launch, *command]
-        found = subprocess.run(words, cwd=HOME, env=environment, capture_output=True, text=True, timeout=300)
-    else:
-        found = forked.run(command, cwd=HOME, env=environment)
-    assert found.returncode == 0, found.stderr[-3000:]
-    return list(dict.fromkeys(line for line in found.stdout.splitlines() if line.startswith("step")))
+    ended = forked.run(command, ranks=ranks, cwd=HOME, env=environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return list(dict.fromkeys(line for line in ended.stdout.splitlines() if line.startswith("step")))
 
 
 @pytest.mark.slow
@@ -41,7 +34,7 @@ def test_losses_and_folder_are_those_of_one_process(tmp_path: Path) -> None:
     given = (str(tmp_path / "model"), "--steps", str(STEPS), "--length", "32")
     plain = lines_of("-m", "examples.finetune.plain", *given, "--out", str(tmp_path / "plain"))
     more = ("--cluster", "2 cpu", "--out", str(tmp_path / "parallel"))
-    parallel = lines_of("-m", "examples.finetune.parallel", *given, *more, is_launched=True)
+    parallel = lines_of("-m", "examples.finetune.parallel", *given, *more, ranks=2)
     assert len(plain) == STEPS + STEPS // 10
     for ours, theirs in zip(parallel, plain, strict=True):
         assert ours.split()[:3] == theirs.split()[:3]

@@ -21,7 +21,6 @@ from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
 from autopar.plan import Plan
 from benchmarks.losses import KINDS, Kind, kind_of
-from examples.models import EXAMPLES
 from tests.autopar.micro_batched import loss_in_micro_batches, traced
 
 ROWS, LENGTH, WIDTH = 8, 5, 3
@@ -278,18 +277,6 @@ def test_the_kinds_of_the_table(name: str) -> None:
     assert kind.whole in reason if reason else not kind.whole, reason
     if not kind.whole:
         assert check(kind.model, kind.batch, kind.loss, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_example_models_may_be_cut_into_any_micro_batches(name: str) -> None:
-    """With dropout, which is all that they do without, and more."""
-    try:
-        example = EXAMPLES[name](dropout=0.1)
-    except TypeError:
-        example = EXAMPLES[name]()
-    graphs = traced(example.model, example.inputs, example.loss_fn)
-    assert [graphs.whole_batch_reason(count) for count in (2, 4, 8)] == [None] * 3
 
 
 class Masked(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 import autopar
 from autopar.launch import RankError, launch_main
 from examples.models import EXAMPLES
+from tests import forked
 
 SCRIPT = """
 import os, sys
@@ -39,8 +39,7 @@ def test_a_script_runs_in_as_many_processes_as_the_plan_has_ranks(tmp_path: Path
     environment = outside | {"PYTHONPATH": str(Path(autopar.__file__).parents[1])}
 
     def launch(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "autopar", "launch", "plan.yaml", "--", *words]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+        return forked.run(["-m", "autopar", "launch", "plan.yaml", "--", *words], cwd=tmp_path, env=environment)
 
     done = launch("script.py", "--name", "a b")
     assert done.returncode == 0, done.stderr[-2000:]

@@ -8,7 +8,6 @@ import pytest
 
 from autopar.costs.emitted import classes, emitted, priced
 from autopar.costs.events import Event, Moved, Ran, Reader
-from autopar.costs.kernels import KernelPricer
 from autopar.ir.chain import segments
 from autopar.sharding.assignment import Assignment
 from autopar.sharding.scopes import scopes_of
@@ -31,7 +30,7 @@ def events_of(it: Setting, assignment: Assignment) -> tuple[Program, dict[str, l
     """The program of the decisions, and the events of each of its classes."""
     program = emitted(it.graph, it.operators, it.pricer, assignment, {}).program
     pricer = priced(program, it.graph, it.operators, it.pricer)
-    fusions = (pricer.fusions if isinstance(pricer, KernelPricer) else None) or {}
+    fusions = (pricer.kernels.fusions if pricer.kernels is not None else None) or {}
     bodies, found = dict(classes(program)), {}
     for scope in scopes_of(it.graph):
         reader = Reader(scope, it.pricer.mesh, it.operators, assignment, fusions, segments(it.graph))

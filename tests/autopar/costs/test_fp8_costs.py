@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import autopar
-from autopar.costs.fp8 import Fp8Pricer, num_sharing
+from autopar.costs.fp8 import Fp8Layers, num_sharing
 from autopar.costs.live_bytes import LiveBytes
 from autopar.costs.price import Pricer
-from autopar.costs.rates import Training
+from autopar.costs.rates import Rates, Training
 from autopar.frontend.trace import trace
 from autopar.ir.mesh import Mesh
 from autopar.sharding.call_options import operators_of, options_of
@@ -49,7 +49,7 @@ def test_temporaries_of_one_layer_are_those_measured(name, kind, dtype):
     with torch.device("meta"):
         example = EXAMPLES[name](layers=3, batch_size=4, seq_len=32, width=64, vocab_size=64)
     graph = trace(example.model, example.inputs, None, batch_size=4, param_dtype=dtype)
-    pricer = Fp8Pricer(Mesh.parse("single"), Cluster.parse("1 cpu"), Training())
+    pricer = Pricer(Rates(Mesh.parse("single"), Cluster.parse("1 cpu"), Training()), fp8=Fp8Layers())
     found = [o for o in operators_of(graph).values() if o.scope and o.node.op.startswith(f"aten.{kind}")]
     assert len(found) >= 4
     for operator in found:
@@ -75,7 +75,8 @@ def test_gradients_in_fp8_are_not_deferred():
     with torch.device("meta"):
         example = EXAMPLES["gpt2"](layers=3, batch_size=4, seq_len=32, width=64, vocab_size=64)
     graph = trace(example.model, example.inputs, None, batch_size=4)
-    fp8_pricer, plain = (kind(Mesh.parse("single"), Cluster.parse("1 cpu"), Training()) for kind in (Fp8Pricer, Pricer))
+    rates = Rates(Mesh.parse("single"), Cluster.parse("1 cpu"), Training())
+    fp8_pricer, plain = Pricer(rates, fp8=Fp8Layers()), Pricer(rates)
     for operator in operators_of(graph).values():
         (option, *_) = options_of(operator, plain.mesh)
         is_layer = operator.node.op.split(".")[1] in ("addmm", "linear")
@@ -88,10 +89,8 @@ def test_price_of_a_layer():
         example = EXAMPLES["gpt2"](layers=3, batch_size=4, seq_len=1024, width=1024, vocab_size=1024)
     graph = trace(example.model, example.inputs, None, batch_size=4, param_dtype=torch.bfloat16)
     cluster = Cluster.parse("1 h100-sxm")
-    device, fp8_pricer, plain = (
-        cluster.device,
-        *(kind(Mesh.parse("single"), cluster, Training()) for kind in (Fp8Pricer, Pricer)),
-    )
+    rates, device = Rates(Mesh.parse("single"), cluster, Training()), cluster.device
+    fp8_pricer, plain = Pricer(rates, fp8=Fp8Layers()), Pricer(rates)
     found = {o.node.op: o for o in operators_of(graph).values() if o.scope and o.node.op.startswith("aten.addmm")}
     for operator in found.values():
         (option, *_) = options_of(operator, fp8_pricer.mesh)
@@ -129,7 +128,7 @@ def test_layers_of_one_input_share_the_price_of_casting_it():
         example = EXAMPLES["llama"](layers=3, batch_size=4, seq_len=256, width=512, vocab_size=1024)
     graph = trace(example.model, example.inputs, None, batch_size=4, param_dtype=torch.bfloat16)
     cluster = Cluster.parse("1 h100-sxm")
-    pricer = Fp8Pricer(Mesh.parse("single"), cluster, Training())
+    pricer = Pricer(Rates(Mesh.parse("single"), cluster, Training()), fp8=Fp8Layers())
     shares = {"q_proj": 3, "k_proj": 3, "v_proj": 3, "o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 1}
     seen = set()
     for operator in operators_of(graph).values():

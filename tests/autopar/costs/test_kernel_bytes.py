@@ -38,7 +38,7 @@ def test_a_layer_keeps_less() -> None:
     gate = next(o.node.outputs[0] for (s, _), o in it.operators.items() if s and o.node.op.startswith("aten.silu"))
     hidden = BATCH * 32 * NARROW * 4
     saved = gate.num_bytes + 2 * hidden
-    assert kept[0] - kept[1] == pytest.approx(saved * (1 + plain.fragmentation))
+    assert kept[0] - kept[1] == pytest.approx(saved * (1 + plain.rates.fragmentation))
 
 
 @pytest.mark.parametrize(("name", "scope"), [("gpt2", "GPT2Block"), ("bert", "BertLayer")])
@@ -51,7 +51,7 @@ def test_dropout_with_its_addition_keeps_no_mask(name: str, scope: str) -> None:
     masks = 2 * BATCH * 32 * NARROW
     # Half of x, tanh and its sum with one.
     written_out = 3 * 4 * BATCH * 32 * 4 * NARROW if name == "gpt2" else 0
-    assert kept[0] - kept[1] == pytest.approx((masks + written_out) * (1 + plain.fragmentation))
+    assert kept[0] - kept[1] == pytest.approx((masks + written_out) * (1 + plain.rates.fragmentation))
 
 
 @pytest.mark.slow
@@ -136,4 +136,4 @@ def test_backward_moves_what_torchs_formulas_say(call, passes) -> None:
     (operator,) = (op for op in operators_of(graph).values() if op.node.op in names)
     (option,) = options_of(operator, pricer.mesh)
     size = operator.inputs[0].num_bytes
-    assert pricer.operator_seconds(operator, option)[1] == pricer.memory_seconds(passes * size)
+    assert pricer.operator_seconds(operator, option)[1] == pricer.rates.memory_seconds(passes * size)

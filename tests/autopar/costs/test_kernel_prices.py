@@ -11,7 +11,6 @@ import torch
 
 from autopar.costs.emitted import emitted, priced
 from autopar.costs.events import Ran, Reader
-from autopar.costs.kernels import KernelPricer
 from autopar.frontend.trace import trace
 from autopar.ir.chain import chain, segments
 from autopar.ir.graph import Graph, Node
@@ -117,8 +116,9 @@ def test_the_same_where_patterns_share_calls(name: str, mesh: str, options: str,
 def calls_of(it: Setting, scope: Scope, assignment: Assignment) -> tuple[Node, ...]:
     """What predictions count of a scope."""
     program = emitted(it.graph, it.operators, it.pricer, assignment, {}).program
-    fusions = priced(program, it.graph, it.operators, it.pricer).fusions
-    own = it.operators, assignment, fusions, segments(it.graph)
+    kernels = priced(program, it.graph, it.operators, it.pricer).kernels
+    assert kernels is not None and kernels.fusions is not None
+    own = it.operators, assignment, kernels.fusions, segments(it.graph)
     cls = next((layer for layer in program.layers if layer.name == scope.name), program.root)
     units = Reader(scope, it.pricer.mesh, *own).units(cls)
     return tuple(event.operator.node for unit in units.values() for event in unit.events if isinstance(event, Ran))
@@ -250,7 +250,7 @@ def test_an_addition_is_charged_for_the_run_that_programs_have() -> None:
     shared = next(fusion for fusion in runs.all if fusion.name == "sum and LayerNorm")
     assert [rival.name for rival in shared.rivals] == ["dropout and sum"]
     pricer = it.pricer
-    assert isinstance(pricer, KernelPricer)
+    assert pricer.kernels is not None
     names = {
         member.op: fusion.name
         for member in shared.members

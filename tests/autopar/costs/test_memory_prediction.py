@@ -26,7 +26,7 @@ PAIRS = [
     pytest.param(Pair("llama", {"dp": 2, "zero": 2, "micro_batches": 4}), marks=pytest.mark.slow),
     pytest.param(Pair("llama", {"dp": 2, "zero": 3, "recompute": "full"}), marks=pytest.mark.slow),
     pytest.param(Pair("llama", {"tp": 2}), marks=pytest.mark.slow),
-    Pair("gpt2", {"pp": 2, "schedule": "zero-bubble", "micro_batches": 4}),
+    pytest.param(Pair("gpt2", {"pp": 2, "schedule": "zero-bubble", "micro_batches": 4}), marks=pytest.mark.slow),
 ]
 
 

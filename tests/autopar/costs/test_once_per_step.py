@@ -34,7 +34,7 @@ def test_no_other_rank_takes_longer_for_choices(tables: list[dict[str, float]], 
 def test_an_update_in_a_cpus_memory_is_no_faster_for_being_called_offloaded(cluster: str) -> None:
     request, meta = request_for("gpt2", cluster), TensorMeta((64, 64), torch.float32, True)
     plain, offloaded = (
-        pricer_for(request, named_mesh(2, 1), 1, offload).optimizer_seconds(meta, Stored((R,), 0), count=1)
+        pricer_for(request, named_mesh(2, 1), 1, offload).parameters.optimizer_seconds(meta, Stored((R,), 0), count=1)
         for offload in ("", "optimizer")
     )
     assert offloaded >= plain * (1 - 1e-9) > 0

@@ -122,10 +122,12 @@ def test_what_is_hidden_is_the_shorter_of_sum_and_share_of_the_products() -> Non
         (columns,) = [o for o in options_of(operator, it.pricer.mesh) if o.inputs == ((Rp,), (S(0),))]
         rows, depth, cut = 8 * 32, 512, 512 // 4
         num_bytes = 4.0 * (rows * depth + cut * depth + rows * cut)
-        weights += it.pricer._matmul_seconds(operator, columns, 2.0 * rows * depth * cut, num_bytes, "fp32")[2]
-    whole = it.pricer.collective_seconds("reduce_scatter", 0, 8 * 32 * 512 * 4)
+        weights += it.pricer.contractions.matmul_seconds(operator, columns, num_bytes)[2]
+    whole = it.pricer.rates.collective_seconds("reduce_scatter", 0, 8 * 32 * 512 * 4)
     for share in (0.0, 0.1, 1.0, 100.0):
-        priced = Overlaps(it.graph, it.operators, replace(it.pricer, overlap_share=share))
+        priced = Overlaps(
+            it.graph, it.operators, replace(it.pricer, rates=replace(it.pricer.rates, overlap_share=share))
+        )
         hidden = priced.seconds(_qkv(it), (S(1),), (Rp,), is_kept=True)
         assert hidden == pytest.approx(min(whole, share * weights), rel=1e-9)
     plain = Overlaps(it.graph, it.operators, it.pricer)
@@ -140,10 +142,10 @@ def _qkv(it: Setting) -> tuple[str, Ref]:
 
 def test_only_gpus_hide_sums_and_not_for_schedules_that_defer_weights() -> None:
     mesh = Mesh.parse("tp4")
-    assert pricer_for(request_for("gpt2"), mesh, 1).overlap_share == HIDDEN_FRACTION
-    assert pricer_for(request_for("gpt2", "4 cpu"), mesh, 1).overlap_share == 0.0
-    assert pricer_for(request_for("gpt2", schedule="zero-bubble"), mesh, 1).overlap_share == 0.0
-    assert pricer_for(replace(request_for("gpt2"), backend="inductor"), mesh, 1).overlap_share == 0.0
+    assert pricer_for(request_for("gpt2"), mesh, 1).rates.overlap_share == HIDDEN_FRACTION
+    assert pricer_for(request_for("gpt2", "4 cpu"), mesh, 1).rates.overlap_share == 0.0
+    assert pricer_for(request_for("gpt2", schedule="zero-bubble"), mesh, 1).rates.overlap_share == 0.0
+    assert pricer_for(replace(request_for("gpt2"), backend="inductor"), mesh, 1).rates.overlap_share == 0.0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])

@@ -13,9 +13,8 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.costs.kernels import KernelPricer
-from autopar.costs.price import Pricer
-from autopar.costs.rates import Training
+from autopar.costs.parameter_prices import ParameterPrices
+from autopar.costs.rates import Rates, Training
 from autopar.costs.updates import adamw, training_of
 from autopar.ir.compression import Compression
 from autopar.ir.graph import TensorMeta
@@ -56,12 +55,12 @@ def test_traffic_is_that_of_the_operators(factory: Any, traffic: float, on_gpu: 
 def test_gradients_are_moved_and_added_up(zero: int, per_element: float) -> None:
     """Of four micro-batches three add to what is there, under ZeRO-3 to a quarter of it."""
     cluster, mesh = Cluster.parse("4 a100-80g"), Mesh(("dp",), (4,))
-    pricer = Pricer(mesh, cluster, Training(num_micro_batches=4))
+    prices = ParameterPrices(Rates(mesh, cluster, Training(num_micro_batches=4)))
     meta = TensorMeta((1024, 1024), torch.float32, True)
     rate = cluster.device.memory_bytes_per_second * cluster.device.memory_efficiency
-    found = pricer.accumulation_seconds(meta, Stored((Rp,), zero))
+    found = prices.accumulation_seconds(meta, Stored((Rp,), zero))
     assert found == pytest.approx(meta.numel * per_element / rate)
-    assert pricer.accumulation_seconds(TensorMeta((8,), torch.float32, False), Stored((R,), 0)) == 0.0
+    assert prices.accumulation_seconds(TensorMeta((8,), torch.float32, False), Stored((R,), 0)) == 0.0
 
 
 class Moved(TorchDispatchMode):
@@ -105,26 +104,27 @@ def moved_by_kernel(copy_bytes: int) -> float:
     return sum(width.get(where, 4) for name, where in names if name in ("load_tile", "store_tile"))
 
 
-def update_bytes(kind: type[Pricer], training: Training, zero: int = 0, cluster: Cluster = GPUS) -> float:
+def update_bytes(training: Training, zero: int = 0, has_kernels: bool = False, cluster: Cluster = GPUS) -> float:
     """Priced, per element that a rank stores."""
-    pricer, stored = kind(Mesh(("dp",), (4,)), cluster, training), Stored((Rp,), zero)
+    rates, stored = Rates(Mesh(("dp",), (4,)), cluster, training), Stored((Rp,), zero)
+    prices = ParameterPrices(rates, has_kernels)
     rate = cluster.device.memory_bytes_per_second * cluster.device.memory_efficiency
-    return pricer.optimizer_seconds(META, stored) * rate / (META.numel / pricer.zero_size(stored))
+    return prices.optimizer_seconds(META, stored) * rate / (META.numel / prices.zero_size(stored))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_masters_are_copied_where_the_model_computes_with_others(precision: str) -> None:
     training = training_of(adamw, precision, on_gpu=True)
-    assert update_bytes(Pricer, training) == pytest.approx(moved_without_kernels(precision), abs=0.1)
+    assert update_bytes(training) == pytest.approx(moved_without_kernels(precision), abs=0.1)
 
 
 def test_the_fused_update_writes_the_copies() -> None:
     training = training_of(adamw, "bf16", on_gpu=True)
     for zero in (0, 1, 2):
-        assert update_bytes(KernelPricer, training, zero) == pytest.approx(moved_by_kernel(copy_bytes=2), abs=0.1)
+        assert update_bytes(training, zero, has_kernels=True) == pytest.approx(moved_by_kernel(copy_bytes=2), abs=0.1)
     # Gathers of ZeRO-3 read the masters themselves.
-    assert update_bytes(KernelPricer, training, 3) == pytest.approx(moved_by_kernel(copy_bytes=0), abs=0.1)
-    assert update_bytes(KernelPricer, training_of(adamw, "fp32", on_gpu=True)) == pytest.approx(28, abs=0.1)
+    assert update_bytes(training, 3, has_kernels=True) == pytest.approx(moved_by_kernel(copy_bytes=0), abs=0.1)
+    assert update_bytes(training_of(adamw, "fp32", on_gpu=True), has_kernels=True) == pytest.approx(28, abs=0.1)
 
 
 def test_masters_are_rounded_for_every_gather_of_zero_3() -> None:
@@ -133,7 +133,8 @@ def test_masters_are_rounded_for_every_gather_of_zero_3() -> None:
     rate = GPUS.device.memory_bytes_per_second * GPUS.device.memory_efficiency
 
     def found(training: Training, zero: int) -> float:
-        return Pricer(Mesh(("dp",), (4,)), GPUS, training).rounding_seconds(META, Stored((Rp,), zero)) * rate
+        prices = ParameterPrices(Rates(Mesh(("dp",), (4,)), GPUS, training))
+        return prices.rounding_seconds(META, Stored((Rp,), zero)) * rate
 
     assert found(low, 3) == pytest.approx(2 * (4 + 2) * META.numel / 4)
     assert found(low, 2) == found(full, 3) == found(replace(low, offload="optimizer"), 3) == 0.0
@@ -143,15 +144,14 @@ def test_rounded_copies_lie_beside_fp32_masters() -> None:
     """With compressed gathers, all but ZeRO-3 compute with what was rounded."""
     training = replace(training_of(adamw, "fp32", on_gpu=True), compression=Compression(gather="int8"))
     meta = replace(META, dtype=torch.float32)
-    found = {
-        zero: Pricer(Mesh(("dp",), (4,)), GPUS, training).copy_traffic(meta, Stored((Rp,), zero)) for zero in range(4)
-    }
-    assert found == {0: 0.0, 1: 8.0, 2: 8.0, 3: 0.0}
+    prices = ParameterPrices(Rates(Mesh(("dp",), (4,)), GPUS, training))
+    traffic = {zero: prices.copy_traffic(meta, Stored((Rp,), zero)) for zero in range(4)}
+    assert traffic == {0: 0.0, 1: 8.0, 2: 8.0, 3: 0.0}
 
 
 def test_optimisers_of_ones_own_are_followed_by_a_copy() -> None:
     own = training_of(partial(torch.optim.AdamW, fused=True), "bf16", on_gpu=True)
-    assert update_bytes(KernelPricer, own) == update_bytes(Pricer, own) == pytest.approx(28 + 4 + 2, abs=0.1)
+    assert update_bytes(own, has_kernels=True) == update_bytes(own) == pytest.approx(28 + 4 + 2, abs=0.1)
 
 
 MATRIX, TABLE = GlobalParameter("layer.weight", (64, 256)), GlobalParameter("embed.weight", (512, 32))
@@ -199,18 +199,20 @@ def test_other_threads_are_not_disturbed_while_an_update_is_counted() -> None:
 def test_owners_share_state_and_updates_evenly(axes: tuple[str, ...], stored: Stored, elements: float) -> None:
     """A quarter of the state, whatever is stored; parts are sent there and back, and copies handed out."""
     training = replace(training_of(Lamb, "fp32", parameters=(MATRIX,), needs=NEEDS), update_flops=0.0)
-    pricer, meta = Pricer(Mesh(axes, (4,)), GPUS, training), TensorMeta((1024, 1024), torch.float32, True)
-    plain = Pricer(Mesh(axes, (4,)), GPUS, replace(training, whole_share=0.0))
-    assert pricer.parameter_bytes(meta, stored)[2] == 8 * meta.numel / 4
+    rates, meta = Rates(Mesh(axes, (4,)), GPUS, training), TensorMeta((1024, 1024), torch.float32, True)
+
+    def prices_of(training: Training) -> ParameterPrices:
+        return ParameterPrices(replace(rates, training=training))
+
+    prices, plain = prices_of(training), prices_of(replace(training, whole_share=0.0))
+    assert prices.parameter_bytes(meta, stored)[2] == 8 * meta.numel / 4
     assert plain.parameter_bytes(meta, stored)[2] == 8 * meta.numel * elements
     taken = 0.0 if elements == 1.0 else 2 * 4 * meta.numel / 4
-    assert pricer.taken_bytes(meta, stored) == taken
-    seconds = pricer.joint_seconds("all_to_all", (0,), ROUND_BYTES) * 1.5 * taken / ROUND_BYTES
+    assert prices.taken_bytes(meta, stored) == taken
+    seconds = rates.joint_seconds("all_to_all", (0,), ROUND_BYTES) * 1.5 * taken / ROUND_BYTES
     if elements == 1.0:
-        seconds = pricer.joint_seconds("broadcast", (0,), ROUND_BYTES) * 4 * meta.numel / ROUND_BYTES
+        seconds = rates.joint_seconds("broadcast", (0,), ROUND_BYTES) * 4 * meta.numel / ROUND_BYTES
     moved = training.update_traffic * meta.numel / 4
     rate = GPUS.device.memory_bytes_per_second * GPUS.device.memory_efficiency
-    assert pricer.optimizer_seconds(meta, stored) == pytest.approx(seconds + moved / rate)
-    assert (
-        Pricer(Mesh(axes, (4,)), GPUS, replace(training, offload="optimizer")).whole_update_seconds(meta, stored) == 0
-    )
+    assert prices.optimizer_seconds(meta, stored) == pytest.approx(seconds + moved / rate)
+    assert prices_of(replace(training, offload="optimizer")).whole_update_seconds(meta, stored) == 0

@@ -116,8 +116,21 @@ class Planned(Planner):
     def __init__(self, memory: int, **pins: int) -> None:
         layers = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)]
         self.model, self.limits = nn.Sequential(*layers), {"memory": memory, **pins}
+        self.answers: dict[Question, Fitted | InfeasibleError] = {}
 
     def __call__(self, question: Question) -> Fitted:
+        """Plan once for equal questions."""
+        if question not in self.answers:
+            try:
+                self.answers[question] = self._planned(question)
+            except InfeasibleError as error:
+                self.answers[question] = error
+        answer = self.answers[question]
+        if isinstance(answer, InfeasibleError):
+            raise answer
+        return answer
+
+    def _planned(self, question: Question) -> Fitted:
         length = question.seq_len or 16
         limits = self.limits | ({"micro_batches": 1} if question.in_one else {})
         options = CompileOptions(

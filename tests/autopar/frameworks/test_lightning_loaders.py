@@ -88,7 +88,9 @@ def rank(make: Callable[[], Any]) -> list[float]:
     return losses(make, AutoparStrategy("2 cpu"))
 
 
-@pytest.mark.parametrize("make", [as_dict, as_list, shortest])
+@pytest.mark.parametrize(
+    "make", [as_dict, *(pytest.param(make, marks=pytest.mark.slow) for make in (as_list, shortest))]
+)
 def test_losses_of_several_loaders_are_those_of_one_process(make: Callable[[], Any]) -> None:
     theirs = losses(make, "auto")
     assert len(theirs) == 5

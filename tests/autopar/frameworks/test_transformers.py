@@ -285,6 +285,7 @@ class Watching(TrainerCallback):
         self.steps["at"].append(state.global_step)
 
 
+@pytest.mark.slow
 def test_values_are_not_gathered_for_a_callback_that_only_counts(tmp_path: Path) -> None:
     trainer = parallelize(trainer_of(tmp_path, eval_strategy="no", save_strategy="no", max_steps=2), "1 cpu")
     trainer.add_callback(Watching())

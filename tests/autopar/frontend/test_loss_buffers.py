@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from tests.turns import by_turns
 
 
 class Normalised(nn.Module):
@@ -106,10 +107,12 @@ def test_a_loss_keeps_what_it_updates(kind: type[nn.Module]) -> None:
     assert_equal(train(compiled.build(), compiled, data), kind, data)
 
 
+PLANS: list[dict[str, Any]] = [{"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2, "micro_batches": 1}]
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("plan", [{"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2, "micro_batches": 1}], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "plan"), by_turns(list(KINDS), PLANS, 2))
 def test_losses_under_plans(kind: type[nn.Module], plan: dict[str, Any]) -> None:
     data = batches()
     compiled = autopar.compile(net(), "2 cpu", example_inputs=data[0], loss_fn=kind(), optimizer=sgd, constraints=plan)

@@ -108,7 +108,7 @@ def test_two_ranks_with_other_hash_seeds_train_as_one_process(tmp_path):
 def test_a_plan_is_read_back_under_any_hash_seed(tmp_path):
     """The formal names of a layer class do not count calls of the whole model."""
     plans: list[str] = []
-    for seed in ("1", "2", "3", "4"):
+    for seed in ("1", "2"):  # which iterate over the kinds in other orders
         path = str(tmp_path / f"plan_{seed}.yaml")
         assert f"read {len(plans)}" in finished(started(NAMES, tmp_path, seed, path, *plans))
         plans.append(path)

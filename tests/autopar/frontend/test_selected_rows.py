@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import TraceError
 from autopar.frontend.trace import trace
+from tests.turns import by_turns
 
 Forward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
@@ -134,8 +135,9 @@ def test_a_step_is_that_of_one_process(name: str, alone: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", FORWARDS)
-@pytest.mark.parametrize("pins", [{"dp": 2}, {"tp": 2}, {"dp": 2, "micro_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "pins"), by_turns(list(FORWARDS), [{"dp": 2}, {"tp": 2}, {"dp": 2, "micro_batches": 2}]), ids=str
+)
 def test_on_two_ranks(name: str, pins: dict[str, int]) -> None:
     torch.manual_seed(0)
     try:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from tests.turns import by_turns
 
 
 class Whitening(nn.Module):
@@ -130,10 +131,12 @@ def test_a_view_of_what_training_writes_is_refused() -> None:
         step.evaluate(step.local_batch(batch(0)))
 
 
+PLANS: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2, "micro_batches": 1}]
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("plan", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2, "micro_batches": 1}], ids=str)
-@pytest.mark.parametrize("kind", [Layers, Observer, Regularised])
+@pytest.mark.parametrize(("kind", "plan"), by_turns([Layers, Observer, Regularised], PLANS, 2))
 def test_evaluations_under_plans(kind: type[nn.Module], plan: dict[str, Any]) -> None:
     compiled = autopar.compile(made(kind), "2 cpu", example_inputs=batch(0), optimizer=sgd, constraints=plan)
     assert compiled.launch(program)[0] == pytest.approx(eager(made(kind)), rel=1e-5)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -29,6 +30,8 @@ from tests.autopar.planning.random_requests import Drawn, draw, pinned, within
 MOST_CONFIGS = 30
 """Parallel configs of a request that are enumerated, drawn at random."""
 ROUND_OFF = 1 + 1e-9
+SEEDS = range(0, 240, 1 if os.environ.get("HYPOTHESIS_PROFILE") == "explore" else 7)
+"""Every seventh has each model of the generator at least once. All 240 take 25 minutes."""
 CLOSED_FORM = 1.01
 """A config's cut is the best by the closed form, which orders cuts a little differently than their simulation does: in
 one of 240 requests the cut for less memory was 0.8 % faster."""
@@ -96,18 +99,15 @@ def told(result: SearchResult) -> list[tuple[float, str]]:
     return [(least * ROUND_OFF, name) for least, name in result.skipped if math.isfinite(least)]
 
 
-@pytest.mark.parametrize("seed", [2])
-def test_bounds_hold_and_free_is_best(seed: int) -> None:
-    assert not list(violations(seed, draw(seed, num_pins=1)))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 240, 24))
+@pytest.mark.parametrize("first", range(0, 240, 60))
 def test_bounds_hold_and_free_is_best_of_many_requests(first: int) -> None:
-    """Each case has every model of the generator once, on other devices. A request has one more search beside the free
-    one: by turns with a common pin, with a rare pin, or in less memory. `draw(seed, num_pins=4)` gives more pins."""
+    """A request has one more search beside the free one: by turns with a common pin, with a rare pin, or in less
+    memory. `draw(seed, num_pins=4)` gives more pins."""
     lines = []
-    for seed in range(first, first + 24):
+    for seed in range(first, first + 60):
+        if seed not in SEEDS:
+            continue
         drawn = draw(seed, num_pins=1)
         turn = (seed + seed // 24) % 3
         lines += violations(seed, replace(drawn, pins=drawn.pins[turn : turn + 1], shares=drawn.shares[: turn == 2]))

@@ -102,7 +102,8 @@ def test_options_are_the_best_of_all_that_there_are(mesh: str, seed: int, call_s
     example = mlp(layers=2, batch_size=4096, in_width=512, width=512, out_width=512)
     graph = trace(example.model, example.inputs, example.loss_fn, batch_size=4096)
     operators, request = operators_of(graph), request_for("llama")
-    pricer = replace(pricer_for(request, Mesh.parse(mesh), 1), host_call_seconds=call_seconds)
+    pricer = pricer_for(request, Mesh.parse(mesh), 1)
+    pricer = replace(pricer, rates=replace(pricer.rates, host_call_seconds=call_seconds))
     space = narrowed(build_search_space(graph, operators, pricer, request.constraints), seed)
 
     def stretches(solution: Solution) -> tuple[Stretch, ...]:

@@ -31,6 +31,7 @@ from examples.models import EXAMPLES
 from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
 from tests.autopar.requests import request_for
 from tests.search import exhaustive_pipeline
+from tests.turns import by_turns
 
 
 def slow(*values: Any) -> Any:
@@ -42,8 +43,9 @@ def searched(name: str, cluster: str, **constraints: Any) -> EqualSearch:
     return EqualSearch(request_for(name, cluster, **constraints))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-@pytest.mark.parametrize("mesh", ["dp4", "dp4 x tp2", "ddp2 x dp2 x tp2"])
+@pytest.mark.parametrize(
+    ("name", "mesh"), by_turns(["gpt2", "llama", "bert"], ["dp4", "dp4 x tp2", "ddp2 x dp2 x tp2"])
+)
 def test_a_solved_layer_costs_what_its_mesh_costs(name: str, mesh: str) -> None:
     """Decisions made for two data-parallel ranks, priced on them, against the same decisions on the whole mesh.
 
@@ -102,7 +104,7 @@ def test_gradients_of_small_zero_groups_are_reduced_in_two_steps() -> None:
     pricer = pricer_for(request, plan.mesh, 1)
     meta = next(p.meta for p in EqualSearch(request).costs.graph.parameters if len(p.meta.shape) == 2)
     stored = next(s for (_, n), s in best.solved_layer.parameters(2).items() if s.zero == 2)
-    found = sum(pricer.sync_parts(meta, stored, meta.num_bytes)) / (1 - pricer.hidden_fraction)
+    found = sum(pricer.parameters.sync_parts(meta, stored, meta.num_bytes)) / (1 - pricer.rates.hidden_fraction)
     inside, across = collective.Group(4, 1), collective.Group(4, 4)
     size = meta.numel * 4
     by_hand = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -184,23 +183,6 @@ def test_a_launch_that_does_not_fit_the_gpus_is_refused(
 
 
 # --- CPU --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_measured_cpu_is_sane(tmp_path: Path) -> None:
-    """How near its figures are is measured by benchmarks/measuring.py."""
-    run_processes(2, tmp_path / "profile.jsonl", "quick")
-    samples = Samples.read(tmp_path / "profile.jsonl")
-    assert samples is not None
-    cluster = fitted(samples).cluster
-    device, link = cluster.device, cluster.intra_node
-    assert cluster.num_devices == 2 and device.name == "cpu-measured"
-    figures = (device.peak("fp32"), device.memory_bytes_per_second, device.kernel_launch_seconds, link.bytes_per_second)
-    assert all(0 < figure < math.inf for figure in (*figures, link.latency_seconds + link.startup_seconds))
-    assert GIB / 8 < device.memory_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
-    assert "forward" in device.source and "2 processes" in device.source
-    assert Cluster.from_toml_text(cluster.to_toml()) == cluster
 
 
 @pytest.mark.distributed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -28,19 +29,22 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_profile_is_a_cluster_to_plan_for(tmp_path: Path, processes: int) -> None:
+def test_a_profile_is_a_cluster_to_plan_for(tmp_path: Path) -> None:
+    """Its figures are sane; how near they are is measured by benchmarks/measuring.py."""
     out = tmp_path / "profile.toml"
-    found = profile(processes, out=out, level="brief", console=QUIET)
+    found = profile(2, out=out, level="quick", console=QUIET)
     assert found is not None
-    cluster = ClusterSpec.parse(str(out))
-    assert cluster == found.cluster and cluster.num_devices == processes
+    cluster = found.cluster
+    assert ClusterSpec.parse(str(out)) == cluster and cluster.num_devices == 2
     text = out.read_text()
     assert text.startswith("# measured 20") and "samples" in text and "gloo" in text
-    if processes == 1:
-        assert cluster.groups[0].intra_node.name == "loopback"
-    else:
-        assert {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p", "matmul"} <= found.errors().keys()
+    assert {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p", "matmul"} <= found.errors().keys()
+    device, link = cluster.device, cluster.intra_node
+    assert device.name == "cpu-measured" and "forward" in device.source and "2 processes" in device.source
+    figures = (device.peak("fp32"), device.memory_bytes_per_second, device.kernel_launch_seconds, link.bytes_per_second)
+    assert all(0 < figure < math.inf for figure in (*figures, link.latency_seconds + link.startup_seconds))
+    assert 2**27 < device.memory_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
+    assert Cluster.from_toml_text(cluster.to_toml()) == cluster
 
 
 @pytest.mark.slow
@@ -49,6 +53,8 @@ def test_an_interrupted_run_goes_on_and_a_finished_one_measures_nothing(tmp_path
     out = tmp_path / "profile.toml"
     profile(1, out=out, level="brief", console=QUIET)
     raw = raw_path(out)
+    cluster = Cluster.from_toml(out)
+    assert (cluster.num_devices, cluster.intra_node.name) == (1, "loopback")
     whole = raw.read_bytes()
     lines = whole.splitlines(keepends=True)
     raw.write_bytes(b"".join(lines[:20]) + lines[20][:10])

@@ -15,6 +15,7 @@ import autopar
 from autopar import Trainer, TrainerConfig
 from autopar.errors import ConstraintError, TraceError
 from tests.autopar.test_verify import TOLERANCE
+from tests.turns import by_turns
 
 Batch = dict[str, Tensor]
 
@@ -120,7 +121,7 @@ def eager_losses(model: nn.Module, batches: Sequence[Batch]) -> list[float]:
     return losses
 
 
-MODELS = [Longest, Pooled, Repaired, Masked, Levels, Compared]
+MODELS = [Pooled, Longest, Repaired, Masked, Levels, Compared]
 PLANS: list[tuple[str, dict[str, Any]]] = [
     ("1x4 cpu", {"dp": 4}),
     ("1x4 cpu", {"dp": 2, "tp": 2}),
@@ -129,13 +130,12 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    ("cluster", "pins"), [PLANS[0], *(pytest.param(*plan, marks=pytest.mark.slow) for plan in PLANS[1:])]
-)
-def test_equal_to_one_process(model: type[Encoder], cluster: str, pins: dict[str, Any]) -> None:
-    if model is Pooled and pins.get("micro_batches"):
-        pytest.skip("pooling joins the rows of the batch")
+QUICK, *SLOW = by_turns(MODELS, PLANS, 2)  # Pooled joins the rows of the batch, so no micro-batches for the first
+
+
+@pytest.mark.parametrize(("model", "plan"), [QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
+def test_equal_to_one_process(model: type[Encoder], plan: tuple[str, dict[str, Any]]) -> None:
+    cluster, pins = plan
     report = autopar.verify(
         model(),
         cluster,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import ModelError
 from autopar.frontend.state.reads import Reads, noting_reads
+from tests.turns import by_turns
 
 
 def activation(x: Tensor) -> Tensor:
@@ -81,6 +82,12 @@ def sets_a_number_of_numpy(model: Any, step: int) -> None:
 
 
 FOLLOWED = (scales_layers, scales_the_last, reaches_one, sets_a_tuple, sets_a_number_of_numpy)
+PLANS: tuple[dict[str, Any], ...] = (
+    {"dp": 2},
+    {"pp": 2, "micro_batches": 2, "recompute": "full"},
+    {"pp": 2, "micro_batches": 2},
+    {"dp": 2, "zero": 3},
+)
 
 
 def eager(change: Change, data: list[dict[str, Tensor]]) -> list[float]:
@@ -135,17 +142,7 @@ def test_a_plan_is_refitted_to_them(change: Change) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("change", FOLLOWED)
-@pytest.mark.parametrize(
-    "plan",
-    [
-        {"dp": 2},
-        {"pp": 2, "micro_batches": 2},
-        {"pp": 2, "micro_batches": 2, "recompute": "full"},
-        {"dp": 2, "zero": 3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("change", "plan"), by_turns(FOLLOWED, PLANS, 2))
 def test_they_are_followed_under_plans(change: Change, plan: dict[str, Any]) -> None:
     data, model = batches(4), Net()
     compiled = autopar.compile(model, "2 cpu", example_inputs=data[0], optimizer=sgd, constraints=plan)

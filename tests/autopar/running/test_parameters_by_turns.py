@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.compile import Remake
 from autopar.errors import ModelError
+from tests.turns import by_turns
 
 
 class Adversaries(nn.Module):
@@ -147,10 +148,12 @@ def test_parameters_by_turns_are_those_of_one_process(name: str) -> None:
     assert_equal(train(compiled.build(first_step_check=False), model, change, data), right)
 
 
+PLANS: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 3}]
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("plan", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 3}], ids=str)
-@pytest.mark.parametrize("name", ["frozen by turns", "a helper", "layers"])
+@pytest.mark.parametrize(("name", "plan"), by_turns(["frozen by turns", "a helper", "layers"], PLANS, 2))
 def test_parameters_by_turns_under_plans(name: str, plan: dict[str, Any]) -> None:
     make, change, optimizer = CASES[name]
     model, data = make(), batches(6)

@@ -54,7 +54,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("bare", ["would make this call again", "line 24 of", "__main__", "torchrun"]),
+        pytest.param(
+            "bare", ["would make this call again", "line 24 of", "__main__", "torchrun"], marks=pytest.mark.slow
+        ),
         ("guarded", ["must be in a module", "Guarded under", "in another module", "torchrun"]),
         pytest.param("local", ["must be picklable", "local.<locals>.Local", "torchrun"], marks=pytest.mark.slow),
     ],

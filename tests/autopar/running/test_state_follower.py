@@ -191,15 +191,6 @@ def test_each_kind_of_change_is_followed() -> None:
     assert program(all_at_once, data) == pytest.approx(right, rel=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", FOLLOWED)
-def test_a_schedule_is_followed(change: Change) -> None:
-    data = batches(4)
-    right = eager(change, data)
-    sets_global(None, None, 0), sets_class(None, None, 0)  # type: ignore[arg-type]
-    assert program(change, data) == pytest.approx(right, rel=1e-5)
-
-
 def test_a_schedule_needs_a_new_program_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then it is known which numbers of the program's text are the schedule's."""
     programs, original = [], Remake.__call__

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import ModelError
+from tests.turns import by_turns
 
 
 class Net(nn.Module):
@@ -119,10 +120,12 @@ def test_written_values_are_trained_as_on_one_process(write: Write) -> None:
     assert_equal(train(compiled.build(first_step_check=False), compiled, model, write, data), eager(write, data))
 
 
+PLANS: list[dict[str, Any]] = [{"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2, "micro_batches": 2}]
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("plan", [{"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2, "micro_batches": 2}], ids=str)
-@pytest.mark.parametrize("write", [clips, looks_ahead, teaches], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(("write", "plan"), by_turns([clips, looks_ahead, teaches], PLANS, 2))
 def test_written_values_under_plans(write: Write, plan: dict[str, Any]) -> None:
     model, data = Net(), batches(4)
     compiled = autopar.compile(model, "2 cpu", example_inputs=data[0], optimizer=sgd, constraints=plan)

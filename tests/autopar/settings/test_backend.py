@@ -233,6 +233,7 @@ def test_other_rows_than_the_example_has() -> None:
 # --- the switch -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_switch_is_carried_into_the_program() -> None:
     for backend in ("eager", "inductor"):
         program = tower(4, backend)

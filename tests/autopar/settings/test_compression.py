@@ -13,9 +13,9 @@ import torch
 import autopar
 from autopar.compiled import CompiledProgram
 from autopar.costs.layer_costs import HIDDEN, QUANTISING, SYNCHRONISATION
-from autopar.costs.price import Pricer
+from autopar.costs.parameter_prices import ParameterPrices
 from autopar.costs.quantised_collectives import REFERENCE_BYTES
-from autopar.costs.rates import Training
+from autopar.costs.rates import Rates, Training
 from autopar.errors import ConstraintError, PlanError
 from autopar.ir.compression import NOTHING_COMPRESSED, Compression
 from autopar.ir.graph import TensorMeta
@@ -209,7 +209,7 @@ def test_prices_are_those_of_the_bytes_and_the_kernels(device: str) -> None:
     size, elements = 16, 4096 * 4096
     group, width = collective.Group(size, 1), elements * WIRE
     training = Training(4, compute_bytes=2, master_bytes=4, compression=Compression("int8", "int8"))
-    pricer = Pricer(Mesh(("dp",), (size,)), cluster, training)
+    prices = ParameterPrices(Rates(Mesh(("dp",), (size,)), cluster, training))
     gather = collective.seconds("all_gather", width, group, cluster)
     reduce = collective.seconds("all_to_all", width, group, cluster)
     # H100 has e4m3, and with it the Triton kernels; elsewhere torch's operators pass over fp32 copies.
@@ -223,11 +223,11 @@ def test_prices_are_those_of_the_bytes_and_the_kernels(device: str) -> None:
         (3, (reduce + 2 * gather, 0.0), (summed + 2 * decoded, 0.0)),
     ):
         stored = Stored((Rp,), zero)
-        assert pricer.sync_parts(meta, stored, meta.num_bytes) == pytest.approx(expected)
-        assert pricer.quantising_parts(meta, stored, meta.num_bytes) == pytest.approx(quantising)
-    assert pricer.quantising_parts(meta, Stored((Rp,), 0), meta.num_bytes) == (0.0, 0.0)
+        assert prices.sync_parts(meta, stored, meta.num_bytes) == pytest.approx(expected)
+        assert prices.quantising_parts(meta, stored, meta.num_bytes) == pytest.approx(quantising)
+    assert prices.quantising_parts(meta, Stored((Rp,), 0), meta.num_bytes) == (0.0, 0.0)
     wide = replace(meta, dtype=torch.float64)
-    assert pricer.quantising_parts(wide, Stored((Rp,), 3), wide.num_bytes) == (0.0, 0.0)
+    assert prices.quantising_parts(wide, Stored((Rp,), 3), wide.num_bytes) == (0.0, 0.0)
 
 
 @pytest.mark.slow

@@ -32,13 +32,9 @@ def run_python(arguments: list[str], interpret: bool, cache: Path) -> subprocess
 @pytest.mark.parametrize(
     ("files", "interpret"),
     [
-        ("swiglu", True),
-        pytest.param("cross_entropy", True, marks=pytest.mark.slow),
-        pytest.param("rms_norm layer_norm rotary gelu dropout_add", True, marks=pytest.mark.slow),
-        pytest.param("tiles", True, marks=pytest.mark.slow),
-        pytest.param("linear_cross_entropy grouped_linear", True, marks=pytest.mark.slow),
-        pytest.param("adamw fp8 quantize", True, marks=pytest.mark.slow),
-        pytest.param("update programs", True, marks=pytest.mark.slow),
+        pytest.param("swiglu cross_entropy rms_norm layer_norm rotary gelu dropout_add", True, marks=pytest.mark.slow),
+        pytest.param("linear_cross_entropy grouped_linear tiles", True, marks=pytest.mark.slow),
+        pytest.param("adamw fp8 quantize update programs", True, marks=pytest.mark.slow),
         pytest.param("", False, marks=pytest.mark.slow),
     ],
 )

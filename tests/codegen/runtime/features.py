@@ -14,6 +14,7 @@ from codegen.runtime.host_optimizer import HostOptimizer
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.offload import Offload
 from codegen.runtime.pipeline_executor import PipelineExecutor
+from codegen.runtime.sharded_units import ShardedUnits
 
 
 def features(
@@ -30,9 +31,14 @@ def features(
         **options,
         "offload": Offload(mesh.device, None if host is None else host.traffic),
         "offload_optimizer": None if host is None else HostOptimizer(host),
-        "compression": Compression(compression) if compression else None,
+        "units": sharded(host, Compression(compression) if compression else None),
         "kernels": FusedUpdate() if kernels else None,
     }
+
+
+def sharded(host: HostMemory | None = None, compression: Compression | None = None) -> Any:
+    """The `units` of a step of any ZeRO stage."""
+    return partial(ShardedUnits, host=host, compression=compression)
 
 
 def staged(schedule: Sequence[str]) -> Any:

@@ -18,6 +18,7 @@ from codegen.runtime import checkpoint
 from codegen.runtime.mesh import Axis, Mesh
 from codegen.runtime.optimizer_trial import OptimizerTrial
 from codegen.runtime.parameters import Param, shard
+from codegen.runtime.sharded_units import ShardedUnits
 from codegen.runtime.step import Step
 from tests.autopar.optimizer_factories import Lamb, Lion
 from tests.codegen.runtime.mlp_program import EagerTraining, make_optimizer, make_program, whole_batch, whole_state
@@ -32,6 +33,7 @@ def make_step(mesh: Mesh, zero: int, micro: int = 1) -> Step:
         mesh,
         optimizer_factory=partial(make_optimizer, "adamw"),
         num_micro_batches=micro,
+        units=ShardedUnits,
     )
 
 

@@ -16,7 +16,7 @@ from codegen.runtime.compressed import Compression
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.step import Step
 from tests.codegen.runtime import mlp_program, pipeline_program, transformer_program
-from tests.codegen.runtime.features import staged
+from tests.codegen.runtime.features import sharded, staged
 from tests.codegen.runtime.mlp_program import EagerTraining, make_optimizer
 from tests.codegen.runtime.ranks import run_ranks
 from tests.codegen.runtime.test_compressed import BOTH, NUM_LAYERS, ROWS, make_step, whole_flat
@@ -84,7 +84,7 @@ def near_the_eager_model(rank: int, world_size: int) -> None:
                 optimizer_factory=factory,
                 num_micro_batches=4,
                 max_grad_norm=0.05,
-                compression=Compression(BOTH),
+                units=sharded(compression=Compression(BOTH)),
             )
             step.load(mlp_program.whole_state())
             eager, case = EagerTraining("sgd", 0.05), f"{mesh}, ZeRO-{stage}"
@@ -113,7 +113,7 @@ def pipelines(rank: int, world_size: int) -> None:
             num_micro_batches=4,
             executor=staged(lines(name, 2, 4)),
             seed=pipeline_program.SEED,
-            compression=Compression(BOTH),
+            units=sharded(compression=Compression(BOTH)),
         )
         step.load(pipeline_program.whole_state())
         eager, case = pipeline_program.EagerTraining("sgd", None), f"{name}, ZeRO-{stage}"

@@ -102,12 +102,12 @@ def test_wrong_numbers_are_named(wrong: dict[str, Any], text: str) -> None:
 def test_a_backward_starts_from_the_scale_and_overflows_where_the_loss_is_in_fp16() -> None:
     """An fp16 loss takes 32768, as torch's scaler finds too; an fp32 one any scale."""
     scaling = LossScale().begin()
-    assert loss_gradient(torch.zeros(()), 4, scaling).item() == 16384.0
-    assert loss_gradient(torch.zeros(()), 4, None).item() == 0.25
-    assert loss_gradient(torch.zeros((), dtype=torch.float16), 1, scaling).isinf()
+    assert loss_gradient(torch.zeros(()), 4, loss_scaling=scaling).item() == 16384.0
+    assert loss_gradient(torch.zeros(()), 4).item() == 0.25
+    assert loss_gradient(torch.zeros((), dtype=torch.float16), 1, loss_scaling=scaling).isinf()
     scaling.update(True)
-    assert loss_gradient(torch.zeros((), dtype=torch.float16), 1, scaling).item() == 32768.0
-    assert loss_gradient(torch.zeros((), dtype=torch.float64), 3, None).item() == 1 / 3
+    assert loss_gradient(torch.zeros((), dtype=torch.float16), 1, loss_scaling=scaling).item() == 32768.0
+    assert loss_gradient(torch.zeros((), dtype=torch.float64), 3).item() == 1 / 3
 
 
 # The guard ------------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def passes(guard: Guard, loss: float, norm: float) -> bool:
 @pytest.mark.parametrize("non_finite", ["skip", "stop", "ignore"])
 def test_overflows_are_skipped_without_counting_until_the_scale_is_one(non_finite: Any) -> None:
     scaling = LossScale(init_scale=2.0**20).begin()
-    guard = Guard(non_finite, [], scaling)
+    guard = Guard(non_finite, [], loss_scaling=scaling)
     for _ in range(20):
         assert not passes(guard, 1.0, math.inf)
     assert scaling.value == 1.0 and guard.num_skipped == 20
@@ -140,13 +140,13 @@ def test_overflows_are_skipped_without_counting_until_the_scale_is_one(non_finit
 
 
 def test_a_loss_that_is_not_finite_counts_at_any_scale() -> None:
-    guard = Guard("skip", [], LossScale().begin())
+    guard = Guard("skip", [], loss_scaling=LossScale().begin())
     for _ in range(MOST_SKIPS):
         assert not passes(guard, math.nan, math.nan)
     with pytest.raises(FloatingPointError, match="the loss is nan"):
         passes(guard, math.nan, math.nan)
     with pytest.raises(FloatingPointError, match="non_finite='stop'"):
-        passes(Guard("stop", [], LossScale().begin()), math.nan, 1.0)
+        passes(Guard("stop", [], loss_scaling=LossScale().begin()), math.nan, 1.0)
 
 
 # A step on one process ------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_loss_that_is_not_finite_counts_at_any_scale() -> None:
 
 def make_step(zero: int = 1, micro: int = 1, **options: Any) -> Step:
     program = make_program(zero, ROWS // micro, "float32")
-    given: dict[str, Any] = {"precision": "fp16", "loss_scale": LossScale()} | options
+    given: dict[str, Any] = {"precision": "fp16", "loss_scaling": LossScale()} | options
     factory = partial(make_optimizer, "adamw")
     step = Step(program, Mesh.create(("dp",), (1,)), optimizer_factory=factory, num_micro_batches=micro, **given)
     step.load(whole_state(torch.float32))
@@ -168,7 +168,7 @@ def batch_of(step: Step, seed: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("micro", [1, 4])
 def test_powers_of_two_scale_exactly(micro: int) -> None:
     """Where nothing underflows, loss, gradients, norm and parameters do not depend on the scale."""
-    steps = [make_step(micro=micro, loss_scale=LossScale(init_scale=2.0**k), max_grad_norm=0.5) for k in (8, 12)]
+    steps = [make_step(micro=micro, loss_scaling=LossScale(init_scale=2.0**k), max_grad_norm=0.5) for k in (8, 12)]
     for seed in range(3):
         for step in steps:
             step.forward_backward(batch_of(step, seed))
@@ -184,7 +184,7 @@ def test_powers_of_two_scale_exactly(micro: int) -> None:
 
 
 def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
-    step = make_step(loss_scale=LossScale(init_scale=2.0**40))
+    step = make_step(loss_scaling=LossScale(init_scale=2.0**40))
     before = step.full_state_dict()
     loss = step(batch_of(step, 0))
     assert math.isfinite(loss) and step.guard.num_skipped == 1 and step.loss_scale == 2.0**39
@@ -197,13 +197,13 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale() -> None:
 
 
 def test_a_step_needs_a_scale_in_fp16_only() -> None:
-    with pytest.raises(ValueError, match="precision 'fp16' needs a loss_scale"):
-        make_step(loss_scale=None)
-    with pytest.raises(ValueError, match="precision 'bf16' has no loss_scale"):
+    with pytest.raises(ValueError, match="precision 'fp16' needs loss_scaling"):
+        make_step(loss_scaling=None)
+    with pytest.raises(ValueError, match="precision 'bf16' has no loss_scaling"):
         make_step(precision="bf16")
     with pytest.raises(ValueError, match="one of 'fp32', 'bf16', 'fp16', got 'fp8'"):
         make_step(precision="fp8")
-    assert make_step(precision="bf16", loss_scale=None).loss_scale == 1.0
+    assert make_step(precision="bf16", loss_scaling=None).loss_scale == 1.0
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------
@@ -212,12 +212,12 @@ def test_a_step_needs_a_scale_in_fp16_only() -> None:
 def test_a_checkpoint_holds_the_scale_and_what_it_has_counted(tmp_path: Path) -> None:
     """Resumed training continues as if there had been no end; other precisions pass the scale over."""
     rule = LossScale(init_scale=2.0**24, growth_interval=3)
-    step = make_step(loss_scale=rule)
+    step = make_step(loss_scaling=rule)
     for seed in range(14):
         step(batch_of(step, seed))
     assert step.loss_scaling is not None and step.loss_scaling.num_good > 0
     checkpoint.save(step, tmp_path / "fp16")
-    other = make_step(loss_scale=rule)
+    other = make_step(loss_scaling=rule)
     checkpoint.load(other, tmp_path / "fp16")
     assert other.loss_scaling is not None and other.loss_scaling.state() == step.loss_scaling.state()
     for seed in range(14, 20):
@@ -226,7 +226,7 @@ def test_a_checkpoint_holds_the_scale_and_what_it_has_counted(tmp_path: Path) ->
     state = step.full_state_dict()
     assert all(torch.equal(value, state[name]) for name, value in other.full_state_dict().items())
 
-    wide = make_step(precision="fp32", loss_scale=None)
+    wide = make_step(precision="fp32", loss_scaling=None)
     checkpoint.load(wide, tmp_path / "fp16")
     assert wide.rng.step == 14
     checkpoint.save(wide, tmp_path / "fp32")

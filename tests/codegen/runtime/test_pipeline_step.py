@@ -66,7 +66,7 @@ def check_training(
 ) -> None:
     """options: of make_pipeline, and some of Step."""
     tolerance = options.pop("tolerance", 1e-12)
-    names = ("precision", "loss_scale", "offload_optimizer")
+    names = ("precision", "loss_scaling", "offload_optimizer")
     memory = {key: options.pop(key) for key in names if key in options}
     case = f"{name}, {num_pipeline_ranks} ranks, {micro} micro-batches, {kind}, clipping {norm}, {options}, {memory}"
     hidden_dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(str(memory.get("precision")))
@@ -116,7 +116,7 @@ def two_ranks(rank: int, world_size: int) -> None:
     check_training(rank, "zero-bubble-v", 2, 4, norm=0.05, offload_optimizer="host")
     check_training(rank, "1f1b", 2, 4, dtype="float32", tolerance=1e-4, kind="sgd")
     check_training(rank, "zero-bubble-v", 2, 4, dtype="float32", tolerance=0.1, kind="sgd", precision="bf16")
-    scaled: dict[str, Any] = {"precision": "fp16", "loss_scale": LossScale(init_scale=2.0**10)}
+    scaled: dict[str, Any] = {"precision": "fp16", "loss_scaling": LossScale(init_scale=2.0**10)}
     for name in ("1f1b", "interleaved", "zero-bubble"):
         check_training(rank, name, 2, 4, dtype="float32", tolerance=0.02, kind="sgd", norm=0.05, **scaled)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopar.costs.live_bytes import LiveBytes
 from codegen.runtime.mesh import Mesh
+from codegen.runtime.sharded_units import ShardedUnits
 from codegen.runtime.step import Step
 from tests.codegen.runtime.ranks import run_ranks
 from tests.codegen.runtime.transformer_program import HEADS, LENGTH, WIDTH, make_program, whole_batch, whole_state
@@ -25,6 +26,7 @@ def make_step(mesh: Mesh, micro: int = 1, layers: int = NUM_LAYERS, rows: int = 
         mesh,
         optimizer_factory=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         num_micro_batches=micro,
+        units=ShardedUnits,
         seed=3,
     )
     step.load(whole_state(layers))

@@ -12,6 +12,7 @@ import torch
 from codegen.runtime import zero as zero_units
 from codegen.runtime.loss_scale import LossScale
 from codegen.runtime.mesh import Mesh
+from codegen.runtime.sharded_units import ShardedUnits
 from codegen.runtime.step import Step
 from tests.codegen.runtime.mlp_program import EagerTraining, make_optimizer, make_program, whole_batch, whole_state
 from tests.codegen.runtime.ranks import run_ranks
@@ -28,7 +29,7 @@ def make_step(mesh: Mesh, zero: int, micro: int, kind: str, norm: float | None, 
         optimizer_factory=partial(make_optimizer, kind),
         num_micro_batches=micro,
         max_grad_norm=norm,
-        **options,
+        **{"units": ShardedUnits, **options},
     )
     step.load(whole_state())
     return step
@@ -78,7 +79,7 @@ def four_ranks(rank: int, world_size: int, half: int) -> None:
     for zero in (0, 1, 2, 3):
         micro = (1, 4)[(zero + half) % 2]
         check_training(meshes[0], zero, micro, "sgd", 0.05, precision="bf16", dtype="float32", tolerance=0.06)
-        scaled = {"precision": "fp16", "loss_scale": LossScale(init_scale=2.0**10)}
+        scaled = {"precision": "fp16", "loss_scaling": LossScale(init_scale=2.0**10)}
         check_training(meshes[0], zero, micro, "sgd", 0.05, dtype="float32", tolerance=0.008, **scaled)
 
 

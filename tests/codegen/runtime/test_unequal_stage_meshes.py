@@ -17,6 +17,7 @@ from codegen.runtime import checkpoint
 from codegen.runtime.parameters import Module, Param, shard
 from codegen.runtime.pipeline import Pipeline, Stage
 from codegen.runtime.pipeline_ranks import tiled
+from codegen.runtime.sharded_units import ShardedUnits
 from codegen.runtime.step import Step
 from tests.codegen.runtime.features import staged
 from tests.codegen.runtime.pipeline_program import make_pipeline
@@ -78,7 +79,13 @@ def check_copies(folder: str) -> None:
         stages, tied = (Stage(First, 0), Stage(Last, 1)), (("frozen", (0, 1)),)
         pipeline = Pipeline(stages, meshes=meshes(*sizes), tied=tied, first_ranks=first_ranks)
         schedule = ("F0.0 B0.0", "F1.0 B1.0")
-        return Step(pipeline, pipeline.create_mesh(), optimizer_factory=torch.optim.Adam, executor=staged(schedule))
+        return Step(
+            pipeline,
+            pipeline.create_mesh(),
+            optimizer_factory=torch.optim.Adam,
+            executor=staged(schedule),
+            units=ShardedUnits,
+        )
 
     step = make_step(((1, 2), (1, 1)), (1, 0))
     step.load(state)

@@ -14,6 +14,7 @@ from codegen.runtime import whole_updates
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.optimizer_trial import OptimizerTrial
 from codegen.runtime.optimizers import OptimizerError
+from codegen.runtime.sharded_units import ShardedUnits
 from codegen.runtime.step import Step
 from tests.autopar.optimizer_factories import Lamb, clipped, muon_by_ndim
 from tests.codegen.runtime.features import features
@@ -33,7 +34,7 @@ def make_step(
         optimizer_factory=factory,
         trial=OptimizerTrial(),
         num_micro_batches=micro,
-        **options,
+        **{"units": ShardedUnits, **options},
     )
     step.load(whole_state())
     return step

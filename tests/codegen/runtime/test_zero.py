@@ -13,6 +13,7 @@ from codegen.runtime.dropout_module import DropoutModule
 from codegen.runtime.layout import Layout
 from codegen.runtime.mesh import Mesh
 from codegen.runtime.parameters import Module, Param
+from codegen.runtime.sharded_units import ShardedUnits
 from codegen.runtime.step import Step
 from tests.codegen.runtime.ranks import run_ranks
 
@@ -66,7 +67,9 @@ def make_program(zero: int, recompute: bool = False, is_frozen: bool = False, tw
 
 
 def make_step(program: type[Module], mesh: Mesh) -> Step:
-    step = Step(program, mesh, optimizer_factory=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    step = Step(
+        program, mesh, optimizer_factory=lambda parameters: torch.optim.SGD(parameters, lr=0.1), units=ShardedUnits
+    )
     generator = torch.Generator().manual_seed(3)
     # One request per name, in an order that all programs share.
     step.load(lambda name: torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=generator) / WIDTH)
