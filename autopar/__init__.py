@@ -19,7 +19,8 @@ try:
     from autopar.errors import AutoparError  # noqa: E402
     from autopar.explain import Explanation, compare, explain  # noqa: E402
     from autopar.plan import Plan  # noqa: E402
-    from autopar.rules import prove_rule, register_rule  # noqa: E402
+    from autopar.proofs import prove_rule  # noqa: E402
+    from autopar.rules import register_rule  # noqa: E402
     from autopar.strategies import Predictor, predict  # noqa: E402
     from autopar.trainer import Trainer  # noqa: E402
     from autopar.training.callbacks import Callback, TrainState  # noqa: E402

@@ -4,7 +4,7 @@ without a rule.
     python -m benchmarks.missed [--calls N] [--zoo]
 
 Every operator that has a rule is called as `benchmarks/operator_calls.py` writes it, N times at most, and proven: each
-option on one axis of 2 and of 3 ranks and pairs on 2 x 2 (`autopar/rules/proofs/prove_rule.py`). Then all placements on
+option on one axis of 2 and of 3 ranks and pairs on 2 x 2 (`autopar/proofs/rule_proof.py`). Then all placements on
 2 ranks are tried of inputs and outputs (a sample of 400 where there are more), and those that the plain local call
 makes right and that no option has are missed. A family is a module of `autopar/rules/families`. Exits 1 if an option is
 wrong.
@@ -25,8 +25,9 @@ from functools import cache
 
 from autopar.errors import AutoparError
 from autopar.frontend.trace import trace
-from autopar.rules import ProofReport, prove_rule, rule_for
-from autopar.rules.proofs.prove_rule import torch_alone
+from autopar.proofs import ProofReport, prove_rule
+from autopar.proofs.rule_proof import torch_alone
+from autopar.rules import rule_for
 from autopar.rules.registry import builtin_table
 from autopar.sharding.scopes import scopes_of
 from benchmarks.operator_calls import base_calls, make_node

@@ -22,7 +22,7 @@ MOST_EMPTY_NAMES: dict[str, int] = {
     "autopar/cli": 7,
     "autopar/costs": 2,
     "autopar/explain": 11,
-    "autopar/rules": 2,
+    "autopar/rules": 1,
     "autopar/running": 1,
     "autopar/settings": 1,
     "codegen": 9,

@@ -12,7 +12,7 @@ from autopar.accumulation.micro_batches import accumulation
 from autopar.errors import TraceError
 from autopar.frontend.rebatch import LEAST_ROWS, BatchedTrace
 from autopar.ir.graph import Graph, Node, Ref, TensorMeta
-from autopar.rules.proofs.execute import call_op
+from autopar.ir.operators import call_operator
 from autopar.sharding.scopes import scopes_of
 
 
@@ -89,7 +89,7 @@ def _makes_its_shapes(node: Node, metas: Mapping[Ref, TensorMeta]) -> bool:
         return True
     empty = [torch.empty(metas[ref].shape, dtype=metas[ref].dtype, device="meta") for ref in node.inputs]
     try:
-        results = call_op(node.op, node.args, node.kwargs, empty, device="meta")
+        results = call_operator(node, empty, device="meta")
     # Shapes that do not fit, a missing row, an operator that needs memory, or statistics of a single value (batch
     # norm): torch raises many kinds of errors.
     except Exception:

@@ -10,7 +10,7 @@ miniature.py       the model's class, small, trained
 certify.py         all checks, in order
 certificate.py     the result, as value and file
 
-shrunken_call.py shrinks one call, and emitted_call.py runs it. miniature_run.py trains one miniature: its meshes come
+shrunken_call.py shrinks one call, which autopar/proofs runs. miniature_run.py trains one miniature: its meshes come
 from cuts.py, its model from miniature_config.py, its plan from miniature_plan.py.
 """
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autopar.certify.certificate import Findings, grouped
 from autopar.ir.placement import Placement, Placements
-from autopar.rules.proofs.simulated_ranks import coordinates, cut
+from autopar.proofs.simulated_ranks import coordinates, cut
 from codegen.program import PipelineProgram, Spec
 from codegen.runtime.parameters import Param
 from codegen.runtime.pipeline_ranks import tiled

@@ -1,7 +1,7 @@
 """Prove every (operator, option) of a plan on real tensors: the emitted call on simulated ranks against the whole call.
 
-The call is lowered and emitted as in the program (`emitted_call.py`), shrunk (`shrunken_call.py`), and run forward and
-backward in float64 by all ranks of its axes, in this process.
+The call is lowered and emitted as in the program (`lowering/one_call.py`), shrunk (`shrunken_call.py`), and run
+forward and backward in float64 by all ranks of its axes, in this process.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from autopar.certify.certificate import Findings, grouped
-from autopar.certify.emitted_call import prepare
 from autopar.certify.shrunken_call import CannotShrink, SmallCall, small_call
 from autopar.ir.graph import map_refs
 from autopar.ir.plan_data import labels_text
-from autopar.rules.proofs.outcome import check_option
+from autopar.proofs.outcome import check_option
 from autopar.sharding.assignment import Candidate
 from autopar.sharding.call_options import Operator, Option
 
@@ -67,7 +66,7 @@ def _prove(tally: _Tally, operator: Operator, option: Option, best: Candidate, n
             if key in tally.proven:
                 continue
             node, sizes = small.node, small.sizes
-            outcome = check_option(node, small.inputs, small.rule, small.options, sizes, prepare)
+            outcome = check_option(node, small.inputs, small.rule, small.options, sizes)
             tally.runs += 1
             tally.proven[key] = outcome.error
             if outcome.fault is not None:

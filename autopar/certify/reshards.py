@@ -19,7 +19,7 @@ from torch import Tensor
 from autopar.certify.certificate import Findings, grouped
 from autopar.certify.shrunken_call import few_of
 from autopar.ir.placement import Placement, Placements, divides
-from autopar.rules.proofs.simulated_ranks import (
+from autopar.proofs.simulated_ranks import (
     Coordinate,
     SimulatedAxis,
     Sizes,

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, Node, Ref, TensorMeta, with_refs
+from autopar.ir.operators import call_operator
 from autopar.ir.placement import divides
 from autopar.rules.call import Call
 from autopar.rules.localize import REWRITES, combines, replace_arguments, tensor_placements
-from autopar.rules.proofs.execute import call_op
 from autopar.rules.rule import AxisOption, Dims, Rule, axis_options, label_of
 from autopar.sharding.call_options import Operator, Option, rule_or_blank
 
@@ -256,7 +256,7 @@ def _check_shapes(node: Node, inputs: tuple[TensorMeta, ...]) -> None:
     """Raise CannotShrink unless torch gives the small call's results the shapes that its factors say."""
     tensors = [torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in inputs]
     try:
-        results = call_op(node.op, node.args, node.kwargs, tensors, device="meta")
+        results = call_operator(node, tensors, device="meta")
     except Exception as error:  # operators raise arbitrary exceptions for sizes that do not fit
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CannotShrink(f"torch does not take the small call: {reason}") from None

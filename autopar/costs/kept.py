@@ -17,7 +17,7 @@ boolean one as a copy in q's dtype (`convert_boolean_attn_mask` in ATen's attent
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -28,17 +28,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.frontend.fakes import empty, mode, probing
-from autopar.ir.graph import Node, Ref, TensorMeta, base_name, has_dropout, map_refs
+from autopar.ir.graph import UPDATE_BUFFER, Node, Ref, TensorMeta, base_name, has_dropout, map_refs
 from autopar.ir.mesh import Mesh
 from autopar.ir.operators import shares_memory
 from autopar.ir.placement import local_shape
+from autopar.lowering.one_call import OneCall, call_graph, one_call
+from autopar.lowering.stand_ins import StandInMesh
 from autopar.operators.traits import CHOSEN_BY_DEVICE, VIEWS
 from autopar.rules.families.attention import EXCHANGES
 from autopar.rules.localize import local_call
-from autopar.rules.proofs.execute import run_alone
 from autopar.rules.rule import AxisOption
-from autopar.sharding.call_options import Operator, Option, num_local
+from autopar.sharding.call_options import Operator, Option, num_local, rule_or_blank
 from autopar.sharding.fusible_runs import OTHER_RESULT
+from autopar.sharding.scopes import scopes_of
 from codegen.fusion import KERNELS
 
 Metas = tuple[TensorMeta, ...]
@@ -134,7 +136,7 @@ def _found(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
     is_attention = name == "scaled_dot_product_attention"
     if is_attention and not on_cpu and not has_dropout(node):
         return _flash(node, inputs)
-    if name in VIEWS:
+    if name in VIEWS or node.op == UPDATE_BUFFER:
         return Kept()
     try:
         # Calls for which torch chooses by device run on fake CPU tensors. Meta tensors are faster and serve all others.
@@ -168,14 +170,22 @@ def _flash(node: Node, inputs: Metas) -> Kept:
 
 def _asked(node: Node, inputs: Metas, on_fakes: bool) -> Kept:
     """Return the tensors kept in a run."""
-    is_in_place = node.op.split(".")[1].endswith("_")
+    call, is_in_place = _program(node, inputs), node.op.split(".")[1].endswith("_")
     with probing(), torch.inference_mode(False), torch.enable_grad(), _disable_current_modes():
         fake = mode() if on_fakes else None
         leaves = [_tensor(meta, fake) for meta in inputs]
         if fake is not None:
             with fake:
-                return _watched(lambda values: run_alone(node, inputs, values), leaves, is_in_place)
-        return _watched(lambda values: run_alone(node, inputs, values), leaves, is_in_place)
+                return _watched(call, leaves, is_in_place)
+        return _watched(call, leaves, is_in_place)
+
+
+def _program(node: Node, inputs: Metas) -> OneCall:
+    """Emit the call for one rank."""
+    graph = call_graph(node, inputs)
+    (scope,) = scopes_of(graph)
+    rule, _ = rule_or_blank(scope.nodes[0], scope.metas)
+    return one_call(graph, rule, (), Mesh((), ()))
 
 
 def _tensor(meta: TensorMeta, fake: Any) -> Tensor:
@@ -187,7 +197,7 @@ def _tensor(meta: TensorMeta, fake: Any) -> Tensor:
     return tensor.requires_grad_(meta.requires_grad)
 
 
-def _watched(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], leaves: Sequence[Tensor], is_in_place: bool) -> Kept:
+def _watched(call: OneCall, leaves: Sequence[Tensor], is_in_place: bool) -> Kept:
     """Run the call and look up each saved tensor's storage. A tensor written in place is a result."""
     values = [leaf.clone() for leaf in leaves] if is_in_place else leaves
     saved: list[Tensor] = []
@@ -197,7 +207,7 @@ def _watched(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], leaves: Sequen
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        results = run(values)
+        results = call.run(values, StandInMesh.of((), ()))
     inputs = {_storage(value): position for position, value in reversed(list(enumerate(values)))}
     outputs = {_storage(value): position for position, value in reversed(list(enumerate(results)))}
     kept_inputs: set[int] = set()

@@ -1,7 +1,6 @@
 """One rank's call: the node with global sizes replaced by local ones, and its lowering if it needs one.
 
-This works for any number of mesh axes at once. The emitter and the proof harness both use it, so that the emitted call
-is the proven one.
+This works for any number of mesh axes at once.
 """
 
 from __future__ import annotations

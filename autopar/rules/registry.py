@@ -136,7 +136,7 @@ def register_rule(
     linear: tuple[str, ...] = (),
     lowerings: Mapping[str, Lowering] | None = None,
 ) -> None:
-    """Call `Registry.register` of the default registry. Prove the rule first, with `autopar.rules.prove_rule`."""
+    """Call `Registry.register` of the default registry. Prove the rule first, with `autopar.prove_rule`."""
     if find_op(op_name) is None and len(op_name.split(".")) == 3:
         raise ValueError(f"torch has no operator {op_name!r}; import the library that defines it first")
     default_registry().register(op_name, rule, linear=linear, lowerings=lowerings)

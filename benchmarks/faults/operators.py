@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from autopar.certify.emitted_call import prepare
-from autopar.rules.proofs.prove_rule import check_options, torch_alone
+from autopar.proofs.rule_proof import check_options, torch_alone
 from autopar.rules.registry import known_ops
 from autopar.sharding.call_options import rule_or_blank
 from benchmarks.faults.case import Case, Result, drawn
@@ -48,7 +47,7 @@ def attempt(call: Written) -> Result:
         return Result("refused", f"torch itself: {error}".splitlines()[0])
     try:
         rule, _ = rule_or_blank(node, metas)
-        _, wrong = check_options(node, inputs, rule, prepare)
+        _, wrong = check_options(node, inputs, rule)
     except Exception as error:
         return Result("raw", f"{type(error).__name__}: {error}".splitlines()[0])
     if not wrong:

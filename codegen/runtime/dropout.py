@@ -33,6 +33,7 @@ _MASK_32, _MASK_64 = (1 << 32) - 1, (1 << 64) - 1
 # GPU 2**22 (96 MiB) amortise the launches while bounding the memory that a mask costs beside itself.
 _PAIRS_PER_CHUNK_CPU = 1 << 15
 _PAIRS_PER_CHUNK_GPU = 1 << 22
+_PAIRS_PER_CHUNK_META = 1 << 62  # without memory, one chunk says enough
 
 
 def split_mix(state: int) -> int:
@@ -77,7 +78,8 @@ def _squares_(y: Tensor, x: Tensor, spare: Tensor) -> Tensor:
 
 
 def _pairs_per_chunk(device: torch.device) -> int:
-    return _PAIRS_PER_CHUNK_CPU if device.type == "cpu" else _PAIRS_PER_CHUNK_GPU
+    limits = {"cpu": _PAIRS_PER_CHUNK_CPU, "meta": _PAIRS_PER_CHUNK_META}
+    return limits.get(device.type, _PAIRS_PER_CHUNK_GPU)
 
 
 def random_words(key: int, index: Tensor) -> Tensor:

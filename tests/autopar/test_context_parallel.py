@@ -26,8 +26,9 @@ from autopar.plan import Plan
 from autopar.planning import equal_configs
 from autopar.planning.planner import search_plans
 from autopar.planning.request import Request
+from autopar.proofs import prove_rule
 from autopar.report.traffic import context_rows
-from autopar.rules import combines, prove_rule, rule_for
+from autopar.rules import combines, rule_for
 from autopar.rules.families.attention import EXCHANGES
 from autopar.rules.rule import Joint, Rule, axis_options, joint_option, shard_option
 from autopar.settings.constraints import Constraints

@@ -21,8 +21,8 @@ from autopar.ir.mesh import Mesh
 from autopar.planning.planner import search_plans
 from autopar.planning.request import pricer_for
 from autopar.planning.search_space import build_search_space
+from autopar.proofs.simulated_ranks import meshes, run_ranks
 from autopar.rules.families.experts import EXPERT_LINEAR
-from autopar.rules.proofs.simulated_ranks import meshes, run_ranks
 from autopar.sharding.call_options import operators_of, options_of, routed_axes
 from autopar.verify import sgd_with_momentum, verify_program
 from codegen.runtime.experts import Routes, combine, dispatch, expert_linear

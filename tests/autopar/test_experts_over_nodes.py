@@ -22,9 +22,9 @@ from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
 from autopar.ir.mesh import Mesh
 from autopar.planning.request import Request, pricer_for
+from autopar.proofs.simulated_ranks import meshes, run_ranks
 from autopar.report.facts import facts_of
 from autopar.rules.families.experts import EXPERT_LINEAR
-from autopar.rules.proofs.simulated_ranks import meshes, run_ranks
 from autopar.settings.constraints import Constraints
 from autopar.sharding.call_options import operators_of, options_of
 from autopar.verify import sgd_with_momentum, verify_program

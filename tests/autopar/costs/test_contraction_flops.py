@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.costs.contractions import contraction_flops
 from autopar.ir.graph import base_name
+from autopar.ir.operators import call_operator
 from autopar.operators.traits import MATMULS
-from autopar.rules.proofs.execute import call_op
 from autopar.rules.registry import rule_for
 from autopar.sharding.call_options import Operator
 from tests.autopar.rules.handmade_calls import f, make_node
@@ -40,5 +40,5 @@ def test_as_many_as_torch_counts(call: tuple[Any, ...]) -> None:
     operator = cast(Operator, SimpleNamespace(node=node, rule=rule, inputs=tuple(inputs)))
     tensors = [torch.randn(meta.shape) for meta in inputs]
     with FlopCounterMode(display=False) as counted:
-        call_op(node.op, node.args, node.kwargs, tensors)
+        call_operator(node, tensors)
     assert math.isclose(contraction_flops(operator), counted.get_total_flops())

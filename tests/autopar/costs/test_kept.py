@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.certify.emitted_call import prepare
 from autopar.costs.kept import Kept, kept, made_bytes
 from autopar.ir.graph import Node, TensorMeta
 from autopar.ir.mesh import Mesh
+from autopar.lowering.one_call import OneCall, call_graph, one_call
+from autopar.proofs.simulated_ranks import SimulatedMesh, distribute, meshes, run_ranks, simulated_mesh
 from autopar.rules.localize import tensor_placements
-from autopar.rules.proofs.outcome import Prepared
-from autopar.rules.proofs.samples import sample_inputs
-from autopar.rules.proofs.simulated_ranks import SimulatedMesh, distribute, meshes, run_ranks
 from autopar.rules.rule import AxisOption, axis_options
+from autopar.rules.samples import sample_inputs
 from autopar.sharding.call_options import Operator, Option, rule_or_blank
 from benchmarks.faults.operators import all_calls, text_of
 from benchmarks.operator_calls import T, Written, bools, f, make_node
@@ -33,9 +32,6 @@ UNKNOWN = (
     "autopar.window_attention",  # its record is of four dims; tiles and masks are counted beside it
     "autopar.expert_linear",  # its record is of one product between the way there and back
 )
-REWRITTEN = "aten.smooth_l1_loss", "beta=0.0"
-"""F.smooth_l1_loss calls l1_loss then, and so does a trace of it."""
-
 SHARING = {"t5": 0.025, "bert": 0.0015, **dict.fromkeys(("llama", "llama_gqa", "qwen2", "qwen3", "mixtral"), 0.0016)}
 """Examples whose layers share a tensor that they keep, which is counted in each of them (positions' bias, cos and sin);
 BERT keeps an expanded row of token types."""
@@ -48,7 +44,7 @@ def calls() -> tuple[Written, ...]:
     return tuple(call for call, node in made if any(meta.requires_grad for meta in node.outputs))
 
 
-def saved_storages(run: Prepared, leaves: Sequence[Tensor], mesh: SimulatedMesh) -> Kept:
+def saved_storages(call: OneCall, leaves: Sequence[Tensor], mesh: SimulatedMesh) -> Kept:
     """What autograd saves while a call runs. Storages are compared while every one of them is alive."""
     saved: list[Tensor] = []
 
@@ -57,7 +53,7 @@ def saved_storages(run: Prepared, leaves: Sequence[Tensor], mesh: SimulatedMesh)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        results = run.run(tuple(leaves), mesh)
+        results = call.run(leaves, mesh)
     addresses = [[t.untyped_storage().data_ptr() for t in tensors] for tensors in (leaves, results)]
     found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if t.numel()}
     entering, leaving = (tuple(dict.fromkeys(own.index(a) for a in own if a in found)) for own in addresses)
@@ -74,10 +70,10 @@ def sampled(node: Node, metas: tuple[TensorMeta, ...]) -> list[Tensor]:
 def really(node: Node, metas: tuple[TensorMeta, ...]) -> Kept:
     """Of the emitted source, on one rank."""
     rule, _ = rule_or_blank(node, dict(zip(node.inputs, metas, strict=True)))
-    prepared = prepare(node, rule, axis_options(rule, 1, metas, node.outputs)[:1], metas, (1,))
+    call = one_call(call_graph(node, metas), rule, axis_options(rule, 1, metas, node.outputs)[:1], simulated_mesh((1,)))
     (mesh,) = meshes((1,)).values()
     leaves = [v.requires_grad_(m.requires_grad) for v, m in zip(sampled(node, metas), metas, strict=True)]
-    return saved_storages(prepared, leaves, mesh)
+    return saved_storages(call, leaves, mesh)
 
 
 def num_bytes(node: Node, metas: tuple[TensorMeta, ...], own: Kept) -> int:
@@ -88,7 +84,7 @@ def num_bytes(node: Node, metas: tuple[TensorMeta, ...], own: Kept) -> int:
 def differences(some: Sequence[Written]) -> list[str]:
     found = []
     for call in some:
-        if call[0].startswith(UNKNOWN) or all(part in text_of(call) for part in REWRITTEN):
+        if call[0].startswith(UNKNOWN):
             continue
         node, metas = make_node(call[0], *call[1], **call[2])
         try:
@@ -128,16 +124,16 @@ def options_with_made(some: Sequence[Written]) -> Iterator[tuple[Written, Node, 
 
 def made_by_ranks(node: Node, metas: tuple[TensorMeta, ...], option: AxisOption) -> int:
     rule, _ = rule_or_blank(node, dict(zip(node.inputs, metas, strict=True)))
-    prepared, mesh_of = prepare(node, rule, (option,), metas, (2,)), meshes((2,))
+    call, mesh_of = one_call(call_graph(node, metas), rule, (option,), simulated_mesh((2,))), meshes((2,))
     generator = torch.Generator().manual_seed(0)
     parts = [distribute(v, (p,), (2,), generator) for v, p in zip(sampled(node, metas), option.inputs, strict=True)]
 
     def work(rank: tuple[int, ...]) -> int:
         own = [part[rank].detach().clone() for part in parts]
         leaves = [v.requires_grad_(m.requires_grad) for v, m in zip(own, metas, strict=True)]
-        return sum(saved_storages(prepared, leaves, mesh_of[rank]).extra_bytes)
+        return sum(saved_storages(call, leaves, mesh_of[rank]).extra_bytes)
 
-    return max(run_ranks(list(mesh_of), work, prepared.together).values())
+    return max(run_ranks(list(mesh_of), work, call.together).values())
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ import pytest
 
 from autopar.frontend.trace import trace
 from autopar.ir.graph import Node, TensorMeta, map_refs
-from autopar.rules import ProofReport, prove_rule, rule_for
+from autopar.proofs import ProofReport, prove_rule
+from autopar.rules import rule_for
 from autopar.sharding.scopes import scopes_of
 from examples.models import EXAMPLES
 

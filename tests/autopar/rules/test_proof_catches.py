@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from autopar.ir.placement import P, R, Rp, S
-from autopar.rules import Lowering, Rule, prove_rule, rule_for
-from autopar.rules.proofs.simulated_ranks import assembled, conjugate, coordinates, cut, distribute
+from autopar.lowering import call_lowerings
+from autopar.proofs import prove_rule
+from autopar.proofs.simulated_ranks import assembled, conjugate, coordinates, cut, distribute
+from autopar.rules import Lowering, Rule, rule_for
 from tests.autopar.rules.handmade_calls import f, ints, make_node
 
 
@@ -62,11 +64,33 @@ def test_vocabulary_rows_without_masking_are_wrong() -> None:
 
 def test_ignored_targets_make_a_mean_of_means_wrong() -> None:
     """Valid targets are spread unevenly, so averaging each rank's mean is not the mean."""
-    node, inputs, rule = rule_of("aten.cross_entropy_loss.default", f(12, 6), ints(12))
+    node, inputs, rule = rule_of("aten.nll_loss_nd.default", f(12, 6), ints(12))
     report = prove_rule(
         node, inputs, replace(rule, lowerings={"n0": Lowering("mean")}, blocked=frozenset({"c"})), search_missed=False
     )
     assert any(text.startswith("n0:") for text in report.wrong)
+
+
+@pytest.mark.parametrize(
+    ("broken", "op", "args"),
+    [
+        ("_batch_norm", "aten.batch_norm.default", (f(4, 6), f(6), f(6), None, None, True, 0.1, 1e-5, True)),
+        ("_vocab_embedding", "aten.embedding.default", (f(12, 4), ints(6), 1)),
+        ("_arange", "aten.arange.start_step", (1, 13, 2)),
+    ],
+)
+def test_a_wrong_lowering_is_caught(broken: str, op: str, args: tuple[Any, ...], monkeypatch: Any) -> None:
+    """Norms over the rows of one rank, look-ups without padding, positions that count by one."""
+    node, inputs, rule = rule_of(op, *args)
+    assert prove_rule(node, inputs, rule, search_missed=False).wrong == ()
+    lower = {
+        "_batch_norm": lambda mesh, lowering, call: original(mesh, None, call),
+        "_vocab_embedding": lambda *args: replace(original(*args), kwargs=()),
+        "_arange": lambda call, *args: original(replace(call, args=(call.args[0], call.args[1], 1)), *args),
+    }[broken]
+    original = getattr(call_lowerings, broken)
+    monkeypatch.setattr(call_lowerings, broken, lower)
+    assert prove_rule(node, inputs, rule, search_missed=False).wrong
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import torch
 
 from autopar.ir.graph import Node, Ref, TensorMeta
 from autopar.operators.schemas import find_op
-from autopar.rules import Call, Registry, Rule, known_ops, prove_rule, register_rule, rule_for
+from autopar.proofs import prove_rule
+from autopar.rules import Call, Registry, Rule, known_ops, register_rule, rule_for
 from autopar.rules.call import make_rule
 from autopar.rules.registry import builtin_table
 from tests.autopar.rules.handmade_calls import f, make_node

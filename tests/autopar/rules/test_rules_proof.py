@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.rules import prove_rule, rule_for
+from autopar.proofs import prove_rule
+from autopar.rules import rule_for
 from tests.autopar.rules.handmade_calls import T, bools, f, ints, make_node
 
 STATS = T((6,), grad=False)

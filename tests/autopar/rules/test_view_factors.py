@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.rules import prove_rule, rule_for
+from autopar.proofs import prove_rule
+from autopar.rules import rule_for
 from autopar.rules.factorize import view_factors
 from tests.autopar.rules.handmade_calls import f, make_node
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.rules.proofs.simulated_ranks import meshes, run_ranks
+from autopar.proofs.simulated_ranks import meshes, run_ranks
 from codegen.runtime.experts import expert_linear
 from codegen.runtime.experts_by_node import NodeRoutes, combine_by_node, dispatch_by_node
 

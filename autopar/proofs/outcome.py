@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from autopar.ir.graph import Node, TensorMeta
+from autopar.ir.graph import Graph, Node, TensorMeta
+from autopar.ir.mesh import Mesh
+from autopar.ir.operators import call_operator
 from autopar.ir.placement import Placements
-from autopar.rules.call import Call
-from autopar.rules.localize import LoweringCall, local_call, tensor_placements
-from autopar.rules.proofs.execute import COMMUNICATING, Tensors, count_targets, run_local, run_whole
-from autopar.rules.proofs.samples import sample_inputs
-from autopar.rules.proofs.simulated_ranks import (
+from autopar.lowering.one_call import call_graph, one_call
+from autopar.proofs.simulated_ranks import (
     Coordinate,
-    SimulatedMesh,
     Sizes,
     assembled,
     conjugate,
     distribute,
     meshes,
     run_ranks,
+    simulated_mesh,
 )
-from autopar.rules.rule import AxisOption, Rule, axis_options
-
-Ranks = Callable[[Tensors, SimulatedMesh], Tensors]
-"""Computes one rank's outputs from its shards of the inputs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A runnable option of a call. together: the ranks communicate."""
-
-    run: Ranks
-    together: bool
-
-
-Prepare = Callable[[Node, Rule, tuple[AxisOption, ...], tuple[TensorMeta, ...], Sizes], Prepared]
-"""Makes a call under one option per axis runnable: directly, or through an emitted program."""
+from autopar.rules.call import Call
+from autopar.rules.localize import tensor_placements
+from autopar.rules.rule import AxisOption, Rule
+from autopar.rules.samples import sample_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +34,7 @@ class Case:
     """One call with its values, whole results and whole gradients."""
 
     node: Node
+    graph: Graph
     rule: Rule
     call: Call
     inputs: tuple[TensorMeta, ...]
@@ -55,9 +42,7 @@ class Case:
     outputs: tuple[Tensor, ...]
     out_grads: tuple[Tensor | None, ...]
     in_grads: tuple[Tensor | None, ...]
-    num_targets: Tensor | None
     generator: torch.Generator
-    prepare: Prepare | None = None
 
     @property
     def tolerance(self) -> float:
@@ -81,11 +66,10 @@ def check_option(
     rule: Rule,
     options: tuple[AxisOption, ...],
     sizes: Sizes,
-    prepare: Prepare,
     seed: int = 0,
 ) -> Outcome:
     """Run the call once, forward and backward, under one option per axis of these sizes, against the whole call."""
-    return _outcome(replace(make_case(node, inputs, rule, seed), prepare=prepare), options, sizes)
+    return _outcome(make_case(node, inputs, rule, seed), options, sizes)
 
 
 def make_case(node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, seed: int) -> Case:
@@ -94,7 +78,7 @@ def make_case(node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, seed: int)
     call = Call.of(node, inputs)
     values = sample_inputs(node, inputs, generator)
     leaves = leaves_of(values, inputs)
-    outputs = run_whole(node, call, _whole_lowering(node, rule, inputs), leaves)
+    outputs = _run_whole(node, rule, inputs, leaves)
     grads = tuple(
         torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype) if out.requires_grad else None
         for out in outputs
@@ -102,8 +86,10 @@ def make_case(node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, seed: int)
     in_grads = gradients(outputs, grads, leaves)
     # Metas of the float64 run: the actual gradient flow decides, not the one recorded in the trace.
     metas = tuple(replace(m, requires_grad=out.requires_grad) for m, out in zip(node.outputs, outputs, strict=True))
+    node = replace(node, outputs=metas)
     return Case(
-        node=replace(node, outputs=metas),
+        node=node,
+        graph=call_graph(node, inputs),
         rule=rule,
         call=call,
         inputs=inputs,
@@ -111,15 +97,23 @@ def make_case(node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, seed: int)
         outputs=tuple(out.detach() for out in outputs),
         out_grads=grads,
         in_grads=in_grads,
-        num_targets=count_targets(call, values),
         generator=generator,
     )
 
 
-def _whole_lowering(node: Node, rule: Rule, inputs: tuple[TensorMeta, ...]) -> LoweringCall | None:
-    """Return the lowering that the op needs even if nothing is sharded."""
-    option = axis_options(rule, 1, inputs, node.outputs)[0]
-    return local_call(node, rule, (option,), inputs, (1,)).lowering
+def _run_whole(
+    node: Node, rule: Rule, inputs: tuple[TensorMeta, ...], leaves: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Run torch's operator. Random calls, which every program lowers, run as the program of one rank."""
+    if "*" not in rule.lowerings:
+        return call_operator(node, leaves)
+    return one_call(call_graph(node, inputs), rule, (), Mesh((), ())).run(leaves, meshes(())[()])
+
+
+def operands(node: Node, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the call's operands: the leaves, or copies of them for a call that writes to its operand."""
+    is_in_place = node.op.split(".")[1].endswith("_")
+    return tuple(leaf.clone() for leaf in leaves) if is_in_place else leaves
 
 
 def leaves_of(values: tuple[Tensor, ...], metas: tuple[TensorMeta, ...]) -> tuple[Tensor, ...]:
@@ -153,11 +147,7 @@ def fault_of(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> str |
 def _outcome(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> Outcome:
     places_in, places_out = tensor_placements(options)
     try:
-        prepared = (
-            case.prepare(case.node, case.rule, options, case.inputs, sizes)
-            if case.prepare
-            else _local(case, options, sizes)
-        )
+        call = one_call(case.graph, case.rule, options, simulated_mesh(sizes))
         parts = [
             distribute(value, places, sizes, case.generator)
             for value, places in zip(case.values, places_in, strict=True)
@@ -167,20 +157,14 @@ def _outcome(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> Outco
         grads = _gradient_parts(case, places_out, sizes)
 
         def work(rank: Coordinate) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-            outputs = prepared.run(leaves[rank], mesh_of[rank])
+            outputs = call.run(operands(case.node, leaves[rank]), mesh_of[rank])
             rank_grads = tuple(None if grad is None else grad[rank] for grad in grads)
             return outputs, gradients(outputs, rank_grads, leaves[rank])
 
-        results = run_ranks(list(mesh_of), work, prepared.together)
+        results = run_ranks(list(mesh_of), work, call.together)
         return _compare(case, results, places_in, places_out, sizes)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         return Outcome(math.inf, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-
-
-def _local(case: Case, options: tuple[AxisOption, ...], sizes: Sizes) -> Prepared:
-    local = local_call(case.node, case.rule, options, case.inputs, sizes)
-    together = local.lowering is not None and local.lowering.name in COMMUNICATING
-    return Prepared(lambda values, mesh: run_local(local, case.call, values, mesh, case.num_targets), together)
 
 
 def _gradient_parts(
@@ -203,9 +187,10 @@ def _compare(
     largest = 0.0
     for number, (whole, places) in enumerate(zip(case.outputs, places_out, strict=True)):
         parts = {rank: result[0][number] for rank, result in results.items()}
-        if not is_equal(parts, places, sizes, whole, tolerance_of(whole.dtype)):
+        error = error_of(parts, places, sizes, whole, tolerance_of(whole.dtype))
+        if math.isinf(error):
             return Outcome(math.inf, f"output {number} differs")
-        largest = max(largest, _error(parts, places, sizes, whole))
+        largest = max(largest, error)
     for number, (grad, places) in enumerate(zip(case.in_grads, places_in, strict=True)):
         if grad is None:
             continue
@@ -214,34 +199,35 @@ def _compare(
         if len(present) < len(grad_parts):
             return Outcome(math.inf, f"gradient {number} is missing")
         conjugates = tuple(conjugate(p) for p in places)
-        if not is_equal(present, conjugates, sizes, grad, case.tolerance):
+        error = error_of(present, conjugates, sizes, grad, case.tolerance)
+        if math.isinf(error):
             return Outcome(math.inf, f"gradient {number} differs")
-        largest = max(largest, _error(present, conjugates, sizes, grad))
+        largest = max(largest, error)
     return Outcome(largest)
 
 
-def is_equal(
+def error_of(
     parts: dict[Coordinate, Tensor], places: Placements, sizes: Sizes, whole: Tensor, tolerance: float
-) -> bool:
+) -> float:
+    """Return the largest difference from the whole, relative to its largest element, among finite elements.
+
+    Return infinity if an element differs by more than the tolerance, absolute and relative, or the dtype differs.
+    """
     if any(part.dtype != whole.dtype for part in parts.values()):
-        return False
+        return math.inf
     wide = torch.complex128 if whole.is_complex() else torch.float64
-    return all(
-        torch.allclose(total.to(wide), whole.to(wide), rtol=tolerance, atol=tolerance, equal_nan=True)
-        for total in assembled(parts, places, sizes, tuple(whole.shape))
-    )
-
-
-def _error(parts: dict[Coordinate, Tensor], places: Placements, sizes: Sizes, whole: Tensor) -> float:
-    """Return the largest difference relative to the whole's largest element, among finite elements."""
-    wide = torch.complex128 if whole.is_complex() else torch.float64
-    exact, largest = whole.to(wide), 0.0
-    usual = torch.isfinite(exact)
-    size = float(exact[usual].abs().max()) if usual.any() else 0.0
-    for total in assembled(parts, places, sizes, tuple(whole.shape)):
-        difference = (total.to(wide) - exact)[usual].abs()
-        largest = max(largest, float(difference.max()) if difference.numel() else 0.0)
-    return largest / size if size else largest
+    totals = torch.stack(assembled(parts, places, sizes, tuple(whole.shape))).to(wide)
+    exact = whole.to(wide)
+    if not exact.numel():
+        return 0.0
+    largest = float((totals - exact).abs().max())
+    if largest <= tolerance:
+        return largest / (float(exact.abs().max()) or 1.0)
+    if not torch.allclose(totals, exact.expand_as(totals), rtol=tolerance, atol=tolerance, equal_nan=True):
+        return math.inf
+    finite = torch.isfinite(exact)
+    largest = float(torch.where(finite, totals - exact, 0.0).abs().max())
+    return largest / (float(torch.where(finite, exact, 0.0).abs().max()) or 1.0)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:

@@ -8,43 +8,46 @@ gradients must assemble to the whole gradients in theirs. Everything is float64,
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from autopar.ir.graph import Node, TensorMeta
+from autopar.ir.operators import call_operator
 from autopar.ir.placement import P, Placement, Rp, S, divides
-from autopar.rules.localize import REWRITES, combines, local_call, tensor_placements
-from autopar.rules.proofs.execute import call_op, run_local
-from autopar.rules.proofs.outcome import (
+from autopar.lowering.one_call import one_call
+from autopar.proofs.outcome import (
     Case,
-    Prepare,
+    error_of,
     fault_of,
     gradients,
-    is_equal,
     leaves_of,
     make_case,
     option_text,
     options_text,
     tolerance_of,
 )
-from autopar.rules.proofs.samples import sample_inputs
-from autopar.rules.proofs.simulated_ranks import (
+from autopar.proofs.simulated_ranks import (
     Coordinate,
+    SimulatedMesh,
     Sizes,
-    coordinates,
     cut,
     distribute,
     meshes,
+    simulated_mesh,
 )
+from autopar.rules.localize import REWRITES, combines, local_call, tensor_placements
 from autopar.rules.rule import AxisOption, Rule, axis_options, canonical
+from autopar.rules.samples import sample_inputs
 
 AXIS_SIZES = (2, 3)
 PRIME_SIZES = (5, 7)
 """Axis sizes for factors that neither 2 nor 3 divides."""
+Tensors = tuple[Tensor, ...]
 MAX_PAIRS = 24
 MAX_SEARCHED = 400
 
@@ -87,11 +90,9 @@ def prove_rule(
     return ProofReport(op=node.op, options_checked=checked, wrong=tuple(wrong), missed=missed, skipped=skipped)
 
 
-def check_options(
-    node: Node, inputs: tuple[TensorMeta, ...], rule: Rule, prepare: Prepare
-) -> tuple[int, tuple[str, ...]]:
-    """Return the number of options on 2 ranks, and the faults of those that differ from torch under `prepare`."""
-    case = replace(make_case(node, inputs, rule, seed=0), prepare=prepare)
+def check_options(node: Node, inputs: tuple[TensorMeta, ...], rule: Rule) -> tuple[int, tuple[str, ...]]:
+    """Return the number of options on 2 ranks, and the faults of those that differ from torch."""
+    case = make_case(node, inputs, rule, seed=0)
     options = axis_options(rule, 2, inputs, case.node.outputs)
     faults = ((option, fault_of(case, (option,), (2,))) for option in options)
     return len(options), tuple(f"{option_text(option)}: {fault}" for option, fault in faults if fault)
@@ -100,7 +101,7 @@ def check_options(
 def torch_alone(node: Node, inputs: tuple[TensorMeta, ...]) -> None:
     """Run the call on whole tensors, forward and backward. Raises whatever torch raises."""
     leaves = leaves_of(sample_inputs(node, inputs, torch.Generator().manual_seed(0)), inputs)
-    outputs = call_op(node.op, node.args, node.kwargs, leaves)
+    outputs = call_operator(node, leaves)
     gradients(outputs, tuple(torch.ones_like(out) if out.requires_grad else None for out in outputs), leaves)
 
 
@@ -188,16 +189,21 @@ def _alike(candidates: list[list[Placement]]) -> list[tuple[Placement, ...]]:
 def _forward(
     case: Case, rule: Rule, option: AxisOption, parts: list[dict[Coordinate, Tensor]]
 ) -> dict[Coordinate, tuple[Tensor, ...]] | None:
-    mesh_of = meshes((2,))
     try:
-        local = local_call(case.node, rule, (option,), case.inputs, (2,))
+        run = _plain_call(case, rule, option)
         with torch.no_grad():
-            return {
-                rank: run_local(local, case.call, tuple(p[rank] for p in parts), mesh_of[rank], case.num_targets)
-                for rank in coordinates((2,))
-            }
+            return {rank: run(tuple(part[rank] for part in parts), mesh) for rank, mesh in meshes((2,)).items()}
     except (RuntimeError, ValueError, IndexError, TypeError):
         return None
+
+
+def _plain_call(case: Case, rule: Rule, option: AxisOption) -> Callable[[Tensors, SimulatedMesh], Tensors]:
+    """Return a rank's call of torch's operator with local sizes. Random calls run as their program."""
+    if "*" in rule.lowerings:
+        return one_call(case.graph, rule, (option,), simulated_mesh((2,))).run
+    local = local_call(case.node, rule, (option,), case.inputs, (2,))
+    node = replace(case.node, op=local.op, args=local.args, kwargs=local.kwargs)
+    return lambda values, _: call_operator(node, values)
 
 
 def _forward_equal(case: Case, results: dict[Coordinate, tuple[Tensor, ...]], outputs: tuple[Placement, ...]) -> bool:
@@ -207,6 +213,6 @@ def _forward_equal(case: Case, results: dict[Coordinate, tuple[Tensor, ...]], ou
             if results[rank][number].shape != expected:
                 return False
         parts = {rank: results[rank][number] for rank in results}
-        if not is_equal(parts, (place,), (2,), whole, tolerance_of(whole.dtype)):
+        if math.isinf(error_of(parts, (place,), (2,), whole, tolerance_of(whole.dtype))):
             return False
     return True

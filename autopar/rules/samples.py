@@ -66,6 +66,9 @@ def _integers(call: Call, name: str, meta: TensorMeta, generator: torch.Generato
         value[ignore] = ignored
     if name == "target" and isinstance(ignored, int):
         value.view(-1)[-1] = 1 if ignored == 0 else 0  # a mean over no target is not a number
+    padding = call.get("padding_idx")
+    if name == "indices" and isinstance(padding, int) and padding >= 0:
+        value.view(-1)[0] = padding
     return value.to(meta.dtype)
 
 

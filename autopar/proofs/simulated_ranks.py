@@ -10,12 +10,13 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.ir.mesh import AXIS_NAMES
+from autopar.ir.mesh import AXIS_NAMES, Mesh
 from autopar.ir.placement import P, Placement, Placements, R, Rp
 
 Coordinate = tuple[int, ...]
@@ -35,14 +36,12 @@ def coordinates(axis_sizes: Sizes) -> list[Coordinate]:
 
 def cut(tensor: Tensor, placements: Placements, axis_sizes: Sizes, coordinate: Coordinate) -> Tensor:
     """Return the rank's slice. On one dim, shards with more sections are cut first; equal ones in mesh order."""
-    order = sorted(range(len(placements)), key=lambda axis: (-placements[axis].sections, axis))
-    for axis in order:
-        place = placements[axis]
-        if place.is_shard:
-            shape = tensor.shape
-            grid = (*shape[: place.dim], place.sections, axis_sizes[axis], -1, *shape[place.dim + 1 :])
-            section = tensor.reshape(grid).select(place.dim + 1, coordinate[axis])
-            tensor = section.reshape(*shape[: place.dim], -1, *shape[place.dim + 1 :])
+    shards = [axis for axis, place in enumerate(placements) if place.is_shard]
+    for axis in sorted(shards, key=lambda axis: (-placements[axis].sections, axis)):
+        place, shape = placements[axis], tensor.shape
+        grid = (*shape[: place.dim], place.sections, axis_sizes[axis], -1, *shape[place.dim + 1 :])
+        section = tensor.reshape(grid).select(place.dim + 1, coordinate[axis])
+        tensor = section.reshape(*shape[: place.dim], -1, *shape[place.dim + 1 :])
     return tensor.contiguous()
 
 
@@ -71,6 +70,12 @@ def _summands(tensor: Tensor, count: int, generator: torch.Generator) -> list[Te
     return [*parts, tensor - sum(parts)]
 
 
+@lru_cache(maxsize=1024)
+def _positions(shape: tuple[int, ...], placements: Placements, axis_sizes: Sizes, rank: Coordinate) -> Tensor:
+    """Return the index in the whole of every element of a rank's part."""
+    return cut(torch.arange(math.prod(shape)).reshape(shape), placements, axis_sizes, rank)
+
+
 def assembled(
     parts: dict[Coordinate, Tensor], placements: Placements, axis_sizes: Sizes, shape: tuple[int, ...]
 ) -> list[Tensor]:
@@ -80,10 +85,9 @@ def assembled(
     Raises ValueError if a part has the wrong shape.
     """
     replicated = [axis for axis, place in enumerate(placements) if place.is_replicated]
-    numbers = torch.arange(math.prod(shape)).reshape(shape)
     totals: dict[Coordinate, Tensor] = {}
     for rank, part in parts.items():
-        positions = cut(numbers, placements, axis_sizes, rank)
+        positions = _positions(shape, placements, axis_sizes, rank)
         if positions.shape != part.shape:
             raise ValueError(f"local shape {tuple(part.shape)}, expected {tuple(positions.shape)}")
         key = tuple(rank[axis] for axis in replicated)
@@ -116,7 +120,8 @@ _Boards = dict[tuple[tuple[int, ...], Coordinate], _Board]
 
 def _board(boards: _Boards, axes: tuple[int, ...], outside: Coordinate, size: int) -> _Board:
     """Return the group's board; its first rank creates it (setdefault is atomic)."""
-    return boards.setdefault((axes, outside), _Board(size, threading.Barrier(size), [None] * size))
+    key = axes, outside
+    return boards.get(key) or boards.setdefault(key, _Board(size, threading.Barrier(size), [None] * size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +207,11 @@ class SimulatedMesh:
         if name in AXIS_NAMES:
             return SimulatedAxis(name, 1, 0, _Board(1, threading.Barrier(1), [None]))
         raise AttributeError(name)
+
+
+def simulated_mesh(axis_sizes: Sizes) -> Mesh:
+    """Return the mesh that a program of the simulated ranks is lowered for."""
+    return Mesh(SIMULATED_AXES[: len(axis_sizes)], axis_sizes)
 
 
 def meshes(axis_sizes: Sizes) -> dict[Coordinate, SimulatedMesh]:

@@ -1,1 +1,0 @@
-"""Proofs of rules: every option of a call, run on real tensors by simulated ranks."""
