@@ -22,7 +22,21 @@ from benchmarks.published_runs.strategies import strategy_of
 CONFIGURATION = ("model", "gpu", "gpus_total", "global_batch", "seq_len")
 """What rows share that are planned for once, beside the precision that is computed in."""
 
-PINNED = ("pp", "ddp", "dp", "tp", "cp", "ep", "zero", "micro_batches", "recompute", "schedule", "chunks", "offload")
+PINNED = (
+    "pp",
+    "ddp",
+    "dp",
+    "tp",
+    "cp",
+    "ep",
+    "etp",
+    "zero",
+    "micro_batches",
+    "recompute",
+    "schedule",
+    "chunks",
+    "offload",
+)
 """Of a published strategy, what a searched plan can be pinned to."""
 
 FP8 = ("fp8", "mxfp8")
@@ -73,10 +87,11 @@ def fastest(rows: Iterable[Row]) -> tuple[list[Row], list[tuple[Row, str]]]:
 
 def pins_of(row: Row) -> dict[str, Any]:
     """The constraints under which autopar's search has only the published plan. Raises SkippedError."""
-    pins = {name: value for name, value in strategy_of(row).items() if name in PINNED}
+    strategy = strategy_of(row)
+    pins = {name: value for name, value in strategy.items() if name in PINNED}
     pins.setdefault("offload", "none")
     tp, ep = pins["tp"], pins.get("ep", 1)
-    if ep > 1 and tp > 1:  # whole experts on the ranks of tp, too
+    if ep > 1 and tp > 1 and "etp" not in strategy:  # whole experts on the ranks of tp, too
         if ep % tp:
             raise SkippedError("tp does not divide ep")
         pins |= {"ep": ep // tp, "etp": 1}

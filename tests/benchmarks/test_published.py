@@ -47,7 +47,7 @@ def test_a_model_built_shallow_traces_as_the_whole() -> None:
         ({"dp": 4}, "global_batch is not|dp x tp x pp"),
         ({"global_batch": 17}, "global_batch is not"),
         ({"cp": 2}, "dp x tp x pp x cp is not gpus_total"),
-        ({"ep": 2}, "has all experts"),
+        ({"ep": 2}, "ep needs a mixture of experts"),
         ({"dp": 1, "tp": 1, "pp": 1, "gpus_total": 3, "gpus_per_node": 3, "cp": 3}, "does not divide"),
         ({"recompute": "half"}, "recompute 'half'"),
         ({"precision": "posit"}, "precision 'posit'"),
