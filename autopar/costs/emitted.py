@@ -77,7 +77,7 @@ def emitted(
     overlaps = pricer.rates.overlap_share > 0
     pays = tuple((f.node.name, f.pays(pricer.mesh.num_token_ranks)) for _, f in _runs(graph, operators, pricer))
     mixtures = mixtures_of(operators.values(), pricer.mesh)
-    crossing = tuple((mixture, pricer.contractions.neighbors(*mixture)) for mixture in mixtures)
+    crossing = tuple((mixture, pricer.contractions.rows.neighbors(*mixture)) for mixture in mixtures)
     of_pricer = has_kernels, has_fp8, overlaps, pays, crossing, pricer.rates.is_compiled
     like = *of_pricer, pricer.mesh.axes, decisions
     if decisions is not None and like in cache:
@@ -89,7 +89,7 @@ def emitted(
             fused=has_kernels,
             fp8=has_fp8,
             overlapped=overlaps,
-            neighbors=pricer.contractions.neighbors if mixtures else None,
+            neighbors=pricer.contractions.rows.neighbors if mixtures else None,
         ):
             program = rewrite(program)
         cache[key] = Emitted(with_idioms(program) if pricer.has_idioms else program)

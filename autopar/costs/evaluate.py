@@ -180,7 +180,7 @@ class _Evaluation:
         if not operator.route.layer:
             return 1.0
         layer = operator.scope, operator.route.layer
-        return self.pricer.contractions.expert_load(self.operators[layer], self.assignment.operators[layer])
+        return self.pricer.contractions.rows.load(self.operators[layer], self.assignment.operators[layer])
 
     def _exchanged(self, operator: Operator, option: Option) -> tuple[Sent, float]:
         """Return the part of a call's seconds in which ranks exchange keys and values, or rows of experts.
@@ -190,7 +190,7 @@ class _Evaluation:
         """
         axes = self.pricer.mesh.axes
         if operator.node.op == EXPERT_LINEAR:
-            rows = self.pricer.contractions.row_exchange(operator, option)
+            rows = self.pricer.contractions.rows.exchange(operator, option)
             if not rows.kind:
                 return ({}, {}), 0.0
             kind = f"{rows.kind} {' x '.join(axes[axis] for axis in rows.axes)}"

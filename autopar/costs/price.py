@@ -14,7 +14,8 @@ from functools import cached_property
 
 from autopar.costs import host
 from autopar.costs.context import window_tiles
-from autopar.costs.contractions import Contractions, ExpertRows
+from autopar.costs.contractions import Contractions
+from autopar.costs.expert_rows import ExpertRows
 from autopar.costs.fp8 import Fp8Layers, Product
 from autopar.costs.framework_kernels import FrameworkKernels, part_seconds
 from autopar.costs.kept import made_bytes
@@ -160,7 +161,7 @@ class Pricer:
             seconds = self._contraction_seconds(operator, option, bytes_in + bytes_out)
             if self.framework is None or name in ATTENTION:
                 return seconds
-            load = self.contractions.expert_load(operator, option) if operator.node.op == EXPERT_LINEAR else 1.0
+            load = self.contractions.rows.load(operator, option) if operator.node.op == EXPERT_LINEAR else 1.0
             return self.framework.with_casts(seconds, operator, option, self.rates, load)
         forward = bytes_in + bytes_out
         backward = _backward_bytes(operator, bytes_in, bytes_out, num_grads)
@@ -290,7 +291,7 @@ class Pricer:
         if operator.node.op == SINK_ATTENTION:
             return 0.0, self.contractions.sinks(operator, option).held_forward
         if operator.node.op == EXPERT_LINEAR:
-            return 0.0, self.contractions.sorted_bytes(operator, option)
+            return 0.0, self.contractions.rows.sorted_bytes(operator, option)
         product = self._product(operator, option)
         return 0.0, product.forward_temporary(is_cpu(self.cluster)) if product is not None else 0.0
 
@@ -302,7 +303,7 @@ class Pricer:
         if operator.node.op == EXPERT_LINEAR:
             weight = num_local_bytes(operator.inputs[1], option.inputs[1], self.mesh)
             is_grouped = self.contractions.is_grouped(operator)
-            return self.contractions.sorted_bytes(operator, option) + (0.0 if is_grouped else weight)
+            return self.contractions.rows.sorted_bytes(operator, option) + (0.0 if is_grouped else weight)
         product = self._product(operator, option)
         return product.backward_temporary(is_cpu(self.cluster)) if product is not None else 0.0
 

@@ -115,7 +115,7 @@ def _kept(
             products.append(pricer.product_bytes(operator, option) * (1.0 + pricer.rates.fragmentation))
             results += (call.kept_blocks if call else 1) * num_bytes
             calls += PRODUCT
-            costly += pricer.operator_seconds(operator, option)[0] - pricer.contractions.sent_again_seconds(
+            costly += pricer.operator_seconds(operator, option)[0] - pricer.contractions.rows.sent_again_seconds(
                 operator, option
             )
             costly -= call.again_seconds(pricer.rates.collective_seconds, pricer.rates.memory_seconds) if call else 0.0

@@ -58,7 +58,7 @@ def neighbors_of(request: Request, best: Candidate) -> Neighbors:
     plan = best.plan
     pricer = pricer_for(request, plan.mesh, plan.num_micro_batches)
     mixtures = [] if plan.pipeline.stage_meshes else mixtures_of(best.operators.values(), plan.mesh)
-    broadcast = [{mixture: pricer.contractions.neighbors(*mixture) for mixture in mixtures}]
+    broadcast = [{mixture: pricer.contractions.rows.neighbors(*mixture) for mixture in mixtures}]
     if broadcast[0] and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.broadcast_object_list(broadcast, src=0)
     return lambda *mixture: broadcast[0].get(mixture, 0)

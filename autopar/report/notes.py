@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from autopar.costs.contractions import fullest_load
 from autopar.costs.expert_exchange import Mixture
+from autopar.costs.expert_rows import fullest_load
 from autopar.costs.layer_costs import HOST
 from autopar.costs.rates import num_local_dim
 from autopar.ir.compression import NOTHING_COMPRESSED

@@ -276,11 +276,11 @@ def test_as_many_bytes_travel_as_are_priced(mesh: Mesh, monkeypatch: pytest.Monk
         return 0.0
 
     monkeypatch.setattr(Rates, "joint_seconds", noted)
-    monkeypatch.setattr("autopar.costs.contractions.routing.fullest_load", lambda *_: 1.0)
+    monkeypatch.setattr("autopar.costs.expert_rows.routing.fullest_load", lambda *_: 1.0)
     layer = [op for op in operators_of(graph).values() if op.node.op == EXPERT_LINEAR]
     (rows, width), (num_experts, *_) = layer[0].inputs[0].shape, layer[0].inputs[1].shape
     for operator in layer:
-        pricer.contractions.row_exchange(
+        pricer.contractions.rows.exchange(
             operator, next(o for o in options_of(operator, mesh) if routed_axes(o.axes) == everything)
         )
     sent, lock = [], threading.Lock()

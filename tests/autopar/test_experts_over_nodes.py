@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cluster import as_cluster
-from autopar.costs.contractions import Contractions
 from autopar.costs.expert_exchange import ID_BYTES, Nodes, nodes_of, parts_of_token, pays
+from autopar.costs.expert_rows import RowPrices
 from autopar.costs.rates import Training
 from autopar.frontend.rebatch import BatchedTrace
 from autopar.frontend.trace import trace
@@ -209,13 +209,13 @@ def test_as_many_bytes_travel_as_are_priced(monkeypatch: pytest.MonkeyPatch, two
     monkeypatch.setattr("cost_models.routing.fullest_load", lambda *_: 1.0)
     layers = [op for op in operators_of(graph).values() if op.node.op == EXPERT_LINEAR]
     assert [op.route.choices for op in layers] == [CHOICES] * 2
-    assert all(pricer.contractions.crosses_once(operator, options_of(operator, mesh)[0]) for operator in layers)
-    monkeypatch.setattr(Contractions, "crosses_once", lambda *_: True)
+    assert all(pricer.contractions.rows.crosses_once(operator, options_of(operator, mesh)[0]) for operator in layers)
+    monkeypatch.setattr(RowPrices, "crosses_once", lambda *_: True)
     monkeypatch.setattr(collective, "seconds", noted)
     for id_bytes in (ID_BYTES, 0):  # nodes receive choices forward alone
-        monkeypatch.setattr("autopar.costs.contractions.ID_BYTES", id_bytes)
+        monkeypatch.setattr("autopar.costs.expert_rows.ID_BYTES", id_bytes)
         for operator in layers:
-            pricer.contractions.row_exchange(operator, options_of(operator, mesh)[0])
+            pricer.contractions.rows.exchange(operator, options_of(operator, mesh)[0])
 
     axes = {rank: Counting(rank_mesh.axes[0]) for rank, rank_mesh in meshes((4,)).items()}
 
