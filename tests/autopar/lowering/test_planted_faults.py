@@ -16,7 +16,7 @@ from examples.models import EXAMPLES
 IDEAL = str(Path(__file__).resolve().parents[3] / "examples" / "clusters" / "ideal.toml")
 REQUESTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({"dp": 2, "tp": 2, "zero": 3}, {}),
-    "mixtral": ({"dp": 2, "tp": 2}, {}),
+    "mixtral": ({"dp": 2, "tp": 2, "ep": 2, "etp": 1}, {}),
     "gpt2": ({"pp": 2, "tp": 2, "micro_batches": 2}, {"layers": 3}),
 }
 """The constraints, and the options of the example."""
