@@ -153,14 +153,15 @@ class _Body:
             raise self.fail(f"the reshard sends {num_bytes} bytes with {sent}", source, result)
 
     def sections(self, tensor_type: TensorType, axis: str) -> int:
-        """Of the sharded dim as the local tensor has them: axes with coarser shards of it have split the others off."""
+        """Return the sections of the sharded dim as the local tensor has them: axes with coarser shards of it have
+        split the others off."""
         _, dim, sections = parse_placement(tensor_type.placement(axis))
         others = [(other, parse_placement(text)) for other, text in tensor_type.placements if other != axis]
         coarser = (self.sizes[other] for other, (kind, d, k) in others if kind == "S" and d == dim and k < sections)
         return sections // math.prod(coarser)
 
     def num_bytes(self, tensor_type: TensorType, axis: str, kinds: tuple[str, str]) -> float:
-        """Of a rank's buffer: as gathered, as reduced, or as exchanged."""
+        """Return the bytes of a rank's buffer: as gathered, as reduced, or as exchanged."""
         ways = math.prod(self.sizes[a] for a, text in tensor_type.placements if parse_placement(text)[0] == "S")
         if kinds[0] == "S" and kinds[1] != "S":
             ways //= self.sizes[axis]

@@ -228,7 +228,7 @@ def _module(name: str) -> Any:
 
 
 def _forward_arguments(cls: ast.ClassDef) -> int:
-    """How many tensors forward takes; -1 if there is none."""
+    """Return how many tensors forward takes; -1 if there is none."""
     for node in cls.body:
         if isinstance(node, ast.FunctionDef) and node.name == "forward":
             return len(node.args.args) - 1

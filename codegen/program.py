@@ -31,7 +31,7 @@ class TensorType:
     strides: frozenset[tuple[int, ...]] | None = field(default=None, compare=False)
 
     def placement(self, axis: str) -> str:
-        """How it lies on an axis, as text: "R", "Rp", "S(1)", "P"."""
+        """Return the placement on an axis, as text: "R", "Rp", "S(1)", "P"."""
         return dict(self.placements).get(axis, "R")
 
     def is_alike(self, other: TensorType) -> bool:
@@ -175,7 +175,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a tensor's local part lies in the whole: a module-level constant of the generated file."""
+    """The place of a tensor's local part in the whole: a module-level constant of the generated file."""
 
     name: str
     shape: tuple[int, ...]
@@ -214,7 +214,7 @@ class BoundaryTensor:
 
 @dataclass(frozen=True, slots=True)
 class LayerRunSpec:
-    """Where layers of a class live: module paths."""
+    """The module paths of a class's layers."""
 
     layer: str
     paths: tuple[str, ...]
@@ -379,7 +379,7 @@ class PipelineProgram:
         return meshes_text(self.meshes)
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Where a rank is: (pipeline rank, rank within its mesh). Raises ValueError for a rank that there is not."""
+        """Return (pipeline rank, rank within its mesh) of a rank. Raises ValueError for a rank that there is not."""
         counts = self.ranks_of_stage_meshes
         for pipeline_rank, first in enumerate(tiled(counts, self.first_ranks)):
             if first <= rank < first + counts[pipeline_rank]:

@@ -1,4 +1,4 @@
-"""How values lie in one rank's memory, and the calls that need them to lie so.
+"""The strides of values in one rank's memory, and the calls that need such strides.
 
 A plan changes strides: a reshard returns a contiguous tensor where the model had a transposed one, a fused kernel
 returns another layout than the calls that it replaces, and a copy that the model made is gone. `view` works for some

@@ -1,4 +1,4 @@
-"""How certain a memory prediction is: the spread of measured by predicted bytes on similar rows.
+"""The certainty of a memory prediction: the spread of measured by predicted bytes on similar rows.
 
 The spreads are in ``machines/memory_spread.toml``. If the ratio of nine rows in ten is within [low, high], the
 interval of a prediction of p bytes is p x low to p x high. The memory of the device's driver and NCCL ("workspace") is

@@ -1,4 +1,4 @@
-"""How a call's inputs are divided over the micro-batches of a step, and how the call differs there from the whole
+"""The parts of a call's inputs in the micro-batches of a step, and how the call differs there from the whole
 batch.
 
 `micro_batches.py` has the algebra.
@@ -25,7 +25,7 @@ ONE = Fraction(1)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How the whole batch's value follows from the micro-batches' values, see `micro_batches.py`.
+    """The relation of the whole batch's value to the micro-batches' values, see `micro_batches.py`.
 
     is_late: it depends on a sum that the first pass of a step computes, and is correct only in the second pass.
     has_own_gradient: its value is equal in all micro-batches, but its gradient is not; the mean of the gradients is

@@ -21,7 +21,7 @@ ALL_TO_ALL: collective.Kind = "all_to_all"
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """How tokens choose experts, and how programs move the rows of expert layers.
+    """The habits of a mixture: how tokens choose experts, and how programs move the rows of expert layers.
 
     by_node: (scope, call) of a program's expert layers whose rows cross between nodes once per node (emitted.py).
     None without a program: then rows cross so wherever their mixture may and it pays. sorts_rows: whether the rows of

@@ -1,5 +1,5 @@
-"""Why a plan: its bottleneck, the cost of each other decision, and the changes that make an infeasible request
-feasible.
+"""Explanations of a plan: its bottleneck, the cost of each other decision, and the changes that make an infeasible
+request feasible.
 
     explain(program)       an Explanation, from planning again under changed conditions        questions.py
     render_explanation     the explanation as text                                             terminal.py

@@ -45,7 +45,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a plan was chosen, in numbers and sentences.
+    """The reasons for a plan, in numbers and sentences.
 
     capacity_bytes: the memory budget of a rank. certainty: the 90 % interval of the peak, and whether it fits.
     searched: the best plan for the same request, which differs from `plan` only if that was given. verdict: the

@@ -177,7 +177,7 @@ class LayerRun:
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """How micro-batches add up to the whole batch's loss, as proven by `accumulation/micro_batches.py`.
+    """The proof that micro-batches add up to the whole batch's loss, by `accumulation/micro_batches.py`.
 
     whole: tensors that are read as the sum over all micro-batches, computed before the step. scales: factors of call
     inputs, by (scope, call, number of the input). loss: factor of the loss; the step then takes the mean over the

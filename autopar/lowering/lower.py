@@ -42,7 +42,7 @@ class Planned(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """How a program is cut and run as a pipeline.
+    """The stages and the schedule of a program that runs as a pipeline.
 
     boundaries: first unit of each stage. pipeline_ranks: the pipeline rank of each stage. schedule: one line of actions
     per pipeline rank. recompute, offload: for each stage, how its layers recompute ("none", "selective", "full") and

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Layout(Enum):
-    """Where the elements of the first operand are in the result of an operator that only moves them."""
+    """The places of the first operand's elements in the result of an operator that only moves them."""
 
     SAME = "in the same places"
     RESHAPED = "in the same order, under other dims"
@@ -18,7 +18,7 @@ class Layout(Enum):
 
 
 class Product(Enum):
-    """How an operator multiplies and sums."""
+    """The form in which an operator multiplies and sums."""
 
     MATRICES = "two matrices"
     BATCHED = "a pair of matrices for every index of leading dims"
@@ -29,7 +29,7 @@ class Product(Enum):
 
 
 class Creation(Enum):
-    """Where a tensor that an operator creates has its shape from."""
+    """The source of the shape of a tensor that an operator creates."""
 
     SIZES = "from sizes"
     NEW = "from sizes; dtype and device from an operand"
@@ -44,7 +44,7 @@ class Loss(Enum):
 
 
 class Finite(Enum):
-    """Where all values and derivatives of an operator are finite."""
+    """The values at which an operator and its derivatives are finite."""
 
     AT_ZERO = "where floating operands are zero"
     EVERYWHERE = "at all finite numbers"

@@ -1,4 +1,4 @@
-"""Which operators have a trait, by base name (`base_name` of ir/graph.py)."""
+"""Sets of operators by trait, as base names (`base_name` of ir/graph.py)."""
 
 from __future__ import annotations
 

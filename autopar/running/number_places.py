@@ -1,4 +1,4 @@
-"""Where the numbers of a model's forward stand in a program's text, learned from two texts of the program.
+"""The places of a model's numbers in a program's text, learned from two texts of the program.
 
 A number in the text stands for a number of the forward if both changed from one value to the same other value. With
 these places, a step of a schedule needs one recorded forward and no new program.

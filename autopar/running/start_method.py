@@ -1,4 +1,4 @@
-"""How ranks start: forked where a fork can compute, which takes half a second, else spawned.
+"""The start of ranks: forked where a fork can compute, which takes half a second, else spawned.
 
 A spawned process imports the script again, under another name than `__main__`, and receives its work by pickling.
 """

@@ -29,7 +29,7 @@ from autopar.rules.rule import Rule
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How the rows of one expert layer, or of a call between two, arrive and leave.
+    """The way of the rows of one expert layer, or of a call between two.
 
     arrives: they come sorted from an earlier layer. is_first: otherwise, no earlier call has sorted them. returns: they
     go back to token order afterwards. like: for a layer, the first layer with the same rows; layer: the same for a call

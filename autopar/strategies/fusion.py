@@ -1,4 +1,4 @@
-"""Which memory-bound calls run as one kernel: what a fused call reads and writes of its own."""
+"""Memory-bound calls that run as one kernel, with what each reads and writes."""
 
 from __future__ import annotations
 

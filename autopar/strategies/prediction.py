@@ -53,7 +53,7 @@ class StrategyPrediction(Prediction):
 
     @property
     def certainty(self) -> Certainty:
-        """How sure the fullest rank's bytes are, by rows of this framework (cost_models/certainty.py)."""
+        """Return how sure the fullest rank's bytes are, by rows of this framework (cost_models/certainty.py)."""
         error_spread = spread(self.scenario.framework.name, is_cpu(self.scenario.cluster.groups[0]))
         return error_spread.certainty(self.num_bytes, self.capacity_bytes)
 
@@ -102,7 +102,7 @@ class WhatIf:
 
     @property
     def speedup(self) -> float:
-        """How many times as many rows a second the changed step trains."""
+        """Return how many times as many rows a second the changed step trains."""
         rows = self.after.scenario.global_batch_size / self.before.scenario.global_batch_size
         return rows * self.before.step_seconds / self.after.step_seconds
 

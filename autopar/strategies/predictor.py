@@ -142,8 +142,8 @@ class Predictor:
         precision: str | None = None,
         check: bool = False,
     ) -> StrategyPrediction:
-        """As `autopar.predict`. precision: another one that is traced alike (bf16, fp16, fp8, mxfp8, nvfp4;
-        fp32, tf32)."""
+        """Predict as `autopar.predict` does. precision: another one that is traced alike (bf16, fp16, fp8, mxfp8,
+        nvfp4; fp32, tf32)."""
         cluster = as_cluster(cluster_spec)
         profile = profile_of(framework)
         rows = global_batch_size or self.rows
@@ -357,5 +357,5 @@ def _pipeline(
 
 @cache
 def _usual_training(precision: str, on_gpu: bool) -> Training:
-    """How a step is run with the optimizer that stands where none is given."""
+    """Return the settings of a step with the optimizer that stands where none is given."""
     return training_of(adamw, precision, on_gpu)

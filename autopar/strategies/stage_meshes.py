@@ -19,7 +19,8 @@ from cost_models.mixed import AnyCluster
 
 
 def stage_meshes_of(cluster: AnyCluster, mesh: Mesh, pp: int, groups: Sequence[int]) -> tuple[StageMesh, ...]:
-    """Of every pipeline rank. pp x mesh are all devices. groups: of each pipeline rank, () for their own order.
+    """Return the stage mesh of every pipeline rank. pp x mesh are all devices. groups: of each pipeline rank, () for
+    their own order.
 
     Raises ConstraintError where pipeline ranks do not fill the groups.
     """

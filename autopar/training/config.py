@@ -51,7 +51,7 @@ _OF_OPTIMIZER = {"lr": "learning_rate", "learning_rate": "learning_rate", "weigh
 
 @dataclass(frozen=True, slots=True)
 class TrainerConfig(PlanOptions):
-    """How to train. PlanOptions explains the options of the plan (`precision`, `constraints`, `plan`, ...).
+    """The settings of a training run. PlanOptions explains those of the plan (`precision`, `constraints`, `plan`, ...).
 
     auto_parallel: plan for `cluster` and run on all its ranks; False trains the model as it is, on this process.
     cluster: a cluster, its text, a TOML file, or "detect" (this machine's devices, shared by `num_processes` if set).

@@ -76,7 +76,7 @@ class ScheduleSection(Section):
 
 
 class EvaluationSection(Section):
-    """When a Trainer with `eval_batches` evaluates, and when evaluations end training."""
+    """The steps at which a Trainer with `eval_batches` evaluates, and the evaluations that end training."""
 
     every: Whole = 0
     """Steps between evaluations; 0 evaluates at the end only."""

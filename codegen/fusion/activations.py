@@ -21,7 +21,7 @@ def _mul(*factors: Template) -> Op:
 
 
 def _written_gelu(x: Template) -> tuple[Op, Op]:
-    """As models write it, operation by operation (see kernels/gelu.py): with tanh, and exact."""
+    """Return GELU as models write it, operation by operation (see kernels/gelu.py): with tanh, and exact."""
     cubed = Op("aten.pow.Tensor_Scalar", (x, Is(3)))
     inner = Op("aten.add.Tensor", (x, _mul(cubed, Is(0.044715))), commutes=True)
     tanh = Op("aten.tanh.default", (_mul(inner, Is(math.sqrt(2 / math.pi))),), name="tanh")

@@ -64,7 +64,7 @@ def _per_target(call: Call) -> tuple[TensorType, ...]:
 
 
 def _of_rows(target: TensorType) -> tuple[tuple[str, str], ...]:
-    """How losses lie, one per target: as the targets, which have no gradient that could be partial."""
+    """Return the placements of losses, one per target: as the targets, which have no gradient that could be partial."""
     return tuple((axis, text) for axis, text in target.placements if text != "Rp")
 
 

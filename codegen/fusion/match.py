@@ -1,4 +1,4 @@
-"""Where a pattern is found in a class' body, and whether its calls may become one."""
+"""Matches of a pattern in a class' body, and whether their calls may become one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from codegen.program import UNREAD, Call, Statement, Var, assigns, reads
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Which statement made what a statement reads. Names may be assigned again, as in the source.
+    """The statement that made what a statement reads. Names may be assigned again, as in the source.
 
     origins: per statement (and for the returned values, last), name -> the statement that assigned it, -1 if none did.
     readers: (statement, name that it assigned) -> the statements that read that value.

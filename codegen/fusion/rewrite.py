@@ -1,4 +1,4 @@
-"""Which matches are taken, and a body with them replaced."""
+"""The choice among matches, and a body with them replaced."""
 
 from __future__ import annotations
 

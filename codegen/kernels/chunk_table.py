@@ -120,7 +120,7 @@ def column_pointer(
     NUM_COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """Where a chunk begins in a column."""
+    """Return the place in a column at which a chunk begins."""
     offset = tl.load(offsets_ptr + row * NUM_COLUMNS + COLUMN) + start
     if ALIGNED:
         # Elements in 16 bytes: the compiler then reads and writes that many at once.

@@ -208,7 +208,7 @@ def _accumulate(sum_VH: torch.Tensor, dlogits_CV: torch.Tensor, x_CH: torch.Tens
 
 
 class _Chunks:
-    """How the rows are worked through; `run` is the forward pass."""
+    """The rows in chunks; `run` is the forward pass."""
 
     def __init__(
         self, ignore_index: int, axis: VocabAxis | None, chunk_rows: int, accumulate_dtype: torch.dtype

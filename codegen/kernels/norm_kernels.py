@@ -88,7 +88,7 @@ def forward_kernel(
     HAS_BIAS: tl.constexpr,
     CENTERED: tl.constexpr,
 ) -> None:
-    """Of rows that fit the tile."""
+    """Normalize rows that fit the tile."""
     # 64-bit row numbers: N * H passes 2 ** 31 for long contexts.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_ok = rows < num_rows
@@ -131,7 +131,7 @@ def forward_blocks_kernel(
     HAS_BIAS: tl.constexpr,
     CENTERED: tl.constexpr,
 ) -> None:
-    """Of longer rows. A sum is added again in each pass: who stored an element of it may not have finished."""
+    """Normalize longer rows. A sum is added again in each pass: who stored an element of it may not have finished."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_ok = rows < num_rows
     out_rows = rows[:, None] * num_cols

@@ -1,4 +1,4 @@
-"""How norms are launched, layer_norm.py, rms_norm.py and those of a sum, and what autograd saves for their gradients.
+"""Launches of norms, layer_norm.py, rms_norm.py and those of a sum, and what autograd saves for their gradients.
 
 Shapes and precisions are in norm_kernels.py.
 """

@@ -1,4 +1,4 @@
-"""How a kernel cuts its work into programs: a few bounds, from which a problem's shape makes the launch."""
+"""The cut of a kernel's work into programs: a few bounds, from which a problem's shape makes the launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a kernel's candidate tiles is launched: measured once per device and kind of problem, and written down.
+"""The choice among a kernel's candidate tiles: measured once per device and kind of problem, and written down.
 
 A kernel names its candidates, a short tuple beside it, the heuristic choice first, and how to run with one of them.
 What is fastest depends on the device, on dtypes and flags (which gradients are needed, ...) and on the shape, each

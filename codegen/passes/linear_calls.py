@@ -1,4 +1,4 @@
-"""Which calls of a body are linear layers with stored weights, and which of them are all that reads a tensor."""
+"""Linear layers with stored weights among the calls of a body, and those of them that are all readers of a tensor."""
 
 from __future__ import annotations
 

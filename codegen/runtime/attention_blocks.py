@@ -161,7 +161,7 @@ class WindowedKeys:
         return is_plain and self.queries.stride == 1 and _kernel(q, k, v, None) == "gpu"
 
     def _sides(self) -> dict[str, int]:
-        """How far the window reaches as kernels are told, -1 for all the way."""
+        """Return how far the window reaches, as kernels take it: -1 for all the way."""
         sides = {"window_size_left": self.window.before, "window_size_right": self.window.after}
         return {name: -1 if side is None else side for name, side in sides.items()}
 
@@ -200,7 +200,7 @@ def merge(first: Block, second: Block) -> Block:
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Literal["cpu", "gpu", ""]:
-    """Which of torch's flash kernels takes these tensors; "" for none."""
+    """Return the flash kernel of torch that takes these tensors; "" for none."""
     if not q.shape[-2] or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         return ""
     if q.device.type == "cpu":

@@ -295,7 +295,7 @@ class BatchCheck:
         return ""
 
     def _place(self, name: str) -> tuple[Any, ...]:
-        """Which elements of the whole input this rank has."""
+        """Return the elements of the whole input that this rank has."""
         spec = self.local_inputs[name]
         return tuple(tuple((at, length) for _, at, length in runs(d, spec, self.mesh)) for d in range(len(spec.shape)))
 

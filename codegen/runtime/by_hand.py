@@ -157,7 +157,7 @@ def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _num_writes(value: Tensor) -> int:
-    """How often a tensor, or a view of it, was written to in place: torch counts that for autograd's own check."""
+    """Return how often a tensor, or a view of it, was written in place: torch counts that for autograd's own check."""
     return value._version
 
 

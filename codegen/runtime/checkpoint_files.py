@@ -85,7 +85,7 @@ def write(directory: Path, pieces: Sequence[Piece], record: Mapping[str, Any], r
 
 
 def _owners(sizes_of_ranks: list[dict[Any, int]]) -> dict[Any, int]:
-    """Who writes what: of the ranks that have it, the one with the least to write so far."""
+    """Choose the rank that writes each piece: of the ranks that have it, the one with the least to write so far."""
     holders: dict[Any, list[int]] = {}
     for rank, sizes in enumerate(sizes_of_ranks):
         for key in sizes:

@@ -35,7 +35,7 @@ class DamagedError(CheckpointError):
 
 
 class Chunk(NamedTuple):
-    """Where a box of a tensor is."""
+    """The place of a box of a tensor."""
 
     file: str
     key: str

@@ -51,7 +51,7 @@ _MAX_PUBLISHING = 2
 
 
 class Compression:
-    """How a program's collectives of parameters are compressed.
+    """The compression of a program's collectives of parameters.
 
     names: collective -> code, such as {"gather": "int8", "reduce": "int8"}; what is absent moves exactly. Raises
     ValueError with what is legal.

@@ -68,7 +68,7 @@ def cross_entropy(
 
 
 def count_valid(target: Tensor, ignore_index: int = -100) -> Tensor:
-    """How many of this rank's targets count: a 0-dim int64 tensor."""
+    """Return how many of this rank's targets count: a 0-dim int64 tensor."""
     return (target != ignore_index).sum()
 
 

@@ -141,7 +141,7 @@ def _rule(names: dict[str, list[int]]) -> str:
 
 
 def _behind(present: Sequence[Record], living: Sequence[Record]) -> str:
-    """Who neither waits nor has given up."""
+    """Return the ranks that neither wait nor have given up."""
     busy = [record for record in living if not record.is_waiting]
     if not busy or len(busy) == len(present):
         return ""

@@ -40,7 +40,7 @@ class DropoutModule(Module):
         return dropout(x, p, key=self.dropout_key(call), layout=layout, mesh=self.mesh, batch_offset=offset)
 
     def dropout_mask(self, *, call: int, layout: Layout, batched: bool = True) -> dict[str, Any]:
-        """Where the mask of `same_dropout` starts, for a fused kernel that draws it itself (kernels/dropout_add.py),
+        """Return the start of `same_dropout`'s mask, for a fused kernel that draws it itself (kernels/dropout_add.py),
         and whether there is one."""
         offset = self._rows_before(layout) if batched else 0
         grid = layout.grid(self.mesh, self.mesh.device)

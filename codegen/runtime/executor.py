@@ -1,4 +1,4 @@
-"""How the micro-batches of a step run through this rank's parts of a program; of a pipeline in
+"""The run of a step's micro-batches through this rank's parts of a program; of a pipeline in
 `pipeline_executor.py`."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .rng_state import RngState
 
 
 class Executor(Protocol):
-    """How the micro-batches of a step run through this rank's parts of the program."""
+    """Runs the micro-batches of a step through this rank's parts of the program."""
 
     parts: tuple[Part, ...]
     executed: list[str]

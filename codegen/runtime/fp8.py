@@ -21,7 +21,7 @@ LEAST_CAPABILITY = (8, 9)
 
 
 def why_unavailable(device: torch.device) -> str:
-    """Why a device cannot run such layers, or "" if it can."""
+    """Return the reason why a device cannot run such layers, or "" if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY:
         return ""
     capability = ".".join(map(str, torch.cuda.get_device_capability(device)))

@@ -13,7 +13,7 @@ from .part import Part
 
 
 class FusedUpdate:
-    """Of one rank's step, where its device runs kernels; elsewhere both are None and nothing changes.
+    """The fused end of one rank's step, where its device runs kernels; elsewhere both are None and nothing changes.
 
     norm: of this rank's gradients. optimizer: the step's own, if it is a `FusedAdamW` that updates on the device.
     """

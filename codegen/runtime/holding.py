@@ -40,8 +40,8 @@ class HoldingParts(nn.Module):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module, where this rank has all of it. Raises RuntimeError elsewhere: under the names of whole
-        tensors it would have parts, or freed memory."""
+        """Return the module's state dict, where this rank has all of it. Raises RuntimeError elsewhere: under the
+        names of whole tensors it would have parts, or freed memory."""
         for name, shape, value in self.held_values():
             if value is None or tuple(value.shape) != shape or value.untyped_storage().nbytes() < value.nbytes:
                 raise RuntimeError(

@@ -26,7 +26,7 @@ _NVME = "nvme:"
 
 
 class HostMemory:
-    """Where tensors of this rank live off the device, and how they are copied to it and from it.
+    """The host memory of this rank's tensors, with copies to the device and from it.
 
     where: "host", or "nvme:" and a folder, in which a rank keeps its tensors as files of a folder of its own
     (`rank_0`). The folder goes with `close`, at the latest when the process ends; what is left of a process that was

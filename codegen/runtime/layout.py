@@ -1,4 +1,4 @@
-"""Where a rank's part of a tensor lies in the whole: the global index of every local element.
+"""The place of a rank's part of a tensor in the whole: the global index of every local element.
 
 Counter-based dropout needs it (`dropout.py`): a mask that is a function of the global index is the same for every
 plan. Nothing here communicates.
@@ -102,7 +102,7 @@ class Layout:
         return tuple(shape)
 
     def _splits(self, dim: int, mesh: object) -> list[tuple[int, int, int, int]]:
-        """How `dim` is cut down to this rank's part, in order: (sections, axis size, rank, length of a piece).
+        """Return the cuts of `dim` that lead to this rank's part: (sections, axis size, rank, length of a piece).
 
         A dim of k sections is a grid (k, size / k) of which the axis splits the second factor. Several axes on one dim
         are taken from most to fewest sections (the finer grid is inside the coarser), then in mesh order.
@@ -170,7 +170,7 @@ class Layout:
         return None
 
     def row_offset(self, batch_offset: int) -> int:
-        """How far `batch_offset` rows in dim 0 move every index."""
+        """Return how far `batch_offset` rows in dim 0 move every index."""
         return batch_offset * math.prod(self.global_shape[1:]) if batch_offset else 0
 
     def index(self, mesh: object, device: torch.device | str = "cpu", batch_offset: int = 0) -> Tensor:

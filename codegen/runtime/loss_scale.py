@@ -24,7 +24,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LossScale:
-    """How the scale begins and changes. Raises ValueError for numbers that torch.amp.GradScaler would not take either.
+    """The first value of the scale, and its changes. Raises ValueError for numbers that torch.amp.GradScaler refuses.
 
     init_scale: of the first step. growth_factor: above 1. backoff_factor: between 0 and 1. growth_interval: steps.
     """

@@ -373,8 +373,8 @@ def _everyone() -> Axis:
 
 
 def timeout_of_all() -> timedelta | None:
-    """How long the default process group waits in a collective. Groups that are made of it would take torch's default,
-    whatever it was made with."""
+    """Return how long the default process group waits in a collective. Groups that are made of it would take torch's
+    default, whatever it was made with."""
     if _everyone().size == 1:
         return None
     group: Any = dist.group.WORLD

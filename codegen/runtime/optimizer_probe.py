@@ -104,7 +104,7 @@ def needs_of(factory: Factory, parameters: Sequence[GlobalParameter]) -> Needs:
 
 
 def forgotten(factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
-    """Why a checkpoint would be without something that the optimizer's updates depend on, in words; "" if not."""
+    """Return why a checkpoint would be without something that the optimizer's updates depend on; "" if it has all."""
     try:
         return _forgotten(factory, parameters, torch.float64)
     except _StepError:

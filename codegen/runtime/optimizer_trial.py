@@ -64,5 +64,5 @@ class OptimizerTrial:
             )
 
     def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
-        """As the function of that name."""
+        """Return what the function of that name does."""
         return forgotten(factory, parameters)

@@ -71,7 +71,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class PartOptions:
-    """How the parts of a program compute and keep what they hold; None: not offloaded, not scaled.
+    """Options of a program's parts; None: not offloaded, not scaled.
 
     units: allocates the parameters of a module, as `ZeroUnits` does.
     """
@@ -341,7 +341,7 @@ def _find(source: Source, names: tuple[str, ...], spec: Param) -> Tensor:
 
 
 def _in_file(source: Source, name: str, spec: Param) -> InFile | None:
-    """Where the source has a tensor to be read in parts, if it does. Raises ValueError for a wrong shape."""
+    """Return the place of a tensor in the source that is read in parts, if any. Raises ValueError for a wrong shape."""
     find: Callable[[str], InFile | None] | None = getattr(source, "stored", None)
     stored = None if find is None else find(name)
     if stored is not None:

@@ -198,7 +198,7 @@ class Pipeline:
     # Tied weights -----------------------------------------------------------------------------------------------------
 
     def tied_in(self, stage: int) -> Tied:
-        """Which parameters of a stage others hold too, and what earlier ones have (of root buffers too)."""
+        """Return the parameters of a stage that others hold too, and what earlier ones have (of root buffers too)."""
         tied_here = [(name, stages) for name, stages in self.tied if stage in stages]
         aliases = {}
         for name, stages in tied_here:

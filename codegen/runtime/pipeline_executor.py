@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """Where a result's backward begins; the result itself is not kept. gradient: known for the loss only."""
+    """The start of a result's backward; the result itself is not kept. gradient: known for the loss only."""
 
     root: GradientEdge
     dtype: torch.dtype

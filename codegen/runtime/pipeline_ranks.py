@@ -1,4 +1,4 @@
-"""Which processes each pipeline rank owns (consecutive ones, the pipeline ranks in any order), and their meshes."""
+"""The processes of each pipeline rank (consecutive ones, the pipeline ranks in any order), and their meshes."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _geometric(p: Any) -> Any:
 
 
 def _wald(mean: Any, scale: Any) -> Any:
-    """As Michael, Schucany and Haas (1976) choose one of two roots."""
+    """Draw as Michael, Schucany and Haas (1976) do: choose one of two roots."""
     y = _normal() ** 2 * mean
     root = mean + (mean / (2 * scale)) * (y - torch.sqrt(y * y + y * (4 * scale)))
     return torch.where(_uniform() * (mean + root) <= mean, root, mean * mean / root)

@@ -99,7 +99,7 @@ def _randperm(draw: Draw, n: int, dtype: torch.dtype | None = None, device: Any 
 
 
 def _bernoulli(draw: Draw, self: Tensor) -> Tensor:
-    """Of a tensor of probabilities."""
+    """Draw from a tensor of probabilities."""
     return (draw("uniform", self.shape, _wide(self.dtype), self.device) < self.detach()).to(self.dtype)
 
 

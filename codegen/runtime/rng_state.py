@@ -1,4 +1,4 @@
-"""Where training is, for random numbers."""
+"""The step and micro-batch that key random draws."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class RngState:
-    """Where training is, as far as random numbers depend on it; shared by all modules of a program.
+    """The step and micro-batch that key random draws; shared by all modules of a program.
 
     micro_batch: index in the step. micro_batch_rows: rows (dim 0) of one global micro-batch.
     """

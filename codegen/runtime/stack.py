@@ -1,4 +1,4 @@
-"""Where a thread is, and where an error comes from: a collective, the runtime, or a line of the user's own."""
+"""The place of a thread, and the origin of an error: a collective, the runtime, or a line of the user's own."""
 
 from __future__ import annotations
 

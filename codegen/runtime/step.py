@@ -230,7 +230,7 @@ class Step(StepState):
 
     @cached_property
     def forgotten(self) -> str:
-        """Why checkpoints would be without a part of the optimizer's state; "" if they would not."""
+        """Return why checkpoints would be without a part of the optimizer's state; "" if they would not."""
         if self._trial is not None:
             return self._trial.forgotten(*self._made_with)
         return "" if is_elementwise(self.optimizer) else untried(self.optimizer)

@@ -30,7 +30,7 @@ class Trial(Protocol):
         ...
 
     def forgotten(self, factory: Factory, parameters: Sequence[GlobalParameter]) -> str:
-        """Why checkpoints would be without a part of the optimizer's state; "" if they would not."""
+        """Return why checkpoints would be without a part of the optimizer's state; "" if they would not."""
         ...
 
 

@@ -56,7 +56,7 @@ class StepState:
 
     @property
     def num_loads(self) -> int:
-        """How often `load` was called."""
+        """Return how often `load` was called."""
         return self._num_loads
 
     def load(self, source: Source) -> None:

@@ -162,12 +162,12 @@ class Message:
 
     @property
     def spec(self) -> Param:
-        """How the receivers hold it."""
+        """Return the placement on the receivers."""
         return self.edge.sent if self.is_gradient else self.edge.received
 
     @property
     def local_spec(self) -> Param:
-        """How the senders hold it."""
+        """Return the placement on the senders."""
         return self.edge.received if self.is_gradient else self.edge.sent
 
 

@@ -100,7 +100,7 @@ class StoredWeights:
         return self.tensors[name].whole()
 
     def stored(self, name: str) -> StoredTensor | None:
-        """Where a tensor is, if it is in a file."""
+        """Return the place of a tensor, if it is in a file."""
         return self.tensors.get(name)
 
 

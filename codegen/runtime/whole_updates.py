@@ -195,7 +195,7 @@ def _seen_by(mesh: Mesh, rank: int) -> Mesh:
 
 
 def _range(bucket: Bucket, entry: Entry, seen: Mesh) -> tuple[int, int]:
-    """Which elements of its flattened part of a parameter a rank stores, as `Entry.lo` and `Entry.hi`."""
+    """Return the elements of its flattened part of a parameter that a rank stores, as `Entry.lo` and `Entry.hi`."""
     index = 0
     for axis in seen.axes:
         if axis.name in bucket.key.zero_axes:

@@ -102,7 +102,7 @@ class Window:
         return min(sum(sides) + 1, length if self.chunk is None else self.chunk, length)
 
     def reach(self, length: int, ranks: int) -> tuple[int, int]:
-        """Of a sequence cut into parts of equal length: the keys that some rank needs before its own, and after."""
+        """Return the keys that some rank needs before its own, and after. The sequence is cut into equal parts."""
         part = length // ranks
         starts = [rank * part for rank in range(ranks)]
         before = max(max(start - self.low(start), 0) for start in starts)

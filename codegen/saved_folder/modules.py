@@ -1,4 +1,4 @@
-"""Which modules of `runtime/` and `kernels/` a generated program imports, and so has in its folder."""
+"""The modules of `runtime/` and `kernels/` that a generated program imports, and so has in its folder."""
 
 from __future__ import annotations
 

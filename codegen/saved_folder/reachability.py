@@ -1,4 +1,4 @@
-"""Which definitions of the run time a generated program reaches: functions, classes, their methods, constants.
+"""Definitions of the run time that a generated program reaches: functions, classes, their methods, constants.
 
 A method is reached if its class is, and anything reached names it: as an attribute, or as a string. Methods that Python
 or a base class outside of the program calls are always reached. So are statements that do more than bind a name.

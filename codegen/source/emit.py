@@ -327,7 +327,7 @@ def modes_text(modes: tuple[tuple[str | bool, int], ...]) -> str:
 
 
 def offload_text(modes: tuple[tuple[str, int], ...]) -> str:
-    """Which layers are offloaded, as an expression: `(True,) * 3 + (False,)`."""
+    """Return which layers are offloaded, as an expression: `(True,) * 3 + (False,)`."""
     return modes_text(tuple((bool(mode), count) for mode, count in modes))
 
 

@@ -1,4 +1,4 @@
-"""How one call is written: a table from operator to Python expression.
+"""The source of one call: a table from operator to Python expression.
 
 An operator that no table names is written as `torch.ops.aten.<name>.<overload>(...)`, which is always right. Operands
 are strings already; `Call.args` follow the operator's schema.

@@ -1,4 +1,4 @@
-"""How a saved program is started on the nodes that it was planned for: torchrun's line, a Slurm script, a Kubernetes
+"""The start of a saved program on the nodes that it was planned for: torchrun's line, a Slurm script, a Kubernetes
 manifest (Kubeflow's PyTorchJob)."""
 
 from __future__ import annotations

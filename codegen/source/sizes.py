@@ -34,7 +34,7 @@ class Size:
 
     @property
     def local(self) -> int:
-        """How many of the dim one rank has."""
+        """Return how many of the dim one rank has."""
         return self.whole // math.prod(size for _, size in self.cuts)
 
 

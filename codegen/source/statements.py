@@ -152,7 +152,7 @@ def _chain(call: Call, target: str, text: str, before: _Chain) -> _Chain | None:
 
 
 def _uses_after(body: tuple[Statement, ...], outputs: tuple[Var, ...]) -> list[dict[Var, int]]:
-    """Of each statement, how often what it reads or assigns is read after it before it is assigned again."""
+    """Return, by statement, how often what it reads or assigns is read after it before it is assigned again."""
     counts, uses = Counter(outputs), []
     for statement in reversed(body):
         read, assigned = reads(statement), assigns(statement)

@@ -64,7 +64,7 @@ def list_schedule(
 
 
 class _Ends:
-    """When forwards and input gradients end, by stage and micro-batch; infinity until they have started."""
+    """The ends of forwards and input gradients, by stage and micro-batch; infinity until they have started."""
 
     def __init__(self, num_stages: int, num_micro_batches: int) -> None:
         self._forward = [[math.inf] * num_micro_batches for _ in range(num_stages)]

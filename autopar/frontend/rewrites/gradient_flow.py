@@ -1,4 +1,4 @@
-"""Where gradients flow: `no_grad` regions end in a detach, and parameters that get no gradient are not trained.
+"""The flow of gradients: `no_grad` regions end in a detach, and parameters that get no gradient are not trained.
 
 An exported graph says of a call in a `no_grad` region that its result needs no gradient. A generated program has no
 such regions: tensors that leave such a region are detached there. A parameter that the loss does not depend on has

@@ -1,4 +1,4 @@
-"""Which attributes, globals and class data a forward reads, and where: noted while it runs on fake tensors.
+"""The attributes, globals and class data that a forward reads, and their places: noted while it runs on fake tensors.
 
 A trace treats all of them as constants. `model_state.py` watches those that were read, so that no change is missed.
 """

@@ -1,1 +1,1 @@
-"""How torch and Python answer a forward while it is traced: one module per subject."""
+"""Answers of torch and Python to a forward while it is traced: one module per subject."""

@@ -29,7 +29,7 @@ _COUNTS = re.compile(r"\.(sum|nansum|count_nonzero|mean|nanmean|nonzero|cumsum|p
 
 @dataclass(slots=True)
 class Specialization:
-    """How a trace depends on values of the example batch.
+    """The values of the example batch on which a trace depends.
 
     guards: the values that forward asked for, by their code, with inputs of `shapes`. is_on: forward gets values, since
     it cannot be traced without them. is_traced: a trace succeeded.

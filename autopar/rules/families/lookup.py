@@ -207,7 +207,7 @@ def scatter_sum(call: Call) -> Rule | None:
 
 
 def scatter_reduce(call: Call) -> Rule | None:
-    """As scatter, for entries that are multiplied, averaged or compared where they meet."""
+    """Return the rule of scatter, for entries that are multiplied, averaged or compared where they meet."""
     x, index, src = call.tensor("self"), call.tensor("index"), call.tensor("src")
     rank = len(x.shape)
     dim = normal_dim(call["dim"], max(rank, 1))
