@@ -33,9 +33,6 @@ WAITED = 0.75
 plans that wait equally long, the one with the least device work is chosen; one with d more device seconds must be
 d / 3 faster. The rate of a host's calls is far less sure than a device's, and compiled graphs remove it."""
 FIXED_KINDS = ("parameters", "gradients", "optimizer state")
-MODES = ("none", "offload", "selective", "full")
-"""Kept tensors of a layer for its backward: everything; everything, but on the host; the results of its matmuls and
-attention; only its inputs."""
 
 
 @dataclass(frozen=True, slots=True)

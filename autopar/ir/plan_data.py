@@ -12,8 +12,8 @@ from autopar.ir.placement import Placements, Stored
 from autopar.ir.stage_mesh import StageMesh, stage_meshes_text
 
 RECOMPUTE_MODES = ("none", "offload", "selective", "full")
-"""The fate of a layer's activations until its backward: kept, offloaded to the host, recomputed in part or
-fully."""
+"""Recompute modes by what a layer keeps for its backward: everything; everything, but on the host; the results of its
+matmuls and attention; only its inputs."""
 OFFLOADS = ("none", "optimizer", "parameters")
 """Tensors in host memory: the optimizer's state and masters; under ZeRO-3 also the shards of the parameters.
 `nvme:/a/folder` keeps the optimizer's state and masters in files of that folder."""

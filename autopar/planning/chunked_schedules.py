@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.costs.layer_costs import MODES, LayerCost, Mode, chosen_seconds
+from autopar.costs.layer_costs import LayerCost, Mode, chosen_seconds
 from autopar.costs.stage_costs import ROUND_OFF, holding_states
 from autopar.errors import ConstraintError
+from autopar.ir.plan_data import RECOMPUTE_MODES
 from autopar.planning.bounds import stored_bound
 from autopar.planning.parallel_config import ParallelConfig
 from autopar.planning.pipelines import EqualSearch
@@ -152,7 +153,11 @@ def cuts_by_mode(search: EqualSearch, config: ParallelConfig) -> Iterator[EvenCu
 def _modes(search: EqualSearch) -> tuple[str, ...]:
     """Return the recompute modes that the constraints and the device allow, the one that keeps most first."""
     pinned = search.request.constraints.recompute
-    return (pinned,) if pinned else tuple(mode for mode in MODES if mode != "offload" or not search.costs.is_on_cpu)
+    return (
+        (pinned,)
+        if pinned
+        else tuple(mode for mode in RECOMPUTE_MODES if mode != "offload" or not search.costs.is_on_cpu)
+    )
 
 
 def _even_cut(search: EqualSearch, config: ParallelConfig, mode: str) -> EvenCut | None:
