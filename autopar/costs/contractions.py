@@ -72,16 +72,21 @@ class Contractions:
         products = (wrt_input, wrt_weight)[2 - len(factors) :]
         backward = sum(product for product, is_trained in zip(products, factors, strict=True) if is_trained)
         if is_routed:
-            load, rows = self.rows.load(operator, option), self.rows.exchange(operator, option)
-            behind = rows.copies + self.rows.copies_behind(operator, option)
-            forward = forward * load + rows.forward + rows.copies
-            backward = backward * load + (rows.backward + behind if any(factors) else 0.0)
+            load = self.rows.load(operator, option)
+            forward, backward = forward * load, backward * load
         biases = operator.inputs[3:] if is_routed else [meta for meta in operator.inputs if len(meta.shape) == 1]
         if any(meta.requires_grad for meta in biases):
             # The gradient of a bias is a sum over all rows.
             output = operator.node.outputs[0]
             size = num_local(output, option.outputs[0], self.mesh) * output.dtype.itemsize
             backward += self.rates.memory_seconds(load * size)
+        if self.framework is not None:
+            forward, backward = self.framework.with_casts((forward, backward), operator, option, self.rates, load)
+        if is_routed:
+            rows = self.rows.exchange(operator, option)
+            behind = rows.copies + self.rows.copies_behind(operator, option)
+            forward += rows.forward + rows.copies
+            backward += rows.backward + behind if any(factors) else 0.0
         return forward, backward
 
     def local_flops(self, operator: Operator, option: Option) -> float:

@@ -156,8 +156,8 @@ class _Evaluation:
         hidden_shares: dict[str, float] = {}
         for key in unit.calls:
             operator, option = self.operators[key], self.assignment.operators[key]
-            load = self._load(operator)
-            forward, backward = (load * seconds for seconds in self.pricer.operator_seconds(operator, option))
+            load, seconds_of = self._load(operator), self.pricer.operator_seconds(operator, option)
+            forward, backward = load * seconds_of[0], load * seconds_of[1]
             kinds = self.pricer.compute_kinds(operator)
             sent, hidden_share = self._exchanged(operator, option)
             cost.forward[kinds[0]] += forward - exposed(sent[0])
@@ -167,7 +167,7 @@ class _Evaluation:
                     table[kind] += seconds
                     if hidden_share:
                         hidden_shares[kind] = hidden_share
-            cost.weight_seconds += self.pricer.weight_seconds(operator, option, forward + backward)
+            cost.weight_seconds += load * self.pricer.weight_seconds(operator, option, sum(seconds_of))
             cost.deferring_seconds += self.pricer.deferring_seconds(operator)
         for event in unit.events:
             if isinstance(event, Moved):

@@ -158,11 +158,7 @@ class Pricer:
         bytes_out = sum(num_local_bytes(m, p, mesh) for m, p in zip(outputs, option.outputs, strict=True))
         num_grads = sum(meta.requires_grad for meta in metas_in)
         if name in MATMULS or name in ATTENTION:
-            seconds = self._contraction_seconds(operator, option, bytes_in + bytes_out)
-            if self.framework is None or name in ATTENTION:
-                return seconds
-            load = self.contractions.rows.load(operator, option) if operator.node.op == EXPERT_LINEAR else 1.0
-            return self.framework.with_casts(seconds, operator, option, self.rates, load)
+            return self._contraction_seconds(operator, option, bytes_in + bytes_out)
         forward = bytes_in + bytes_out
         backward = _backward_bytes(operator, bytes_in, bytes_out, num_grads)
         inner, inner_backward = self._inner_seconds(operator, option)

@@ -165,11 +165,13 @@ def _match_call(template: Op, index: int, flow: Flow, state: _Found) -> Iterator
     possible = [args for args in orders if _may_match(template.args, args, index, flow)]
     if not possible:
         return
-    captured = {key: Bound(value) for key, value in call.kwargs}
-    captured |= {template.name: Bound(call, index)} if template.name else {}
-    start = _Found({**state.bound, **captured}, state.statements | {index})
-    for args in possible:
-        yield from _match_all(template.args, args, index, flow, start)
+    start = iter((_Found(state.bound, state.statements | {index}),))
+    captured = [(key, Bound(value)) for key, value in call.kwargs]
+    for name, bound in [*captured, *([(template.name, Bound(call, index))] if template.name else [])]:
+        start = _each(start, partial(_bind, name, bound))
+    for state_bound in start:
+        for args in possible:
+            yield from _match_all(template.args, args, index, flow, state_bound)
 
 
 def _may_match(templates: tuple[Template, ...], values: tuple[Any, ...], reader: int, flow: Flow) -> bool:

@@ -39,7 +39,7 @@ class Op:
     """The single result of a call of `target` on `args`; commutes: the first two in either order.
 
     keywords: the keyword arguments that it may have, bound under their own names. name: binds the call itself, and the
-    statement that it is. Such a name occurs once in a pattern.
+    statement that it is; under one name always the same one.
     """
 
     target: str

@@ -69,9 +69,10 @@ _MASKED: Final = _any(
     Op("masked_fill", (_cast(_SCORES), Leaf("hidden"), _number("fill")), name="filled"),
 )
 _JOINED: Final = _any(
-    Op("cat", ((_cast(_MASKED), _cast(Leaf("last column"))), _LAST)),
-    Op("cat", ((_cast(Leaf("first column")), _cast(_MASKED)), _LAST)),
+    Op("cat", ((_cast(_MASKED), _cast(Leaf("last column"))), _LAST), name="joined"),
+    Op("cat", ((_cast(Leaf("first column")), _cast(_MASKED)), _LAST), name="joined"),
 )
+"""One call, although the pattern has it twice: whatever is subtracted is the largest of the same scores."""
 _OF_JOINED: Final = (_detached(_JOINED), _LAST, Is(True))
 _LARGEST: Final = _any(Op("max", _OF_JOINED), Op("amax", _OF_JOINED))
 _SHIFTED: Final = _any(_JOINED, Op("sub", (_JOINED, _detached(_LARGEST), Is(1))))

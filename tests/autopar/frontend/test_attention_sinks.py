@@ -98,6 +98,13 @@ FOUND: dict[str, tuple[Parts, dict[str, Any]]] = {
     "other order": ({"repeat": lambda x: tuple(t.repeat(1, SHARED, 1, 1) for t in x)}, CAUSAL | {"enable_gqa": False}),
     "4-dim sinks": ({"shape": (1, HEADS, 1, 1)}, CAUSAL),
 }
+
+
+def softmax_less(largest: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a softmax of scores and sinks less the largest of what `largest` makes of these."""
+    return lambda s, c: (torch.cat((s, c), -1) - largest(s, c).amax(-1, True)).softmax(-1)[..., :-1]
+
+
 LEFT: dict[str, Parts] = {
     "scores are read": {"read": lambda s, p: s.clamp(-1, 1).mean()},
     "probabilities are read": {"read": lambda s, p: p.square().mean()},
@@ -112,6 +119,15 @@ LEFT: dict[str, Parts] = {
     "a key is left out": {"softmax": lambda s, c: torch.softmax(torch.cat((s, c), -1), -1)[..., 1:]},
     "other dim": {"softmax": lambda s, c: torch.softmax(torch.cat((s, c), -1), -2)[..., :-1]},
     "constant weights": {"drop": lambda p: p.detach()},
+    **{
+        f"the largest of {name}": {"mask": lambda s, p, m: s, "softmax": softmax_less(largest)}
+        for name, largest in {
+            "other scores": lambda s, c: torch.cat((s * 0.3, c), -1),
+            "divided scores": lambda s, c: torch.cat((s / 2, c), -1),
+            "masked scores": lambda s, c: torch.cat((s + torch.full((LENGTH, LENGTH), -INF).triu(1), c), -1),
+            "another order": lambda s, c: torch.cat((c, s), -1),
+        }.items()
+    },
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from codegen.runtime import collectives, zero
 from codegen.runtime.compressed import Compression
 from codegen.runtime.flat import Bucket
 from codegen.runtime.mesh import Axis, Mesh
+from codegen.runtime.sharded_units import ShardedBucket
 from codegen.runtime.step import Step
 from tests.codegen.runtime import transformer_program
 from tests.codegen.runtime.features import features
@@ -182,9 +183,9 @@ def check_training(mesh: Mesh, stage: int, micro: int, precision: Any) -> None:
     step = make_step(mesh, stage, micro, precision=precision, compression=BOTH)
     again = make_step(mesh, stage, micro, precision=precision, compression=BOTH)
     sums: dict[int, Tensor] = {}
-    start = Bucket.start_reduce
+    start = ShardedBucket.start_reduce
 
-    def recording(bucket: Bucket, target: Tensor, line: Tensor) -> Any:
+    def recording(bucket: ShardedBucket, target: Tensor, line: Tensor) -> Any:
         # Of every rank's line, as it is before it is quantised.
         lines_NE = bucket.axis.gather_parts(line)
         own = slice(bucket.offset, bucket.offset + bucket.shard_numel)
@@ -193,11 +194,11 @@ def check_training(mesh: Mesh, stage: int, micro: int, precision: Any) -> None:
 
     batch = transformer_program.whole_batch(ROWS, seed=0)
     expected_loss = exact.forward_backward(exact.local_batch(batch))
-    Bucket.start_reduce = recording
+    ShardedBucket.start_reduce = recording
     try:
         loss = step.forward_backward(step.local_batch(batch))
     finally:
-        Bucket.start_reduce = start
+        ShardedBucket.start_reduce = start
     assert torch.equal(loss, again.forward_backward(again.local_batch(batch))), case
     assert torch.equal(loss, expected_loss), f"{case}: the loss depends on the gradients"
     rounded = False
