@@ -312,6 +312,7 @@ class _Builder:
                         is_joined = self.overlaps.is_joined(site, is_kept=True)
                         self._reshards(target, kept, produced, wanted, node.outputs[position], weight, is_joined)
                 self._add_route_bar(scope, node.name)
+                self._add_load(scope, node.name)
         for run in self.runs:
             self._run_edges(run, micro)
 
@@ -324,6 +325,20 @@ class _Builder:
         here_axes, others = ([routed_axes(o.axes) for o in self.variables[index].options] for index in (here, there))
         if len({*here_axes, *others}) > 1:
             self._add_matrix(there, here, np.array([[0.0 if a == b else np.inf for b in here_axes] for a in others]))
+
+    def _add_load(self, scope: Scope, name: str) -> None:
+        """Add the seconds in which the fullest rank has more rows of a call between two expert layers than the mean.
+
+        The option of the layer before it says over which ranks rows travel.
+        """
+        layer = self.operators[scope.name, name].route.layer
+        if not layer:
+            return
+        here, there = (self.index["operator", scope.name, name_of_call, 0] for name_of_call in (name, layer))
+        operator, rows = self.operators[scope.name, layer], self.pricer.contractions.rows
+        loads = np.array([rows.load(operator, option) for option in self.variables[there].options])
+        if (loads > 1.0).any():
+            self._add_matrix(there, here, np.outer(loads - 1.0, self.costs[here]))
 
     def _bar_moves(
         self, scope: Scope, ref: Ref, produced: Sequence[Placements], wanted: Sequence[Placements], matrix: np.ndarray
