@@ -84,8 +84,9 @@ def compile_with(
         neighbors=neighbors_of(planned.request, best),
     )
     program = with_backend(program_of(best, ordered), options.backend)
+    evaluation = traced.evaluation_of(request.trace(request.global_batch_size))  # It may add guards.
     program = with_inputs_of(program, traced.inputs, traced.reads.specialization.guards.values())
-    program = with_evaluation(program, *traced.evaluation_of(request.trace(request.global_batch_size)))
+    program = with_evaluation(program, *evaluation)
     files = files_of(program)
     _warn_of_no_effect(program, best)
     return CompiledProgram(

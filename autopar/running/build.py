@@ -87,7 +87,7 @@ def build_step(
         max_grad_norm=max_grad_norm,
         seed=seed,
         non_finite=non_finite,
-        loss_scaling=scale,
+        **({} if scale is None else {"loss_scale": scale}),
     )
     step.load(ValueSource(compiled.model, init, compiled.loss_fn, tables_of(compiled.best.graph)))
     follow(compiled, step, _shared_step)

@@ -73,7 +73,7 @@ def predict(
         "kernels": "off"        of "autopar": no fused kernels, which programs have on GPUs ("on": on CPUs, too)
         "cp": 2                 context parallelism: rows cut along their tokens
         "cp_exchange": "ring"   or "all-gather", instead of the framework's way
-        "ep": 8                 expert parallelism among neighboring ranks of dp x cp; etp is tp, unless it says 1
+        "ep": 8                 expert parallelism among neighboring ranks of dp x cp; etp: tp (default) or 1
         "capacity_factor": 1.25 places of every expert by its even share of tokens; without it none is dropped
         "expert_skew": 0.1      coefficient of variation of experts' shares of tokens, where none is dropped
         "groups": [1, 0]        of unlike nodes, the group of every pipeline rank (strategies/stage_meshes.py)

@@ -125,7 +125,7 @@ def _mesh(dp: int, cp: int, ep: int, tp: int, ddp: int) -> Mesh:
         return named_mesh(dp // ep, tp, ddp, ep=ep, cp=cp)
     legal = sorted({*divisors(dp), *(cp * n for n in divisors(dp))})
     raise ConstraintError(
-        "the ranks of ep are a group of those of dp x cp: a divisor of dp, or cp times one",
+        "ep must divide dp, or be cp times a divisor of dp",
         values=f"ep={ep}, dp={dp} x cp={cp}",
         alternatives=f"ep of {', '.join(map(str, legal))}",
     )

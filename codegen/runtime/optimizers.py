@@ -100,8 +100,8 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 def untried(optimizer: torch.optim.Optimizer) -> str:
     """Return what to do about an optimizer that is not known."""
     return (
-        f"what the update of {type(optimizer).__name__} depends on is not known: make the step with "
-        "trial=OptimizerTrial() of the program's runtime.optimizer_trial, which finds out"
+        f"what the update of {type(optimizer).__name__} depends on is not known: compile the model with this "
+        "optimizer, and save the program again"
     )
 
 

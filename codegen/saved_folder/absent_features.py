@@ -71,15 +71,35 @@ def _bound_otherwise(tree: ast.Module, constants: Mapping[str, Any]) -> Iterator
         elif isinstance(node, ast.Call):
             for keyword in node.keywords:
                 name = keyword.arg or ""
-                if name in constants and value_of(keyword.value, constants) != constants[name]:
+                if name in constants and not _is_same_value(keyword.value, name, constants):
                     yield name
+            if _name(node.func) == "setattr" and len(node.args) == 3 and isinstance(node.args[1], ast.Constant):
+                yield from (name for name in (str(node.args[1].value),) if name in constants)
         elif isinstance(node, ast.Dict):
             # Such as the attributes of a class that `type` makes.
             keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
             yield from (key for key in keys if isinstance(key, str) and key in constants)
         elif isinstance(node, ast.arguments):
             # By position an argument has no name.
-            yield from (arg.arg for arg in (*node.posonlyargs, *node.args) if arg.arg in constants)
+            others = (*node.posonlyargs, *node.args, node.vararg, node.kwarg)
+            yield from (arg.arg for arg in others if arg is not None and arg.arg in constants)
+            for arg, default in zip(node.kwonlyargs, node.kw_defaults, strict=True):
+                if arg.arg in constants and default is not None and not _is_same_value(default, arg.arg, constants):
+                    yield arg.arg
+        else:
+            yield from (name for name in _names_bound(node) if name in constants)
+
+
+def _names_bound(node: ast.AST) -> Iterator[str]:
+    """Yield the names that an import, an `except`, a `case` or a deletion binds or unbinds."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        yield from (alias.asname or alias.name for alias in node.names)
+    elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
+        yield node.name
+    elif isinstance(node, ast.MatchMapping) and node.rest:
+        yield node.rest
+    elif isinstance(node, ast.Delete):
+        yield from map(_name, node.targets)
 
 
 def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
@@ -96,7 +116,11 @@ def _pairs(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
 
 def _is_same(target: ast.expr, value: ast.expr | None, constants: Mapping[str, Any]) -> bool:
     name = _name(target)
-    return name in constants and (value is None or value_of(value, constants) == constants[name])
+    return name in constants and (value is None or _is_same_value(value, name, constants))
+
+
+def _is_same_value(value: ast.expr, name: str, constants: Mapping[str, Any]) -> bool:
+    return bool(value_of(value, constants) == constants[name])
 
 
 def _name(node: ast.expr) -> str:
@@ -146,7 +170,9 @@ def _is_empty(node: ast.ListComp | ast.GeneratorExp | ast.DictComp, constants: M
 
 def _iterated(node: ast.expr) -> ast.expr:
     """Return the mapping of `mapping.items()`."""
-    return node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else node
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "items":
+        return node.func.value
+    return node
 
 
 def _default_of_empty(node: ast.expr, constants: Mapping[str, Any]) -> ast.expr | None:
@@ -164,7 +190,9 @@ def _is_false(node: ast.expr, constants: Mapping[str, Any]) -> bool:
 def _bool_op(node: ast.BoolOp, constants: Mapping[str, Any]) -> Any:
     is_and = isinstance(node.op, ast.And)
     values = [value_of(value, constants) for value in node.values]
-    for value in values:
+    for number, value in enumerate(values):
+        if any(isinstance(inner, ast.Call) for inner in ast.walk(node.values[number])) and value is UNKNOWN:
+            return UNKNOWN  # The call is made, whatever follows.
         if value is not UNKNOWN and bool(value) != is_and:
             return value
     return UNKNOWN if UNKNOWN in values else values[-1]
@@ -261,7 +289,7 @@ class _File:
         if isinstance(node, ast.If):
             value = self._value(node.test)
             return value is not UNKNOWN and all(map(self._is_gone, node.body if value else node.orelse))
-        if isinstance(node, ast.For):
+        if isinstance(node, ast.For) and not node.orelse:
             return _is_false(_iterated(node.iter), self.constants) or all(map(self._is_gone, node.body))
         return False
 
@@ -348,7 +376,8 @@ class _File:
     def _expression(self, node: ast.expr) -> Iterator[_Edit]:
         start, end = self._start(node), self._end(node)
         if isinstance(node, ast.BoolOp) and self._value(node) is UNKNOWN:
-            kept = [value for value in node.values if not self._is_decided(value)]
+            is_and = isinstance(node.op, ast.And)
+            kept = [v for v in node.values if not self._is_decided(v) or bool(self._value(v)) != is_and]
             if len(kept) < len(node.values):
                 joint = " and " if isinstance(node.op, ast.And) else " or "
                 yield start, end, joint.join(map(self._new, kept))

@@ -133,7 +133,7 @@ class _Parts:
             self.arguments.append("kernels=FusedUpdate()")
         if one.precision == "fp16":
             self.add("runtime.loss_scale", "LossScale")
-            self.before.append('loss_scaling = options.pop("loss_scaling", None) or LossScale()')
+            self.before.append('loss_scaling = options.pop("loss_scale", None) or LossScale()')
             self.arguments.append("loss_scaling=loss_scaling")
         if one.fp8:
             self.add("runtime", "fp8")

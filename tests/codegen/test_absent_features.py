@@ -68,6 +68,13 @@ def test_an_absent_feature_leaves_no_trace() -> None:
         "def host(): pass",
         "def f(host): pass",
         'type("Step", (), {"host": Host()})',
+        'setattr(step, "host", Host())',
+        "def f(*, host=Host()): pass",
+        "def f(*host): pass",
+        "from hosts import first as host",
+        "try: f()\nexcept Error as host: pass",
+        "match x:\n    case [host]: pass",
+        "del step.host",
     ],
 )
 def test_a_name_that_is_bound_to_anything_else_stays(source: str) -> None:
@@ -86,6 +93,8 @@ def test_a_name_that_is_bound_to_anything_else_stays(source: str) -> None:
         ("x = {*a, *unused}", "x = {*a}"),
         ("x = guards.get(a, b)", "x = b"),
         ("x = a and host is None and b", "x = a and b"),
+        ("x = f() and host is not None", "x = f() and False"),
+        ("x = [a for a in ''.join(b)]", "x = [a for a in ''.join(b)]"),
         ("x = kwargs or {}", "x = kwargs or {}"),
         ("x = y = padding", "x = y = 0"),
     ],
@@ -111,6 +120,11 @@ def test_expressions(before: str, after: str) -> None:
 )
 def test_statements(before: str, after: str) -> None:
     assert folded_text(before) == after + "\n"
+
+
+def test_a_loop_with_an_else_stays() -> None:
+    text = "for text in guards:\n    f(text)\nelse:\n    g()\n"
+    assert "g()" in folded_text(text)
 
 
 def test_a_generator_stays_one() -> None:

@@ -214,6 +214,27 @@ class CheckedAndAsked(Encoder):
         return self.second(self.hidden(x[:, : int(lengths.max())]).mean(1))
 
 
+class ByPhase(Encoder):
+    """Asks one more value in evaluation, which it knows by an attribute."""
+
+    phase = "training"
+
+    def train(self, mode: bool = True) -> ByPhase:
+        self.phase = "training" if mode else "evaluation"
+        return super().train(mode)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        hidden = self.hidden(x[:, : int(lengths.max())])
+        if self.phase == "evaluation" and bool((lengths > 0).all()):
+            hidden = 3 * hidden
+        return self.second(hidden.mean(1))
+
+
+def test_values_that_decide_in_evaluation_alone_are_guarded() -> None:
+    compiled = autopar.compile(ByPhase(), "1 cpu", example_inputs=inputs_of(Longest), loss_fn=F.cross_entropy)
+    assert len(compiled.program.any.guards) == 2
+
+
 @pytest.mark.parametrize(("model", "texts"), [(OnlyChecked, []), (CheckedAndAsked, ["int(lengths.max())"])])
 def test_checks_decide_nothing(model: type[Encoder], texts: list[str]) -> None:
     compiled = autopar.compile(model(), "1 cpu", example_inputs=inputs_of(Longest), loss_fn=F.cross_entropy)
