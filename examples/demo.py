@@ -29,6 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import autopar
+from autopar.cli.output import show
 from autopar.files.outputs import write_output
 from autopar.report import render_report, report_panels
 from autopar.report.terminal import WIDTH
@@ -148,8 +149,7 @@ def _show_model(console: Console, name: str, sizes: Sizes, corpus: Corpus, confi
     with console.status("tracing and planning ..."):
         program = trainer.compile()
     console.print(f"planned and generated in {time.perf_counter() - started:.1f} s\n")
-    for panel in report_panels(program):
-        console.print(panel)
+    show(*report_panels(program))
     folder = program.save(out / name)
     write_output(out / f"{name}.txt", render_report(program))
     ranks = program.plan.num_ranks
@@ -159,10 +159,10 @@ def _show_model(console: Console, name: str, sizes: Sizes, corpus: Corpus, confi
     alone = Trainer(untrained, replace(config, auto_parallel=False), batches).fit()
     differences = [abs(a - b) / abs(a) for a, b in zip(alone.losses, together.losses, strict=True)]
     bound = round_off_bound(model, config)
-    console.print(_losses(alone, together, differences, bound))
+    show(_losses(alone, together, differences, bound))
     if not all(difference <= bound for difference in differences):
         sys.exit(f"error: the losses of {title} differ by {max(differences):.1e}, round-off explains {bound:.1e}")
-    console.print(_costs(alone, together, sizes))
+    show(_costs(alone, together, sizes))
     console.print(f"the generated program is in {folder}; it needs torch only:")
     console.print(f"  torchrun --nproc-per-node {ranks} {folder}/main.py --steps 10 --data README.md", soft_wrap=True)
 

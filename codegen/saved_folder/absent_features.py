@@ -379,7 +379,7 @@ class _File:
             is_and = isinstance(node.op, ast.And)
             kept = [v for v in node.values if not self._is_decided(v) or bool(self._value(v)) != is_and]
             if len(kept) < len(node.values):
-                joint = " and " if isinstance(node.op, ast.And) else " or "
+                joint = " and " if is_and else " or "
                 yield start, end, joint.join(map(self._new, kept))
                 return
         elif isinstance(node, ast.IfExp) and (test := self._value(node.test)) is not UNKNOWN:

@@ -18,7 +18,7 @@ from codegen.program import Call, Layout, ModuleClass, Program, Reshard, Spec, S
 from codegen.source.columns import COLUMNS, documented, fitted
 from codegen.source.expressions import kernel_name, literal
 from codegen.source.idioms import with_idioms
-from codegen.source.names import argument
+from codegen.source.names import RUNTIME_HOME, RUNTIME_MODULES, argument
 from codegen.source.reshard_words import Dims
 from codegen.source.rotary_names import with_rotary_names
 from codegen.source.sizes import needed, with_sizes
@@ -34,23 +34,6 @@ _BASE_HOME = {
     "LogitsModule": "evaluation",
     "UpdatingModule": "buffer_updates",
 }
-_RUNTIME_HOME = {
-    "vocab_embedding": "embedding",
-    "embedding_bag": "embedding",
-    "batch_norm": "batch_norm",
-    "group_norm": "batch_norm",
-    "halo_convolution": "halo",
-    "cross_entropy": "cross_entropy",
-    "count_valid": "cross_entropy",
-    "context_attention": "context_attention",
-    "window_attention": "windows",
-    "sink_attention": "sink_attention",
-    "arange": "layout",
-    **dict.fromkeys(("Routes", "combine", "dispatch", "expert_linear"), "experts"),
-    **dict.fromkeys(("NodeRoutes", "combine_by_node", "dispatch_by_node"), "experts_by_node"),
-}
-_RUNTIME_MODULES = frozenset({"async_tp", "deferred", "fp8", "grouped", "overlapped"})
-"""Modules of the run time whose functions are called by the module's name and theirs."""
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
 """How the names of dtypes begin that can have gradients."""
 _LOGITS = "LogitsModule"
@@ -176,13 +159,13 @@ def _imports(calls: Iterable[Call], body: str, homes: dict[str, list[str]]) -> l
     for call in {call.target: call for call in calls}.values():
         space, _, name = call.target.partition(".")
         if space == "runtime":
-            homes.setdefault(f".runtime.{_RUNTIME_HOME[name]}", []).append(name)
+            homes.setdefault(f".runtime.{RUNTIME_HOME[name]}", []).append(name)
         elif space == "idioms":
             homes.setdefault(".runtime.idioms", []).append(name)
         elif space == "kernels":
             written = kernel_name(name)
             homes[f".kernels.{name}"] = [name if written == name else f"{name} as {written}"]
-        elif space in _RUNTIME_MODULES and space not in homes.get(".runtime", []):
+        elif space in RUNTIME_MODULES and space not in homes.get(".runtime", []):
             homes.setdefault(".runtime", []).append(space)
     functions = {call.target: function for call in calls if (function := function_of(call.target))}
     theirs = [*sorted(function.import_line for function in functions.values()), ""] if functions else []

@@ -21,14 +21,32 @@ from codegen.source.text import quoted
 MOST_CHARACTERS = 64
 """Of a name that generated source defines."""
 
+RUNTIME_HOME = {
+    "vocab_embedding": "embedding",
+    "embedding_bag": "embedding",
+    "batch_norm": "batch_norm",
+    "group_norm": "batch_norm",
+    "halo_convolution": "halo",
+    "cross_entropy": "cross_entropy",
+    "count_valid": "cross_entropy",
+    "context_attention": "context_attention",
+    "window_attention": "windows",
+    "sink_attention": "sink_attention",
+    "arange": "layout",
+    **dict.fromkeys(("Routes", "combine", "dispatch", "expert_linear"), "experts"),
+    **dict.fromkeys(("NodeRoutes", "combine_by_node", "dispatch_by_node"), "experts_by_node"),
+}
+"""Functions and classes of the run time that generated code imports, with their modules."""
+RUNTIME_MODULES = frozenset({"async_tp", "deferred", "fp8", "grouped", "overlapped"})
+"""Modules of the run time whose functions are called by the module's name and theirs."""
+
 GENERATED_NAMES = frozenset(
     {
         *("self", "torch", "F", "nn", *AXIS_NAMES, "layer", "mesh"),
         *("num_targets", "sums"),
-        *("dropout", "context_attention", "vocab_embedding", "embedding_bag", "batch_norm", "group_norm"),
-        *("halo_convolution", "cross_entropy", "count_valid", "arange", "expert_linear"),
-        *("window_attention", "sink_attention"),
-        *("deferred", "overlapped", "async_tp", "fp8", "grouped", "Layout", "Module", "Param"),
+        *("dropout", "Layout", "Module", "Param"),
+        *RUNTIME_HOME,
+        *RUNTIME_MODULES,
         *(kernel_name(target.removeprefix("kernels.")) for target in KERNELS),
         *(idiom.target.removeprefix("idioms.") for idiom in IDIOMS),
         *("slice", "sum", "min", "max", "abs", "pow", "type", "range", "len", "tuple", "float", "int", "bool"),
@@ -88,7 +106,8 @@ def class_name(wish: str, taken: Collection[str] = ()) -> str:
     """An identifier like `wish` that is neither in `taken` nor what generated files use themselves."""
     name = "".join(char if f"_{char}".isidentifier() else "_" for char in unicodedata.normalize("NFKC", wish))
     name = shortened(name if is_plain_name(name) and not name.startswith("__") else f"Class{name}")
-    base, count = name, 2
+    is_numbered = name == "Stage" or name[-1:].isdigit()  # Stage2 is a class of pipelines.
+    base, count = f"{name}_" if is_numbered else name, 2
     while name in taken or name in _CLASSES or (name.startswith("Stage") and name[5:].isdigit()):
-        name, count = f"{base}{count}" if not base[-1:].isdigit() else f"{base}_{count}", count + 1
+        name, count = f"{base}{count}", count + 1
     return name

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar.errors import TraceError
 from autopar.frontend.trace import trace
 from benchmarks.by_hand import compiled_for, is_exact
 from benchmarks.faults.names import CLASSES, MODULES, Blocks, Chain, Chain2, Inputs, Tables
-from codegen.source.names import argument, attribute_path, class_name
+from codegen.source.names import RUNTIME_HOME, argument, attribute_path, class_name
+from tests.autopar.planning.random_requests import Routed
 
+ROOT = Path(__file__).parents[3]
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
 
@@ -65,6 +71,45 @@ def test_inputs_that_are_called_like_parameters() -> None:
     assert "def forward(self, x, mask, other)" in compiled_for(_SameNames(), batch).source
 
 
+def test_what_programs_import_is_reserved() -> None:
+    programs = [path.read_text(encoding="utf-8") for path in (ROOT / "tests/golden/programs").iterdir()]
+    lines = re.findall(r"^from \.runtime\.\w+ import (.+)$", "\n".join(programs), re.MULTILINE)
+    imported = {name for line in lines for name in line.split(", ")}
+    assert {"rms_norm", "cross_entropy", "Param"} < imported
+    assert all(class_name(name) != name for name in {*imported, *RUNTIME_HOME})
+
+
+class Routes(nn.Module):
+    """A mixture whose class and modules are called like what its program imports."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dispatch, self.mixture, self.combine = nn.Linear(16, 16), Routed(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.combine(self.mixture(self.dispatch(x)))
+
+
+class Mixtures(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(24, 16), nn.ModuleList(Routes() for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.slow
+def test_a_mixture_called_like_what_its_program_imports() -> None:
+    torch.manual_seed(0)
+    inputs = {"tokens": torch.randint(24, (4, 8))}
+    report = autopar.verify(Mixtures(), "2 cpu", example_inputs=inputs, constraints={"ep": 2})
+    assert report.ok(1e-5), report
+
+
 def test_a_block_class_named_like_the_root() -> None:
     block, root = type("Same", (Chain2,), {}), type("Same", (Blocks,), {})
     compiled = compiled_for(root(lambda: block(("up",))), {"x": X})
@@ -74,7 +119,7 @@ def test_a_block_class_named_like_the_root() -> None:
 def test_class_names_are_identifiers_of_their_own() -> None:
     found = [class_name(name) for name in CLASSES]
     assert all(name.isidentifier() for name in found)
-    assert class_name("Module") == "Module2" and class_name("Stage0") == "Stage0_2" and class_name("Llama") == "Llama"
+    assert class_name("Module") == "Module2" and class_name("Stage0") == "Stage0_2" and class_name("Stage") == "Stage_2"
 
 
 def test_paths_and_arguments() -> None:
