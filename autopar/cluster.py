@@ -9,9 +9,9 @@ from typing import Any
 from autopar.errors import ClusterError
 from autopar.files.text_files import read_text, shown
 from autopar.profiling.detect import detect
-from cost_models import mixed
+from cost_models import mixed_cluster
 from cost_models.machine import Cluster
-from cost_models.mixed import AnyCluster, MixedCluster
+from cost_models.mixed_cluster import AnyCluster, MixedCluster
 
 MOST_DEVICES = 2**20
 LONGEST = 500
@@ -36,7 +36,7 @@ class ClusterSpec:
         if len(text) > LONGEST:
             raise ClusterError("the text is too long for a cluster", values=shown(text))
         try:
-            return _bounded(mixed.parse(text))
+            return _bounded(mixed_cluster.parse(text))
         except ValueError as error:
             raise ClusterError(str(error)) from None
 
@@ -44,12 +44,12 @@ class ClusterSpec:
     def from_toml(path: str | Path) -> AnyCluster:
         """Read a TOML file, which may describe devices and links of your own. Raises ClusterError."""
         text = read_text(path, ClusterError)
-        return _read(lambda: mixed.parse_toml(text), str(path))
+        return _read(lambda: mixed_cluster.parse_toml(text), str(path))
 
     @staticmethod
     def from_table(table: Mapping[str, Any]) -> AnyCluster:
         """Return the cluster of a mapping with the contents of a TOML file. Raises ClusterError."""
-        return _read(lambda: mixed.from_table(table), "cluster")
+        return _read(lambda: mixed_cluster.from_table(table), "cluster")
 
     @staticmethod
     def detect(num_devices: int | None = None, *, refresh: bool = False) -> Cluster:

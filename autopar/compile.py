@@ -42,7 +42,7 @@ from autopar.sharding.assignment import Candidate
 from codegen.passes.async_tp import has_async_tp
 from codegen.passes.fp8 import count_calls
 from codegen.program import PipelineProgram, Program
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 
 @with_options(CompileOptions)

@@ -16,9 +16,9 @@ from autopar.launch import launch_program
 from autopar.page import write_page
 from autopar.program import GeneratedProgram
 from autopar.report import render_report
-from autopar.running.batch import local_batch
 from autopar.running.build import build_step, load_package
 from autopar.running.folder import save_program
+from autopar.running.local_batch import local_batch
 from autopar.running.state import load_checkpoint, save_checkpoint, update_model, write_pretrained
 from autopar.settings.arguments import whole
 

@@ -21,7 +21,7 @@ from autopar.sharding.assignment import Candidate
 from autopar.units import bytes_text
 from codegen.program import PipelineProgram, Program
 from codegen.runtime.optimizer_probe import Needs
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 
 class Remaking(Protocol):

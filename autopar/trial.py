@@ -47,7 +47,7 @@ from autopar.trial_report import (
     pins_of,
     records_of,
 )
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 MOST_PER_CORE = 4
 """Ranks that may share a core."""

@@ -48,7 +48,7 @@ from autopar.verify_reference import Reference
 from autopar.verify_report import VerifyReport
 from codegen.passes.fp8 import count_calls
 from codegen.runtime.precision import compute_dtype
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 ROUND_OFF = 1e-3
 ROOM = 16.0

@@ -25,7 +25,7 @@ from autopar.ir.graph import Graph
 from autopar.planning.request import Request
 from autopar.settings.constraints import Constraints
 from autopar.settings.fp8 import check_fp8
-from cost_models.mixed import MixedCluster
+from cost_models.mixed_cluster import MixedCluster
 
 MODELS = 20
 """Shapes of models that seeds share."""

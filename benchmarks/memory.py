@@ -34,7 +34,7 @@ from autopar.costs.rates import is_cpu
 from autopar.ir.stage_mesh import first_ranks
 from autopar.launch import run_ranks
 from cost_models.machine import Cluster
-from cost_models.mixed import MixedCluster
+from cost_models.mixed_cluster import MixedCluster
 from examples.models import EXAMPLES
 from tests.autopar.optimizer_factories import Lamb, muon_by_ndim
 

@@ -34,7 +34,7 @@ from autopar.compiled import CompiledProgram
 from autopar.verify import sgd_with_momentum, verify_program
 from autopar.verify_report import VerifyReport
 from cost_models.machine import Cluster
-from cost_models.mixed import AnyCluster, MixedCluster
+from cost_models.mixed_cluster import AnyCluster, MixedCluster
 from cost_models.schedule import SCHEDULES
 from examples.models import EXAMPLES
 

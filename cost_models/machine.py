@@ -1,7 +1,7 @@
 """A cluster: equal nodes of equal devices, one kind of link inside a node and one between nodes.
 
-Ranks are numbered node by node: rank r is device r % devices_per_node of node r // devices_per_node. `mixed.py` has
-clusters of unlike node groups.
+Ranks are numbered node by node: rank r is device r % devices_per_node of node r // devices_per_node. `mixed_cluster.py`
+has clusters of unlike node groups.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, Literal
 
-from cost_models import mesh
+from cost_models import direct_links
 from cost_models.hardware import Link
 
 Algorithm = Literal["ring", "tree"]
@@ -85,7 +85,7 @@ def switch_hop(link: Link) -> float:
     return float(hop.get("nvls", hop["tree"]["simple"]) / hop["ring"]["simple"])
 
 
-def mesh_links(link: Link) -> mesh.Links | None:
+def mesh_links(link: Link) -> direct_links.Links | None:
     """Return the links between every two devices of a node, or None where there is a switch."""
     table = _table()["mesh"].get(link.name)
     return table["links"] if table else None
@@ -101,7 +101,8 @@ def mesh_share(link: Link, kind: str, size: int, stride: int, num_devices: int) 
     links = mesh_links(link)
     if links is None:
         return 1.0
-    count = {"p2p": mesh.message_links, "all_to_all": mesh.exchange_links}.get(kind, mesh.collective_links)
+    counts = {"p2p": direct_links.message_links, "all_to_all": direct_links.exchange_links}
+    count = counts.get(kind, direct_links.collective_links)
     return count(links, size, stride, num_devices) / sum(links[0])
 
 

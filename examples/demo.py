@@ -37,7 +37,7 @@ from autopar.trainer import Trainer
 from autopar.training.config import TrainerConfig
 from autopar.training.result import TrainResult
 from autopar.units import count_text, seconds_text
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 from examples.models import gpt2, llama
 from examples.text import VOCAB_SIZE, Corpus, standard_library
 

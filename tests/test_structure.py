@@ -24,7 +24,7 @@ LATE_IMPORTS = {
     ("autopar/models/loading.py", "transformers"): "optional, and heavy",
     ("autopar/models/lazy_weights.py", "transformers.conversion_mapping"): "optional, and heavy",
     ("autopar/models/lazy_weights.py", "transformers.core_model_loading"): "optional, and heavy",
-    ("autopar/models/pretrained.py", "transformers.core_model_loading"): "optional, and heavy",
+    ("autopar/models/pretrained_export.py", "transformers.core_model_loading"): "optional, and heavy",
     ("autopar/tune.py", "codegen.kernels.tuning"): "heavy: triton comes with it",
     ("autopar/training/records.py", "tensorboard"): "optional",
     ("autopar/training/records.py", "torch.utils.tensorboard"): "optional",

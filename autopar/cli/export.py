@@ -17,7 +17,7 @@ from autopar.files.scratch import temporary_folder
 from autopar.files.tensor_files import TensorSpec
 from autopar.models.job import parse_settings
 from autopar.models.loading import load_model
-from autopar.models.pretrained import (
+from autopar.models.pretrained_export import (
     checkpoint_values,
     model_tensors,
     require_same_model,

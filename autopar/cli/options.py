@@ -39,7 +39,7 @@ from autopar.settings.compile_options import CompileOptions
 from autopar.training.loop import resolve_cluster
 from autopar.units import bytes_text, either_text, seconds_text
 from codegen.axis_records import AXES
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 from cost_models.schedule import SCHEDULES
 
 USER_ERROR, RANK_FAILED, INTERNAL_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 1, 70, 130, 141

@@ -21,7 +21,7 @@ from autopar.costs.expert_rows import ExpertRows, RowPrices
 from autopar.costs.fp8 import Fp8Layers
 from autopar.costs.framework_kernels import FrameworkKernels
 from autopar.costs.rates import Rates, dtype_name, is_cpu, num_local_dim
-from autopar.costs.sinks import Sinks, sinks
+from autopar.costs.sink_attention import Sinks, sinks
 from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, TensorMeta, base_name, is_causal
 from autopar.ir.mesh import Mesh
 from autopar.operators.traits import ATTENTION, BATCHED_PRODUCTS, CONVOLUTIONS

@@ -13,7 +13,7 @@ from autopar.ir.graph import Graph, base_name
 from autopar.operators.traits import ADDED, ATTENTION, MATMULS
 from autopar.sharding.call_options import Operator
 from autopar.sharding.scopes import scopes_of
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 
 def model_flops(graph: Graph, operators: Mapping[tuple[str, str], Operator]) -> float:

@@ -19,8 +19,8 @@ evenly in H seconds ends after max(D, H). Stretches are the forward and the back
 
 The seconds above D are reported as `HOST`. The host could lose the lead of one layer's forward in another stretch. For
 unlike units the sum of maxima exceeds the maximum of sums, by at most the smaller of gain and loss. The loss and the
-gradient's norm are read before the update (codegen/runtime/guard.py), which therefore begins with an idle device: its
-host's seconds are all exposed.
+gradient's norm are read before the update (codegen/runtime/non_finite.py), which therefore begins with an idle device:
+its host's seconds are all exposed.
 
 Under inductor a run of calls between two reshards is one graph of torch.compile (regions.py): 36 us of guards and 7 to
 9 us per kernel (meta-pytorch/tritonbench, pull request 1017). That is 5 units a graph and one per product or kernel.

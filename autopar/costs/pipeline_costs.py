@@ -21,7 +21,7 @@ from autopar.ir.graph import Graph, layer_names
 from autopar.ir.placement import Stored
 from autopar.ir.plan_data import Pipeline, StagePlan
 from autopar.ir.stage_mesh import StageMesh
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 from cost_models.schedule import placement
 
 

@@ -18,7 +18,7 @@ from autopar.sharding.assignment import Assignment
 from autopar.sharding.call_options import num_local
 from autopar.sharding.scopes import scopes_of
 from cost_models import collective
-from cost_models.mixed import AnyCluster, MixedCluster
+from cost_models.mixed_cluster import AnyCluster, MixedCluster
 
 
 def boundary_bytes(graph: Graph, mesh: Mesh, assignment: Assignment) -> tuple[float, ...]:

@@ -22,7 +22,7 @@ from autopar.report.plan_words import full_words
 from autopar.sharding.assignment import Candidate
 from cost_models.certainty import Certainty
 from cost_models.machine import Cluster
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 LONGEST_TRIED = 2**20
 """The longest row, in tokens, that is tried for a model without a limit."""

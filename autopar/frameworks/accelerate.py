@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from autopar.errors import CheckpointError, ConstraintError
-from autopar.frameworks.accelerators import ProgramAccelerator, stand_in
+from autopar.frameworks.accelerate_classes import ProgramAccelerator, stand_in
 from autopar.frameworks.building import (
     SameOptimizer,
     build_learner,
@@ -34,7 +34,7 @@ from autopar.frameworks.loops import LoopOptimizer, ModelValues, PendingLoss
 from autopar.training.config import TrainerConfig
 from autopar.training.learners import RankLearner
 from codegen.runtime.processes import Ending
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 STATE_FOLDER = "autopar"
 """The folder beside Accelerate's files in which `save_state` writes the program's state."""

@@ -38,7 +38,7 @@ from autopar.frameworks.lightning_callbacks import AtSigterm, ValueUpdates
 from autopar.frameworks.loops import LoopOptimizer, ModelValues, PendingLoss
 from autopar.running.process_group import has_gpus, join_launched
 from autopar.training.learners import RankLearner
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 SILENT = (
     *("backward", "manual_backward", "configure_gradient_clipping", "on_after_backward", "on_before_backward"),

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from autopar.frameworks.accelerators import ProgramOptimizer
+from autopar.frameworks.accelerate_classes import ProgramOptimizer
 from autopar.running.state_follower import followed
 from autopar.running.weights import ValueSource, tables_of
 from autopar.training.learners import RankLearner

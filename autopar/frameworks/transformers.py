@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from autopar.errors import CheckpointError, ConstraintError
-from autopar.frameworks.accelerators import ProgramOptimizer, stand_in
+from autopar.frameworks.accelerate_classes import ProgramOptimizer, stand_in
 from autopar.frameworks.building import (
     SameOptimizer,
     build_learner,
@@ -35,7 +35,7 @@ from autopar.frameworks.trainer_checks import check_trainer
 from autopar.training.feeding import check_accumulation, join_batches
 from autopar.training.learners import RankLearner
 from codegen.runtime.processes import Ending
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 STATE_FOLDER, SCHEDULE_FILE = "autopar", "scheduler.pt"
 """Names in the Trainer's checkpoint: the folder of the program's state, and the file of the schedule."""

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from autopar.errors import TraceError
-from codegen.runtime.batch import BatchError, flat_batch, leaves_of
+from codegen.runtime.batch_checks import BatchError, flat_batch, leaves_of
 from codegen.source.names import is_plain_name
 
 Batch = Mapping[str, Any]
@@ -87,7 +87,7 @@ def name_inputs(
     """Return the batch by name. Items of a tuple get forward's parameter names, then `target`, `target1` ... for
     loss_fn.
 
-    Tensors in containers have their own names (`codegen.runtime.batch.leaves_of`).
+    Tensors in containers have their own names (`codegen.runtime.batch_checks.leaves_of`).
     """
     if isinstance(example_inputs, NamedBatch):
         return example_inputs

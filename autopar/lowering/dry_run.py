@@ -29,8 +29,8 @@ from autopar.frontend import fakes
 from autopar.lowering.stand_ins import StandInMesh, stand_in
 from codegen.program import PipelineProgram, Program
 from codegen.runtime.parameters import Module, Param
-from codegen.runtime.part import loss_gradient
 from codegen.runtime.precision import compute_dtype, used_dtype
+from codegen.runtime.stage_module import loss_gradient
 from codegen.schemas import EmissionError
 from codegen.source.names import argument
 

@@ -12,7 +12,7 @@ from autopar.units import counted
 from codegen.program import PipelineProgram
 from cost_models.hardware import Link
 from cost_models.machine import Cluster, label
-from cost_models.mixed import MixedCluster
+from cost_models.mixed_cluster import MixedCluster
 
 MOST_NODES = 16
 """The most nodes that are drawn; a larger cluster shows the nodes of one data-parallel replica."""

@@ -28,7 +28,7 @@ from autopar.settings.constraints import Constraints, check_micro_batches, witho
 from autopar.settings.fp8 import check_fp8
 from autopar.settings.optimizers import keeps_zeros, limited
 from codegen.runtime.optimizers import parameters_of
-from cost_models.mixed import AnyCluster, MixedCluster
+from cost_models.mixed_cluster import AnyCluster, MixedCluster
 
 
 def request_of(

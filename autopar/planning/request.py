@@ -24,7 +24,7 @@ from codegen.runtime.optimizer_probe import Needs
 from cost_models.certainty import OWN, Certainty, spread
 from cost_models.machine import Cluster
 from cost_models.memory import FRAGMENTATION
-from cost_models.mixed import AnyCluster, MixedCluster
+from cost_models.mixed_cluster import AnyCluster, MixedCluster
 from cost_models.straggler import paced
 
 HIDDEN_FRACTION = 0.5

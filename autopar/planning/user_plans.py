@@ -19,7 +19,7 @@ from autopar.settings.fp8 import check_fp8
 from autopar.sharding.assignment import Candidate, expand
 from autopar.sharding.call_options import options_of
 from autopar.sharding.legal_placements import LegalPlacements
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 from cost_models.schedule import SCHEDULES, placement
 
 

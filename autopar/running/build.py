@@ -34,7 +34,7 @@ from autopar.settings.loss_scale import loss_scale_of
 from codegen.runtime import watch
 from codegen.runtime.loss_scale import LossScale
 from codegen.runtime.optimizer_trial import OptimizerTrial
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 _numbers = itertools.count()
 _shared: dict[int, Path] = {}

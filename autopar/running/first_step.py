@@ -41,7 +41,7 @@ from autopar.running.whole_batch import assemble, share_of_rank
 from autopar.settings.fp8 import tolerance
 from autopar.units import bytes_text
 from autopar.verify_report import FLOORS
-from codegen.runtime.batch import digest_of, flat_batch
+from codegen.runtime.batch_checks import digest_of, flat_batch
 from codegen.runtime.precision import compute_dtype
 from codegen.runtime.reference import SameDropout
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError, CheckpointError
-from autopar.models.pretrained import notes_of, save_pretrained
+from autopar.models.pretrained_export import notes_of, save_pretrained
 from autopar.program import GeneratedProgram
 from autopar.running.state_follower import followed
 from autopar.running.weights import LazyState, set_values

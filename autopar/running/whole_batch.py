@@ -1,4 +1,4 @@
-"""Assemble a whole batch from the parts that the ranks have: the inverse of `running/batch.py`.
+"""Assemble a whole batch from the parts that the ranks have: the inverse of `running/local_batch.py`.
 
 Every rank sends rank 0 the inputs whose part no earlier rank has. A rank's part of a dim consists of runs of global
 indices (`codegen.runtime.parameters.runs`); rank 0 copies them to their places.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autopar.ir.mesh import Mesh
-from autopar.running.batch import inputs_of, mesh_of
+from autopar.running.local_batch import inputs_of, mesh_of
 from codegen.program import PipelineProgram, Program, Spec
 from codegen.runtime.parameters import Param, parse_placement, runs
 

@@ -16,7 +16,7 @@ from autopar.lowering.completion import EAGER
 from autopar.settings.fp8 import require_fp8
 from codegen.program import PipelineProgram, Program
 from codegen.runtime.compiled_layers import COMPILE_SECONDS, why_unavailable
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 NOTHING_ASYNCHRONOUS = (
     "backend='async-tp' changes nothing: no linear layer directly follows an all_gather of rows on tp, or precedes a "

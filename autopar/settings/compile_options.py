@@ -28,7 +28,7 @@ from autopar.settings.arguments import check_batch, check_numbers, whole, word
 from autopar.settings.constraints import Constraints
 from codegen.runtime.compiled_layers import BACKENDS
 from codegen.runtime.precision import PRECISIONS, compute_dtype
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 KERNEL_CHOICES = ("auto", "on", "off")
 

@@ -17,7 +17,7 @@ from autopar.costs.rates import is_cpu
 from autopar.errors import ConstraintError
 from codegen.passes.fp8 import MULTIPLE, count_calls
 from codegen.program import PipelineProgram, Program
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 UNIT = 2.0**-4
 EXACT = 1e-5

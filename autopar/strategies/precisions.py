@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from autopar.errors import ConstraintError
 from cost_models.hardware import DTYPE_FALLBACKS
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 PRECISIONS: Mapping[str, tuple[str, str]] = {
     "fp32": ("fp32", "fp32"),

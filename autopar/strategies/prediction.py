@@ -18,7 +18,7 @@ from autopar.strategies.what_if import changed
 from cost_models.certainty import Certainty, spread
 from cost_models.framework_profiles import Framework
 from cost_models.hardware import Device, Link
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 GROUPS = ("compute", "exposed communication", "hidden communication", "idle", "optimizer", "memory")
 COMPUTE = frozenset({RECOMPUTATION, FIRST_PASS, ACCUMULATION, "local resharding"})

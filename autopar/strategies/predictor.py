@@ -29,6 +29,7 @@ from autopar.strategies.fits import require_fit
 from autopar.strategies.matrices import pinned
 from autopar.strategies.precisions import matmul_dtype, traced_as
 from autopar.strategies.prediction import StrategyPrediction
+from autopar.strategies.prediction_terms import Terms, has_kernels, priced_under
 from autopar.strategies.scenario import Scenario
 from autopar.strategies.scored_model import (
     ScoredLayers,
@@ -41,10 +42,9 @@ from autopar.strategies.scored_model import (
 from autopar.strategies.stage_meshes import stage_meshes_of
 from autopar.strategies.stages import cut, profiled
 from autopar.strategies.strategy import Strategy, parse_strategy, profile_of
-from autopar.strategies.terms import Terms, has_kernels, priced_under
 from cost_models.framework_profiles import Framework
 from cost_models.machine import Cluster
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 from cost_models.schedule import placement
 
 NAMED = 0.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cost_models.framework_profiles import Framework
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 if TYPE_CHECKING:  # a scenario predicts itself again, so both sides name each other
     from autopar.strategies.prediction import StrategyPrediction

@@ -1,9 +1,9 @@
 """The stage meshes of a given strategy: one of equal size for each pipeline rank, in one group of equal nodes.
 
-On a plain cluster there is one group. On groups of unlike nodes (cost_models/mixed.py) a pipeline rank has ddp x dp x
-cp x tp devices of one group, and every group is filled with whole pipeline ranks; which group each of them is in, a
-strategy says by `groups`, and else they follow the groups in their order. No collective spans two groups, only messages
-between pipeline ranks do, over the link that joins the groups.
+On a plain cluster there is one group. On groups of unlike nodes (cost_models/mixed_cluster.py) a pipeline rank has ddp
+x dp x cp x tp devices of one group, and every group is filled with whole pipeline ranks; which group each of them is
+in, a strategy says by `groups`, and else they follow the groups in their order. No collective spans two groups, only
+messages between pipeline ranks do, over the link that joins the groups.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.errors import ConstraintError
 from autopar.ir.mesh import Mesh
 from autopar.ir.stage_mesh import StageMesh
 from autopar.planning.request import divisors
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 
 def stage_meshes_of(cluster: AnyCluster, mesh: Mesh, pp: int, groups: Sequence[int]) -> tuple[StageMesh, ...]:

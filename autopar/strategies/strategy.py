@@ -13,7 +13,7 @@ from autopar.planning.request import divisors
 from autopar.planning.solved_layers import named_mesh
 from autopar.settings.constraints import Constraints
 from cost_models.framework_profiles import ATTENTIONS, CP_EXCHANGES, Framework, framework
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 from cost_models.routing import EXPERT_SKEW
 from cost_models.schedule import num_chunks
 

@@ -15,7 +15,7 @@ from cost_models import catalog
 from cost_models.framework_profiles import Framework
 from cost_models.hardware import Device, Link
 from cost_models.machine import Cluster
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 Piece = TypeVar("Piece", Device, Link)
 

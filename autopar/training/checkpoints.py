@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.models.pretrained import notes_of
+from autopar.models.pretrained_export import notes_of
 from autopar.running.state import DamagedCheckpoint as DamagedCheckpoint
 from autopar.running.state import read_notes, readable
 from autopar.settings.optimizers import as_constraint_errors

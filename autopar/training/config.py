@@ -28,10 +28,10 @@ from autopar.training.sections import (
     plain,
     section,
 )
-from codegen.runtime.guard import NonFinite
 from codegen.runtime.loss_scale import LossScale
+from codegen.runtime.non_finite import NonFinite
 from codegen.runtime.options import RANGES
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 Batch = Mapping[str, Any] | tuple[Any, ...]
 Batches = Callable[[int], Iterator[Batch]] | Iterable[Batch]

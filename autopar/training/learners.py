@@ -30,10 +30,10 @@ from autopar.training.metrics import NO_LOGITS
 from autopar.training.shapes import is_of_another_shape, program_of_shape
 from codegen.runtime import watch
 from codegen.runtime.diagnosis import BATCH
-from codegen.runtime.guard import Guard, NonFinite
+from codegen.runtime.non_finite import Guard, NonFinite
 from codegen.runtime.optimizers import call, settings_of
-from codegen.runtime.part import loss_gradient
 from codegen.runtime.reference import SameDropout
+from codegen.runtime.stage_module import loss_gradient
 
 
 class RankLearner:
@@ -55,7 +55,8 @@ class RankLearner:
             seed=config.seed,
             first_step_check=config.first_step_check,
         )
-        self.batch_error = importlib.import_module(f"{type(self.step).__module__.rpartition('.')[0]}.batch").BatchError
+        runtime = type(self.step).__module__.rpartition(".")[0]
+        self.batch_error = importlib.import_module(f"{runtime}.batch_checks").BatchError
 
     @property
     def num_samples(self) -> int:

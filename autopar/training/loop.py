@@ -38,7 +38,7 @@ from autopar.training.run import Run, Setup
 from autopar.training.shapes import plan_for_rows
 from codegen.runtime import watch
 from codegen.runtime.processes import after_the_first
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 
 @contextlib.contextmanager

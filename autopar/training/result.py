@@ -15,7 +15,7 @@ from autopar.compiled import CompiledProgram
 from autopar.errors import ModelError, OutputError
 from autopar.files.outputs import require_folder
 from autopar.files.tensor_files import TensorSpec
-from autopar.models.pretrained import Values, checkpoint_values, save_pretrained, write_state
+from autopar.models.pretrained_export import Values, checkpoint_values, save_pretrained, write_state
 from autopar.running.process_group import is_first
 from autopar.running.weights import LazyState
 from codegen.runtime.checkpoint_files import read_manifest

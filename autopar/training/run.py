@@ -36,7 +36,7 @@ from autopar.training.records import Log, Record, StepFigures, items_of, logs
 from autopar.training.result import BY_SIGTERM, TrainResult
 from autopar.training.run_state import Best, Stateful, restore_state, state_text
 from codegen.runtime.processes import Ending
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 
 @dataclass(frozen=True, slots=True)

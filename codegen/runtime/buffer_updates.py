@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .holding import member_of
 from .mesh import Mesh
+from .module_container import member_of
 from .parameters import Module
 from .rng_state import RngState
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .flat import Bucket
-from .part import Part
+from .stage_module import Part
 from .update import buckets_of
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch import Tensor
 from . import watch
 from .mesh import Mesh
 from .parameters import Module, classes_of
-from .part import Batches, Part, PartOptions, What, loss_gradient, mean_loss
 from .rng_state import RngState
+from .stage_module import Batches, Part, PartOptions, What, loss_gradient, mean_loss
 
 
 class Executor(Protocol):

@@ -9,7 +9,7 @@ import torch
 from ..kernels.dispatch import use_triton
 from .fused_adamw import FusedAdamW
 from .gradient_norm import GradientNorm
-from .part import Part
+from .stage_module import Part
 
 
 class FusedUpdate:

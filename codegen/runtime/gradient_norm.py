@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..kernels.chunk_table import ChunkTable, chunk_table
 from ..kernels.grad_norm import squared_norm
-from .part import Part
+from .stage_module import Part
 
 
 class GradientNorm:

@@ -7,7 +7,7 @@ summed, before anything reads them. A scale that is a power of two rounds nothin
     a gradient is inf or nan    nothing is updated, and scale <- scale * backoff_factor
     growth_interval steps in a row without one          scale <- scale * growth_factor, unless that is inf
 
-The scale is a number of fp32 on the host, equal on all ranks, since all decide by the same norm (`guard.py`).
+The scale is a number of fp32 on the host, equal on all ranks, since all decide by the same norm (`non_finite.py`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .mesh import Mesh
 from .optimizer_probe import Needs, forgotten, keeps_zeros, needs_of
 from .optimizers import Factory, GlobalParameter, OptimizerError
-from .part import Part
+from .stage_module import Part
 from .update import stored_whole
 from .whole_updates import WholeUpdates
 

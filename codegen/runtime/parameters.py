@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from . import reshard
-from .holding import Container, HoldingParts, member_of
 from .mesh import Mesh
+from .module_container import Container, HoldingParts, member_of
 from .rng_state import RngState
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from .actions import Link
 from .flat import key_of
 from .mesh import Mesh
 from .parameters import Mode, Module, Param, declared
-from .part import Tied
 from .pipeline_ranks import Shape, create_stage_mesh, tiled
+from .stage_module import Tied
 from .transfer import Edge, StageMesh, plan_slices
 
 

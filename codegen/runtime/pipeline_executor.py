@@ -26,9 +26,9 @@ from . import collectives
 from .actions import Action, Lines, check_lines, digest, forward_only, parse_lines
 from .mesh import Mesh
 from .parameters import Module, classes_of
-from .part import Batches, Part, PartOptions, What, loss_gradient, mean_loss
 from .pipeline import Pipeline
 from .rng_state import RngState
+from .stage_module import Batches, Part, PartOptions, What, loss_gradient, mean_loss
 from .tied_gradients import TiedGradients
 from .transfer import Channels, Edge, Mailbox, Message, Transfer, incoming_to
 

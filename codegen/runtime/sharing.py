@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .batch import LocalBatch
+from .batch_checks import LocalBatch
 from .flat import Bucket, Entry, key_of
 from .mesh import Mesh
 from .parameters import Module, Slot, shards
 from .zero import ZeroUnits
 
 if TYPE_CHECKING:
-    from .part import Source
+    from .stage_module import Source
     from .step import Step
 
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from . import watch
-from .batch import BatchCheck, LocalBatch
+from .batch_checks import BatchCheck, LocalBatch
 from .by_hand import ByHand
 from .evaluation import evaluate_with_logits, evaluating, require_evaluation
 from .executor import Accumulation, Executor
-from .guard import Guard, NonFinite
 from .mesh import Mesh
+from .non_finite import Guard, NonFinite
 from .optimizers import Factory, GlobalParameter, is_elementwise, settings_of, untried
 from .options import check_rates, check_step, require_argument
-from .part import PartOptions, Source
 from .precision import Precision
 from .rng_state import RngState
+from .stage_module import PartOptions, Source
 from .step_state import StepState
 from .update import Update, parameters_of_programs, rank_optimizer
 from .zero import ZeroUnits
@@ -62,8 +62,8 @@ class Step(StepState):
     offload_optimizer: keeps the optimizer's state and the masters in host memory or files, and updates there.
     compiled: compiles what layers compute between collectives. kernels: where they can run, the gradient's norm is one
     launch, and so is the update of a `FusedAdamW` on the device, clipping included: gradients then stay as they are.
-    non_finite: what becomes of a step whose loss or gradient norm is inf or nan (`guard.py`): "skip" it, "stop", or
-    "ignore" that. The others read both numbers once per step, before the update, and return the loss on the host. In
+    non_finite: what becomes of a step whose loss or gradient norm is inf or nan (`non_finite.py`): "skip" it, "stop",
+    or "ignore" that. The others read both numbers once per step, before the update, and return the loss on the host. In
     fp16 that is read in any case, and a step whose scaled gradients overflow is skipped without counting as one. A loss
     that is not finite counts, and so do gradients that are not finite at a scale of 1 or below.
     shared: of a step of the same plan for batches of other shapes, whose parameters, buffers, optimizer and position

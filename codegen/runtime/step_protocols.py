@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .mesh import Mesh
 from .optimizers import Factory, GlobalParameter
-from .part import Part
+from .stage_module import Part
 from .whole_updates import WholeUpdates
 
 

@@ -12,8 +12,8 @@ from .executor import Executor, reading
 from .flat import Bucket, Entry
 from .mesh import Mesh
 from .parameters import Module
-from .part import Part, Source, What
 from .rng_state import RngState
+from .stage_module import Part, Source, What
 from .update import buckets_of, require_finite
 from .zero import ZeroUnits
 

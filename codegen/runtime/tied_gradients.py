@@ -15,8 +15,8 @@ from . import collectives
 from .collectives import Group
 from .flat import Bucket
 from .mesh import Mesh
-from .part import Part
 from .pipeline import Pipeline
+from .stage_module import Part
 from .transfer import Channels, Edge, Mailbox, Message, Transfer, incoming_to
 
 

@@ -13,7 +13,7 @@ from .flat import Bucket
 from .mesh import Mesh
 from .optimizers import Factory, GlobalParameter, whole_optimizer
 from .parameters import Module, declared
-from .part import Part
+from .stage_module import Part
 
 if TYPE_CHECKING:
     # Only programs with kernels, those that offload the optimizer, and those that try one have these beside them.

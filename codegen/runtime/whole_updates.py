@@ -26,7 +26,7 @@ from .boxes import pieces_of
 from .flat import Bucket, Entry, NotHere
 from .mesh import Axis, Mesh
 from .parameters import shards
-from .part import Part
+from .stage_module import Part
 
 ROUND_BYTES = 64 * 2**20
 """Bytes of the parameters that are exchanged at a time, about: more takes more memory, less more messages."""

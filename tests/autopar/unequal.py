@@ -14,8 +14,8 @@ from autopar.frontend.trace import trace
 from autopar.ir.graph import Graph
 from autopar.planning.request import Request
 from autopar.settings.constraints import Constraints
-from cost_models import mixed
-from cost_models.mixed import AnyCluster, MixedCluster
+from cost_models import mixed_cluster
+from cost_models.mixed_cluster import AnyCluster, MixedCluster
 from examples.models import EXAMPLES
 from tests.autopar.requests import hostless
 
@@ -43,7 +43,7 @@ def request_for(
     cluster: AnyCluster | str, name: str = "llama", layers: int = 3, width: int = 512, **constraints: Any
 ) -> Request:
     """On hosts that take no time, as `requests.request_for`."""
-    whole = mixed.parse(cluster) if isinstance(cluster, str) else cluster
+    whole = mixed_cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if isinstance(whole, MixedCluster):
         whole = replace(whole, groups=tuple(map(hostless, whole.groups)))
     else:

@@ -25,7 +25,7 @@ from autopar.frontend.inputs import name_inputs
 from autopar.ir.mesh import Mesh
 from autopar.launch import run_ranks
 from autopar.lowering.lower import Staging, lower, lower_stages
-from autopar.running.batch import local_batch
+from autopar.running.local_batch import local_batch
 from autopar.sharding.assignment import Candidate
 from codegen.program import PipelineProgram
 from codegen.runtime.reference import SameDropout

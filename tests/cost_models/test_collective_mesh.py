@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cost_models import mesh, nccl
+from cost_models import direct_links, nccl
 from cost_models.catalog import link
 from cost_models.collective import Group, Kind, seconds, wire_bytes
 from cost_models.machine import Cluster
@@ -60,7 +60,7 @@ def test_every_gpu_has_its_six_links() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_there_are_never_more_rings_than_the_smallest_cut_has_links(size: int) -> None:
     for members in itertools.combinations(range(8), size):
-        assert mesh.rings(LINKS, members) >= most_rings(LINKS, members)
+        assert direct_links.rings(LINKS, members) >= most_rings(LINKS, members)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 4])
@@ -69,7 +69,7 @@ def test_the_groups_of_axes_have_as_many_rings_as_the_smallest_cut_has_links(str
         for start in range(0, 8 - size * stride + 1, size * stride):
             for base in range(start, start + stride):
                 members = range(base, base + size * stride, stride)
-                assert mesh.rings(LINKS, members) == most_rings(LINKS, members) > 0
+                assert direct_links.rings(LINKS, members) == most_rings(LINKS, members) > 0
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_the_groups_of_axes_have_as_many_rings_as_the_smallest_cut_has_links(str
     ],
 )
 def test_the_worst_group_of_an_axis_decides(group: Group, devices: int, num_links: int) -> None:
-    assert mesh.collective_links(LINKS, group.size, group.stride, devices) == num_links
+    assert direct_links.collective_links(LINKS, group.size, group.stride, devices) == num_links
     cluster = Cluster.parse(f"{devices} v100-32g nvlink2-mesh")
     if group.size * group.stride <= devices:
         rate = num_links * 25e9 * cluster.intra_node.efficiency
@@ -105,9 +105,9 @@ def test_a_quad_of_pairs_gives_two_links_to_a_pair_and_six_to_all() -> None:
 
 def test_messages_have_the_links_between_two_devices() -> None:
     """Neighbors 0 and 1 have one; 3 and 4 none, so that GPU 0 passes on what 3 sends to 4, over two and two."""
-    assert mesh.pair(LINKS, 0, 1) == 1
-    assert (LINKS[3][4], mesh.pair(LINKS, 3, 4)) == (0, 2)
-    assert all(mesh.pair(LINKS, a, b) > 0 for a, b in itertools.permutations(range(8), 2))
+    assert direct_links.pair(LINKS, 0, 1) == 1
+    assert (LINKS[3][4], direct_links.pair(LINKS, 3, 4)) == (0, 2)
+    assert all(direct_links.pair(LINKS, a, b) > 0 for a, b in itertools.permutations(range(8), 2))
     rate = 25e9 * NODE.intra_node.efficiency
     assert seconds("p2p", 1e12, Group(8, 1), NODE) == pytest.approx(1e12 / rate, rel=1e-3)
 

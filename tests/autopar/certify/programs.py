@@ -10,7 +10,7 @@ from autopar.compiled import CompiledProgram
 from benchmarks.verify_pipelines import mixed_cluster
 from codegen.program import PipelineProgram
 from cost_models.machine import Cluster
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 from examples.models import EXAMPLES
 from tests.autopar.requests import hostless
 

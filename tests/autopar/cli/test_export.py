@@ -17,7 +17,7 @@ from autopar.cli import app
 from autopar.errors import ModelError, OutputError
 from autopar.files.tensor_files import TensorFiles, TensorSpec
 from autopar.models.loading import load_model
-from autopar.models.pretrained import save_pretrained
+from autopar.models.pretrained_export import save_pretrained
 
 transformers = pytest.importorskip("transformers")
 

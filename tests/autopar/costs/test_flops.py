@@ -14,7 +14,7 @@ from autopar.models.loading import load_model
 from autopar.report.figures import figures_of
 from autopar.sharding.call_options import operators_of
 from cost_models.machine import Cluster
-from cost_models.mixed import MixedCluster
+from cost_models.mixed_cluster import MixedCluster
 
 
 class Products(nn.Module):

@@ -20,8 +20,8 @@ from autopar.planning.candidates import candidate_of
 from autopar.planning.pipelines import UnequalSearch
 from autopar.planning.stage_problem import StageProblem
 from autopar.planning.user_plans import reprice
-from cost_models import mixed
-from cost_models.mixed import MixedCluster
+from cost_models import mixed_cluster
+from cost_models.mixed_cluster import MixedCluster
 from tests.autopar.unequal import TWO_AND_ONE, request_for
 
 
@@ -94,7 +94,7 @@ def test_pipeline_ranks_share_the_rows_of_a_micro_batch_by_their_least_common_mu
 
 
 def test_a_plan_that_outgrows_one_groups_memory_names_what_it_needs() -> None:
-    cluster = mixed.parse(TWO_AND_ONE)
+    cluster = mixed_cluster.parse(TWO_AND_ONE)
     assert isinstance(cluster, MixedCluster)
     plan = mixed_plan()
     at = [stage_mesh.group for stage_mesh in plan.stage_meshes].index(1)

@@ -31,9 +31,9 @@ from autopar.planning.smallest_memory import smallest_pipeline
 from autopar.planning.stage_problem import PipelineCut, StageProblem
 from autopar.planning.unequal_configs import mesh_sets
 from autopar.planning.user_plans import reprice
-from cost_models import mixed
+from cost_models import mixed_cluster
 from cost_models.hardware import Link
-from cost_models.mixed import AnyCluster, MixedCluster
+from cost_models.mixed_cluster import AnyCluster, MixedCluster
 from search.pipeline_problem import PipelineInfeasibleError, PipelineProblem, PipelineSolution
 from tests.autopar.unequal import EQUAL, ROWS, TWO_AND_ONE, UNLIKE, request_for
 from tests.search import exhaustive_pipeline
@@ -233,7 +233,7 @@ def test_equal_pipeline_ranks_written_out_predict_the_same(name: str, constraint
 
 def joined_like_one() -> MixedCluster:
     """Two groups that are the halves of one node, also by the link between them."""
-    cluster = mixed.parse(EQUAL)
+    cluster = mixed_cluster.parse(EQUAL)
     assert isinstance(cluster, MixedCluster)
     return replace(cluster, between=cluster.groups[0].intra_node)
 
@@ -257,7 +257,7 @@ def test_two_groups_of_equal_nodes_are_as_fast_as_one(constraints: dict[str, int
 
 def test_a_slower_link_between_the_groups_costs_its_share() -> None:
     """By hand: the hidden states of one batch cross it, and their gradients come back."""
-    cluster = mixed.parse("1 a100-80g + 1 a100-80g")
+    cluster = mixed_cluster.parse("1 a100-80g + 1 a100-80g")
     assert isinstance(cluster, MixedCluster)
     seconds = []
     for rate in (1e15, 1e9):
@@ -295,7 +295,7 @@ def test_a_faster_group_has_more_layers(cluster: str) -> None:
 
 @pytest.mark.slow
 def test_a_group_with_little_memory_has_fewer_layers_or_recomputes() -> None:
-    cluster = mixed.parse(EQUAL)
+    cluster = mixed_cluster.parse(EQUAL)
     assert isinstance(cluster, MixedCluster)
     pinned = {"pp": 2, "dp": 2, "zero": 0, "micro_batches": 4, "schedule": "1f1b", "offload": "none"}
     free = search_plans(deep(cluster, **pinned)).best.plan

@@ -18,9 +18,9 @@ from autopar.planning.planner import search_plans
 from autopar.planning.request import Request
 from autopar.settings.constraints import Constraints
 from autopar.strategies import Predictor
-from cost_models import mixed
+from cost_models import mixed_cluster
 from cost_models.hardware import Link
-from cost_models.mixed import AnyCluster, MixedCluster
+from cost_models.mixed_cluster import AnyCluster, MixedCluster
 from examples.models import EXAMPLES
 from tests.autopar.requests import hostless
 
@@ -51,7 +51,7 @@ def predicted(cluster: AnyCluster | str, profile: str = "autopar", **strategy: A
 
 
 def joined(text: str, between: Link | None = None) -> MixedCluster:
-    cluster = mixed.parse(text)
+    cluster = mixed_cluster.parse(text)
     assert isinstance(cluster, MixedCluster)
     return replace(cluster, between=between or cluster.groups[0].intra_node)
 

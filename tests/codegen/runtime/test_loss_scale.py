@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from codegen.runtime import checkpoint
-from codegen.runtime.guard import MOST_SKIPS, Guard
 from codegen.runtime.loss_scale import LossScale
 from codegen.runtime.mesh import Mesh
-from codegen.runtime.part import loss_gradient
+from codegen.runtime.non_finite import MOST_SKIPS, Guard
+from codegen.runtime.stage_module import loss_gradient
 from codegen.runtime.step import Step
 from tests.codegen.runtime.mlp_program import make_optimizer, make_program, whole_batch, whole_state
 

@@ -12,7 +12,7 @@ from autopar.errors import ConstraintError
 from autopar.strategies.scored_model import ScoredModel
 from autopar.strategies.strategy import Strategy
 from cost_models.framework_profiles import HOST_SECONDS, Framework, framework
-from cost_models.mixed import AnyCluster
+from cost_models.mixed_cluster import AnyCluster
 
 
 @dataclass(frozen=True, slots=True)

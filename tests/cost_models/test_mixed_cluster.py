@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models import catalog, mixed, nccl
+from cost_models import catalog, mixed_cluster, nccl
 from cost_models.machine import Cluster, Device, Link
-from cost_models.mixed import MixedCluster
+from cost_models.mixed_cluster import MixedCluster
 
 device_names = st.sampled_from(sorted(catalog.devices()))
 built_in_links = st.sampled_from(sorted(catalog.links())).map(catalog.link)
@@ -50,8 +50,8 @@ def link(name: str) -> Link:
 def test_the_short_form_parses_back(groups: tuple[Cluster, ...], between: Link | None) -> None:
     cluster = MixedCluster(groups, between) if between else MixedCluster.of(groups)
     text = str(cluster)
-    assert mixed.parse(text) == cluster == MixedCluster.parse(text.upper())
-    assert hash(mixed.parse(text)) == hash(cluster)
+    assert mixed_cluster.parse(text) == cluster == MixedCluster.parse(text.upper())
+    assert hash(mixed_cluster.parse(text)) == hash(cluster)
     assert text.count("+") == len(groups) - 1
     assert (" via " in text) == (cluster.between != MixedCluster.of(groups).between)
 
@@ -59,18 +59,18 @@ def test_the_short_form_parses_back(groups: tuple[Cluster, ...], between: Link |
 @given(several, st.one_of(built_in_links, own_links))
 def test_every_cluster_round_trips_through_toml(groups: tuple[Cluster, ...], between: Link) -> None:
     for cluster in (MixedCluster(groups, between), MixedCluster.of(groups)):
-        assert mixed.parse_toml(cluster.to_toml()) == cluster
+        assert mixed_cluster.parse_toml(cluster.to_toml()) == cluster
 
 
 @given(built_in_groups)
 def test_one_group_is_a_cluster_as_ever(group: Cluster) -> None:
-    assert mixed.parse(str(group)) == group == Cluster.parse(str(group))
-    assert mixed.parse_toml(group.to_toml()) == group
+    assert mixed_cluster.parse(str(group)) == group == Cluster.parse(str(group))
+    assert mixed_cluster.parse_toml(group.to_toml()) == group
     assert group.groups == (group,)
 
 
 def test_usual_form() -> None:
-    cluster = mixed.parse("2x8 a100-80g + 4x8 v100-32g")
+    cluster = mixed_cluster.parse("2x8 a100-80g + 4x8 v100-32g")
     assert isinstance(cluster, MixedCluster)
     assert cluster.groups == (Cluster.parse("2x8 a100-80g"), Cluster.parse("4x8 v100-32g"))
     assert cluster.num_devices == 48
@@ -81,26 +81,26 @@ def test_usual_form() -> None:
 
 def test_groups_are_joined_by_the_slowest_of_their_links_or_by_the_one_named() -> None:
     text = "2x8 a100-80g nvlink3 ib-400g + 8 v100-32g nvlink2 ib-100g + 8 h100-sxm nvlink4 ib-200g"
-    assert mixed.parse(text).between == link("ib-100g")
-    named = mixed.parse(f"{text} via ethernet-10g")
-    assert named.between == link("ethernet-10g") and named.groups == mixed.parse(text).groups
-    assert str(named) == str(mixed.parse(text)) + " via ethernet-10g"
-    assert mixed.parse(f"{text} via ib-100g") == mixed.parse(text)
-    assert str(mixed.parse(f"{text} via ib-100g")) == str(mixed.parse(text))
+    assert mixed_cluster.parse(text).between == link("ib-100g")
+    named = mixed_cluster.parse(f"{text} via ethernet-10g")
+    assert named.between == link("ethernet-10g") and named.groups == mixed_cluster.parse(text).groups
+    assert str(named) == str(mixed_cluster.parse(text)) + " via ethernet-10g"
+    assert mixed_cluster.parse(f"{text} via ib-100g") == mixed_cluster.parse(text)
+    assert str(mixed_cluster.parse(f"{text} via ib-100g")) == str(mixed_cluster.parse(text))
 
 
 def test_a_changed_link_between_groups_prints_with_a_star_and_is_written_in_full() -> None:
-    cluster = mixed.parse("2 a100-80g + 2 v100-32g")
+    cluster = mixed_cluster.parse("2 a100-80g + 2 v100-32g")
     assert isinstance(cluster, MixedCluster)
     slow = replace(cluster, between=replace(cluster.between, efficiency=0.01))
     assert str(slow) == f"2 a100-80g + 2 v100-32g via {cluster.between.name}*"
     with pytest.raises(ValueError, match=rf"'{cluster.between.name}\*'"):
-        mixed.parse(str(slow))
-    assert mixed.parse_toml(slow.to_toml()) == slow
+        mixed_cluster.parse(str(slow))
+    assert mixed_cluster.parse_toml(slow.to_toml()) == slow
 
 
 def test_memory_and_map_reach_every_group() -> None:
-    cluster = mixed.parse("2 a100-80g + 3 v100-32g")
+    cluster = mixed_cluster.parse("2 a100-80g + 3 v100-32g")
     assert isinstance(cluster, MixedCluster)
     small = cluster.with_memory(10**9)
     assert [group.device.memory_bytes for group in small.groups] == [10**9, 10**9]
@@ -140,7 +140,7 @@ source = "measured"
 def test_a_file_with_a_device_and_links_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(TOML)
-    cluster = mixed.from_toml(path)
+    cluster = mixed_cluster.from_toml(path)
     assert isinstance(cluster, MixedCluster)
     first, second = cluster.groups
     wire = Link("wire", 1e9, 1e-4, "measured")
@@ -150,22 +150,22 @@ def test_a_file_with_a_device_and_links_of_ones_own(tmp_path: Path) -> None:
     assert cluster.between == wire  # the slowest
     assert str(cluster) == "2x8 a100-80g + 4 mine* pcie4 wire*"
     path.write_text('between = "ib-400g"\n' + TOML)
-    assert mixed.from_toml(path) == replace(cluster, between=link("ib-400g"))
+    assert mixed_cluster.from_toml(path) == replace(cluster, between=link("ib-400g"))
 
 
 @pytest.mark.parametrize("text", ["2 a100-80g +", "+ 2 cpu", "2 cpu + + 2 cpu", "2 cpu + cpu", "2 cpu + 2x cpu"])
 def test_a_group_of_another_form_is_refused_with_the_form(text: str) -> None:
     with pytest.raises(ValueError, match=r"cannot read cluster.*the form is .*NODESx.*h100-sxm.*nvlink4"):
-        mixed.parse(text)
+        mixed_cluster.parse(text)
 
 
 def test_unknown_names_are_refused_with_the_nearest_one() -> None:
     with pytest.raises(ValueError, match=r"device 'v100-33g'\. Did you mean 'v100-32g'\?"):
-        mixed.parse("2 a100-80g + 2 v100-33g")
+        mixed_cluster.parse("2 a100-80g + 2 v100-33g")
     with pytest.raises(ValueError, match=r"link 'ib-100h'\. Did you mean 'ib-100g'\?"):
-        mixed.parse("2 a100-80g + 2 v100-32g via ib-100h")
+        mixed_cluster.parse("2 a100-80g + 2 v100-32g via ib-100h")
     with pytest.raises(ValueError, match="needs nodes and devices"):
-        mixed.parse("2 a100-80g + 0 v100-32g")
+        mixed_cluster.parse("2 a100-80g + 0 v100-32g")
 
 
 @pytest.mark.parametrize(
@@ -183,17 +183,17 @@ def test_errors_in_a_file_name_the_file_and_what_is_wrong(text: str, message: st
     path = tmp_path / "wrong.toml"
     path.write_text(text)
     with pytest.raises(ValueError, match=rf"wrong\.toml: .*{message}"):
-        mixed.from_toml(path)
+        mixed_cluster.from_toml(path)
 
 
 @pytest.mark.parametrize("mark", ["\x85", "\u2028"])
 def test_a_source_may_hold_any_line_mark(mark: str) -> None:
     device = replace(catalog.device("cpu"), source=f"one{mark}two")
     cluster = MixedCluster.of((replace(Cluster.parse("2 cpu"), device=device), Cluster.parse("2 cpu")))
-    assert mixed.parse_toml(cluster.to_toml()) == cluster
+    assert mixed_cluster.parse_toml(cluster.to_toml()) == cluster
 
 
 @pytest.mark.parametrize("text", ["group = 3", "group = [1, 2]", '[group]\ndevice = "cpu"\ndevices_per_node = 1'])
 def test_groups_are_an_array_of_tables(text: str) -> None:
     with pytest.raises(ValueError, match="group"):
-        mixed.parse_toml(text)
+        mixed_cluster.parse_toml(text)

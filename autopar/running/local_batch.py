@@ -10,7 +10,7 @@ import torch
 from autopar.errors import DataError
 from autopar.ir.mesh import Mesh
 from codegen.program import PipelineProgram, Program, Spec
-from codegen.runtime.batch import BatchError, LocalBatch, check_batch, check_guards
+from codegen.runtime.batch_checks import BatchError, LocalBatch, check_batch, check_guards
 from codegen.runtime.mesh import Axis
 from codegen.runtime.mesh import Mesh as RankMesh
 from codegen.runtime.parameters import Param, shard
