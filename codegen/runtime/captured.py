@@ -114,15 +114,21 @@ class Captured:
     def __init__(self, mesh: Mesh, new_graph: Callable[[], Graph] | None = None) -> None:
         self._mesh = mesh
         self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
         if new_graph is None and mesh.device.type == "cuda":
-            self._stream = stream = torch.cuda.Stream(mesh.device)  # type: ignore[no-untyped-call]
-            pool = torch.cuda.graph_pool_handle()
-            new_graph = lambda: _CudaGraph(stream, pool)  # noqa: E731
+            self._stream = torch.cuda.Stream(mesh.device)  # type: ignore[no-untyped-call]
+            new_graph = self._cuda_graph
         self._new_graph = new_graph
         self.is_on = new_graph is not None and os.environ.get(VARIABLE, "") != "off"
         self._pieces: dict[Hashable, _Piece] = {}
         self.keys = DeviceKeys(mesh.device)
         _alive.add(self)
+
+    def _cuda_graph(self) -> Graph:
+        """Return an empty graph. A pool whose graphs are all gone cannot be captured into, so `forget` drops it."""
+        assert self._stream is not None
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return _CudaGraph(self._stream, self._pool)
 
     @property
     def num_graphs(self) -> int:
@@ -197,7 +203,7 @@ class Captured:
         try:
             piece.results = graph.capture(lambda: work(piece.inputs))
         except Exception as error:  # of whatever class: CUDA, NCCL and kernels raise their own
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = _first_line(error)
         reason = self._agree(reason)
         if reason:
             if abandon is not None:
@@ -229,6 +235,7 @@ class Captured:
     def forget(self) -> None:
         """Drop all graphs, whose memory may be another's now. They are captured anew."""
         self._pieces.clear()
+        self._pool = None
 
 
 _alive: weakref.WeakSet[Captured] = weakref.WeakSet()
@@ -239,6 +246,13 @@ def forget_all() -> None:
     with collectives of NCCL (pytorch/pytorch#115388)."""
     for captured in _alive:
         captured.forget()
+
+
+def _first_line(error: BaseException) -> str:
+    """Return what failed first: the end of a capture that has failed raises an error of its own."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _copied(results: Any) -> Any:
