@@ -23,7 +23,7 @@ from __future__ import annotations
 import torch
 
 from .dispatch import check_last_dim, use_triton
-from .norm_launches import Norm
+from .norm_launches import LAYER_NORM, Norm
 
 
 def layer_norm_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -52,7 +52,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     check_last_dim(x, weight=weight, bias=bias)
     if not use_triton(x, weight, bias):
         return layer_norm_reference(x, weight, bias, eps)
-    y: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps, True)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps, LAYER_NORM)  # type: ignore[no-untyped-call]
     return y
 
 
