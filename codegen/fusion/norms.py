@@ -107,16 +107,14 @@ def _rms_norm_fits(bound: Bindings) -> bool:
 def _rounded_once(last: str, x: Template) -> Op:
     """RMSNorm that is rounded after the weight (OLMo 2), whose difference from 1 may be what is stored (Gemma).
 
-    last: the call that ends it, which is a product where nothing is rounded.
+    last: the call that ends it, which is the product with 1 + weight where nothing is rounded.
     """
-    weight = Either(
-        (Op("aten.add.Tensor", (_parameter("weight"), Value("offset")), commutes=True), _parameter("weight"))
-    )
+    offset_weight = Op("aten.add.Tensor", (_parameter("weight"), Value("offset")), commutes=True)
     wide = _wide(x)
     quotient = Either((normalised(wide, _squares(wide)), normalised(x, _squares(x))))
-    product = Op("aten.mul.Tensor", (quotient, weight), commutes=True)
     if last == "aten.mul.Tensor":
-        return product
+        return Op(last, (quotient, offset_weight), commutes=True)
+    product = Op("aten.mul.Tensor", (quotient, Either((offset_weight, _parameter("weight")))), commutes=True)
     return Op(last, (product, x if last == "aten.type_as.default" else Value("narrow")))
 
 
@@ -164,11 +162,12 @@ def _torch_norm_fits(bound: Bindings) -> bool:
 # --- forms ------------------------------------------------------------------------------------------------------------
 
 _RMS_NORMS: Final = (
-    _Form(_rms_norm_template, _rms_norm_fits),
-    _Form(_torch_rms_norm_template, _torch_norm_fits),
+    # First, as what they begin with is a norm of x's wide copy.
     _Form(partial(_rounded_once, "aten.type_as.default"), _rounded_once_fits, rounds_once=True),
     _Form(partial(_rounded_once, "aten.to.dtype"), _rounded_once_fits, rounds_once=True),
     _Form(partial(_rounded_once, "aten.mul.Tensor"), _product_fits, rounds_once=True),
+    _Form(_rms_norm_template, _rms_norm_fits),
+    _Form(_torch_rms_norm_template, _torch_norm_fits),
 )
 _LAYER_NORM: Final = _Form(_layer_norm_template, _torch_norm_fits)
 
