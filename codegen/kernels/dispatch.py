@@ -27,16 +27,18 @@ INTERPRETING: Final[bool] = triton is not None and bool(triton.knobs.runtime.int
 
 
 class Kernel(triton.JITFunction if triton is not None else object):  # type: ignore[misc]
-    """A Triton kernel that finds its compiled form by a small key, so that a launch costs the host little.
+    """A Triton kernel that keeps its launches, so that a later one costs the host little.
 
     `triton.jit` binds all arguments by name, reads settings from the environment and writes a text as its key, at every
     launch. The key here is a tuple. It tells apart all launches that Triton compiles anew: by device, constants, dtype
     and alignment of tensors, and integers that are 1, divisible by 16, or wider than 32 or 63 bits.
+
+    launches: key -> the launch of a compiled kernel, and an argument for every constant, which it counts but ignores.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(function, **options)
-        self.compiled: dict[tuple[Any, ...], Any] = {}
+        self.launches: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[None, ...]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         """Return the launch of `grid` programs, on tensors and numbers by position and constants by name."""
@@ -50,13 +52,13 @@ class Kernel(triton.JITFunction if triton is not None else object):  # type: ign
                 else (arg.dtype, arg.data_ptr() % 16 == 0)
                 for arg in args
             ]
-            key = (args[0].get_device(), *constants, *constants.values(), *traits)
-            compiled = self.compiled.get(key)
-            if compiled is None:
-                self.compiled[key] = self.run(*args, grid=grid, warmup=False, **constants)
+            key = (grid, args[0].get_device(), *constants, *constants.values(), *traits)
+            launch = self.launches.get(key)
+            if launch is None:
+                compiled = self.run(*args, grid=grid, warmup=False, **constants)
+                self.launches[key] = compiled[(*grid, 1, 1)], (None,) * (len(self.params) - len(args))
             else:
-                # The launcher counts the constants, and reads none.
-                compiled[(*grid, 1, 1)](*args, *[None] * (len(self.params) - len(args)))
+                launch[0](*args, *launch[1])
 
         return start
 

@@ -74,7 +74,8 @@ class Case(NamedTuple):
 class Tuner:
     """The choices of this process, read from `file` and written to it.
 
-    settled: a launch (kernel, shape, device, flags, dtypes) -> the candidates, and the one that is chosen for its case.
+    chosen: the tile of each case. settled: the same, of each launch (kernel, shape, device, flags, dtypes), whose key
+    takes the host less to make than a case.
     """
 
     file: TuningFile
@@ -82,7 +83,7 @@ class Tuner:
     device_text: Callable[[torch.device], str]
     is_capturing: Callable[[], bool]
     chosen: dict[Case, Any] = field(default_factory=dict)
-    settled: dict[tuple[Any, ...], tuple[Sequence[Any], Any]] = field(default_factory=dict)
+    settled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def choose(self, case: Case, tiles: Sequence[Tile], trial: Callable[[Tile], object]) -> Tile:
         """One of `tiles`, by running `trial` where no one has done so before."""
@@ -165,15 +166,14 @@ def choose(
         return tiles[0]
     dtypes = tuple([tensor.dtype for tensor in tensors])
     problem = (kernel, shape, device, dtypes, *flags.values())
-    settled = tuner.settled.get(problem)
-    if settled is not None and settled[0] is tiles:
-        tile: Tile = settled[1]
-        return tile
+    settled: Tile | None = tuner.settled.get(problem)
+    if settled is not None:
+        return settled
     rounded = tuple(power_of_2_at_least(size) for size in shape)
     case = Case(kernel=kernel, flags=tuple(flags.items()), dtypes=dtypes, shape=rounded, device=device)
     tile = tuner.choose(case, tiles, trial)
     if case in tuner.chosen:
-        tuner.settled[problem] = tiles, tile
+        tuner.settled[problem] = tile
     return tile
 
 
