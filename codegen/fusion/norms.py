@@ -152,6 +152,18 @@ def _layer_norm_template(x: Template) -> Op:
     return Op("aten.layer_norm.default", (*args, Value("cudnn")))
 
 
+def _written_layer_norm(last: str, x: Template) -> Op:
+    """Cohere's, call by call: no bias, and rounded after the weight. last: a product where nothing is rounded."""
+
+    def product(x: Template) -> Op:
+        difference = Op("aten.sub.Tensor", (x, Op("aten.mean.dim", (x, Value("dims"), Is(True)))))
+        return Op(
+            "aten.mul.Tensor", (_parameter("weight"), normalised(difference, _squares(difference))), commutes=True
+        )
+
+    return product(x) if last == "aten.mul.Tensor" else Op(last, (product(_wide(x)), Value("narrow")))
+
+
 def _torch_norm_fits(bound: Bindings) -> bool:
     """The last dim, and parameters of its length in x's dtype."""
     x, dims = bound["x"].type, bound["dims"].value
@@ -169,7 +181,11 @@ _RMS_NORMS: Final = (
     _Form(_rms_norm_template, _rms_norm_fits),
     _Form(_torch_rms_norm_template, _torch_norm_fits),
 )
-_LAYER_NORM: Final = _Form(_layer_norm_template, _torch_norm_fits)
+_LAYER_NORMS: Final = (
+    _Form(_layer_norm_template, _torch_norm_fits),
+    _Form(partial(_written_layer_norm, "aten.to.dtype"), _rounded_once_fits),
+    _Form(partial(_written_layer_norm, "aten.mul.Tensor"), _product_fits),
+)
 
 
 def _agrees(fits: Callable[[Bindings], bool], bound: Bindings) -> bool:
@@ -252,7 +268,7 @@ PATTERNS: Final[tuple[Pattern, ...]] = tuple(
     for place in (_with_sum, _of_sum, _alone)
     for record, parameters, forms in (
         (RMS_NORM, ("weight",), _RMS_NORMS),
-        (_LAYER_NORM_RECORD, ("weight", "bias"), (_LAYER_NORM,)),
+        (_LAYER_NORM_RECORD, ("weight", "bias"), _LAYER_NORMS),
     )
     for form in forms
 )
