@@ -138,9 +138,23 @@ def _is_fp32(tensor: TensorType) -> bool:
     return tensor.dtype == "float32"
 
 
+def _weightless(last: str, x: Template) -> Op:
+    """RMSNorm without a weight. last: the call that ends it, which is the quotient where nothing is rounded."""
+    if last == "aten.mul.Tensor":
+        return normalised(x, _squares(x))
+    wide = _wide(x)
+    return Op(last, (normalised(wide, _squares(wide)), x if last == "aten.type_as.default" else Value("narrow")))
+
+
+def _weightless_fits(bound: Bindings) -> bool:
+    """All in fp32, or in fp32 between."""
+    return ("wide" in bound or _is_fp32(bound["x"].type)) and _normalizes_last_dim(bound)
+
+
 def _torch_rms_norm_template(x: Template) -> Op:
     """torch's call."""
-    return Op("aten.rms_norm.default", (x, Value("dims"), _parameter("weight"), Value("eps")))
+    weight = Either((_parameter("weight"), Is(None)))
+    return Op("aten.rms_norm.default", (x, Value("dims"), weight, Value("eps")))
 
 
 # --- layer norm -------------------------------------------------------------------------------------------------------
@@ -148,7 +162,8 @@ def _torch_rms_norm_template(x: Template) -> Op:
 
 def _layer_norm_template(x: Template) -> Op:
     """torch's call; its sixth argument chooses among implementations of long ago."""
-    args = (x, Value("dims"), _parameter("weight"), Either((_parameter("bias"), Is(None))), Value("eps"))
+    weight, bias = (Either((_parameter(name), Is(None))) for name in ("weight", "bias"))
+    args = (x, Value("dims"), weight, bias, Value("eps"))
     return Op("aten.layer_norm.default", (*args, Value("cudnn")))
 
 
@@ -180,6 +195,11 @@ _RMS_NORMS: Final = (
     _Form(partial(_rounded_once, "aten.mul.Tensor"), _product_fits, rounds_once=True),
     _Form(_rms_norm_template, _rms_norm_fits),
     _Form(_torch_rms_norm_template, _torch_norm_fits),
+    # Last, as norms with a weight have their calls.
+    *(
+        _Form(partial(_weightless, last), _weightless_fits)
+        for last in ("aten.type_as.default", "aten.to.dtype", "aten.mul.Tensor")
+    ),
 )
 _LAYER_NORMS: Final = (
     _Form(_layer_norm_template, _torch_norm_fits),
@@ -194,7 +214,7 @@ def _agrees(fits: Callable[[Bindings], bool], bound: Bindings) -> bool:
 
 
 def _norm(names: tuple[str, ...], rounds_once: bool, pattern: Pattern, bound: Bindings, last: Call) -> tuple[Call, ...]:
-    """A call on `names`; "bias" is None where there is none, and a sum is a second result."""
+    """A call on `names`; "weight" and "bias" are None where there is none, and a sum is a second result."""
     call = fused(pattern.target, bound, tuple(name for name in names if name in bound), last)
     tensors = (bound[name].value if name in bound else None for name in names)
     sums = bound["sum"].value.results if "sum" in bound else ()

@@ -19,7 +19,7 @@ from .norm_launches import LAYER_NORM, AddNorm
 
 
 def add_layer_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The formula in torch operations."""
     total = x + residual
@@ -27,7 +27,7 @@ def add_layer_norm_reference(
 
 
 def add_layer_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(layer_norm(x + residual), x + residual)`; differentiable once in x, residual, weight and bias.
 

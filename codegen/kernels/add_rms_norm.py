@@ -21,7 +21,7 @@ from .rms_norm import rms_norm_reference
 def add_rms_norm_reference(
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     offset: float = 0.0,
     rounds_once: bool = False,
@@ -34,7 +34,7 @@ def add_rms_norm_reference(
 def add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     offset: float = 0.0,
     rounds_once: bool = False,

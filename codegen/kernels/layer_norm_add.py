@@ -18,14 +18,14 @@ from .norm_launches import LAYER_NORM, NormAdd
 
 
 def layer_norm_add_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """The formula in torch operations."""
     return layer_norm_reference(x, weight, bias, eps) + residual
 
 
 def layer_norm_add(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
     """`layer_norm(x) + residual`; differentiable once in x, residual, weight and bias.
 

@@ -4,6 +4,7 @@ norm_launches.py launches them. Constants choose the norm:
 
     CENTERED      a layer norm (layer_norm.py has the formula) takes the mean away from each row, an RMS norm does not
     ROUNDS_XHAT   xhat is rounded to x's dtype before the weight, as RMS norms of Llama do (rms_norm.py)
+    HAS_WEIGHT    without one it is 1
     OFFSET        is added to the weight in fp32: 1 where models store the weight's difference from 1
     SUM_BEFORE    the norm is that of x + residual, rounded as by an addition before it. The sum is a result too, and
                   its gradient has that of its other readers added
@@ -53,9 +54,14 @@ def _difference(x: tl.tensor, mean: tl.tensor, ok: tl.tensor, CENTERED: tl.const
 
 
 @jit
-def _weight(w_ptr: tl.tensor, cols: tl.tensor, num_cols: tl.tensor, OFFSET: tl.constexpr) -> tl.tensor:
-    """The weight of the columns `cols` in fp32, with the offset."""
-    w = tl.load(w_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)
+def _weight(
+    w_ptr: tl.tensor, cols: tl.tensor, num_cols: tl.tensor, HAS_WEIGHT: tl.constexpr, OFFSET: tl.constexpr
+) -> tl.tensor:
+    """The weight of the columns `cols` in fp32, with the offset; 1 where there is none."""
+    if HAS_WEIGHT:
+        w = tl.load(w_ptr + cols, mask=cols < num_cols, other=0.0).to(tl.float32)
+    else:
+        w = tl.full(cols.shape, 1.0, tl.float32)
     if OFFSET != 0.0:
         w += OFFSET
     return w
@@ -110,6 +116,7 @@ def forward_kernel(
     HAS_BIAS: tl.constexpr,
     CENTERED: tl.constexpr,
     ROUNDS_XHAT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     OFFSET: tl.constexpr,
 ) -> None:
     """Normalize rows that fit the tile."""
@@ -123,7 +130,7 @@ def forward_kernel(
     x = _load_sum(x_ptr, x_row_stride, residual_ptr, residual_row_stride, rows, cols, ok, SUM_BEFORE)
     if SUM_BEFORE:
         tl.store(sum_ptr + out, x.to(dtype), mask=ok)
-    w = _weight(w_ptr, cols, num_cols, OFFSET)
+    w = _weight(w_ptr, cols, num_cols, HAS_WEIGHT, OFFSET)
     mean = tl.sum(x, axis=1) / num_cols
     difference = _difference(x, mean, ok, CENTERED)
     rstd = tl.rsqrt(tl.sum(difference * difference, axis=1) / num_cols + eps)
@@ -170,6 +177,7 @@ def forward_blocks_kernel(
     HAS_BIAS: tl.constexpr,
     CENTERED: tl.constexpr,
     ROUNDS_XHAT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     OFFSET: tl.constexpr,
 ) -> None:
     """Normalize longer rows. A sum is added again in each pass: who stored an element of it may not have finished."""
@@ -201,7 +209,7 @@ def forward_blocks_kernel(
         cols = start + tl.arange(0, COLS)
         ok = row_ok[:, None] & (cols < num_cols)[None, :]
         x = _load_sum(x_ptr, x_row_stride, residual_ptr, residual_row_stride, rows, cols, ok, SUM_BEFORE)
-        w = _weight(w_ptr, cols, num_cols, OFFSET)
+        w = _weight(w_ptr, cols, num_cols, HAS_WEIGHT, OFFSET)
         xhat = _difference(x, mean, ok, CENTERED) * rstd[:, None]
         y = _output(
             xhat,
@@ -235,6 +243,7 @@ def row_means_kernel(
     dy_row_stride: tl.tensor,
     COLS: tl.constexpr,
     CENTERED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     OFFSET: tl.constexpr,
 ) -> None:
     """dot_N and avg_N for rows longer than a tile: every column block of the backward pass needs the whole row's."""
@@ -249,7 +258,7 @@ def row_means_kernel(
         ok = cols < num_cols
         x = tl.load(x_ptr + row * x_row_stride + cols, mask=ok, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * dy_row_stride + cols, mask=ok, other=0.0).to(tl.float32)
-        w = _weight(w_ptr, cols, num_cols, OFFSET)
+        w = _weight(w_ptr, cols, num_cols, HAS_WEIGHT, OFFSET)
         # dy is 0 where not ok, so the products are.
         if CENTERED:
             dot += w * dy * ((x - mean) * rstd)
@@ -303,6 +312,7 @@ def backward_kernel(
     HAS_DSUM: tl.constexpr,
     CENTERED: tl.constexpr,
     ROUNDS_XHAT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
     OFFSET: tl.constexpr,
 ) -> None:
     """Program (p, c) walks the row tiles p, p + P, ... of column block c and keeps its partial sums in registers.
@@ -311,7 +321,7 @@ def backward_kernel(
     """
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     col_ok = cols < num_cols
-    w = _weight(w_ptr, cols, num_cols, OFFSET)
+    w = _weight(w_ptr, cols, num_cols, HAS_WEIGHT, OFFSET)
     dw = tl.zeros([ROWS, COLS], tl.float32)
     db = tl.zeros([ROWS, COLS], tl.float32)
     for first_row in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):

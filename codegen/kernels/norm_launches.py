@@ -53,7 +53,7 @@ def rms_norm_form(offset: float, rounds_once: bool) -> Form:
 def launch_forward(
     x_NH: torch.Tensor,
     residual_NH: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
     form: Form,
@@ -65,7 +65,7 @@ def launch_forward(
     """
     num_rows, num_cols = x_NH.shape
     sum_before = residual_NH is not None and not sum_after
-    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    weight, bias = (None if parameter is None else parameter.contiguous() for parameter in (weight, bias))
 
     def run(tile: Tile) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
         rows, cols, whole_row, warps = tile.fit(num_cols)
@@ -95,6 +95,7 @@ def launch_forward(
             HAS_BIAS=bias is not None,
             CENTERED=form.centered,
             ROUNDS_XHAT=form.rounds_xhat,
+            HAS_WEIGHT=weight is not None,
             OFFSET=form.offset,
             num_warps=warps,
         )
@@ -102,12 +103,13 @@ def launch_forward(
 
     name = "layer_norm_forward" if form.centered else "rms_norm_forward"
     flags = {"residual": sum_before, "sum_after": sum_after, "bias": bias is not None}
-    return launch(name, FORWARD_TILES, run, (num_rows, num_cols), x_NH, weight, **flags)
+    tensors = (x_NH,) if weight is None else (x_NH, weight)
+    return launch(name, FORWARD_TILES, run, (num_rows, num_cols), *tensors, **flags)
 
 
 def _row_means(
     x_NH: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     dy_NH: torch.Tensor,
     mean_N: torch.Tensor | None,
     rstd_N: torch.Tensor,
@@ -126,6 +128,7 @@ def _row_means(
         *(x_NH, weight, dy_NH, mean_N, rstd_N, dot_N, avg_N, num_cols, *strides),
         COLS=cols,
         CENTERED=form.centered,
+        HAS_WEIGHT=weight is not None,
         OFFSET=form.offset,
         num_warps=warps,
     )
@@ -133,7 +136,7 @@ def _row_means(
 
 
 def launch_backward(
-    saved: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor],
+    saved: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor],
     dy: torch.Tensor,
     dsum: torch.Tensor | None,
     need: tuple[bool, bool, bool],
@@ -141,7 +144,7 @@ def launch_backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(dx, with dsum added where there is one; dw; db), as needed, from (x, weight, bias, mean if centered, rstd)."""
     x, weight, bias, mean_N, rstd_N = saved
-    x_NH, dy_NH, weight = as_rows(x), as_rows(dy), weight.contiguous()
+    x_NH, dy_NH, weight = as_rows(x), as_rows(dy), None if weight is None else weight.contiguous()
     dsum_NH = None if dsum is None else as_rows(dsum)
     num_rows, num_cols = x_NH.shape
     need_dx, need_dw, need_db = need
@@ -172,6 +175,7 @@ def launch_backward(
             HAS_DSUM=dsum_NH is not None,
             CENTERED=form.centered,
             ROUNDS_XHAT=form.rounds_xhat,
+            HAS_WEIGHT=weight is not None,
             OFFSET=form.offset,
             num_warps=warps,
         )
@@ -179,7 +183,8 @@ def launch_backward(
 
     name = "layer_norm_backward" if form.centered else "rms_norm_backward"
     flags = {"dx": need_dx, "dw": need_dw, "db": need_db, "dsum": dsum_NH is not None}
-    dx_NH, sums = launch(name, BACKWARD_TILES, run, (num_rows, num_cols), x_NH, weight, **flags)
+    tensors = (x_NH,) if weight is None else (x_NH, weight)
+    dx_NH, sums = launch(name, BACKWARD_TILES, run, (num_rows, num_cols), *tensors, **flags)
     dw = sums[0] if need_dw else None
     db = sums[-1] if need_db else None
     return None if dx_NH is None else dx_NH.view(x.shape), dw, db
@@ -193,7 +198,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, form: Form
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, form: Form
     ) -> torch.Tensor:
         y_NH, _, mean_N, rstd_N = launch_forward(as_rows(x), None, weight, bias, eps, form)
         ctx.save_for_backward(x, weight, bias, mean_N, rstd_N)
@@ -215,7 +220,7 @@ class NormAdd(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         residual: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
         form: Form,
@@ -244,7 +249,7 @@ class AddNorm(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         residual: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
         form: Form,

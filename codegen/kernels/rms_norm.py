@@ -28,26 +28,28 @@ from .norm_launches import Norm, rms_norm_form
 
 
 def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, rounds_once: bool = False
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0, rounds_once: bool = False
 ) -> torch.Tensor:
     """The formula in torch operations: x `[..., H]`, weight `[H]` -> `[..., H]` in x's dtype (fp64 stays fp64)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x_compute = x.to(wide)
     xhat = x_compute * torch.rsqrt(x_compute.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return xhat.to(x.dtype)
     if offset:
         weight = weight.to(wide) + offset
     return (weight * (xhat if rounds_once else xhat.to(x.dtype))).to(x.dtype)
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, rounds_once: bool = False
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float = 0.0, rounds_once: bool = False
 ) -> torch.Tensor:
     """`(offset + weight) * x / rms(x)` over the last dim; differentiable once in x and weight.
 
     Args:
         x: `[..., H]`, any strides.
-        weight: `[H]`. Where its dtype is wider than x's, the product is rounded back to x's dtype (Hugging Face's
-            module would return the wider one).
+        weight: `[H]`; None for a norm without one. Where its dtype is wider than x's, the product is rounded back to
+            x's dtype (Hugging Face's module would return the wider one).
         eps: added to the mean square.
         offset: added to the weight, in fp32; 1 in Gemma's norms.
         rounds_once: the result alone is rounded to x's dtype (Gemma, OLMo 2), not also x / rms(x) (Llama).

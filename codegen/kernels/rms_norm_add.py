@@ -20,7 +20,7 @@ from .rms_norm import rms_norm_reference
 def rms_norm_add_reference(
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     offset: float = 0.0,
     rounds_once: bool = False,
@@ -32,7 +32,7 @@ def rms_norm_add_reference(
 def rms_norm_add(
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     offset: float = 0.0,
     rounds_once: bool = False,

@@ -157,6 +157,36 @@ def test_layer_norm_call_by_call(place, kernel, dtype):
     assert_same_numbers(body, fused, TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(
+    ("place", "kernel"), [("alone", "rms_norm"), ("after", "add_rms_norm"), ("before", "rms_norm_add")]
+)
+def test_without_a_weight(place, kernel, dtype):
+    body = Body(dict.fromkeys(("x", "b"), dtype))
+    x = "sum" if place == "after" else "x"
+    if place == "after":
+        body.call("sum", "aten.add.Tensor", "x", "b")
+    if dtype == WIDE:
+        quotient(body, x, x)
+    else:
+        quotient(body.call("wide", "aten.to.dtype", x, WIDE), "wide", "wide")
+        body.call("quotient", "aten.type_as.default", "quotient", x)
+    if place == "before":
+        body.call("y", "aten.add.Tensor", "b", "quotient")
+    else:
+        body.call("y", "aten.mul.Tensor", "quotient", 2.0)
+    fused = fuse(body.program("y", "sum") if place == "after" else body.program())
+    assert targets(fused)[0] == f"kernels.{kernel}" and len(targets(fused)) == 1 + (place != "before")
+    assert_same_numbers(body, fused, TOLERANCES[dtype])
+
+
+def test_layer_norm_without_a_weight():
+    body = Body().call("y", "aten.layer_norm.default", "x", (6,), None, None, 1e-5, True)
+    fused = fuse(body.program())
+    assert targets(fused) == ["kernels.layer_norm"]
+    assert_same_numbers(body, fused)
+
+
 def offset_of_halves(body: Body) -> Body:
     """1 + weight is rounded to bf16 before it is widened."""
     body.call("one_more", "aten.add.Tensor", "self.weight", 1.0).call("wide_weight", "aten.to.dtype", "one_more", WIDE)
@@ -165,17 +195,12 @@ def offset_of_halves(body: Body) -> Body:
     return body.call("y", "aten.type_as.default", "product", "x")
 
 
-def other_dtype(body: Body) -> Body:
-    olmo_2(body, "x", torch.float16)
-    return body.call("y", "aten.mul.Tensor", "norm", 2.0)
-
-
 def wide_result(body: Body) -> Body:
     quotient(body.call("wide", "aten.to.dtype", "x", WIDE), "x", "wide")
     return body.call("y", "aten.mul.Tensor", "self.weight", "quotient")
 
 
-@pytest.mark.parametrize("make", [offset_of_halves, other_dtype, wide_result])
+@pytest.mark.parametrize("make", [offset_of_halves, wide_result])
 def test_what_rounds_otherwise_has_no_offset_and_xs_dtype(make):
     """The kernels add an offset in fp32, and their result has x's dtype."""
     body = make(Body({"x": HALF, "self.weight": HALF}))

@@ -77,7 +77,8 @@ def norm_cases(name, centered):
     """Of a norm, and of one with a sum before or after it, without what only the other kind of norm has."""
     needs = {"NEED_DX": True, "NEED_DW": True, "NEED_DB": centered}
     absent = {} if centered else {"mean_ptr": None, "avg_ptr": None}
-    form = {"CENTERED": centered, "ROUNDS_XHAT": not centered, "OFFSET": 0.0}
+    form = {"CENTERED": centered, "ROUNDS_XHAT": not centered, "HAS_WEIGHT": True, "OFFSET": 0.0}
+    no_weight = {"HAS_WEIGHT": False, "w_ptr": None}
     alone = {"SUM_BEFORE": False, "SUM_AFTER": False, "residual_ptr": None, "sum_ptr": None}
     sum_before, sum_after = {"SUM_BEFORE": True, "SUM_AFTER": False}, alone | {"SUM_AFTER": True}
     del sum_after["residual_ptr"]
@@ -97,6 +98,7 @@ def norm_cases(name, centered):
     for num_cols in (128, 4096, 20000):
         kernel, constants, warps = forward(norm_launches.FORWARD_TILES[0], num_cols)
         yield f"{name}_forward_{num_cols}", kernel, constants | alone, warps
+        yield f"{name}_forward_{num_cols}_no_weight", kernel, constants | alone | no_weight, warps
         yield f"add_{name}_forward_{num_cols}", kernel, constants | sum_before, warps
         yield f"{name}_add_forward_{num_cols}", kernel, constants | sum_after, warps
         yield f"{name}_add_forward_{num_cols}_once", kernel, constants | sum_after | ROUNDED_ONCE, warps
@@ -106,9 +108,10 @@ def norm_cases(name, centered):
         yield f"{name}_backward_{num_cols}_once", norms.backward_kernel, constants | no_dsum | ROUNDED_ONCE, warps
     dx_only = constants | no_dsum | {"NEED_DW": False, "NEED_DB": False, "partial_ptr": None}
     yield f"{name}_backward_dx", norms.backward_kernel, dx_only, warps
+    yield f"{name}_backward_no_weight", norms.backward_kernel, dx_only | no_weight, warps
     parameters_only = constants | no_dsum | {"NEED_DX": False} | dict.fromkeys(("dx_ptr", "dot_ptr", "avg_ptr"))
     yield f"{name}_backward_parameters", norms.backward_kernel, parameters_only, warps
-    row_means = {"COLS": constants["COLS"], "CENTERED": centered, "OFFSET": 0.0} | absent
+    row_means = {"COLS": constants["COLS"], "CENTERED": centered, "HAS_WEIGHT": True, "OFFSET": 0.0} | absent
     yield (
         f"{name}_rows",
         norms.row_means_kernel,

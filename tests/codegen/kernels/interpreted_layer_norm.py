@@ -212,3 +212,15 @@ def test_sum_after_matches_fp64(shape, largest, with_bias, dtype, monkeypatch, a
     for leaf, (a, w) in zip(leaves, gradients, strict=True):
         assert a.dtype == leaf.dtype
         assert_near(a, w, dtype)
+
+
+@pytest.mark.parametrize("largest", [256, 16])
+def test_without_parameters(largest, monkeypatch, assert_near):
+    set_tiles(monkeypatch, largest, 1)
+    torch.manual_seed(10)
+    x, dy = torch.randn(2, 5, 33)
+    x.requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    y, wanted = layer_norm(x, None, None, EPS), expected(wide, None, 1.0, None)[0]
+    assert_near(y.detach(), wanted.detach())
+    assert_near(*torch.autograd.grad(y, x, dy), *torch.autograd.grad(wanted, wide, dy.double()))

@@ -302,3 +302,17 @@ def test_rounds_once_where_gemma_does_and_twice_with_a_sum():
     assert (unrounded != once + residual).any()
     torch.testing.assert_close(rms_norm_add(x, residual, weight, EPS, **form), once + residual, rtol=0, atol=0)
     assert torch.equal(add_rms_norm(x, residual, weight, EPS, **form)[0], rms_norm(x + residual, weight, EPS, **form))
+
+
+@pytest.mark.parametrize("largest", [256, 16])
+def test_without_a_weight(largest, monkeypatch, assert_near):
+    for name in ("FORWARD_TILES", "BACKWARD_TILES"):
+        monkeypatch.setattr(module, name, (Tile(largest),))
+    torch.manual_seed(15)
+    x, residual, dy = torch.randn(3, 5, 33)
+    x.requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    y = rms_norm_add(x, residual, None, EPS)
+    wanted = norm(wide, 1.0, 0.0) + residual.double()
+    assert_near(y.detach(), wanted.detach())
+    assert_near(*torch.autograd.grad(y, x, dy), *torch.autograd.grad(wanted, wide, dy.double()))
