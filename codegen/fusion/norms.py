@@ -29,12 +29,13 @@ _HALVES: Final = ("bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A way to write a norm: its calls on x, and whether they are for given tensors what the kernel computes.
+    """A way to write a norm: its calls on x, one template for each call that may be the last, and whether they are for
+    given tensors what the kernel computes.
 
     rounds_once: the keyword of an RMS norm that is rounded after the weight only.
     """
 
-    template: Callable[[Template], Op]
+    templates: Callable[[Template], tuple[Op, ...]]
     fits: Callable[[Bindings], bool]
     rounds_once: bool = False
 
@@ -75,7 +76,7 @@ def normalised(x: Template, squares: tuple[Op, ...]) -> Op:
     return Op("aten.mul.Tensor", (x, Either(inverse)), commutes=True)
 
 
-def _rms_norm_template(x: Template) -> Op:
+def _rounded_before_weight(x: Template) -> tuple[Op, ...]:
     """RMSNorm as most models write it. In half precision they widen x first and round before the weight (Hugging
     Face's, and Meta's own with type_as). T5 widens x for the mean only; the product is as wide.
 
@@ -85,7 +86,7 @@ def _rms_norm_template(x: Template) -> Op:
     same_dtype = normalised(x, _squares(x))
     either = Either((normalised(wide, _squares(wide)), normalised(x, _squares(wide)), same_dtype))
     narrowed = Op("aten.to.dtype", (either, Value("narrow"))), Op("aten.type_as.default", (either, x))
-    return Op("aten.mul.Tensor", (_parameter("weight"), Either((*narrowed, same_dtype))), commutes=True)
+    return (Op("aten.mul.Tensor", (_parameter("weight"), Either((*narrowed, same_dtype))), commutes=True),)
 
 
 def _normalizes_last_dim(bound: Bindings) -> bool:
@@ -104,18 +105,25 @@ def _rms_norm_fits(bound: Bindings) -> bool:
     return _normalizes_last_dim(bound) and _is_read_as("weight", bound["x"].type, bound)
 
 
-def _rounded_once(last: str, x: Template) -> Op:
-    """RMSNorm that is rounded after the weight (OLMo 2), whose difference from 1 may be what is stored (Gemma).
+def _rounded(product: Op, x: Template) -> tuple[Op, Op]:
+    """The ways to round a product to x's dtype."""
+    return Op("aten.type_as.default", (product, x)), Op("aten.to.dtype", (product, Value("narrow")))
 
-    last: the call that ends it, which is the product with 1 + weight where nothing is rounded.
-    """
-    offset_weight = Op("aten.add.Tensor", (_parameter("weight"), Value("offset")), commutes=True)
-    wide = _wide(x)
-    quotient = Either((normalised(wide, _squares(wide)), normalised(x, _squares(x))))
-    if last == "aten.mul.Tensor":
-        return Op(last, (quotient, offset_weight), commutes=True)
-    product = Op("aten.mul.Tensor", (quotient, Either((offset_weight, _parameter("weight")))), commutes=True)
-    return Op(last, (product, x if last == "aten.type_as.default" else Value("narrow")))
+
+def _offset_weight() -> Op:
+    return Op("aten.add.Tensor", (_parameter("weight"), Value("offset")), commutes=True)
+
+
+def _rounded_once(x: Template) -> tuple[Op, ...]:
+    """RMSNorm that is rounded after the weight (OLMo 2), whose difference from 1 may be what is stored (Gemma)."""
+    wide, weight = _wide(x), Either((_offset_weight(), _parameter("weight")))
+    product = Op("aten.mul.Tensor", (normalised(wide, _squares(wide)), weight), commutes=True)
+    return _rounded(product, x)
+
+
+def _offset_in_fp32(x: Template) -> tuple[Op, ...]:
+    """The same in fp32, where nothing is rounded."""
+    return (Op("aten.mul.Tensor", (normalised(x, _squares(x)), _offset_weight()), commutes=True),)
 
 
 def _rounded_once_fits(bound: Bindings) -> bool:
@@ -129,7 +137,7 @@ def _rounded_once_fits(bound: Bindings) -> bool:
     return _normalizes_last_dim(bound)
 
 
-def _product_fits(bound: Bindings) -> bool:
+def _in_fp32(bound: Bindings) -> bool:
     """All in fp32, so that no rounding is left out."""
     return _is_fp32(bound["x"].type) and _rounded_once_fits(bound)
 
@@ -138,12 +146,10 @@ def _is_fp32(tensor: TensorType) -> bool:
     return tensor.dtype == "float32"
 
 
-def _weightless(last: str, x: Template) -> Op:
-    """RMSNorm without a weight. last: the call that ends it, which is the quotient where nothing is rounded."""
-    if last == "aten.mul.Tensor":
-        return normalised(x, _squares(x))
+def _weightless(x: Template) -> tuple[Op, ...]:
+    """RMSNorm without a weight."""
     wide = _wide(x)
-    return Op(last, (normalised(wide, _squares(wide)), x if last == "aten.type_as.default" else Value("narrow")))
+    return (*_rounded(normalised(wide, _squares(wide)), x), normalised(x, _squares(x)))
 
 
 def _weightless_fits(bound: Bindings) -> bool:
@@ -151,32 +157,35 @@ def _weightless_fits(bound: Bindings) -> bool:
     return ("wide" in bound or _is_fp32(bound["x"].type)) and _normalizes_last_dim(bound)
 
 
-def _torch_rms_norm_template(x: Template) -> Op:
+def _torch_rms_norm(x: Template) -> tuple[Op, ...]:
     """torch's call."""
     weight = Either((_parameter("weight"), Is(None)))
-    return Op("aten.rms_norm.default", (x, Value("dims"), weight, Value("eps")))
+    return (Op("aten.rms_norm.default", (x, Value("dims"), weight, Value("eps"))),)
 
 
 # --- layer norm -------------------------------------------------------------------------------------------------------
 
 
-def _layer_norm_template(x: Template) -> Op:
+def _torch_layer_norm(x: Template) -> tuple[Op, ...]:
     """torch's call; its sixth argument chooses among implementations of long ago."""
     weight, bias = (Either((_parameter(name), Is(None))) for name in ("weight", "bias"))
     args = (x, Value("dims"), weight, bias, Value("eps"))
-    return Op("aten.layer_norm.default", (*args, Value("cudnn")))
+    return (Op("aten.layer_norm.default", (*args, Value("cudnn"))),)
 
 
-def _written_layer_norm(last: str, x: Template) -> Op:
-    """Cohere's, call by call: no bias, and rounded after the weight. last: a product where nothing is rounded."""
+def _weighted_difference(x: Template) -> Op:
+    """weight * (x - mean(x)) / sqrt(mean((x - mean(x)) ** 2) + eps)."""
+    difference = Op("aten.sub.Tensor", (x, Op("aten.mean.dim", (x, Value("dims"), Is(True)))))
+    return Op("aten.mul.Tensor", (_parameter("weight"), normalised(difference, _squares(difference))), commutes=True)
 
-    def product(x: Template) -> Op:
-        difference = Op("aten.sub.Tensor", (x, Op("aten.mean.dim", (x, Value("dims"), Is(True)))))
-        return Op(
-            "aten.mul.Tensor", (_parameter("weight"), normalised(difference, _squares(difference))), commutes=True
-        )
 
-    return product(x) if last == "aten.mul.Tensor" else Op(last, (product(_wide(x)), Value("narrow")))
+def _written_layer_norm(x: Template) -> tuple[Op, ...]:
+    """Cohere's, call by call: no bias, and rounded after the weight."""
+    return _rounded(_weighted_difference(_wide(x)), x)
+
+
+def _written_layer_norm_in_fp32(x: Template) -> tuple[Op, ...]:
+    return (_weighted_difference(x),)
 
 
 def _torch_norm_fits(bound: Bindings) -> bool:
@@ -189,22 +198,16 @@ def _torch_norm_fits(bound: Bindings) -> bool:
 # --- forms ------------------------------------------------------------------------------------------------------------
 
 _RMS_NORMS: Final = (
-    # First, as what they begin with is a norm of x's wide copy.
-    _Form(partial(_rounded_once, "aten.type_as.default"), _rounded_once_fits, rounds_once=True),
-    _Form(partial(_rounded_once, "aten.to.dtype"), _rounded_once_fits, rounds_once=True),
-    _Form(partial(_rounded_once, "aten.mul.Tensor"), _product_fits, rounds_once=True),
-    _Form(_rms_norm_template, _rms_norm_fits),
-    _Form(_torch_rms_norm_template, _torch_norm_fits),
-    # Last, as norms with a weight have their calls.
-    *(
-        _Form(partial(_weightless, last), _weightless_fits)
-        for last in ("aten.type_as.default", "aten.to.dtype", "aten.mul.Tensor")
-    ),
+    # Those that round once come first, as what they begin with is a norm of x's wide copy.
+    _Form(_rounded_once, _rounded_once_fits, rounds_once=True),
+    _Form(_offset_in_fp32, _in_fp32, rounds_once=True),
+    _Form(_rounded_before_weight, _rms_norm_fits),
+    _Form(_torch_rms_norm, _torch_norm_fits),
 )
 _LAYER_NORMS: Final = (
-    _Form(_layer_norm_template, _torch_norm_fits),
-    _Form(partial(_written_layer_norm, "aten.to.dtype"), _rounded_once_fits),
-    _Form(partial(_written_layer_norm, "aten.mul.Tensor"), _product_fits),
+    _Form(_torch_layer_norm, _torch_norm_fits),
+    _Form(_written_layer_norm, _rounded_once_fits),
+    _Form(_written_layer_norm_in_fp32, _in_fp32),
 )
 
 
@@ -224,58 +227,60 @@ def _norm(names: tuple[str, ...], rounds_once: bool, pattern: Pattern, bound: Bi
     return (replace(call, args=args, kwargs=tuple(kwargs), results=(*last.results, *sums)),)
 
 
-def _alone(record: Pattern, parameters: tuple[str, ...], form: _Form) -> Pattern:
+def _alone(record: Pattern, parameters: tuple[str, ...], form: _Form) -> tuple[Pattern, ...]:
     """A form of a norm of x."""
     build = partial(_norm, ("x", *parameters), form.rounds_once)
-    return replace(record, template=form.template(Leaf("x")), fits=form.fits, build=build)
+    templates = form.templates(Leaf("x"))
+    return tuple(replace(record, template=template, fits=form.fits, build=build) for template in templates)
 
 
-def _of_sum(record: Pattern, parameters: tuple[str, ...], form: _Form) -> Pattern:
+def _of_sum(record: Pattern, parameters: tuple[str, ...], form: _Form) -> tuple[Pattern, ...]:
     """A form of a norm of x + residual: the sum is a result too."""
-    return replace(
+    of_sum = replace(
         record,
         name=f"sum and {record.name}",
         target=record.target.replace("kernels.", "kernels.add_"),
         leaves=("sum", *parameters),
-        template=form.template(SUM),
         fits=partial(_agrees, form.fits),
         build=partial(_norm, ("x", "residual", *parameters), form.rounds_once),
         results=(Result("sum", ("x", "residual"), is_call=True),),
         saves=("sum", "weight"),
         no_gradient=("residual",),
     )
+    return tuple(replace(of_sum, template=template) for template in form.templates(SUM))
 
 
-def _with_sum(record: Pattern, parameters: tuple[str, ...], form: _Form) -> Pattern:
+def _with_sum(record: Pattern, parameters: tuple[str, ...], form: _Form) -> tuple[Pattern, ...]:
     """A form of a norm of x that is added to the residual."""
-    return replace(
+    with_sum = replace(
         record,
         name=f"{record.name} and sum",
         target=f"{record.target}_add",
         leaves=("x", "residual", *parameters),
-        template=Op("aten.add.Tensor", (Leaf("residual"), form.template(Leaf("x"))), commutes=True),
         fits=partial(_agrees, form.fits),
         build=partial(_norm, ("x", "residual", *parameters), form.rounds_once),
         no_gradient=("residual",),
     )
+    sums = (Op("aten.add.Tensor", (Leaf("residual"), norm), commutes=True) for norm in form.templates(Leaf("x")))
+    return tuple(replace(with_sum, template=template) for template in sums)
 
 
 RMS_NORM: Final = Pattern(
     name="RMSNorm",
     target="kernels.rms_norm",
     leaves=("x", "weight"),
-    template=_rms_norm_template(Leaf("x")),
+    template=_rounded_before_weight(Leaf("x"))[0],
     fits=_rms_norm_fits,
     saves=("x", "weight"),
     row_bytes=4,  # rstd
     launches=(1, 2),
     needs_whole=True,
 )
-_LAYER_NORM_RECORD: Final = Pattern(
+_LAYER_NORM: Final = Pattern(
     name="LayerNorm",
     target="kernels.layer_norm",
     leaves=("x", "weight", "bias"),
-    template=_layer_norm_template(Leaf("x")),
+    template=_torch_layer_norm(Leaf("x"))[0],
     fits=_torch_norm_fits,
     saves=("x", "weight"),
     row_bytes=8,  # mean and rstd
@@ -284,13 +289,16 @@ _LAYER_NORM_RECORD: Final = Pattern(
 )
 
 PATTERNS: Final[tuple[Pattern, ...]] = tuple(
-    place(record, parameters, form)
+    pattern
     for place in (_with_sum, _of_sum, _alone)
     for record, parameters, forms in (
         (RMS_NORM, ("weight",), _RMS_NORMS),
-        (_LAYER_NORM_RECORD, ("weight", "bias"), _LAYER_NORMS),
+        (_LAYER_NORM, ("weight", "bias"), _LAYER_NORMS),
+        # Last, as norms with a weight have the same calls.
+        (replace(RMS_NORM, name="RMSNorm without a weight"), ("weight",), (_Form(_weightless, _weightless_fits),)),
     )
     for form in forms
+    for pattern in place(record, parameters, form)
 )
 """A norm goes with the sum after it rather than with the one before: between two norms of one sum, the first has it,
 which then is written once and read once; and a sum may be the next layer's."""
