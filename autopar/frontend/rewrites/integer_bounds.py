@@ -167,8 +167,10 @@ _CONNECTIVES: Final[Mapping[str, Callable[[Bounds, Bounds], Bounds]]] = {
     "bitwise_not": _not,
     "logical_and": _and,
     "bitwise_and": _and,
+    "and": _and,
     "logical_or": _or,
     "bitwise_or": _or,
+    "or": _or,
 }
 
 # --- the operand that a call returns ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Masks that integers decide: dropped where every element is the same, kept where one may differ, with equal numbers."""
+"""Masks that integers decide: dropped where all elements are the same, kept where one may differ, numbers unchanged."""
 
 from __future__ import annotations
 
