@@ -90,7 +90,7 @@ def drop_constant_masks(flat: FlatGraph) -> None:
 
 
 def _bounds(node: Node, index: int, bounds: Mapping[Ref, Bounds], metas: Mapping[Ref, TensorMeta]) -> Bounds | None:
-    name, arguments = base_name(node.op), arguments_of(node)
+    name, arguments = base_name(node.op).strip("_"), arguments_of(node)
     if _INDICES.get(name) == index:
         shape, dim = metas[node.inputs[0]].shape, arguments.get("dim")
         return Bounds(0, (math.prod(shape) if dim is None else shape[dim] if shape else 1) - 1)
