@@ -15,6 +15,7 @@ from codegen.passes.fp8 import in_fp8
 from codegen.passes.grouped_experts import with_grouped_experts
 from codegen.passes.once_per_node import Neighbors, with_rows_once_per_node
 from codegen.passes.overlap import overlap
+from codegen.passes.packed_gates import with_packed_gates
 from codegen.passes.token_rows import with_token_rows
 from codegen.program import Program
 
@@ -43,4 +44,4 @@ def passes(
 
 
 def _with_kernels(program: Program) -> Program:
-    return replace(with_grouped_experts(fuse(program)), kernels=True)
+    return replace(with_grouped_experts(with_packed_gates(fuse(program))), kernels=True)

@@ -23,7 +23,11 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"dropout": 0.1, "target_len": 8, "feed_forward_proj": "gated-gelu"},
         {"_LinearCrossEntropy", "_RmsNorm", "_DropoutAdd", "_GeGlu"},
     ),
-    "mixtral": ({}, {"_LinearCrossEntropy", "_RmsNorm", "_AddRmsNorm", "_Rotary", "_SwiGlu", "_GroupedLinear"}),
+    "mixtral": (
+        {},
+        {"_LinearCrossEntropy", "_RmsNorm", "_AddRmsNorm", "_Rotary", "_SwiGlu", "_GroupedLinear"}
+        | {"_Copied", "_TokenSums"},
+    ),
 }
 """Model -> options, and the autograd functions of our kernels that its loss is made with."""
 
