@@ -8,6 +8,7 @@ back: between `dispatch` and `combine` may be anything that does with each row t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -139,7 +140,8 @@ def expert_linear(rows: Tensor, weight: Tensor, routes: Routes, bias: Tensor | N
     if has_grouped_product(rows, weight):
         products = F.grouped_mm(rows, weight, offs=routes.ends)
     else:
-        parts = zip(rows.tensor_split(routes.ends.tolist()[:-1]), weight.unbind(), strict=True)
+        sizes = [end - start for start, end in itertools.pairwise([0, *routes.ends.tolist()])]
+        parts = zip(torch.split(rows, sizes), weight.unbind(), strict=True)
         products = torch.cat([part @ matrix for part, matrix in parts])
     return (
         products
