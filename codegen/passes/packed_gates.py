@@ -16,7 +16,6 @@ from codegen.fusion.match import Flow
 from codegen.program import Call, ModuleClass, Program, Statement, Var
 
 GATED: Final = ("kernels.swiglu", "kernels.geglu")
-HALVES: Final = ("aten.chunk.default", "aten.split.Tensor", "aten.split_with_sizes.default")
 
 
 def with_packed_gates(program: Program) -> Program:
@@ -46,7 +45,8 @@ def _halves(flow: Flow, position: int) -> int | None:
         return None
     makers = {flow.origins[position][operand.name] for operand in operands}
     cut = flow.body[min(makers)] if len(makers) == 1 and min(makers) >= 0 else None
-    if not isinstance(cut, Call) or cut.target not in HALVES or cut.results != operands or cut.kwargs:
+    is_cut = isinstance(cut, Call) and cut.target in ("aten.chunk.default", "aten.split.Tensor")
+    if not isinstance(cut, Call) or not is_cut or cut.results != operands or cut.kwargs:
         return None
     (maker,), (whole, _, *dim) = makers, cut.args
     rank = len(whole.type.shape)

@@ -17,30 +17,15 @@ Bounds hold for any values of a batch and of the parameters, also for nan.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from autopar.frontend.fx_import import FlatGraph
 from autopar.ir.graph import Node, Ref, TensorMeta, base_name
 from autopar.ir.operators import arguments_of
-from autopar.operators.traits import MOVING, SAME_PLACES
-
-_INDICES: Final[Mapping[str, int]] = {
-    "topk": 1,
-    "sort": 1,
-    "max": 1,
-    "min": 1,
-    "argmax": 0,
-    "argmin": 0,
-    "argsort": 0,
-}
-"""Operators that return indices along a dim, and the position of these among their results."""
-
-_GATHERS: Final = frozenset({"index", "index_select", "gather", "take_along_dim"})
-"""Operators that return elements of their first operand."""
+from autopar.operators.traits import GATHERS, INDICES, MOVING, SAME_PLACES
 
 
 class Bounds(NamedTuple):
@@ -77,13 +62,28 @@ def drop_constant_masks(flat: FlatGraph) -> None:
     """Replace calls by the operand that they return, as the module docstring describes."""
     bounds, metas = integer_bounds(flat), flat.metas()
     renamed: dict[Ref, Ref] = {}
-    for node in flat.nodes:
-        select = _SELECTIONS.get(base_name(node.op))
-        source = select(arguments_of(node), bounds) if select is not None and bounds else None
-        if isinstance(source, Ref) and metas[source] == node.meta:
-            renamed[Ref(node.name)] = source
+    for node in flat.nodes if bounds else ():
+        operand = _returned(node, bounds)
+        if isinstance(operand, Ref) and metas[operand] == node.meta:
+            renamed[Ref(node.name)] = operand
     flat.nodes = [node for node in flat.nodes if Ref(node.name) not in renamed]
     flat.substitute(renamed)
+
+
+def _returned(node: Node, bounds: Mapping[Ref, Bounds]) -> Any:
+    """Return the operand that a call returns unchanged; None if there is none."""
+    arguments = arguments_of(node)
+    match base_name(node.op):
+        case "masked_fill":
+            return arguments["self"] if bounds.get(arguments["mask"]) == (0, 0) else None
+        case "where":
+            condition = bounds.get(arguments["condition"], _ANY)
+            return arguments.get("self" if condition.low else "other") if condition.is_constant else None
+        case "clamp":
+            source, limits = bounds.get(arguments["self"]), _limits(arguments)
+            is_inside = source is not None and limits is not None and limits.contains(source)
+            return arguments["self"] if is_inside else None
+    return None
 
 
 # --- bounds of results ------------------------------------------------------------------------------------------------
@@ -91,30 +91,39 @@ def drop_constant_masks(flat: FlatGraph) -> None:
 
 def _bounds(node: Node, index: int, bounds: Mapping[Ref, Bounds], metas: Mapping[Ref, TensorMeta]) -> Bounds | None:
     name, arguments = base_name(node.op).strip("_"), arguments_of(node)
-    if _INDICES.get(name) == index:
+    if INDICES.get(name) == index:
         shape, dim = metas[node.inputs[0]].shape, arguments.get("dim")
         return Bounds(0, (math.prod(shape) if dim is None else shape[dim] if shape else 1) - 1)
-    if name in _GATHERS or (name in _INDICES and len(node.inputs) == 1):
+    if name in GATHERS or (name in INDICES and len(node.inputs) == 1):
         return bounds.get(node.inputs[0])
     if name in MOVING:
-        sources = [bounds.get(ref) for ref in node.inputs]
         is_cast = name in SAME_PLACES and torch.bool in {metas[ref].dtype for ref in node.inputs} ^ {node.meta.dtype}
-        known = [source for source in sources if source is not None]
-        if is_cast or not known or len(known) < len(sources):
-            return None
-        return Bounds(min(source.low for source in known), max(source.high for source in known))
+        return None if is_cast else _of_all([bounds.get(ref) for ref in node.inputs])
     if name == "clamp":
-        limits = [arguments.get("min"), arguments.get("max")]
-        low, high = (default if limit is None else limit for default, limit in zip(_ANY, limits, strict=True))
-        source = bounds.get(node.inputs[0])
-        is_cut = source is not None and not isinstance(low, Ref) and not isinstance(high, Ref) and low <= high
-        return None if source is None or not is_cut else Bounds(*(min(max(end, low), high) for end in source))
-    if name in _COMPARISONS or (name in _CONNECTIVES and node.meta.dtype == torch.bool):
-        first, second = (_of_value(arguments.get(key, 0), bounds, metas) for key in ("self", "other"))
-        if first is None or second is None:
+        source, limits = bounds.get(node.inputs[0]), _limits(arguments)
+        if source is None or limits is None or limits.low > limits.high:
             return None
-        return _CONNECTIVES[name](first, second) if name in _CONNECTIVES else _compared(name, first, second)
-    return None
+        return Bounds(*(min(max(end, limits.low), limits.high) for end in source))
+    if node.meta.dtype != torch.bool:
+        return None
+    first, second = (_of_value(arguments.get(key, 0), bounds, metas) for key in ("self", "other"))
+    return None if first is None or second is None else _truth(name, first, second)
+
+
+def _of_all(sources: Sequence[Bounds | None]) -> Bounds | None:
+    """Return bounds of the numbers of several tensors; None if one of them has none."""
+    bounded = [source for source in sources if source is not None]
+    if not bounded or len(bounded) < len(sources):
+        return None
+    return Bounds(min(source.low for source in bounded), max(source.high for source in bounded))
+
+
+def _limits(arguments: Mapping[str, Any]) -> Bounds | None:
+    """Return the bounds within which a call clamps; None if they are tensors."""
+    limits = [arguments.get("min"), arguments.get("max")]
+    if any(isinstance(limit, Ref) for limit in limits):
+        return None
+    return Bounds(*(end if limit is None else limit for end, limit in zip(_ANY, limits, strict=True)))
 
 
 def _representable(dtype: torch.dtype) -> Bounds:
@@ -136,68 +145,27 @@ def _of_value(value: Any, bounds: Mapping[Ref, Bounds], metas: Mapping[Ref, Tens
     return Bounds(value, value) if isinstance(value, (bool, int, float)) else None
 
 
-def _compared(name: str, first: Bounds, second: Bounds) -> Bounds:
-    """Return 0, 1, or both, for a comparison of all numbers of two ranges."""
-    if name in ("ge", "gt"):
-        return _compared({"ge": "le", "gt": "lt"}[name], second, first)
-    if name == "ne":
-        return _not(_compared("eq", first, second), second)
-    if name == "eq":
-        is_always = first.is_constant and first == second
-        return Bounds(is_always, first.low <= second.high and second.low <= first.high)
-    holds: Callable[[float, float], bool] = operator.lt if name == "lt" else operator.le
-    return Bounds(holds(first.high, second.low), holds(first.low, second.high))
-
-
-def _not(first: Bounds, _: Bounds) -> Bounds:
-    return Bounds(1 - first.high, 1 - first.low)
-
-
-def _and(first: Bounds, second: Bounds) -> Bounds:
-    return Bounds(min(first.low, second.low), min(first.high, second.high))
-
-
-def _or(first: Bounds, second: Bounds) -> Bounds:
-    return Bounds(max(first.low, second.low), max(first.high, second.high))
-
-
-_COMPARISONS: Final = frozenset({"ge", "gt", "le", "lt", "eq", "ne"})
-_CONNECTIVES: Final[Mapping[str, Callable[[Bounds, Bounds], Bounds]]] = {
-    "logical_not": _not,
-    "bitwise_not": _not,
-    "logical_and": _and,
-    "bitwise_and": _and,
-    "and": _and,
-    "logical_or": _or,
-    "bitwise_or": _or,
-    "or": _or,
-}
-
-# --- the operand that a call returns ----------------------------------------------------------------------------------
-
-
-def _unmasked(arguments: Mapping[str, Any], bounds: Mapping[Ref, Bounds]) -> Any:
-    return arguments["self"] if bounds.get(arguments["mask"]) == (0, 0) else None
-
-
-def _chosen(arguments: Mapping[str, Any], bounds: Mapping[Ref, Bounds]) -> Any:
-    condition = bounds.get(arguments["condition"])
-    if condition is None or not condition.is_constant:
-        return None
-    return arguments.get("self" if condition.low else "other")
-
-
-def _unclamped(arguments: Mapping[str, Any], bounds: Mapping[Ref, Bounds]) -> Any:
-    limits = (arguments.get("min"), arguments.get("max"))
-    if any(isinstance(limit, Ref) for limit in limits):
-        return None
-    cut = Bounds(*(default if limit is None else limit for default, limit in zip(_ANY, limits, strict=True)))
-    source = bounds.get(arguments["self"])
-    return arguments["self"] if source is not None and cut.contains(source) else None
-
-
-_SELECTIONS: Final[Mapping[str, Callable[[Mapping[str, Any], Mapping[Ref, Bounds]], Any]]] = {
-    "masked_fill": _unmasked,
-    "where": _chosen,
-    "clamp": _unclamped,
-}
+def _truth(name: str, first: Bounds, second: Bounds) -> Bounds | None:
+    """Return 0, 1, or both, for a comparison or a connective of all numbers of two ranges; None for other calls."""
+    match name:
+        case "lt":
+            return Bounds(first.high < second.low, first.low < second.high)
+        case "le":
+            return Bounds(first.high <= second.low, first.low <= second.high)
+        case "gt":
+            return _truth("lt", second, first)
+        case "ge":
+            return _truth("le", second, first)
+        case "eq":
+            is_always = first.is_constant and first == second
+            return Bounds(is_always, first.low <= second.high and second.low <= first.high)
+        case "ne":
+            low, high = _truth("eq", first, second) or _ANY
+            return Bounds(1 - high, 1 - low)
+        case "logical_not" | "bitwise_not":
+            return Bounds(1 - first.high, 1 - first.low)
+        case "logical_and" | "bitwise_and" | "and":
+            return Bounds(min(first.low, second.low), min(first.high, second.high))
+        case "logical_or" | "bitwise_or" | "or":
+            return Bounds(max(first.low, second.low), max(first.high, second.high))
+    return None

@@ -108,7 +108,10 @@ def test_a_fill_is_dropped_where_its_mask_is_false(name: str) -> None:
     assert_equals_eager(graph, model, batch, model(**batch))
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "mixtral", "deepseek_v3"))],
+)
 def test_rows_of_experts_on_other_ranks_are_masked_nowhere(name: str) -> None:
     """Models with transformers' masks for expert parallelism have the graph of those without."""
     example = ZOO[name].build()
