@@ -163,4 +163,5 @@ class Gated(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
         gate, up = ctx.saved_tensors
-        return *_backward(*gate_and_up(gate, up), dy, *ctx.flags, is_packed=up is None), None, None
+        silu, tanh = ctx.flags
+        return *_backward(*gate_and_up(gate, up), dy, silu, tanh, is_packed=up is None), None, None
