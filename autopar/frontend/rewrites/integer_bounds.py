@@ -64,7 +64,7 @@ def drop_constant_masks(flat: FlatGraph) -> None:
     renamed: dict[Ref, Ref] = {}
     for node in flat.nodes if bounds else ():
         operand = _returned(node, bounds)
-        if isinstance(operand, Ref) and metas[operand] == node.meta:
+        if isinstance(operand, Ref) and (metas[operand],) == node.outputs:
             renamed[Ref(node.name)] = operand
     flat.nodes = [node for node in flat.nodes if Ref(node.name) not in renamed]
     flat.substitute(renamed)
@@ -97,14 +97,16 @@ def _bounds(node: Node, index: int, bounds: Mapping[Ref, Bounds], metas: Mapping
     if name in GATHERS or (name in INDICES and len(node.inputs) == 1):
         return bounds.get(node.inputs[0])
     if name in MOVING:
-        is_cast = name in SAME_PLACES and torch.bool in {metas[ref].dtype for ref in node.inputs} ^ {node.meta.dtype}
+        is_cast = name in SAME_PLACES and torch.bool in {metas[ref].dtype for ref in node.inputs} ^ {
+            node.outputs[index].dtype
+        }
         return None if is_cast else _of_all([bounds.get(ref) for ref in node.inputs])
     if name == "clamp":
         source, limits = bounds.get(node.inputs[0]), _limits(arguments)
         if source is None or limits is None or limits.low > limits.high:
             return None
         return Bounds(*(min(max(end, limits.low), limits.high) for end in source))
-    if node.meta.dtype != torch.bool:
+    if node.outputs[index].dtype != torch.bool:
         return None
     first, second = (_of_value(arguments.get(key, 0), bounds, metas) for key in ("self", "other"))
     return None if first is None or second is None else _truth(name, first, second)

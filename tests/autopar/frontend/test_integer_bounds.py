@@ -34,6 +34,7 @@ CONSTANT: dict[str, Mask] = {
     "first dim": lambda scores, _: scores.t().topk(2, 0).indices.flatten()[:ROWS] == EXPERTS,
     "views": lambda scores, _: _top(scores).t().reshape(-1).view(ROWS, CHOICES)[:, 1:] >= EXPERTS,
     "sorted": lambda scores, _: _top(scores).view(-1).sort().values.view(ROWS, CHOICES) >= EXPERTS,
+    "parts": lambda scores, _: _top(scores).chunk(2, 1)[1] >= EXPERTS,
     "gathered": lambda scores, ids: _top(scores)[ids] >= EXPERTS,
     "joined": lambda scores, _: torch.cat([_top(scores), scores.argmin(-1, True)], 1) > EXPERTS,
     "cast": lambda scores, _: _top(scores).to(torch.int8).to(torch.float32) >= EXPERTS,
