@@ -90,7 +90,7 @@ def _returned(node: Node, bounds: Mapping[Ref, Bounds]) -> Any:
 
 
 def _bounds(node: Node, index: int, bounds: Mapping[Ref, Bounds], metas: Mapping[Ref, TensorMeta]) -> Bounds | None:
-    name, arguments = base_name(node.op).strip("_"), arguments_of(node)
+    name, arguments, dtype = base_name(node.op).strip("_"), arguments_of(node), node.outputs[index].dtype
     if INDICES.get(name) == index:
         shape, dim = metas[node.inputs[0]].shape, arguments.get("dim")
         return Bounds(0, (math.prod(shape) if dim is None else shape[dim] if shape else 1) - 1)
@@ -106,7 +106,7 @@ def _bounds(node: Node, index: int, bounds: Mapping[Ref, Bounds], metas: Mapping
         if source is None or limits is None or limits.low > limits.high:
             return None
         return Bounds(*(min(max(end, limits.low), limits.high) for end in source))
-    if node.outputs[index].dtype != torch.bool:
+    if dtype != torch.bool:
         return None
     first, second = (_of_value(arguments.get(key, 0), bounds, metas) for key in ("self", "other"))
     return None if first is None or second is None else _truth(name, first, second)
