@@ -50,7 +50,7 @@ def _sums_fit(bound: Bindings) -> bool:
     if len(rows.shape) != 2 or len(viewed.type.shape) != 3:
         return False
     num_tokens, choices, width = viewed.type.shape
-    is_by_token = (num_tokens * choices, width) == rows.shape and total.type.shape == (num_tokens, width)
+    is_by_token = (num_tokens * choices, width) == rows.shape
     is_weighted = "weights" not in bound or bound["weights"].type.shape == (rows.shape[0], 1)
     return is_by_token and is_weighted and total.type.placements == rows.placements
 
