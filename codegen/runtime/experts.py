@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .captured import refuse_capture
+
 ALIGNMENT_BYTES = 16
 """What rows and matrices are aligned to for torch's grouped product."""
 
@@ -90,6 +92,7 @@ class Routes:
         if self.axis is not None:
             leaving = row_counts(self.ends).view(self.axis.size, -1)
             arriving = self.axis.exchange_parts(leaving)
+            refuse_capture("the exchange of experts' rows")
             self.sent, self.received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
             self.arranged = joined_runs(arriving, sum(self.received))
             self.ends = arriving.sum(0).cumsum(0, dtype=torch.int32)
@@ -140,14 +143,13 @@ def expert_linear(rows: Tensor, weight: Tensor, routes: Routes, bias: Tensor | N
     if has_grouped_product(rows, weight):
         products = F.grouped_mm(rows, weight, offs=routes.ends)
     else:
+        refuse_capture("a product per expert")
         sizes = [end - start for start, end in itertools.pairwise([0, *routes.ends.tolist()])]
         parts = zip(torch.split(rows, sizes), weight.unbind(), strict=True)
         products = torch.cat([part @ matrix for part, matrix in parts])
-    return (
-        products
-        if bias is None
-        else products + bias.repeat_interleave(row_counts(routes.ends), 0, output_size=len(rows))
-    )
+    if bias is None:
+        return products
+    return products + bias.repeat_interleave(row_counts(routes.ends), 0, output_size=len(rows))
 
 
 class _Taken(torch.autograd.Function):
