@@ -70,19 +70,19 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
     return triton.jit(function, **options) if INTERPRETING else Kernel(function, **options)
 
 
-def use_triton(*tensors: torch.Tensor | None) -> bool:
+def use_triton(*tensors: torch.Tensor | None, dtypes: frozenset[torch.dtype] = KERNEL_DTYPES) -> bool:
     """Whether the Triton kernels can take those tensors that are not None; otherwise the torch reference must.
 
-    True when all are on CUDA, or when the kernels run in Triton's interpreter. False for dtypes the kernels do not
-    compute in (float64 would silently lose digits), for empty tensors (an empty grid), and for tensor subclasses
-    (fake tensors and DTensors have no memory to point at).
+    dtypes: those that the kernels compute in. True when all are on CUDA, or when the kernels run in Triton's
+    interpreter. False for other dtypes (float64 would silently lose digits), for empty tensors (an empty grid), and for
+    tensor subclasses (fake tensors and DTensors have no memory to point at).
     """
     if triton is None:
         return False
     for tensor in tensors:
         if tensor is not None and not (
             (tensor.is_cuda or (INTERPRETING and tensor.device.type == "cpu"))
-            and tensor.dtype in KERNEL_DTYPES
+            and tensor.dtype in dtypes
             and tensor.numel() > 0
             and type(tensor) in (torch.Tensor, torch.nn.Parameter)
         ):

@@ -24,7 +24,11 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"dropout": 0.1, "target_len": 8, "feed_forward_proj": "gated-gelu"},
         {"_LinearCrossEntropy", "_RmsNorm", "_DropoutAdd", "_GeGlu"},
     ),
-    "mixtral": ({}, {"_LinearCrossEntropy", "_RmsNorm", "_AddRmsNorm", "_Rotary", "_SwiGlu", "_GroupedLinear"}),
+    "mixtral": (
+        {},
+        {"_LinearCrossEntropy", "_RmsNorm", "_AddRmsNorm", "_Rotary", "_SwiGlu", "_GroupedLinear"}
+        | {"_Copied", "_TokenSums"},
+    ),
     "gemma2": ({}, {"_RmsNorm", "_RmsNormAdd", "_Rotary", "_GeGlu"}),
     "swinv2": ({}, {"_LayerNorm", "_LayerNormAdd"}),
 }

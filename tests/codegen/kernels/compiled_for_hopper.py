@@ -20,6 +20,8 @@ from codegen.kernels.dispatch import power_of_2_at_least
 ce = importlib.import_module("codegen.kernels.cross_entropy")
 norms = importlib.import_module("codegen.kernels.norm_kernels")
 norm_launches = importlib.import_module("codegen.kernels.norm_launches")
+counting_sort = importlib.import_module("codegen.kernels.counting_sort")
+token_sums = importlib.import_module("codegen.kernels.token_sums")
 grouped = importlib.import_module("codegen.kernels.grouped_linear")
 column_sums = importlib.import_module("codegen.kernels.column_sums")
 linear_ce = importlib.import_module("codegen.kernels.linear_cross_entropy_kernels")
@@ -32,18 +34,20 @@ bias_gelu = importlib.import_module("codegen.kernels.bias_gelu")
 dropout_add = importlib.import_module("codegen.kernels.dropout_add")
 
 POINTERS = {
-    "*i64": ("target_ptr", "offsets_ptr", "numels_ptr", "chunks_ptr", "rows_ptr", "columns_ptr"),
+    "*i64": ("target_ptr", "offsets_ptr", "numels_ptr", "chunks_ptr", "rows_ptr", "columns_ptr")
+    + ("ids_ptr", "order_ptr", "inverse_ptr", "places_ptr"),
     "*fp32": ("rstd_ptr", "dot_ptr", "loss_ptr", "max_ptr", "logsum_ptr", "dloss_ptr", "stats_ptr", "in_ptr")
     + ("scale_ptr", "scales_ptr", "parameter_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "decays_ptr", "factors_ptr")
     + ("partial_ptr", "weights_ptr", "mean_ptr", "avg_ptr", "db_ptr"),
     "*fp8e4nv": ("q_ptr",),
-    "*i32": ("ends_ptr",),
+    "*i32": ("ends_ptr", "counts_ptr"),
 }
 POINTER_TYPES = {name: type_ for type_, names in POINTERS.items() for name in names}
 FLOATS = {"eps", "one_minus_beta1", "beta2", "one_minus_beta2", "scale"}
 INT64 = {"row_offset", "multiplier", "start"}
 # Never a multiple of 16, or not by nature: Triton learns alignment at each launch.
 UNALIGNED = {"blocks_per_row", "first_class", "num_blocks", "num_parts", "seed", "threshold", *FLOATS, *INT64}
+UNALIGNED |= {"num_ids", "num_rows", "num_choices", "num_programs", "tiles_per_program"}
 UNALIGNED |= {"num_tokens", "num_q_heads", "num_k_heads", "blocks_per_token", "q_heads_per_block", "k_heads_per_block"}
 
 
@@ -233,6 +237,34 @@ def grouped_cases():
     yield "grouped_weight_alone", grouped._weight_kernel, own | {"NEED_DBIAS": False, "dbias_ptr": None}, tile
 
 
+def token_sum_cases():
+    """Sums and their gradients, of rows in bf16 with weights in bf16 and fp32, and without."""
+    rows = {"rows_ptr": "*bf16"}  # adamw.py has a rows_ptr too, of another type.
+    _, cols, _, warps = token_sums.TILE.fit(4096)
+    for weights in ("*bf16", "*fp32"):
+        given = rows | {
+            "weights_ptr": weights,
+            "y_ptr": weights,
+            "dy_ptr": weights,
+            "dweights_ptr": weights,
+            "COLS": cols,
+        }
+        yield f"token_sums_{weights[1:]}", token_sums._sum_kernel, given | {"HAS_WEIGHTS": True}, warps
+        needs = {"NEED_DROWS": True, "NEED_DWEIGHTS": True}
+        yield f"token_sums_backward_{weights[1:]}", token_sums._row_gradient_kernel, given | needs, warps
+    alone = rows | {"weights_ptr": None, "HAS_WEIGHTS": False, "COLS": cols}
+    yield "token_sums_alone", token_sums._sum_kernel, alone, warps
+
+
+def sort_cases():
+    for num_ids in (4, 128, counting_sort.MOST_IDS):
+        rows = max(counting_sort.TILE_ELEMENTS // num_ids, counting_sort.LEAST_ROWS)
+        sizes = {"ROWS": rows, "IDS": num_ids}
+        yield f"count_{num_ids}", counting_sort._count_kernel, sizes, 4
+        places = sizes | {"PROGRAMS": counting_sort.PROGRAMS_AT_ONCE}
+        yield f"place_{num_ids}", counting_sort._place_kernel, places, 4
+
+
 def table_cases():
     table = {"CHUNK": adamw.CHUNK, "ALIGNED": True, "num_cols": adamw.CHUNK}
     copy = {"NUM_COLUMNS": 5, "HAS_COPY": True}
@@ -275,6 +307,7 @@ CASES = [
     *gelu_cases(),
     *rotary_cases(),
     *dropout_cases(),
+    *token_sum_cases(),
 ]
 CASES += [*linear_cross_entropy_cases(), *table_cases(), *quantize_cases()]
 
@@ -290,6 +323,17 @@ def test_compiles_with_16_byte_loads(kernel, constants, warps):
     compiled = compile_kernel(kernel, "bf16", constants, warps)
     assert compiled.asm["cubin"][:4] == b"\x7fELF"
     assert ".v4.b32" in compiled.asm["ptx"], "no 16-byte access: the kernel would not reach the memory's bandwidth"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants", "warps"),
+    [
+        pytest.param(*case[1:], id=case[0], marks=[] if index < 2 else [pytest.mark.slow])
+        for index, case in enumerate(sort_cases())
+    ],
+)
+def test_sorts_compile(kernel, constants, warps):
+    assert compile_kernel(kernel, "bf16", constants, warps).asm["cubin"][:4] == b"\x7fELF"
 
 
 PRODUCTS = [
