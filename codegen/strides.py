@@ -257,7 +257,7 @@ class _Scope:
             return (None,) * count
         if call.target in _LIKE_FIRST:
             return (_joined(packed[0], self.of(call.args[0])),)
-        if call.target in _PACKED or not reads(call):
+        if (call.target in _PACKED and not call.kwargs) or not reads(call):
             return packed
         if _is_operator(call):
             return self.operator(call)

@@ -11,6 +11,7 @@ from functools import partial
 
 from codegen.fusion import fuse
 from codegen.passes.async_tp import with_async_tp
+from codegen.passes.channels_last import with_channels_last
 from codegen.passes.fp8 import in_fp8
 from codegen.passes.grouped_experts import with_grouped_experts
 from codegen.passes.once_per_node import Neighbors, with_rows_once_per_node
@@ -30,10 +31,11 @@ def passes(
 ) -> tuple[Pass, ...]:
     """Return the passes of a program.
 
-    fused: Triton kernels replace runs of calls, layers of experts, the update and the gradient's norm. fp8: linear
-    layers of layer classes multiply in e4m3. asynchronous: products run concurrently with the collectives before and
-    after them. overlapped: backward's sums over ranks run concurrently with weight gradients, for calls without a
-    kernel. neighbors: the cases in which rows of experts cross between nodes once per node.
+    fused: Triton kernels replace runs of calls, layers of experts, the update and the gradient's norm; convolutions
+    with batch norms run channels_last. fp8: linear layers of layer classes multiply in e4m3. asynchronous: products run
+    concurrently with the collectives before and after them. overlapped: backward's sums over ranks run concurrently
+    with weight gradients, for calls without a kernel. neighbors: the cases in which rows of experts cross between nodes
+    once per node.
     """
     by_node = () if neighbors is None else (partial(with_rows_once_per_node, neighbors=neighbors),)
     optional = ((fused, _with_kernels), (fp8, in_fp8), (asynchronous, with_async_tp), (overlapped, overlap))
@@ -41,4 +43,4 @@ def passes(
 
 
 def _with_kernels(program: Program) -> Program:
-    return replace(with_grouped_experts(fuse(program)), kernels=True)
+    return replace(with_channels_last(with_grouped_experts(fuse(program))), kernels=True)

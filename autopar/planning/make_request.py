@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from autopar.frontend.admission import check_loss, check_model, warn_of_gradient
 from autopar.frontend.inputs import common_batch
 from autopar.frontend.padding.experts import with_whole_shares
 from autopar.frontend.padding.heads import with_whole_heads
-from autopar.frontend.padding.vocabulary import padded
+from autopar.frontend.padding.vocabulary import alignment_of, padded
 from autopar.ir.compression import Compression
 from autopar.ir.graph import Graph
 from autopar.ir.plan_file import PADDINGS
@@ -48,7 +49,12 @@ def request_of(
     rows = options.global_batch_size or common_batch(traced_once.tensors)
     whole("rows of the batch", rows, 1, TraceError)
     limits, plan, optimizer, needs = options.limits, options.given_plan, options.factory, traced_once.needs
-    rows_of_tables, experts, heads = paddings_of(limits, plan, lambda: keeps_zeros(optimizer, model, needs, limits))
+    is_on_cpu = cluster.groups[0].device.is_cpu
+    is_half = not is_on_cpu and options.precision not in ("fp32", "tf32", "fp64")
+    alignment = alignment_of(traced_once.trace(rows)) if is_half and plan is None else 1
+    rows_of_tables, experts, heads = paddings_of(
+        limits, plan, alignment, lambda: keeps_zeros(optimizer, model, needs, limits)
+    )
 
     @functools.cache
     def trace_at(micro_rows: int) -> Graph:
@@ -62,7 +68,6 @@ def request_of(
     limits.check(traced(rows))
     check_micro_batches(traced, limits)
     limits = without_shared_buffers(limited(limits, needs, traced(rows)), traced(rows))
-    is_on_cpu = cluster.groups[0].device.is_cpu
     key = options.precision, not is_on_cpu
     if key not in traced_once.trainings:
         traced_once.trainings[key] = training_of(optimizer, *key, parameters_of(model), needs)
@@ -86,14 +91,17 @@ def request_of(
     )
 
 
-def paddings_of(limits: Constraints, plan: Plan | None, are_exact: Callable[[], bool]) -> tuple[int, int, int]:
+def paddings_of(
+    limits: Constraints, plan: Plan | None, alignment: int, are_exact: Callable[[], bool]
+) -> tuple[int, int, int]:
     """Return the numbers to whose multiples vocabularies, experts and heads are padded.
 
+    alignment: to which multiples vocabularies are padded on this device, whatever the degrees; a plan says its own.
     are_exact: whether updates keep the padding zero and unseen; otherwise there is none.
     Raises PlanError for a plan with padding where none is possible.
     """
     tp = limits.degrees.get("tp", 1)
-    paddings = (tp, limits.expert_ranks, tp)
+    paddings = (math.lcm(tp, alignment), limits.expert_ranks, tp)
     if plan is not None:
         paddings = (plan.padded_to, plan.experts_padded_to, plan.heads_padded_to)
     if max(paddings) == 1 or are_exact():

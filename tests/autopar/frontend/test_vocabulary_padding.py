@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.frontend.padding.vocabulary import padded
+import autopar
+from autopar.frontend.padding.vocabulary import alignment_of, padded
 from autopar.frontend.trace import trace
 from tests.autopar.interpret import run_graph, tensors_of
 
@@ -22,6 +23,10 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 def flat(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().view(-1, VOCABULARY), labels.flatten())
+
+
+def whole(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def shifted(logits: Tensor, labels: Tensor) -> Tensor:
@@ -51,7 +56,7 @@ def _longer(value: Tensor, more: int) -> Tensor:
     return torch.cat([value, value.new_zeros(more, *value.shape[1:])]).requires_grad_()
 
 
-@pytest.mark.parametrize(("bias", "loss_fn"), [(False, flat), (True, shifted)])
+@pytest.mark.parametrize(("bias", "loss_fn"), [(False, flat), (True, shifted), (True, whole)])
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_loss_and_gradients_are_those_without_padding(bias: bool, loss_fn: Loss, is_tied: bool) -> None:
     model = Tied(bias, is_tied).double()
@@ -87,3 +92,48 @@ def test_left_alone_where_padding_would_be_seen_or_is_not_needed(
 ) -> None:
     graph = trace(model, BATCH, loss_fn)
     assert padded(graph, multiple) is graph
+
+
+class Sized(nn.Module):
+    """A table of `rows` rows and a head of as many classes, and a table of positions that is only looked up."""
+
+    def __init__(self, rows: int, positions: int = 4) -> None:
+        super().__init__()
+        self.table, self.positions = nn.Embedding(rows, 8), nn.Embedding(positions, 8)
+        self.head = nn.Linear(8, rows)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.table(ids) + self.positions(ids % 4))
+
+
+def normalized(logits: Tensor, labels: Tensor) -> Tensor:
+    return whole(logits, labels) + logits.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("rows", "loss_fn", "alignment"),
+    [
+        (1021, whole, 64),
+        (1024, whole, 1),
+        (1000, whole, 1),  # a multiple of 8, which products read as fast
+        (7, whole, 1),  # padding would be most of the table
+        (1021, normalized, 1),  # the loss would see padding
+    ],
+)
+def test_vocabularies_are_aligned_for_products_on_gpus(rows: int, loss_fn: Loss, alignment: int) -> None:
+    graph = trace(Sized(rows), BATCH, loss_fn)
+    assert alignment_of(graph) == alignment
+    paddings = {p.name: p.padding for p in padded(graph, alignment).parameters}
+    expected = -rows % alignment
+    assert paddings == {"table.weight": expected, "head.weight": expected, "head.bias": expected, "positions.weight": 0}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision", "padded_to"),
+    [("1 h100-sxm", "bf16", 64), ("1 h100-sxm", "fp32", 1), ("1 cpu", "bf16", 1)],
+)
+def test_plans_say_the_alignment_and_keep_it(cluster: str, precision: str, padded_to: int) -> None:
+    options = {"example_inputs": BATCH, "loss_fn": whole, "precision": precision}
+    plan = autopar.compile(Sized(1021), cluster, **options).plan
+    assert plan.padded_to == padded_to
+    assert autopar.compile(Sized(1021), cluster, plan=plan, **options).plan.padded_to == padded_to
