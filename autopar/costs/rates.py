@@ -202,6 +202,11 @@ class Rates:
         return compute.seconds(forward, device), compute.seconds(backward, device)
 
 
+def are_aligned(dtype: str, *row_lengths: int) -> bool:
+    """Return whether rows of these lengths all begin at multiples of 16 bytes. Only 16-bit products ask."""
+    return dtype not in ("bf16", "fp16") or not any(length % 8 for length in row_lengths)
+
+
 def dtype_name(meta: TensorMeta) -> str:
     """Return the dtype of contractions with this result."""
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
