@@ -6,6 +6,8 @@ Measured: shared/data/gpu_h100_families.jsonl, steps that were issued call by ca
 (`Device.host_call_seconds`) is the only constant that is fitted to whole steps. "left out" predicts a family with the
 unit that fits the others best (the least mean of squared logarithms). Rows go to benchmarks/results/step_errors.csv.
 
+"captured" predicts the same step as CUDA graphs (costs/captured_steps.py), which nobody has measured.
+
 The measured programs are older than today's: kernels, layouts and paddings since then are priced as they run now.
 ResNet is priced without fused kernels, with images in NCHW as measured.
 """
@@ -52,10 +54,12 @@ UNITS = (16e-6, 20e-6, 24e-6, 28e-6, 32e-6)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A family's step. measured: its row. now: the prediction of today's device. seconds: predicted at UNITS."""
+    """A family's step. measured: its row. now: the prediction of today's device, and `captured` of a captured step.
+    seconds: predicted at UNITS."""
 
     measured: Mapping[str, Any]
     now: Prediction
+    captured: Prediction
     seconds: tuple[float, ...]
 
     def error(self, unit: float | None = None) -> float:
@@ -82,7 +86,8 @@ def step_of(family: str, measured: Mapping[str, Any]) -> Step:
         device = replace(request.cluster.device, host_call_seconds=unit)
         changed = replace(request, cluster=replace(request.cluster, device=device))
         seconds.append(predicted(changed, compiled.best).plan.prediction.step_seconds)
-    return Step(measured, compiled.plan.prediction, tuple(seconds))
+    captured = predicted(replace(request, captures=True), compiled.best).plan.prediction
+    return Step(measured, compiled.plan.prediction, captured, tuple(seconds))
 
 
 def fitted_unit(steps: Sequence[Step]) -> float:
@@ -122,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "device_ms": f"{1e3 * (step.now.step_seconds - step.now.seconds.get(HOST, 0.0)):.1f}",
                 "now_ms": f"{1e3 * step.now.step_seconds:.1f}",
                 "now": f"{step.error():+.1%}",
+                "captured_ms": f"{1e3 * step.captured.step_seconds:.1f}",
                 "left_out_unit_us": f"{1e6 * unit:.1f}",
                 "left_out": f"{step.error(unit):+.1%}" if others else "",
             }

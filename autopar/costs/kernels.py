@@ -115,8 +115,7 @@ def _lm_head_seconds(chunk_rows: ChunkRows, operator: Operator, option: Option, 
     dtype, device = dtype_name(operator.node.outputs[0]), rates.cluster.device
     aligned = are_aligned(dtype, v, h)
     works = (
-        compute.Work("matmul", 2.0 * c * v * h, moved, dtype, shape=shape, aligned=aligned)
-        for shape, moved in products
+        compute.Work("matmul", 2.0 * c * v * h, moved, dtype, shape=shape, aligned=aligned) for shape, moved in products
     )
     chunk = sum(compute.seconds(work, device) for work in works)
     if len(products) == 1:

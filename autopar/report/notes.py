@@ -46,7 +46,18 @@ def notes_of(compiled: GeneratedProgram) -> tuple[str, ...]:
         notes.append(compiled.best.repeated_work)
     else:
         notes += [f"nothing is sharded over {axis}: its ranks repeat the same work" for axis in compiled.best.idle_axes]
-    return (*notes, *_bound_by_host(compiled), *_exchange_notes(compiled))
+    return (*notes, *_captured(compiled), *_bound_by_host(compiled), *_exchange_notes(compiled))
+
+
+def _captured(compiled: GeneratedProgram) -> list[str]:
+    """Return a note whether steps run as CUDA graphs, if programs on this cluster capture steps at all."""
+    request, plan = compiled.request, compiled.plan
+    if request is None or not request.captures:
+        return []
+    reason = request.uncaptured_reason(plan.mesh, plan.pipeline.offload)
+    return [
+        f"steps are not captured: {reason}" if reason else "steps run as CUDA graphs, captured after three eager steps"
+    ]
 
 
 def _bound_by_host(compiled: GeneratedProgram) -> list[str]:
