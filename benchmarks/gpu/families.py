@@ -443,7 +443,8 @@ class Table:
     def _compare(self, case: Case, losses: list[float]) -> tuple[float, str]:
         """Return the largest relative difference from the family's first row, and the error that it makes."""
         first = self.losses.setdefault(case.family, losses)
-        difference = max(abs(a / b - 1) for a, b in zip(losses, first, strict=True))
+        differences = [abs(a / b - 1) for a, b in zip(losses, first, strict=True)]
+        difference = max(differences, key=lambda value: (value != value, value))
         if not difference <= LOSS_TOLERANCE:
             return difference, f"losses {losses}, but those of the family's first row are {first}"
         if case.side == "emitted":
