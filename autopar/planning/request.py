@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autopar.costs.captured_steps import captured, uncaptured_reason
+from autopar.costs.captured_steps import captured
 from autopar.costs.fp8 import Fp8Layers
 from autopar.costs.kernels import FusedKernels
 from autopar.costs.layer_costs import defers_weights
@@ -40,7 +40,7 @@ class Request:
     trace: the model's graph at any number of micro-batch rows. cluster: of equal nodes; if `mixed` has unlike groups
     of them, the first. kernels: whether the program will have fused kernels, which are priced then. fp8: whether its
     linear layers will multiply in e4m3, likewise. num_waiting: devices that wait for one another in a step, 0 for
-    all of `whole`. captures: whether programs capture their steps where they can (costs/captured_steps.py).
+    all of `whole`. captures: whether steps are priced as CUDA graphs (costs/captured_steps.py).
     unpadded: the trace without heads of padding, if `trace` has some and plans without them are to be compared.
     traced: the model, if its user's optimizer and example batch are known.
     """
@@ -90,14 +90,6 @@ class Request:
         }
         return Basis(shapes, self.kernels, self.backend)
 
-    def uncaptured_reason(self, mesh: Mesh, offload: str) -> str:
-        """Return why steps of a plan on a mesh are not captured; "" if they are."""
-        if not self.captures:
-            return "programs capture no steps"
-        if is_cpu(self.whole.groups[0]):
-            return "only GPUs have graphs"
-        return uncaptured_reason(mesh, offload, self.backend)
-
     def of(self, graph: Graph) -> Request:
         """Return the same request with the trace of a plan's graph."""
         if self.unpadded is None or graph.heads_padded_to > 1:
@@ -140,7 +132,7 @@ def pricer_for(
         request.training, num_micro_batches=num_micro_batches, has_first_pass=has_first_pass, offload=offload
     )
     cluster = paced(request.cluster, request.num_waiting or request.whole.num_devices)
-    is_captured = not request.uncaptured_reason(mesh, offload)
+    is_captured = request.captures and not on_cpu
     if is_captured:
         cluster = captured(cluster)
     overlaps = request.overlaps and not defers_weights(request.constraints.schedule or "")

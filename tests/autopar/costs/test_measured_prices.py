@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.compiled import CompiledProgram
-from autopar.costs.captured_steps import NODE_GAP, STEP_SECONDS, uncaptured_reason
+from autopar.costs.captured_steps import NODE_GAP, STEP_SECONDS
 from autopar.costs.host_calls import MATH, calls_of
 from autopar.costs.layer_costs import HOST, LayerCost
 from autopar.costs.stage_costs import late_seconds
-from autopar.ir.mesh import Mesh
 from autopar.planning.predict import predicted
+from autopar.report.notes import notes_of
 from codegen.program import Call, TensorType, Var
 from cost_models import compute
 from cost_models.machine import Cluster
@@ -131,18 +131,12 @@ def test_one_bound_of_the_host_per_step() -> None:
     assert late_seconds([unit] * 4, 0.0, True, is_captured=True).step == 0.0
 
 
-@pytest.mark.parametrize(
-    ("axes", "sizes", "offload", "backend", "words"),
-    [
-        (("dp", "tp"), (4, 2), "", "eager", ""),
-        (("dp", "ep"), (2, 4), "", "eager", "rows"),
-        (("dp", "ep"), (8, 1), "", "inductor", ""),
-        (("dp",), (8,), "optimizer", "eager", "optimizer is on the host"),
-        (("dp", "tp"), (4, 2), "", "async-tp", "shared memory"),
-    ],
-)
-def test_what_is_not_captured_says_why(
-    axes: tuple[str, ...], sizes: tuple[int, ...], offload: str, backend: str, words: str
-) -> None:
-    reason = uncaptured_reason(Mesh(axes, sizes), offload, backend)
-    assert words in reason and bool(words) == bool(reason)
+@pytest.mark.parametrize("kernels", ["on", "off"])
+def test_the_report_says_whether_a_step_is_captured(kernels: str) -> None:
+    """Programs without kernels are not captured (codegen/capture.py)."""
+    example = mlp(layers=8)
+    compiled = autopar.compile(
+        example.model, "1 h100-sxm", example_inputs=example.inputs, loss_fn=example.loss_fn, kernels=kernels
+    )
+    assert ("CUDA graphs" in " ".join(notes_of(compiled))) == (kernels == "on")
+    assert ("bound by the host" in " ".join(notes_of(compiled))) == (kernels == "off")
