@@ -20,7 +20,7 @@ from autopar.costs.context import (
 from autopar.costs.expert_rows import ExpertRows, RowPrices
 from autopar.costs.fp8 import Fp8Layers
 from autopar.costs.framework_kernels import FrameworkKernels
-from autopar.costs.rates import Rates, dtype_name, is_cpu, num_local_dim
+from autopar.costs.rates import Prices, Rates, dtype_name, is_cpu, num_local_dim
 from autopar.costs.sink_attention import Sinks, sinks
 from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, TensorMeta, base_name, is_causal
 from autopar.ir.mesh import Mesh
@@ -28,14 +28,13 @@ from autopar.operators.traits import ATTENTION, BATCHED_PRODUCTS, CONVOLUTIONS
 from autopar.rules.families.experts import EXPERT_LINEAR
 from autopar.sharding.call_options import Operator, Option, num_local
 from cost_models import compute
-from cost_models.machine import Cluster
 
 VALUE_FEATURES = "f"
 """The factor of values and result that the scores of attention lack (rules/families/attention.py)."""
 
 
 @dataclass(frozen=True)
-class Contractions:
+class Contractions(Prices):
     """Prices of calls whose FLOPs count: matmuls and attention. has_kernels: whether programs have fused kernels.
     fp8, framework, experts: as of Pricer."""
 
@@ -49,16 +48,6 @@ class Contractions:
     def rows(self) -> RowPrices:
         """Return the prices of rows that reach their experts."""
         return RowPrices(self.rates, self.experts)
-
-    @property
-    def mesh(self) -> Mesh:
-        """Return the mesh of the rates."""
-        return self.rates.mesh
-
-    @property
-    def cluster(self) -> Cluster:
-        """Return the cluster of the rates."""
-        return self.rates.cluster
 
     def contraction_seconds(self, operator: Operator, option: Option, num_bytes: float) -> tuple[float, float]:
         """Return the seconds (forward, backward) of a matmul or attention that reads and writes num_bytes. A
@@ -140,7 +129,7 @@ class Contractions:
         output, width = operator.node.outputs[0], operator.inputs[0].shape[-1]
         dtype = dtype_name(output)
         tensors = [*zip(operator.inputs, option.inputs, strict=True), (output, option.outputs[0])]
-        num_bytes = sum(num_local(meta, lies, self.mesh) * meta.dtype.itemsize for meta, lies in tensors)
+        num_bytes = sum(num_local(meta, placements, self.mesh) * meta.dtype.itemsize for meta, placements in tensors)
 
         def seconds(keys: int, causal: bool) -> tuple[float, float]:
             shape, moved = (call.heads, call.queries, keys), num_bytes + call.part * (keys / call.keys - 1)

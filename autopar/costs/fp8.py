@@ -153,7 +153,7 @@ class Fp8Layers:
         position = DEFERRABLE[base_name(operator.node.op)]
         metas = (operator.inputs[position - 1], operator.inputs[position], operator.node.outputs[0])
         places = (option.inputs[position - 1], option.inputs[position], option.outputs[0])
-        x, weight, y = (num_local(meta, lies, mesh) for meta, lies in zip(metas, places, strict=True))
+        x, weight, y = (num_local(meta, placements, mesh) for meta, placements in zip(metas, places, strict=True))
         is_addmm = position == DEFERRABLE["addmm"]
         return Product(
             x=x,

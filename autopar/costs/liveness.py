@@ -100,7 +100,7 @@ class Walk:
         node, option = event.operator.node, event.option
         if is_view(node):
             root = self._root(node.inputs[0], option.inputs[0])
-            self.roots |= {(Ref(node.name, i), lies): root for i, lies in enumerate(option.outputs)}
+            self.roots |= {(Ref(node.name, i), placements): root for i, placements in enumerate(option.outputs)}
 
     def _root(self, ref: Ref, placements: Placements) -> Key:
         """Return the allocation behind a view."""
@@ -162,7 +162,7 @@ class Walk:
         saved_before: set[Key] = set()
         passing: list[Key] = []
         for event in self.events:
-            sizes, temporary = self._made(event), self._forward_temporary(event)
+            sizes, temporary = self._new_bytes(event), self._forward_temporary(event)
             if event.name == last and isinstance(event, Ran):
                 again = max(peak, kept + variables.total + sum(size for _, size in self.kept[last]))
             for key, size in sizes.items():
@@ -176,8 +176,8 @@ class Walk:
                 kept += sum(size for key, size in self.kept[event.name] if key is None or key not in saved_before)
                 saved_before |= {key for key, _ in self.kept[event.name] if key is not None}
             peak = max(peak, kept + variables.total + temporary)
-            for name, (ref, lies) in event.names:
-                variables.assign(name, self._root(ref, lies))
+            for name, (ref, placements) in event.names:
+                variables.assign(name, self._root(ref, placements))
             if isinstance(event, Ran) and event.is_passing:
                 passing += sizes
             elif isinstance(event, Ran):
@@ -186,7 +186,7 @@ class Walk:
         variables.forget(self.rebound)
         return variables.total, peak, again
 
-    def _made(self, event: Event) -> dict[Key, float]:
+    def _new_bytes(self, event: Event) -> dict[Key, float]:
         """Return new allocations by storage."""
         if isinstance(event, Moved):
             sizes = {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}

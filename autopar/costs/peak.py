@@ -133,7 +133,7 @@ def peaks(units: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float 
         loose += 0.0 if life.is_layer else life.live.loose
     forward = max(forward, before + loose + root)
     forward += sent_bytes
-    accumulated = _held(units)
+    accumulated = _accumulated_gradients(units)
     reductions = _reductions(units)
     backward = deferring = 0.0
     for index in reversed(range(len(units))):
@@ -162,7 +162,7 @@ def peaks(units: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float 
     )
 
 
-def _held(units: Sequence[Life]) -> list[float]:
+def _accumulated_gradients(units: Sequence[Life]) -> list[float]:
     """Return for each unit the gradient bytes of parameters that a later unit uses too; autograd adds these up
     first."""
     gradients = [0.0] * len(units)

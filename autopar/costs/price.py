@@ -28,12 +28,11 @@ from autopar.costs.kernels import (
     preferred_fusion,
 )
 from autopar.costs.parameter_prices import ParameterPrices
-from autopar.costs.rates import Rates, Training, is_cpu, num_local_bytes
+from autopar.costs.rates import Prices, Rates, Training, is_cpu, num_local_bytes
 from autopar.costs.saved import Saved
 from autopar.costs.specials import specials
 from autopar.ir.draws import DRAW
 from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, base_name
-from autopar.ir.mesh import Mesh
 from autopar.ir.operators import arguments_of
 from autopar.operators.traits import ATTENTION, DEFERRABLE, JOINS, MATMULS, VIEWS
 from autopar.rules.families.convolution import HALO
@@ -43,7 +42,6 @@ from autopar.sharding.call_options import Operator, Option, num_local
 from autopar.sharding.fusible_runs import Fusion
 from codegen.fusion import KERNELS
 from cost_models import compute
-from cost_models.machine import Cluster
 
 DRAW_BYTES = 256.0
 """Bytes that a draw moves per element: codegen/runtime/draws.py makes a dozen passes over 64-bit integers in chunks,
@@ -52,7 +50,7 @@ FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones", "in_train
 
 
 @dataclass(frozen=True)
-class Pricer:
+class Pricer(Prices):
     """Prices of calls and parameters: the rates of devices, and what programs run on them. Stores no decision.
 
     kernels: fused kernels, if programs have them. fp8: the linear layers in e4m3, if any. framework: the kernels of a
@@ -84,16 +82,6 @@ class Pricer:
         """Return the prices of parameters as they are stored."""
         profile = self.framework.profile if self.framework is not None else None
         return ParameterPrices(self.rates, has_kernels=self.kernels is not None, profile=profile)
-
-    @property
-    def mesh(self) -> Mesh:
-        """Return the mesh of the rates."""
-        return self.rates.mesh
-
-    @property
-    def cluster(self) -> Cluster:
-        """Return the cluster of the rates."""
-        return self.rates.cluster
 
     @property
     def training(self) -> Training:
@@ -167,8 +155,8 @@ class Pricer:
         counts = specials(operator.node)
         if self.cluster.device.special_seconds and any(counts):
             largest = max((*metas_in, *outputs), key=lambda meta: meta.numel)
-            lies = (*option.inputs, *option.outputs)[(*metas_in, *outputs).index(largest)]
-            elements = num_local(largest, lies, self.mesh)
+            placements = (*option.inputs, *option.outputs)[(*metas_in, *outputs).index(largest)]
+            elements = num_local(largest, placements, self.mesh)
             small = host.LOSS if name == "cross_entropy_loss" else (0.0, 0.0)
             one, two = (
                 compute.seconds(compute.Work("memory", 0.0, size, specials=count * elements), self.cluster.device)

@@ -202,6 +202,23 @@ class Rates:
         return compute.seconds(forward, device), compute.seconds(backward, device)
 
 
+class Prices:
+    """Prices on the mesh and the cluster of some rates."""
+
+    __slots__ = ()
+    rates: Rates
+
+    @property
+    def mesh(self) -> Mesh:
+        """Return the mesh of the rates."""
+        return self.rates.mesh
+
+    @property
+    def cluster(self) -> Cluster:
+        """Return the cluster of the rates."""
+        return self.rates.cluster
+
+
 def dtype_name(meta: TensorMeta) -> str:
     """Return the dtype of contractions with this result."""
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}

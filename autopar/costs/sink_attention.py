@@ -34,7 +34,7 @@ def sinks(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool, is_excha
     """Price the sinks of one call. on_cpu: a CPU's flash kernel takes all dtypes, but no windows. is_exchanged:
     whether keys of other ranks are visible. Their exchange has a higher temporary peak than sinks (context.py)."""
     (query, key, value), output = operator.inputs[:3], operator.node.outputs[0]
-    sizes = [num_local(x, lies, mesh) for x, lies in zip(operator.inputs[:3], option.inputs, strict=False)]
+    sizes = [num_local(x, placements, mesh) for x, placements in zip(operator.inputs[:3], option.inputs, strict=False)]
     itemsize, wide = output.dtype.itemsize, max(WIDE_BYTES, output.dtype.itemsize)
     result = num_local(output, option.outputs[0], mesh)
     moved = 2.0 * result * itemsize, result * (2.0 * itemsize + 4.0 * wide)

@@ -62,8 +62,8 @@ class OneStageSearch(BestFirst[Mesh, Candidate]):
         self.request = request
         self.failures: list[Failure] = []
 
-    def bounded(self) -> Iterator[tuple[float, Mesh, Bound]]:
-        """Yield the start of the search."""
+    def starting_bounds(self) -> Iterator[tuple[float, Mesh, Bound]]:
+        """Yield every mesh with its lower bound."""
         for mesh in sorted(meshes(self.request), key=str):
             yield lower_bound(mesh, self.request), mesh, Bound.TIGHT
 

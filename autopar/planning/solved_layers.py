@@ -140,7 +140,7 @@ class SolvedLayers:
     request: Request
     typical_rows: int | None = None
     _assignments: dict[Key, Assignment | None] = field(default_factory=dict)
-    _beside: dict[Key, tuple[Assignment, ...]] = field(default_factory=dict)
+    _alternatives: dict[Key, tuple[Assignment, ...]] = field(default_factory=dict)
     _solved_layers: dict[tuple[Mesh, int, float], SolvedLayer | None] = field(default_factory=dict)
     _call_costs: dict[tuple[Mesh, int, int], CallCosts] = field(default_factory=dict)
     _covered: dict[tuple[int, int], bool] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class SolvedLayers:
     _fastest: dict[Key, Solution] = field(default_factory=dict)
     _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
     _emitted_programs: Known = field(default_factory=dict)
-    _made: list[Assignment] = field(default_factory=list)
+    _numbered: list[Assignment] = field(default_factory=list)
     known_costs: list[KnownCosts] = field(default_factory=list)
     prices_all_ranks: bool = False
     _deferring: SolvedLayers | None = None
@@ -211,11 +211,9 @@ class SolvedLayers:
             assignment = self.assignment(solved_key)
         if assignment is None:
             return None
-        if beside := self.beside(solved_key):
-            each_costs = (
-                self._costs_of(alternative, solved_key, costed, rows) for alternative in (assignment, *beside)
-            )
-            best = min(each_costs, key=lambda costs: costs[1].chosen_seconds)
+        if alternatives := self._alternatives_of(solved_key):
+            priced = (self._costs_of(choice, solved_key, costed, rows) for choice in (assignment, *alternatives))
+            best = min(priced, key=lambda pair: pair[1].chosen_seconds)
         else:
             best = self._costs_of(assignment, solved_key, costed, rows)
         assignment, call_costs = best
@@ -253,9 +251,10 @@ class SolvedLayers:
             )
         return assignment, self._call_costs[key]
 
-    def beside(self, key: Key) -> tuple[Assignment, ...]:
-        """Return alternatives to the assignment that is fastest on the device alone; none if no host is behind."""
-        if key not in self._beside:
+    def _alternatives_of(self, key: Key) -> tuple[Assignment, ...]:
+        """Return alternatives to the assignment that is fastest on the device alone. There are none unless devices wait
+        for their hosts."""
+        if key not in self._alternatives:
             solutions, assignments = list[Solution](), dict[tuple[int, ...], Assignment]()
             fastest_assignment = self._assignments.get(key)
             if (
@@ -272,8 +271,8 @@ class SolvedLayers:
                     return self._costs_of(assignments[chosen], key, key.mesh, key.rows)[1].stretches
 
                 solutions = with_host(search_space, self.pricer(key.mesh), fastest, measure)
-            self._beside[key] = tuple(assignments[alternative.assignment] for alternative in solutions)
-        return self._beside[key]
+            self._alternatives[key] = tuple(assignments[alternative.assignment] for alternative in solutions)
+        return self._alternatives[key]
 
     def storage_of(self, assignment: Assignment, axes: tuple[str, ...]) -> int:
         """Return a number for how an assignment stores the parameters: equal if that is."""
@@ -285,11 +284,11 @@ class SolvedLayers:
 
     def _number_of(self, assignment: Assignment) -> int:
         """Return a number of the solver's assignment: the same wherever the programs of its decisions are known."""
-        for number, numbered in enumerate(self._made):
+        for number, numbered in enumerate(self._numbered):
             if numbered is assignment:
                 return number
-        self._made.append(assignment)
-        return len(self._made) - 1
+        self._numbered.append(assignment)
+        return len(self._numbered) - 1
 
     def _covers(self, assignment: Assignment, rows: int) -> bool:
         """Return whether the graph of so many rows has the calls that the assignment decides on."""
@@ -304,11 +303,11 @@ class SolvedLayers:
             request,
             self.typical_rows,
             dict(self._assignments),
-            dict(self._beside),
+            dict(self._alternatives),
             _operators=self._operators,
             _covered=self._covered,
             _emitted_programs=self._emitted_programs,
-            _made=self._made,
+            _numbered=self._numbered,
         )
 
     def decided_for(self, request: Request) -> SolvedLayers:
@@ -320,7 +319,7 @@ class SolvedLayers:
             _operators=self._operators,
             _covered=self._covered,
             _emitted_programs=self._emitted_programs,
-            _made=self._made,
+            _numbered=self._numbered,
         )
 
     def deferring(self, request: Request) -> SolvedLayers:
