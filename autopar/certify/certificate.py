@@ -116,7 +116,7 @@ class Certificate:
             if part.counts:
                 yield _table(part)
         others = self.not_proven[len(self.gaps) :]
-        titles = ("What failed", "What of this plan was not run", "What was not proven")
+        titles = ("Failed", "Parts of this plan that were not run", "Not proven")
         for title, texts in zip(titles, (self.failures, self.gaps, others), strict=True):
             if texts:
                 rows = short_table(title, "")

@@ -48,8 +48,8 @@ class Searched(Generic[Tried, Solution]):
 class BestFirst(ABC, Generic[Tried, Solution]):
     """A search over candidates of one kind.
 
-    gap: share of the time by which a better one may be missed. most_solved: how many candidates, most promising
-    first, are solved once one fits.
+    gap: the share of the time by which the search may miss a better candidate. most_solved: the number of candidates
+    that are solved once one fits, most promising first.
     """
 
     gap = 0.0

@@ -42,7 +42,8 @@ TYPICAL_ROWS = 2
 
 FEW_DEVICES = 16
 GAP = 0.03
-"""Share of the step by which a better pipeline of unlike stage meshes may be missed on more than FEW_DEVICES."""
+"""The share of the step by which the search may miss a better pipeline of unlike stage meshes, on more than
+FEW_DEVICES."""
 
 MOST_SOLVED = 300
 """Problems of unlike stage meshes, most promising first, that are solved on more than FEW_DEVICES once a pipeline
@@ -62,7 +63,7 @@ class PipelineSearch(BestFirst[ParallelConfig, PipelineCut]):
 
     @abstractmethod
     def configs(self) -> Iterator[ParallelConfig]:
-        """Return all configs whose closed form is minimized."""
+        """Return all configs. The search minimizes the closed form of each."""
 
     def tighten(self, candidate: ParallelConfig, tightness: Bound) -> Iterator[Bounded]:
         """Yield the config with its next bound, or every variant if its bound ignores parameters."""
@@ -144,7 +145,8 @@ class PipelineSearch(BestFirst[ParallelConfig, PipelineCut]):
 class EqualSearch(PipelineSearch):
     """The search over pipelines with equal stage meshes on all ranks.
 
-    solved: layers of another request that differs only in what they do not depend on (see solved_layers.py).
+    solved: layers of another request. The requests may differ only in facts that the layers do not depend on (see
+    solved_layers.py).
     """
 
     def __init__(self, request: Request, solved: SolvedLayers | LayerPool | None = None) -> None:
@@ -161,7 +163,7 @@ class EqualSearch(PipelineSearch):
         self._alike: dict[Hashable, list[ParallelConfig]] = {}
 
     def configs(self) -> Iterator[ParallelConfig]:
-        """Yield all configs whose closed form is minimized."""
+        """Yield all configs. The search minimizes the closed form of each."""
         for config in self.unscheduled:
             if not self.solved_layers.repeats(config):
                 yield from self.scheduled(config)

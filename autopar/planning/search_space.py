@@ -56,7 +56,7 @@ class SearchVariable:
 
 @dataclass(frozen=True, slots=True)
 class Reshards:
-    """Reshards from one variable's placements of a tensor to those of another, or of the loss (source is target).
+    """Reshards of a tensor between two variables' placements, or to the loss's placement (source is target).
 
     made, wanted: placements by option. count: how often in a step. is_joined: with the result's readers, where its
     gradient is summed (overlap.py).
@@ -415,8 +415,8 @@ class _Builder:
     def _parameter_bar(
         self, produced: tuple[Placements, ...], wanted: tuple[Placements, ...], is_single: bool, is_written: bool
     ) -> np.ndarray:
-        """Return inf if a parameter with one use would be gathered in every micro-batch, or cut though it may be
-        stored so, which is never worse. Also return inf if a call that writes to a buffer would write to a moved
+        """Return inf for a parameter with one use that would be gathered in every micro-batch, or cut although it may
+        be stored cut. Neither is ever better. Also return inf if a call that writes to a buffer would write to a moved
         copy."""
         sizes = self.pricer.mesh.sizes
         bar: dict[tuple[Placements, Placements], float] = {}

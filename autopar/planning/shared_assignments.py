@@ -126,8 +126,8 @@ class SharedAssignments:
         return key._replace(num_data=num_data, rows=rows // num_data)
 
     def _main(self, tp: int) -> int:
-        """Return the number of the group for which decisions are solved: with room for two data-parallel ranks if
-        there is one, and of these the one with the highest rate of all devices together."""
+        """Return the number of the group of nodes to solve decisions for. Groups with room for two data-parallel ranks
+        come first, then the highest rate of all devices together."""
         groups = self.request.whole.groups
         fits = [n for n, group in enumerate(groups) if tp <= group.num_devices]
         has_room = [n for n in fits if 2 * tp <= groups[n].num_devices] or fits

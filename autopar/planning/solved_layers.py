@@ -48,7 +48,7 @@ GRID_ROWS = 2
 options as the axes have pairs of them, and is solved as seldom as in a large request."""
 
 TYPICAL_MICRO_BATCHES = 4
-"""Micro-batches by which a solved layer weighs costs per micro-batch against costs per step."""
+"""The number of micro-batches with which a solved layer weighs costs per micro-batch against costs per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +76,22 @@ class SolvedLayer:
         return self.call_costs.costs
 
     def assignment(self, zero: int, rows: int) -> Assignment:
-        """Return the assignment on the mesh for a graph of `rows` rows over all ranks, with a ZeRO stage wherever
-        one is possible."""
+        """Return the assignment on the mesh for a graph of `rows` rows over all ranks. The ZeRO stage applies to every
+        parameter that can have one."""
         here = rescaled(self.solved, self.operators, self.solved_rows, rows)
         placed = on_axes(here, self.solved_axes, self.mesh.axes)
         return Assignment(placed.operators, placed.tensors, self.parameters(zero))
 
     def parameters(self, zero: int) -> dict[tuple[str, str], Stored]:
-        """Return the stored parameters with a ZeRO stage wherever one is possible."""
+        """Return the stored parameters. The ZeRO stage applies to every parameter that can have one."""
         return stored_parameters(self.solved, self.solved_axes, self.mesh.axes, zero)
 
 
 def stored_parameters(
     assignment: Assignment, axes: tuple[str, ...], wanted: tuple[str, ...], zero: int
 ) -> dict[tuple[str, str], Stored]:
-    """Return the parameters of an assignment on `axes` as they are stored on a mesh with `wanted` axes, with a ZeRO
-    stage wherever one is possible."""
+    """Return the parameters of an assignment on `axes` as a mesh with `wanted` axes stores them. The ZeRO stage applies
+    to every parameter that can have one."""
     source = axis_sources(axes, wanted)
     parameters = {}
     for key, stored in assignment.parameters.items():
@@ -156,7 +156,7 @@ class SolvedLayers:
     _deferring: SolvedLayers | None = None
 
     def solved_layer(self, mesh: Mesh, rows: int, multiplier: float) -> SolvedLayer | None:
-        """Return the solved layer of a mesh whose tp ranks share `rows` rows of a micro-batch; None if the
+        """Return the solved layer of a mesh. The tp ranks share `rows` rows of a micro-batch. Return None if the
         constraints leave nothing."""
         key = (mesh, rows, multiplier)
         if key not in self._solved_layers:
@@ -283,7 +283,8 @@ class SolvedLayers:
         return self._stored_as[key]
 
     def _number_of(self, assignment: Assignment) -> int:
-        """Return a number of the solver's assignment: the same wherever the programs of its decisions are known."""
+        """Return a number of the solver's assignment. All requests that share the programs of its decisions share the
+        number."""
         for number, numbered in enumerate(self._numbered):
             if numbered is assignment:
                 return number
@@ -369,8 +370,8 @@ def without_zero(limits: Constraints, mesh: Mesh) -> Constraints:
 def solved_anew(
     request: Request, graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: Mesh, multiplier: float
 ) -> Assignment:
-    """Return an assignment, solved like a solved layer's, on a graph whose calls differ from those of solved layers.
-    Raises InfeasibleError."""
+    """Return an assignment on a graph with other calls than the solved layers have, solved in the same way. Raises
+    InfeasibleError."""
     limits = without_zero(request.constraints, mesh)
     search_space = build_search_space(graph, operators, pricer_for(request, mesh, TYPICAL_MICRO_BATCHES), limits)
     return _at_multiplier(search_space, solve(search_space.problem), multiplier, request)
@@ -392,8 +393,8 @@ def _charged(problem: Problem, seconds_per_byte: float) -> Problem:
 
 @cache
 def named_mesh(dp: int, tp: int, ddp: int = 1, ep: int = 1, cp: int = 1, ttp: int = 1, tp_first: bool = False) -> Mesh:
-    """Return ddp x dp x cp x ep x ttp x tp without axes of one rank; tp_first: neighbors differ in data, and ttp x
-    tp joins distant ranks."""
+    """Return ddp x dp x cp x ep x ttp x tp without axes of one rank. tp_first: neighbors differ in data, and ttp x tp
+    joins distant ranks."""
     data = [("ddp", ddp), ("dp", dp), ("cp", cp), ("ep", ep)]
     tensor = [("ttp", ttp), ("tp", tp)]
     named = [(a, n) for a, n in ([*tensor, *data] if tp_first else [*data, *tensor]) if n > 1]
