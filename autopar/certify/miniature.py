@@ -156,10 +156,8 @@ def _fault(report: VerifyReport) -> str:
 
 
 def train_rounded(compiled: CompiledProgram, cuts: list[Cut], miniature: Miniature | None) -> Trained:
-    """Train one miniature with the plan's roundings. Raises what `train_miniature` raises.
-
-    cuts: of the exact miniatures; the first one on which ZeRO sends something is taken.
-    """
+    """Train one miniature with the plan's roundings. Raises the errors of `train_miniature`. cuts: of the exact
+    miniatures; the first one in which ZeRO sends something is used."""
     shared = (cut for cut in cuts if any(cut.degrees.get(axis, 1) > 1 for axis in ZERO_AXES))
     cut = next(shared, cuts[0]) if compiled.plan.compresses else cuts[0]
     return train_miniature(compiled, cut, miniature, is_rounded=True)

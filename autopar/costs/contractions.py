@@ -35,8 +35,8 @@ VALUE_FEATURES = "f"
 
 @dataclass(frozen=True)
 class Contractions(Prices):
-    """Prices of calls whose FLOPs count: matmuls and attention. has_kernels: whether programs have fused kernels.
-    fp8, framework, experts: as of Pricer."""
+    """Prices of matmuls and attention, the calls with FLOPs that count. has_kernels: whether programs have fused
+    kernels. fp8, framework, experts: as of Pricer."""
 
     rates: Rates
     has_kernels: bool = False
@@ -154,7 +154,7 @@ class Contractions(Prices):
         return sinks(operator, option, self.mesh, is_cpu(self.cluster), is_exchanged)
 
     def context_call(self, operator: Operator, option: Option) -> ContextCall | NearCall | None:
-        """Return one rank's form of an attention call whose keys are cut along the sequence; None for other calls."""
+        """Return one rank's form of an attention call with keys cut along the sequence; None for other calls."""
         if not operator.rule.joints:
             return None
         habits = GENERATED if self.framework is None else self.framework.habits

@@ -183,10 +183,10 @@ class _Evaluation:
         return self.pricer.contractions.rows.load(self.operators[layer], self.assignment.operators[layer])
 
     def _exchanged(self, operator: Operator, option: Option) -> tuple[Sent, float]:
-        """Return the part of a call's seconds in which ranks exchange keys and values, or rows of experts.
+        """Return the seconds in which ranks exchange keys and values, or rows of experts, by kind and direction.
 
-        The second value is the share of it that other computation of the unit can hide. What attention's kernels hide
-        is a kind of its own.
+        The second value is the share that other computation of the unit can hide. Seconds that attention's kernels hide
+        are a separate kind.
         """
         axes = self.pricer.mesh.axes
         if operator.node.op == EXPERT_LINEAR:

@@ -23,7 +23,7 @@ from codegen.fusion.match import Flow
 from codegen.program import Call, LayerLoop, ModuleClass, Reshard, Statement, TensorType, Var, assigns
 
 OVERLAPPED = {"overlapped.linear": 0, "overlapped.linears": 0, "overlapped.addmm": 1}
-"""Calls whose input gradient is summed while weight gradients are computed, with the position of that input."""
+"""Calls that sum their input gradient while they compute weight gradients, with the position of that input."""
 
 Key = tuple[Ref, Placements]
 """A tensor of the graph with its placement."""
@@ -261,7 +261,7 @@ class Reader:
 
 
 def _overlapped(body: tuple[Statement, ...], flow: Flow) -> dict[int, tuple[str, ...]]:
-    """Return number of a reshard -> the linear layers whose weight gradients overlap the sum of its backward."""
+    """Return for a reshard, by number, the linear layers with weight gradients that overlap its backward's sum."""
     return {
         flow.origins[index][call.args[OVERLAPPED[call.target]].name]: names_of(call)
         for index, call in enumerate(body)

@@ -18,7 +18,7 @@ from cost_models.framework_profiles import Framework
 
 
 def summed_axes(axes: tuple[str, ...], stored: Stored) -> list[tuple[int, ...]]:
-    """Return the axes over which partial gradients are summed besides ZeRO, grouping those that ZeRO may share."""
+    """Return the axes of gradient sums outside of ZeRO. Axes that ZeRO may share are one group."""
     partial = [number for number, placement in enumerate(stored.placements) if placement.kind == "Rp"]
     over = zero_axes(axes, stored.placements)
     together = [over] if over and not stored.zero else []
@@ -35,7 +35,7 @@ class ParameterPrices(Prices):
     profile: Framework | None = None
 
     def stored_seconds(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> float:
-        """Return the seconds of one parameter per step besides the calls that use it: exposed traffic, sums, update."""
+        """Return the seconds of one parameter per step without the calls that use it: exposed traffic, sums, update."""
         per_micro, per_step = self.sync_parts(meta, stored, unit_bytes)
         quantising_per_micro, quantising_per_step = self.quantising_parts(meta, stored, unit_bytes)
         per_micro += (
@@ -48,7 +48,7 @@ class ParameterPrices(Prices):
         """Return the exposed gradient synchronization and ZeRO traffic of one parameter: seconds per micro-batch, and
         seconds once per step.
 
-        unit_bytes: of all the parameters that share its buffers, so that latency is shared too.
+        unit_bytes: of all the parameters that share its buffers. They share the latency, too.
         """
         if not meta.requires_grad:
             return 0.0, 0.0
@@ -127,7 +127,7 @@ class ParameterPrices(Prices):
         return moved / (device.memory_bytes_per_second * device.memory_efficiency) + beside
 
     def stored_elements(self, meta: TensorMeta, stored: Stored) -> float:
-        """Return the elements of a parameter whose master a rank has."""
+        """Return the elements of a parameter's master on one rank."""
         return num_local(meta, stored.placements, self.mesh) / self.zero_size(stored)
 
     @property
@@ -199,8 +199,7 @@ class ParameterPrices(Prices):
         return self.has_kernels and self.rates.training.writes_copies and not is_cpu(self.cluster)
 
     def is_rounded(self, meta: TensorMeta, stored: Stored) -> bool:
-        """Return whether compressed gathers round the compute tensor of all ranks, so that separate masters stay in
-        fp32."""
+        """Return whether compressed gathers round all ranks' compute tensors. Separate masters then stay in fp32."""
         is_gathered = (
             bool(self.rates.training.compression.gather) and stored.zero in (1, 2) and self.zero_size(stored) > 1
         )

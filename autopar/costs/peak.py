@@ -19,7 +19,7 @@ from autopar.sharding.call_options import num_local
 from codegen.runtime.zero import BUCKET_BYTES
 
 IN_FLIGHT = 2
-"""Reductions in flight whose buffers stay allocated (zero.py `_MAX_IN_FLIGHT`)."""
+"""The number of reductions in flight with buffers that stay allocated (zero.py `_MAX_IN_FLIGHT`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Peaks:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that are reduced together. missing: units whose gradients are still missing."""
+    """Gradients that are reduced together. missing: units with gradients still to come."""
 
     waiting: dict[int, float] = field(default_factory=dict)
     line: float = 0.0

@@ -51,7 +51,7 @@ FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones", "in_train
 
 @dataclass(frozen=True)
 class Pricer(Prices):
-    """Prices of calls and parameters: the rates of devices, and what programs run on them. Stores no decision.
+    """Prices of calls and parameters: the rates of devices, and the kernels of programs. Stores no decision.
 
     kernels: fused kernels, if programs have them. fp8: the linear layers in e4m3, if any. framework: the kernels of a
     published framework; None for generated programs. experts: how rows reach their experts.
@@ -109,7 +109,7 @@ class Pricer(Prices):
         return cached[1]
 
     def fused(self, operator: Operator, option: Option) -> Fusion | None:
-        """Return the run whose share a call pays: the program's, or without one the run that this decision leaves
+        """Return the run of a call that is fused: the program's, or without a program the run that this decision leaves
         intact."""
         if self.kernels is not None and self.kernels.fusions is not None:
             return self.kernels.fusions.get((operator.scope, operator.node.name))
@@ -130,7 +130,7 @@ class Pricer(Prices):
         return forward, backward
 
     def _call_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Return the seconds of a call that is a kernel of its own."""
+        """Return the seconds of a call that runs as a separate kernel."""
         name = base_name(operator.node.op)
         metas_in = operator.inputs
         if name in FREE and not any(a.lowering for a in option.axes):
@@ -192,8 +192,8 @@ class Pricer(Prices):
         return host.DEFERRED * host.launch_seconds(self.cluster) if base_name(operator.node.op) in DEFERRABLE else 0.0
 
     def halo_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Return (a rank's rows with those of its neighbors, the most of one neighbor) of a convolution whose space
-        is cut; zeros for other calls."""
+        """Return (a rank's rows with those of its neighbors, the most of one neighbor) of a convolution cut along its
+        space. Return zeros for other calls."""
         axis = next((number for number, num_bytes in enumerate(option.axes) if num_bytes.lowering == HALO), None)
         if axis is None:
             return 0.0, 0.0
@@ -268,7 +268,7 @@ class Pricer(Prices):
         return made_bytes(operator, option, self.mesh, is_cpu(self.cluster))
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Return the bytes (kept besides inputs and results, temporaries of the forward) of a call."""
+        """Return the bytes of a call without inputs and results: kept ones, and the forward's temporaries."""
         pattern = KERNELS.get(operator.node.op)
         if pattern is not None and pattern.chunk_rows is not None:
             return lm_head_bytes(pattern.chunk_rows, operator, option, self.rates)
@@ -280,7 +280,7 @@ class Pricer(Prices):
         return 0.0, product.forward_temporary(is_cpu(self.cluster)) if product is not None else 0.0
 
     def backward_bytes(self, operator: Operator, option: Option) -> float:
-        """Return the temporary bytes of a call's backward besides the gradients that it computes. If each expert has
+        """Return the temporary bytes of a call's backward, without the gradients that it computes. If each expert has
         its kernel, its weight has a separate gradient, and these are joined."""
         if operator.node.op == SINK_ATTENTION:
             return self.contractions.sinks(operator, option).held_backward
@@ -292,7 +292,7 @@ class Pricer(Prices):
         return product.backward_temporary(is_cpu(self.cluster)) if product is not None else 0.0
 
     def product_bytes(self, operator: Operator, option: Option) -> float:
-        """Return the bytes of the product of a matmul whose result is another tensor (fp8.py); 0 for all others."""
+        """Return the bytes of the product of a matmul that has another tensor as result (fp8.py); 0 for all others."""
         product = self._product(operator, option)
         return product.result_bytes(is_cpu(self.cluster)) if product is not None else 0.0
 

@@ -26,8 +26,8 @@ FLASH = "fa2"
 """The algorithm of torch's fused attention on GPUs (T. Dao, "FlashAttention-2" (2023))."""
 
 TIE = 1e-9
-"""Share by which a reshard of a dim in sections counts as slower: of equally fast choices, the one that moves a dim
-in one piece wins. Rows are gathered before a view flattens them, where the gather can be joined with a product."""
+"""The share that a reshard of a dim in sections counts as slower. Of equally fast choices, a dim moves in one piece.
+Rows are gathered before a view flattens them, where the gather can be joined with a product."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from autopar.sharding.call_options import Operator, Option, num_local
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """Bytes of one call that are moved, and allocated besides arguments and result (and backward their gradients)."""
+    """Bytes that one call moves, and bytes that it allocates in addition to arguments and result (and in backward their
+    gradients)."""
 
     moved_forward: float
     moved_backward: float

@@ -50,7 +50,7 @@ def notes_of(compiled: GeneratedProgram) -> tuple[str, ...]:
 
 
 def _bound_by_host(compiled: GeneratedProgram) -> list[str]:
-    """Return a note if devices wait for the host for most of a step: what would not help, and what would."""
+    """Return a note if devices wait for the host for most of a step, with changes that help and that do not."""
     prediction = compiled.plan.prediction
     waiting = prediction.seconds.get(HOST, 0.0)
     if waiting <= prediction.step_seconds / 2:

@@ -228,7 +228,7 @@ class Predictor:
     def _settings(
         self, model: ScoredModel, cluster: AnyCluster, terms: Terms, wanted: Strategy, rows: int
     ) -> dict[int, Setting]:
-        """Return the setting of each group of equal nodes. All share the decisions of the group with the highest rate."""
+        """Return the setting of each group of equal nodes. All share the decisions of the fastest group."""
         order = sorted(range(len(cluster.groups)), key=lambda number: -_rate(cluster.groups[number]))
         settings: dict[int, Setting] = {}
         for number in order:
