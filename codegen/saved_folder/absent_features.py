@@ -23,8 +23,17 @@ _Edit = tuple[int, int, str]
 
 ABSENT: Mapping[str, Any] = {
     **dict.fromkeys(
-        ("host", "host_optimizer", "offload_optimizer", "kernels", "fused_optimizer", "compiled", "_compiled")
+        (
+            "host",
+            "host_optimizer",
+            "offload_optimizer",
+            "kernels",
+            "fused_optimizer",
+            "compiled",
+            "_compiled",
+        )
     ),
+    **dict.fromkeys(("captured", "_captured", "on_device")),
     **dict.fromkeys(("offload", "loss_scaling", "begun_scaling", "trial", "_trial", "wholes", "_wholes")),
     # Of steps that autopar builds in a process of its own.
     **dict.fromkeys(("_programs", "shared", "first_check", "comparison", "state_check", "after_forward")),
