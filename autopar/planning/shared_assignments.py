@@ -35,7 +35,7 @@ class SharedAssignments:
 
     request: Request
     solved_layers: dict[int, SolvedLayers] = field(default_factory=dict)
-    _solved_layers: dict[tuple[StageMesh, int, int, float], SolvedLayer | None] = field(default_factory=dict)
+    _layer_of: dict[tuple[StageMesh, int, int, float], SolvedLayer | None] = field(default_factory=dict)
     _call_costs: dict[tuple[int, Mesh, int, int, float], CallCosts] = field(default_factory=dict)
     known_costs: list[KnownCosts] = field(default_factory=list)
 
@@ -46,9 +46,9 @@ class SharedAssignments:
         at most two data-parallel ranks.
         """
         key = (stage_mesh, config.rows, config.tp, config.multiplier)
-        if key not in self._solved_layers:
-            self._solved_layers[key] = self._make(*key)
-        return self._solved_layers[key]
+        if key not in self._layer_of:
+            self._layer_of[key] = self._make(*key)
+        return self._layer_of[key]
 
     def _make(self, stage_mesh: StageMesh, rows: int, tp: int, multiplier: float) -> SolvedLayer | None:
         mesh, solved_key = stage_mesh.mesh, self._solved_key(tp, rows, multiplier)
