@@ -1,4 +1,5 @@
-"""The certificate of a plan: what was proven, how often and to what error, and what was not; as value, YAML, tables."""
+"""The certificate of a plan as value, YAML and tables: the checks that passed, their number and largest error, and the
+gaps."""
 
 from __future__ import annotations
 
@@ -61,12 +62,12 @@ class Certificate:
 
     @property
     def gaps(self) -> tuple[str, ...]:
-        """List what certificates show in general, but this one does not."""
+        """List gaps of this certificate: checks that it usually has, but not for this plan."""
         return tuple(text for part in self.findings for text in part.gaps)
 
     @property
     def not_proven(self) -> tuple[str, ...]:
-        """List the gaps, and what no certificate shows."""
+        """List the gaps of this certificate, and those of all certificates."""
         return (*self.gaps, *(text for part in self.findings for text in part.not_proven))
 
     def part(self, subject: str) -> Findings:
@@ -104,7 +105,7 @@ class Certificate:
         return write_output(path / FILE if path.is_dir() else path, self.to_yaml(), force)
 
     def panels(self) -> Iterator[RenderableType]:
-        """Yield tables of what was proven, what failed and what was not proven."""
+        """Yield tables of the checks that passed, of those that failed, and of the gaps."""
         table = short_table(f"Certificate of {self.model} on {self.mesh}: {self.verdict}", "", "")
         table.add_row("cluster", f"{self.cluster} ({self.num_ranks} ranks)")
         table.add_row("plan", f"sha256 {self.plan_sha256[:16]}")
@@ -116,7 +117,7 @@ class Certificate:
             if part.counts:
                 yield _table(part)
         others = self.not_proven[len(self.gaps) :]
-        titles = ("What failed", "What of this plan was not run", "What was not proven")
+        titles = ("Failed", "Parts of this plan that were not run", "Not proven")
         for title, texts in zip(titles, (self.failures, self.gaps, others), strict=True):
             if texts:
                 rows = short_table(title, "")

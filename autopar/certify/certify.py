@@ -31,7 +31,7 @@ def certify_program(
     miniature: Miniature | None = None,
     planning_seconds: float | None = None,
 ) -> Certificate:
-    """Prove on this machine, without the cluster, what can be proven of a program.
+    """Prove a program on this machine, without the cluster, as far as possible.
 
     train: whether to train a miniature on local processes as well. miniature: (model, batch, loss_fn or None) for
     models without a configuration from which autopar can build a small one. planning_seconds: CPU-seconds used so far,

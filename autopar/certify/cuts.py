@@ -1,8 +1,8 @@
 """Choose the meshes of a plan's miniatures: two ranks per axis, on no more processes than one machine can run.
 
-If the axes need more processes, several miniatures have some of the axes each. If pipeline ranks of the plan have their
-own meshes, there are also miniatures of two unlike neighbors: an axis with unequal numbers of ranks has one rank on one
-of them and two on the other.
+If the axes need more processes, several miniatures have some of the axes each. If the plan's pipeline ranks have
+different meshes, there are also miniatures of two unlike neighbors. An axis with unequal numbers of ranks has one rank
+on one of them and two on the other.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _pairs(axes: tuple[str, ...]) -> set[tuple[str, str]]:
 
 
 def _neighbors(plan: Plan) -> list[tuple[Mesh, Mesh]]:
-    """Return pairs of adjacent pipeline ranks with their own meshes: the unlike pairs, or one pair of equal meshes."""
+    """Return pairs of adjacent pipeline ranks with different meshes: the unlike pairs, or one pair of equal meshes."""
     meshes = [stage_mesh.mesh for stage_mesh in plan.pipeline.stage_meshes]
     pairs = list(dict.fromkeys(itertools.pairwise(meshes)))
     unlike = [(first, second) for first, second in pairs if first.sizes != second.sizes]

@@ -102,7 +102,7 @@ class _Decisions:
             self.same("switches", f"{where}{name}", getattr(program, name), value)
 
     def stage(self, program: Program, stage: StagePlan, where: str) -> None:
-        """Compare what one stage stores, reads of the batch, and runs."""
+        """Compare the storage, the read inputs and the calls of one stage."""
         mesh = Mesh(program.axes, program.axis_sizes)
         classes = [(cls, "" if cls is program.root else cls.name) for cls in (*program.layers, program.root)]
         for cls, scope in classes:

@@ -63,7 +63,7 @@ def check_edges(program: Program | PipelineProgram, best: Candidate) -> Findings
     kinds = ("reads", "calls", "axes", "reshards", "layers", "stages", "gradients")
     names = {
         "reads": "values read as they were made",
-        "calls": "inputs and results of calls that lie as their option says",
+        "calls": "inputs and results of calls with the placements of their option",
         "axes": "calls that communicate, over the axes of their option",
         "reshards": "reshards that are one step between their neighbors' placements",
         "layers": "values that enter or leave a run of layers",
@@ -77,8 +77,8 @@ def check_edges(program: Program | PipelineProgram, best: Candidate) -> Findings
         counts={"edges": sum(edges.counts[k] for k in kinds[:-1])} | {names[k]: edges.counts[k] for k in kinds},
         failures=tuple(dict.fromkeys(edges.failures))[:MOST_SHOWN],
         not_proven=(
-            f"{left} arguments of calls that are parts or products of the run time's own, read as they were made, have "
-            f"no placement in the plan to compare with: {targets}",
+            f"{left} arguments that the run time creates for calls have no placement in the plan to compare with: "
+            f"{targets}",
         )
         if left
         else (),

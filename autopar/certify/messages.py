@@ -141,7 +141,7 @@ def _move(
             return 0, f"rank {box.target} gets elements twice"
         into.copy_(parts[box.source][box.source_box])
     wrong = [rank for rank, part in received.items() if not torch.equal(part, targets[rank])]
-    return len(boxes), f"rank {wrong[0]} gets other elements than its own, or not all" if wrong else ""
+    return len(boxes), f"rank {wrong[0]} does not get exactly the elements of its part" if wrong else ""
 
 
 def _parts(whole: Tensor, places: Placements, mesh: StageMesh) -> tuple[Param, dict[int, Tensor]]:

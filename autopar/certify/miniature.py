@@ -99,7 +99,7 @@ def _why_none(compiled: CompiledProgram, miniature: Miniature | None) -> str:
     if not has_config(compiled.model):
         return "the model's class has no configuration to shrink; pass a miniature"
     if compiled.loss_fn is not None:
-        return "the model has a separate loss function, whose targets are unknown; pass a miniature"
+        return "the model has a separate loss function, and its targets are unknown; pass a miniature"
     return ""
 
 
@@ -128,11 +128,11 @@ def _beyond(compiled: CompiledProgram, trained: list[Trained]) -> Iterator[str]:
         names = ", ".join(f"{op} ({count})" for op, count in missing)
         yield f"calls that the plan's model has and a miniature in fp32 has not: {names}; they were proven one by one"
     if compiled.plan.precision != "fp32":
-        yield f"{compiled.plan.precision}: everything was computed in fp32 or fp64, so that errors mean something"
+        yield f"{compiled.plan.precision}: everything was computed in fp32 or fp64, to make errors meaningful"
     if compiled.plan.pipeline.offload.startswith("nvme:") and trained:
         yield f"{compiled.plan.pipeline.offload}: miniatures kept the optimizer's state in a folder of this machine"
     if compiled.program.any.has_fused_update and isinstance(compiled.optimizer, DefaultAdamW):
-        yield "AdamW's kernel, which updates all that a rank has at once: miniatures have torch's own AdamW"
+        yield "AdamW's kernel, which updates all parameters of a rank at once: miniatures use torch's AdamW"
 
 
 def _reason(target: str, is_in_miniature: bool = True) -> str:
@@ -144,7 +144,7 @@ def _reason(target: str, is_in_miniature: bool = True) -> str:
             else "kernels of a GPU; the calls that they stand for were proven"
         )
     if target.startswith(("overlapped.", "async_tp.")):
-        return "run communication beside products on a GPU; here one follows the other"
+        return "overlap communication with products on a GPU; here one follows the other"
     return ""
 
 
@@ -156,10 +156,8 @@ def _fault(report: VerifyReport) -> str:
 
 
 def train_rounded(compiled: CompiledProgram, cuts: list[Cut], miniature: Miniature | None) -> Trained:
-    """Train one miniature with the plan's roundings. Raises what `train_miniature` raises.
-
-    cuts: of the exact miniatures; the first one on which ZeRO sends something is taken.
-    """
+    """Train one miniature with the plan's roundings. Raises the errors of `train_miniature`. cuts: of the exact
+    miniatures; the first one in which ZeRO sends something is used."""
     shared = (cut for cut in cuts if any(cut.degrees.get(axis, 1) > 1 for axis in ZERO_AXES))
     cut = next(shared, cuts[0]) if compiled.plan.compresses else cuts[0]
     return train_miniature(compiled, cut, miniature, is_rounded=True)

@@ -51,8 +51,8 @@ def small_model(
     """Build a small model of the same class, with the same parameters frozen.
 
     layers: number of the model's first layers. padded: whether "vocabulary", "heads" and "experts" have padding in the
-    plan. num_tokens: tokens per row of the plan's batch. is_wide: doubles the width. Raises whatever the class raises
-    for an invalid configuration.
+    plan. num_tokens: tokens per row of the plan's batch. is_wide: doubles the width. Raises the class's error for an
+    invalid configuration.
     """
     config: Any = model.config
     small_config = type(config)(**small_fields(config, layers, padded, num_tokens, is_wide))

@@ -29,11 +29,8 @@ from autopar.sharding.validate_plan import ref_name
 
 @dataclass(frozen=True, slots=True)
 class SmallPlan:
-    """A plan of the miniature.
-
-    kept: number of calls with the large plan's option. changed: names of decisions that differ from the large plan.
-    lacks: operators of the large plan's calls without a counterpart, and their number.
-    """
+    """A plan of the miniature. kept: the number of calls with the large plan's option. changed: names of decisions that
+    differ from the large plan. lacks: operators of the large plan's calls without a counterpart, and their number."""
 
     plan: Plan
     kept: int
@@ -206,7 +203,7 @@ def modes_of(large: Candidate) -> dict[str, tuple[str, ...]]:
 
 
 def _stages(large: Candidate, small: Candidate) -> tuple[StagePlan, ...]:
-    """Return the miniature's stages, whose layers cycle through the recompute modes of the large plan."""
+    """Return the miniature's stages. Their layers cycle through the recompute modes of the large plan."""
     modes, units = modes_of(large), chain(small.graph)
     if not any(stage.recompute for stage in large.plan.pipeline.stages):
         return tuple(replace(stage, recompute={}) for stage in small.plan.pipeline.stages)

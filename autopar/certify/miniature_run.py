@@ -74,10 +74,8 @@ class Trained:
 def train_miniature(
     compiled: CompiledProgram, cut: Cut, miniature: Miniature | None, is_rounded: bool = False
 ) -> Trained:
-    """Train one miniature for STEPS steps. Raises what the model's class, the search or a rank raises.
-
-    is_rounded: with the plan's fp8 and compression.
-    """
+    """Train one miniature for STEPS steps. Raises errors of the model's class, the search or a rank. is_rounded: with
+    the plan's fp8 and compression."""
     plan = compiled.plan
     micro_batches = min(plan.num_micro_batches, MOST_MICRO_BATCHES)
     rows = 2 * micro_batches * math.prod(cut.degrees.get(axis, 1) for axis in DATA_AXES)
@@ -253,7 +251,7 @@ def optimizer_of(compiled: CompiledProgram, model: nn.Module) -> tuple[Optimizer
 
 
 class AtAVisibleRate:
-    """A factory whose optimizers have learning rates between LEAST_RATE and MOST_RATE."""
+    """A factory of optimizers with learning rates between LEAST_RATE and MOST_RATE."""
 
     def __init__(self, factory: OptimizerFactory) -> None:
         self._factory, self.takes_names = factory, takes_names(factory)

@@ -101,7 +101,7 @@ def play(lines: Lines, ranks: Sequence[int], links: Sequence[Link]) -> tuple[int
                 is_moving = True
     for rank, (line, place) in enumerate(zip(lines, places, strict=True)):
         if place < len(line):
-            raise ValueError(f"line {rank} never gets past {line[place]}, which waits for what nobody sends")
+            raise ValueError(f"line {rank} never gets past {line[place]}, which waits for a message that no rank sends")
     left = [(key, queue[0]) for key, queue in channels.items() if queue]
     if left:
         (source, target), message = left[0]

@@ -79,7 +79,7 @@ def small_call(operator: Operator, option: Option, axes: tuple[str, ...], sizes:
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    """One axis on one factor: sections in which it is sharded, ranks of the axis, and ranks in the small call."""
+    """One axis on one factor: its sections, the ranks of the axis, and the ranks in the small call."""
 
     axis: int
     sections: int
@@ -159,7 +159,7 @@ def _resized(operator: Operator, factors: Mapping[str, int]) -> tuple[Node, tupl
 
 
 def _distinct(node: Node, numbers: Iterator[int]) -> Node:
-    """Give every tensor argument its own input, so that each has its own gradient."""
+    """Give every tensor argument a separate input, so that each has a separate gradient."""
     return with_refs(node, lambda _: Ref(f"in{next(numbers)}"))
 
 
@@ -266,7 +266,7 @@ def _check_shapes(node: Node, inputs: tuple[TensorMeta, ...]) -> None:
 
 
 def _same_rule(operator: Operator, node: Node, inputs: tuple[TensorMeta, ...], factors: Mapping[str, int]) -> Rule:
-    """Return the small call's own rule. Raises CannotShrink unless it is the large call's rule with these sizes."""
+    """Return the small call's rule. Raises CannotShrink unless it is the large call's rule with these sizes."""
     names = {ref: meta for ref, meta in zip(node.inputs, inputs, strict=True)}
     rule, is_known = rule_or_blank(node, names)
     large_rule = operator.rule

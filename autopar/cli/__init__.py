@@ -22,10 +22,14 @@ import typer
 from typer.core import TyperGroup
 
 from autopar.cli import certify as cli_certify
+from autopar.cli import compare as cli_compare
+from autopar.cli import explain as cli_explain
 from autopar.cli import export as cli_export
 from autopar.cli import fit as cli_fit
-from autopar.cli import planning as cli_planning
+from autopar.cli import plan as cli_plan
+from autopar.cli import report as cli_report
 from autopar.cli import running as cli_running
+from autopar.cli import simulate as cli_simulate
 from autopar.cli import trial as cli_trial
 from autopar.cli.options import as_command, shows_traceback
 from autopar.running.supervise import exit_on
@@ -101,7 +105,7 @@ def everywhere(
 
 
 for command in (
-    *(cli_planning.plan, cli_planning.report, cli_planning.simulate, cli_planning.explain, cli_planning.compare),
+    *(cli_plan.plan, cli_report.report, cli_simulate.simulate, cli_explain.explain, cli_compare.compare),
     *(cli_running.verify, cli_running.profile, cli_trial.trial, cli_running.tune, cli_running.train),
     *(cli_certify.certify, cli_fit.fit, cli_running.doctor, cli_running.launch, cli_export.export),
 ):

@@ -312,7 +312,7 @@ def program_of_source(source: str, model: str | None, cluster: str | None, flags
 
 
 def _job_of_plan(model: str, num_devices: int, flags: Flags, rows: int, seq_len: int | None) -> Job:
-    """Load the plan's model with the plan's rows and sequence length, as far as the factory takes them."""
+    """Load the plan's model with the plan's rows and sequence length, if the factory takes them."""
     with_rows = replace(flags, batch=flags.batch or rows)
     for attempt in (replace(with_rows, seq=flags.seq or seq_len), with_rows):
         with contextlib.suppress(ModelError):

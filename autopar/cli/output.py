@@ -13,7 +13,12 @@ from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 
+from autopar.compiled import CompiledProgram
+from autopar.report import report_panels
+from autopar.report.facts import facts_of
+from autopar.report.json_facts import facts_json
 from autopar.report.tables import WIDTH, VisibleConsole, plain_text
+from autopar.report.timeline import write_timeline as write_timeline_file
 from codegen.source.text import visible
 
 SECONDS_OF_SILENCE = 3.0
@@ -90,3 +95,25 @@ def working(words: str) -> Iterator[Callable[[str], None]]:
         timer.cancel()
         timer.join()
         status.stop()
+
+
+def print_report(compiled: CompiledProgram, as_json: bool) -> None:
+    """Print the report of a plan: as one JSON object, or as tables."""
+    if as_json:
+        print_json(facts_json(facts_of(compiled)))
+        return
+    show(*report_panels(compiled, console().width))
+
+
+def write_page(compiled: CompiledProgram, path: str | None, log: str | None, force: bool) -> None:
+    """Write the HTML page if there is a path. log: of a training run."""
+    if path is not None:
+        with working("pricing what-ifs and leaner plans"):
+            written = compiled.report_html(path, log=log, force=force)
+        say(f"page written to {written}")
+
+
+def write_timeline(compiled: CompiledProgram, path: str | None, force: bool) -> None:
+    """Write the timeline of the predicted step if there is a path."""
+    if path is not None:
+        say(f"timeline written to {write_timeline_file(compiled, path, force)}")

@@ -46,10 +46,10 @@ attention_blocks.py."""
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Exchange rules of a framework for keys and values.
+    """The exchange rules of a framework for keys and values.
 
     copies: it packs, joins and merges in separate tensors. widens: gradients travel and are summed in fp32.
-    one_message: in a ring gradients travel in one message with keys and values. sends_again: an exchange is repeated
+    one_message: in a ring, gradients travel in one message with keys and values. sends_again: an exchange is repeated
     where recomputation keeps the results of attention.
     """
 
@@ -121,7 +121,7 @@ class ContextCall:
 
     @property
     def kept_blocks(self) -> int:
-        """Number of kernels whose results are kept where a second forward skips attention."""
+        """Return the number of kernels with results that stay where a second forward skips attention."""
         return self.num_blocks if self.habits.copies else 1
 
     @property
@@ -236,7 +236,7 @@ class NearCall:
 
     @property
     def kept_blocks(self) -> int:
-        """Number of kernels whose results are kept where a second forward skips attention."""
+        """Return the number of kernels with results that stay where a second forward skips attention."""
         return self.num_blocks
 
     def seconds(

@@ -20,7 +20,7 @@ from autopar.costs.context import (
 from autopar.costs.expert_rows import ExpertRows, RowPrices
 from autopar.costs.fp8 import Fp8Layers
 from autopar.costs.framework_kernels import FrameworkKernels
-from autopar.costs.rates import Rates, are_aligned, dtype_name, is_cpu, num_local_dim
+from autopar.costs.rates import Prices, Rates, are_aligned, dtype_name, is_cpu, num_local_dim
 from autopar.costs.sink_attention import Sinks, sinks
 from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, TensorMeta, base_name, is_causal
 from autopar.ir.mesh import Mesh
@@ -28,7 +28,6 @@ from autopar.operators.traits import ATTENTION, BATCHED_PRODUCTS, CONVOLUTIONS
 from autopar.rules.families.experts import EXPERT_LINEAR
 from autopar.sharding.call_options import Operator, Option, num_local
 from cost_models import compute
-from cost_models.machine import Cluster
 
 MATH_PASSES = ((3, 2, 1, 2), (3, 2))
 """Reads and writes of the fp32 scores by each kernel between the products of torch's math path, forward and backward:
@@ -39,9 +38,9 @@ VALUE_FEATURES = "f"
 
 
 @dataclass(frozen=True)
-class Contractions:
-    """Prices of calls whose FLOPs count: matmuls and attention. has_kernels: whether programs have fused kernels.
-    fp8, framework, experts: as of Pricer."""
+class Contractions(Prices):
+    """Prices of matmuls and attention, the calls with FLOPs that count. has_kernels: whether programs have fused
+    kernels. fp8, framework, experts: as of Pricer."""
 
     rates: Rates
     has_kernels: bool = False
@@ -53,16 +52,6 @@ class Contractions:
     def rows(self) -> RowPrices:
         """Return the prices of rows that reach their experts."""
         return RowPrices(self.rates, self.experts, self.has_kernels and not is_cpu(self.cluster))
-
-    @property
-    def mesh(self) -> Mesh:
-        """Return the mesh of the rates."""
-        return self.rates.mesh
-
-    @property
-    def cluster(self) -> Cluster:
-        """Return the cluster of the rates."""
-        return self.rates.cluster
 
     def contraction_seconds(self, operator: Operator, option: Option, num_bytes: float) -> tuple[float, float]:
         """Return the seconds (forward, backward) of a matmul or attention that reads and writes num_bytes. A
@@ -162,7 +151,7 @@ class Contractions:
         output, width = operator.node.outputs[0], operator.inputs[0].shape[-1]
         dtype = dtype_name(output)
         tensors = [*zip(operator.inputs, option.inputs, strict=True), (output, option.outputs[0])]
-        num_bytes = sum(num_local(meta, lies, self.mesh) * meta.dtype.itemsize for meta, lies in tensors)
+        num_bytes = sum(num_local(meta, placements, self.mesh) * meta.dtype.itemsize for meta, placements in tensors)
 
         def seconds(keys: int, causal: bool) -> tuple[float, float]:
             shape, moved = (call.heads, call.queries, keys), num_bytes + call.part * (keys / call.keys - 1)
@@ -187,7 +176,7 @@ class Contractions:
         return sinks(operator, option, self.mesh, is_cpu(self.cluster), is_exchanged)
 
     def context_call(self, operator: Operator, option: Option) -> ContextCall | NearCall | None:
-        """Return one rank's form of an attention call whose keys are cut along the sequence; None for other calls."""
+        """Return one rank's form of an attention call with keys cut along the sequence; None for other calls."""
         if not operator.rule.joints:
             return None
         habits = GENERATED if self.framework is None else self.framework.habits

@@ -48,7 +48,7 @@ def combined(
     """Return the cost of every unit with its parameters, and with its host's seconds beyond its device's
     (host_calls.py).
 
-    num_forwards: of a micro-batch in a step; the first of two is a kind of its own, and keeps nothing.
+    num_forwards: of a micro-batch in a step. The first of two is a separate kind, and keeps nothing.
     """
     combined_costs = {}
     for name, cost in costs.items():
@@ -80,7 +80,7 @@ def combined(
 
 
 def _waiting(seconds: dict[str, float], issued: float) -> dict[str, float]:
-    """Return the seconds of a stretch on the device plus those in which it waits for its host."""
+    """Return the seconds of a stretch: the device's work and its waiting for the host."""
     late = issued - exposed(seconds)
     return defaultdict(float, seconds) | {HOST: late} if issued and late > 0 else seconds
 

@@ -99,7 +99,7 @@ def emitted(
 
 
 def mixtures_of(operators: Iterable[Operator], mesh: Mesh) -> list[tuple[int, int, tuple[str, ...]]]:
-    """Return (experts, choices of each token, axes that may be flattened) of the mixtures whose rows may cross
+    """Return (experts, choices of each token, axes that may be flattened) of the mixtures with rows that may cross
     between nodes once per node."""
     mixtures = sorted({(op.inputs[1].shape[0], op.route.choices) for op in operators if op.route.choices})
     axes = [axis for axis in mesh.axes if axis in EXPERT_AXES]
@@ -130,7 +130,7 @@ def priced(program: Program, graph: Graph, operators: Mapping[Key, Operator], pr
 
 
 def _crossing(program: Program) -> Iterator[Key]:
-    """Yield the calls of mixtures whose rows cross between nodes once per node."""
+    """Yield the calls of mixtures that send rows between nodes once per node."""
     for scope, cls in classes(program):
         calls = [call for call in cls.body if isinstance(call, Call)]
         routes = {result for call in calls if call.target == "runtime.NodeRoutes" for result in call.results}
@@ -158,13 +158,12 @@ def classes(program: Program) -> Iterator[tuple[str, ModuleClass]]:
 
 
 def names_of(call: Call) -> tuple[str, ...]:
-    """Return the graph's calls whose results a call computes."""
+    """Return the graph's calls with results that a call computes."""
     return tuple(dict.fromkeys(result.type.tensor[0] for result in call.results if result.type.tensor[0]))
 
 
 def _runs(graph: Graph, operators: Mapping[Key, Operator], pricer: Pricer) -> list[tuple[str, Fusion]]:
-    """Return every run of calls that one kernel can compute, with its scope, in the order in which programs prefer
-    them."""
+    """Return every run of calls that one kernel can compute, with its scope, in the programs' order of preference."""
     if pricer.kernels is None:
         return []
     scopes = [scope for scope in scopes_of(graph) if scope.nodes]

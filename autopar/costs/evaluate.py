@@ -183,10 +183,10 @@ class _Evaluation:
         return self.pricer.contractions.rows.load(self.operators[layer], self.assignment.operators[layer])
 
     def _exchanged(self, operator: Operator, option: Option) -> tuple[Sent, float]:
-        """Return the part of a call's seconds in which ranks exchange keys and values, or rows of experts.
+        """Return the seconds in which ranks exchange keys and values, or rows of experts, by kind and direction.
 
-        The second value is the share of it that other computation of the unit can hide. What attention's kernels hide
-        is a kind of its own.
+        The second value is the share that other computation of the unit can hide. Seconds that attention's kernels hide
+        are a separate kind.
         """
         axes = self.pricer.mesh.axes
         if operator.node.op == EXPERT_LINEAR:
@@ -247,17 +247,22 @@ class _Evaluation:
 
 def _copied(ran: Mapping[str, Ran], copies: set[tuple[Ref, Placements]], node: Node, ref: Ref) -> Placements | None:
     """Return the placement of an input that is resharded for a call by a copy."""
-    lies = ran[node.name].option.inputs[node.inputs.index(ref)]
-    return lies if (ref, lies) in copies else None
+    placements = ran[node.name].option.inputs[node.inputs.index(ref)]
+    return placements if (ref, placements) in copies else None
 
 
 def _hide(cost: LayerCost, shares: Mapping[str, float]) -> None:
-    """Hide these shares of exchanges behind what the unit computes, at most all of that: another micro-batch's
-    computation, of which a unit does the same."""
+    """Hide these shares of a unit's exchanges behind its computation, at most as many seconds as it computes.
+
+    An exchange overlaps another micro-batch's computation, which is equal to this one's. All exchanges share it.
+    """
+    tables = cost.forward, cost.backward
+    sent = {kind: sum(table[kind] for table in tables) for kind in shares}
+    wanted = sum(share * sent[kind] for kind, share in shares.items())
+    computed = cost.forward_seconds + cost.backward_seconds - sum(sent.values())
+    possible = min(1.0, computed / wanted) if wanted else 0.0
     for kind, share in shares.items():
-        sent = cost.forward[kind] + cost.backward[kind]
-        computed = cost.forward_seconds + cost.backward_seconds - sent
-        hidden = min(share, computed / sent) if sent else 0.0
-        for table in (cost.forward, cost.backward):
+        hidden = share * possible
+        for table in tables:
             table[HIDDEN] += hidden * table[kind]
             table[kind] *= 1 - hidden

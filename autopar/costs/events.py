@@ -23,7 +23,7 @@ from codegen.fusion.match import Flow
 from codegen.program import Call, LayerLoop, ModuleClass, Reshard, Statement, TensorType, Var, assigns
 
 OVERLAPPED = {"overlapped.linear": 0, "overlapped.linears": 0, "overlapped.addmm": 1}
-"""Calls whose input gradient is summed while weight gradients are computed, with the position of that input."""
+"""Calls that sum their input gradient while they compute weight gradients, with the position of that input."""
 
 Key = tuple[Ref, Placements]
 """A tensor of the graph with its placement."""
@@ -192,14 +192,14 @@ class Reader:
     def _fused(self, fusion: Fusion, call: Call) -> Iterator[Ran]:
         """Yield a kernel's results, each with the placements of its sources."""
         scope, options = self.scope.name, self.assignment.operators
-        lies = {Ref(node.name): options[scope, node.name].outputs[0] for node in fusion.nodes}
+        placements_of = {Ref(node.name): options[scope, node.name].outputs[0] for node in fusion.nodes}
         members = {member.name: member for member in fusion.members}
         for ref, name in fusion.readers.items():
-            lies[ref] = options[scope, name].inputs[members[name].inputs.index(ref)]
+            placements_of[ref] = options[scope, name].inputs[members[name].inputs.index(ref)]
         for node in fusion.nodes:
             metas = tuple(self.scope.metas[ref] for ref in node.inputs)
             operator = replace(self.operators[scope, node.name], node=node, inputs=metas, runs=None)
-            inputs = tuple(lies[ref] for ref in node.inputs)
+            inputs = tuple(placements_of[ref] for ref in node.inputs)
             option = replace(options[scope, node.name], inputs=inputs)
             yield Ran(operator, option, names=self._names(call, node.name))
 
@@ -212,11 +212,11 @@ class Reader:
         if isinstance(last, Moved) and (last.ref, last.target) == source:
             path, source = (*last.path, *path), (last.ref, last.source)
             unit.events.pop()
-        ref, lies = source
+        ref, placements = source
         unit.events.append(
             Moved(
                 ref=ref,
-                source=lies,
+                source=placements,
                 target=target[1],
                 path=path,
                 name=statement.result.name,
@@ -261,7 +261,7 @@ class Reader:
 
 
 def _overlapped(body: tuple[Statement, ...], flow: Flow) -> dict[int, tuple[str, ...]]:
-    """Return number of a reshard -> the linear layers whose weight gradients overlap the sum of its backward."""
+    """Return for a reshard, by number, the linear layers with weight gradients that overlap its backward's sum."""
     return {
         flow.origins[index][call.args[OVERLAPPED[call.target]].name]: names_of(call)
         for index, call in enumerate(body)
@@ -280,5 +280,5 @@ def placements_of(tensor_type: TensorType, mesh: Mesh) -> Placements:
 
 @cache
 def _parsed(pairs: tuple[tuple[str, str], ...], axes: tuple[str, ...]) -> Placements:
-    lies = dict(pairs)
-    return tuple(Placement.parse(lies.get(axis, "R")) for axis in axes)
+    placement_texts = dict(pairs)
+    return tuple(Placement.parse(placement_texts.get(axis, "R")) for axis in axes)

@@ -37,13 +37,12 @@ ID_BYTES = 4
 """Bytes of an expert's number as it is sent."""
 
 ONCE_PER_NODE = "once_per_node"
-"""The kind that programs have besides all_to_all."""
+"""The second kind of exchange that programs have; the first is all_to_all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Layout of the ranks that share out experts: `neighbors` of them, `stride` apart, on each of `num_nodes`
-    nodes."""
+    """The layout of ranks that share experts: `neighbors` ranks, `stride` apart, on each of `num_nodes` nodes."""
 
     num_nodes: int
     neighbors: int
@@ -86,8 +85,8 @@ class OncePerNode:
 
     @property
     def copies(self) -> float:
-        """Return the rows that leave a rank for nodes, its own included. At most all tokens go to each node: this
-        limits the fullest."""
+        """Return the rows that leave a rank for nodes, the local node included. At most all tokens go to each node:
+        this limits the fullest."""
         num_nodes = self.nodes.num_nodes
         mean = parts_of_token(num_nodes, self.num_experts, self.choices)
         load = routing.fullest_load(

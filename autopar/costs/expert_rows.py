@@ -9,12 +9,11 @@ import math
 from dataclasses import dataclass, replace
 
 from autopar.costs.expert_exchange import ID_BYTES, ONCE_PER_NODE, Mixture, Nodes, OncePerNode, nodes_of, pays
-from autopar.costs.rates import Rates, num_local_dim
+from autopar.costs.rates import Prices, Rates, num_local_dim
 from autopar.ir.mesh import TENSOR_AXES, Mesh
 from autopar.rules.families.experts import EXPERT_LINEAR
 from autopar.sharding.call_options import Operator, Option, num_local, routed_axes
 from cost_models import collective, routing
-from cost_models.machine import Cluster
 
 ALL_TO_ALL: collective.Kind = "all_to_all"
 
@@ -67,7 +66,7 @@ class RowExchange:
 
 
 @dataclass(frozen=True, slots=True)
-class RowPrices:
+class RowPrices(Prices):
     """Prices of the rows of expert layers on a mesh. experts: how tokens choose experts, and how programs move rows.
     has_kernels: whether kernels sum rows by token (codegen/kernels/token_sums.py)."""
 
@@ -75,21 +74,11 @@ class RowPrices:
     experts: ExpertRows
     has_kernels: bool = False
 
-    @property
-    def mesh(self) -> Mesh:
-        """Return the mesh of the rates."""
-        return self.rates.mesh
-
-    @property
-    def cluster(self) -> Cluster:
-        """Return the cluster of the rates."""
-        return self.rates.cluster
-
     def sorted_bytes(self, operator: Operator, option: Option) -> float:
         """Return the bytes of the sorted rows that enter and leave the experts' products
         (codegen/runtime/experts.py)."""
         pairs = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
-        return float(sum(num_local(meta, lies, self.mesh) * meta.dtype.itemsize for meta, lies in pairs))
+        return float(sum(num_local(meta, placements, self.mesh) * meta.dtype.itemsize for meta, placements in pairs))
 
     def load(self, operator: Operator, option: Option) -> float:
         """Return the rows of the fullest rank of an expert layer relative to the mean."""
@@ -106,7 +95,7 @@ class RowPrices:
         """
         parts = (operator.inputs[0], option.inputs[0]), (operator.node.outputs[0], option.outputs[0])
         ways = zip(parts, (operator.route.dispatches, operator.route.returns), strict=True)
-        moved = [num_local(m, lies, self.mesh) * m.dtype.itemsize for (m, lies), goes in ways if goes]
+        moved = [num_local(m, placements, self.mesh) * m.dtype.itemsize for (m, placements), goes in ways if goes]
         axes = routed_axes(option.axes)
         sorting = self.rates.memory_seconds(2 * sum(moved)) if self.experts.sorts_rows else 0.0
         if not axes:
@@ -144,7 +133,9 @@ class RowPrices:
         """Return the number of tensor-parallel ranks that have the same rows of an expert layer."""
         named = zip(self.mesh.axes, self.mesh.sizes, option.inputs[0], strict=True)
         return math.prod(
-            size for axis, size, lies in named if axis in TENSOR_AXES and not (lies.is_shard and lies.dim == 0)
+            size
+            for axis, size, placement in named
+            if axis in TENSOR_AXES and not (placement.is_shard and placement.dim == 0)
         )
 
     def neighbors(self, num_experts: int, choices: int, axes: tuple[str, ...]) -> int:

@@ -88,7 +88,7 @@ class Product:
         return float(self.width * self.y) if on_cpu or self.has_bias else 0.0
 
     def forward_temporary(self, on_cpu: bool) -> float:
-        """Return the temporary bytes of the forward besides y, which counts from the start."""
+        """Return the temporary bytes of the forward. y is not included: it counts from the start."""
         result_bytes = self.width * self.y
         scales = 4.0 * (self.rows + self.columns)
         casting = _cast(0, self.x, self.width, on_cpu), _cast(self.x, self.weight, self.width, on_cpu, self.is_addmm)
@@ -97,7 +97,8 @@ class Product:
         return max(*casting, multiplying, self.x + self.weight + scales + result_bytes, adding) - result_bytes
 
     def backward_temporary(self, on_cpu: bool) -> float:
-        """Return the temporary bytes of the backward until dx exists, besides dx and dw, which count from the start."""
+        """Return the temporary bytes of the backward until dx exists. dx and dw are not included: they count from the
+        start."""
         dx, dw = self.width * self.x, self.width * self.weight
         scales = 4.0 * (self.rows + self.depth)
         casting = (
@@ -109,7 +110,7 @@ class Product:
 
 
 def _cast(num_bytes: int, elements: int, width: int, on_cpu: bool, copies: bool = False) -> float:
-    """Return the bytes while a factor is cast, besides `held` codes of the other factor."""
+    """Return the bytes while a factor is cast, in addition to `held` codes of the other factor."""
     if on_cpu:
         return num_bytes + (5.0 + (4.0 if width < 4 else 0.0)) * elements
     return num_bytes + elements + (width * elements if copies else 0.0)
@@ -153,7 +154,7 @@ class Fp8Layers:
         position = DEFERRABLE[base_name(operator.node.op)]
         metas = (operator.inputs[position - 1], operator.inputs[position], operator.node.outputs[0])
         places = (option.inputs[position - 1], option.inputs[position], option.outputs[0])
-        x, weight, y = (num_local(meta, lies, mesh) for meta, lies in zip(metas, places, strict=True))
+        x, weight, y = (num_local(meta, placements, mesh) for meta, placements in zip(metas, places, strict=True))
         is_addmm = position == DEFERRABLE["addmm"]
         return Product(
             x=x,

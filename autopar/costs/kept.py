@@ -74,7 +74,7 @@ _BY_CALL: dict[Any, Kept] = {}
 
 
 def kept(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
-    """Return what the call keeps. on_cpu: whether it runs on a CPU."""
+    """Return the tensors that the call keeps. on_cpu: whether it runs on a CPU."""
     if not any(meta.requires_grad for meta in node.outputs):
         return _NOTHING
     cached = _BY_NODE.get((id(node), on_cpu))  # the node is stored with it, so that no other has its id
@@ -148,8 +148,8 @@ def _found(node: Node, inputs: Metas, on_cpu: bool) -> Kept:
 
 @cache
 def _record(op: str) -> tuple[tuple[int, ...], bool, int] | None:
-    """Return what a kernel or a run-time function declares as saved: (positions of arguments, whether the result,
-    bytes per row of the first argument). None where torch can run the call."""
+    """Return the tensors that a kernel or a run-time function declares as saved: (positions of arguments, whether the
+    result, bytes per row of the first argument). Return None if torch can run the call."""
     space, _, name = op.partition(".")
     if space in ("kernels", OTHER_RESULT.removesuffix(".")):
         pattern = KERNELS[f"kernels.{name}"]

@@ -84,8 +84,8 @@ def _traffic_seconds(fusion: Fusion, operator: Operator, option: Option, rates: 
     """Return the call's share of the run's seconds: its inputs and results as a share of the run's traffic."""
     tensors = [*zip(operator.inputs, option.inputs, strict=True)]
     tensors += zip(operator.node.outputs, option.outputs, strict=True)
-    largest, lies = max(tensors, key=lambda pair: pair[0].numel)
-    local = num_local(largest, lies, rates.mesh) / largest.numel
+    largest, placements = max(tensors, key=lambda pair: pair[0].numel)
+    local = num_local(largest, placements, rates.mesh) / largest.numel
     name, pattern = operator.node.name, fusion.match.pattern
     metas, charged = fusion.tensors, fusion.charged
     results = [Ref(node.name) for node in fusion.nodes]
@@ -130,12 +130,12 @@ def _loss_seconds(
 ) -> tuple[float, float]:
     """Price the loss: per chunk its logits are read, and read and written as their gradient. Ranks that share
     the vocabulary gather three fp32 numbers per row."""
-    logits, lies = operator.inputs[0], option.inputs[0]
-    rows, classes = num_local_dim(logits, lies, rates.mesh, -2), num_local_dim(logits, lies, rates.mesh)
+    logits, placements = operator.inputs[0], option.inputs[0]
+    rows, classes = num_local_dim(logits, placements, rates.mesh, -2), num_local_dim(logits, placements, rates.mesh)
     count, height = _chunks(chunk_rows, rows, classes, is_cpu(rates.cluster))
     size = height * classes * fusion.entering[fusion.node.inputs[0]].dtype.itemsize
     chunk = rates.memory_seconds(size) + rates.memory_seconds(2 * size)
-    for axis, placement in enumerate(lies):
+    for axis, placement in enumerate(placements):
         if placement.is_shard and placement.dim == 1:
             num_bytes = 12.0 * height * rates.mesh.sizes[axis]
             chunk += rates.collective_seconds("all_gather", axis, num_bytes)
@@ -156,7 +156,7 @@ def fused_saved_bytes(fusion: Fusion, operator: Operator, option: Option, rates:
     tensors = [*zip(operator.node.inputs, operator.inputs, option.inputs, strict=True)]
     results = (Ref(name, index) for index in range(len(operator.node.outputs)))
     tensors += zip(results, operator.node.outputs, option.outputs, strict=True)
-    sizes = {ref: num_local(meta, lies, rates.mesh) * meta.dtype.itemsize for ref, meta, lies in tensors}
+    sizes = {ref: num_local(meta, placements, rates.mesh) * meta.dtype.itemsize for ref, meta, placements in tensors}
     first = fusion.node.inputs[0]
     rows = 0.0
     if fusion.charged[first] == name:  # numbers per row are cut with the rows
@@ -225,14 +225,14 @@ class _LMHead:
 def is_whole(fusion: Fusion, operator: Operator, option: Option) -> bool:
     """Return whether a call's decision leaves its run one kernel call."""
     pattern, is_last = fusion.match.pattern, operator.node.name == fusion.node.name
-    if not (is_last or pattern.is_linear) and any(p.kind == "P" for lies in option.outputs for p in lies):
+    if not (is_last or pattern.is_linear) and any(p.kind == "P" for placements in option.outputs for p in placements):
         return False
     if not pattern.needs_whole:
         return True
     tensors = [*zip(operator.inputs, option.inputs, strict=True)]
     tensors += zip(operator.node.outputs, option.outputs, strict=True)
-    matrices = [(len(meta.shape) - 1, lies) for meta, lies in tensors if len(meta.shape) > 1]
-    return not any(p.is_shard and p.dim == last for last, lies in matrices for p in lies)
+    matrices = [(len(meta.shape) - 1, placements) for meta, placements in tensors if len(meta.shape) > 1]
+    return not any(p.is_shard and p.dim == last for last, placements in matrices for p in placements)
 
 
 def kept_by(fusion: Fusion) -> frozenset[Ref]:

@@ -29,9 +29,12 @@ FETCHING = "activations to and from the host"
 HOST = "waiting for the host"
 """The seconds that a host needs to issue calls beyond its device's seconds to run them (host_calls.py)."""
 WAITED = 0.75
-"""The weight of a second in which a device waits for its host, when plans are chosen. The rest is the device's. Of
-plans that wait equally long, the one with the least device work is chosen; one with d more device seconds must be
-d / 3 faster. The rate of a host's calls is far less sure than a device's, and compiled graphs remove it."""
+"""The weight of a second in which a device waits for its host, when plans are chosen; the rest is the device's.
+
+Of plans that wait equally long, the search chooses the plan with the least device work. A plan with d more device
+seconds must be d / 3 faster. The rate of a host's calls is far less sure than a device's, and compiled graphs remove
+it.
+"""
 FIXED_KINDS = ("parameters", "gradients", "optimizer state")
 
 
@@ -61,8 +64,8 @@ class ComputeSeconds:
     def under(
         self, schedule: str, num_forwards: int, exposed: float = 0.0, stored: tuple[float, float] = (0.0, 0.0)
     ) -> float:
-        """Return the seconds of all forwards of a micro-batch and its backward under a schedule; waiting counts WAITED
-        of itself.
+        """Return the seconds of all forwards of a micro-batch and its backward under a schedule. A second of waiting
+        counts WAITED seconds.
 
         exposed: of the traffic of its parameters; stored: the host's seconds to issue that.
         """
@@ -132,12 +135,12 @@ class LayerCost:
 
     @property
     def transient_bytes(self) -> float:
-        """Return the peak of bytes besides kept and gathered ones."""
+        """Return the peak of bytes, without kept and gathered ones."""
         return max(self.live.forward, self.live.waiting) - self.live.kept + self.gathered_bytes
 
 
 def defers_weights(schedule: str) -> bool:
-    """Return whether a schedule defers weight gradients, so that no sums can overlap them."""
+    """Return whether a schedule defers weight gradients. No sums can overlap them then."""
     return schedule_named(schedule).defers_weights
 
 

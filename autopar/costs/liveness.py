@@ -26,10 +26,10 @@ from autopar.sharding.call_options import num_local
 from autopar.sharding.scopes import Scope
 
 HANDED_ON = VIEWS - PARTS | JOINS | {"contiguous", "clone", "add", "sub"}
-"""Operators whose backward passes on the gradient (or a view of it) if shapes and dtypes are equal."""
+"""Operators that pass on the gradient, or a view of it, in backward if shapes and dtypes are equal."""
 
 BACKWARD_TEMPORARIES: Mapping[str, int] = {"pow": 1, "rsqrt": 2, "sqrt": 1, "div": 1}
-"""Tensors of the input's size that the backward allocates besides its result: pow: n x^(n-1); rsqrt: y^3, -g/2."""
+"""Tensors of the input's size that the backward allocates beyond its result. pow: n x^(n-1); rsqrt: y^3, -g/2."""
 
 DROPOUT_PAIRS = {"cpu": 1 << 15, "gpu": 1 << 22}
 CROSS_ENTROPY_ELEMENTS = {"cpu": 1 << 18, "gpu": 1 << 26}
@@ -61,11 +61,8 @@ class Liveness:
 
 
 class Walk:
-    """The events of one unit in order.
-
-    scope: of its calls. saved: what each call is first to keep (`saved_tensors`). The results of passing calls are
-    freed when the next other call returns.
-    """
+    """The events of one unit in order. scope: of its calls. saved: the allocations that each call is first to keep
+    (`saved_tensors`). The results of passing calls are freed when the next other call returns."""
 
     def __init__(
         self,
@@ -88,7 +85,7 @@ class Walk:
         self.kept_bytes = sum(size for parts in self.kept.values() for _, size in parts)
 
     def _find_roots(self, event: Event) -> None:
-        """Find the notes whose allocation a view or a free reshard shares. A tensor that will be gathered again
+        """Find the notes with an allocation that a view or a free reshard shares. A tensor that will be gathered again
         stands for its shard, which is kept instead."""
         if isinstance(event, Moved):
             is_gathered = self.pricer.gathers_again and any(step.forward == "all_gather" for step in event.path)
@@ -100,7 +97,7 @@ class Walk:
         node, option = event.operator.node, event.option
         if is_view(node):
             root = self._root(node.inputs[0], option.inputs[0])
-            self.roots |= {(Ref(node.name, i), lies): root for i, lies in enumerate(option.outputs)}
+            self.roots |= {(Ref(node.name, i), placements): root for i, placements in enumerate(option.outputs)}
 
     def _root(self, ref: Ref, placements: Placements) -> Key:
         """Return the allocation behind a view."""
@@ -110,7 +107,8 @@ class Walk:
         return num_local(meta, placements, self.pricer.mesh) * meta.dtype.itemsize * self.scale
 
     def _kept(self, ran: Ran, saved: tuple[Saved, ...]) -> list[tuple[Key | None, float]]:
-        """Return (storage, bytes) of what a call is first to keep; None: created by the call itself."""
+        """Return (storage, bytes) of the allocations that a call is first to keep. None: the call creates the tensor
+        itself."""
         node, option = ran.operator.node, ran.option
         sizes: list[tuple[Key | None, float]] = []
         for ref, num_bytes in saved:
@@ -162,7 +160,7 @@ class Walk:
         saved_before: set[Key] = set()
         passing: list[Key] = []
         for event in self.events:
-            sizes, temporary = self._made(event), self._forward_temporary(event)
+            sizes, temporary = self._new_bytes(event), self._forward_temporary(event)
             if event.name == last and isinstance(event, Ran):
                 again = max(peak, kept + variables.total + sum(size for _, size in self.kept[last]))
             for key, size in sizes.items():
@@ -176,8 +174,8 @@ class Walk:
                 kept += sum(size for key, size in self.kept[event.name] if key is None or key not in saved_before)
                 saved_before |= {key for key, _ in self.kept[event.name] if key is not None}
             peak = max(peak, kept + variables.total + temporary)
-            for name, (ref, lies) in event.names:
-                variables.assign(name, self._root(ref, lies))
+            for name, (ref, placements) in event.names:
+                variables.assign(name, self._root(ref, placements))
             if isinstance(event, Ran) and event.is_passing:
                 passing += sizes
             elif isinstance(event, Ran):
@@ -186,7 +184,7 @@ class Walk:
         variables.forget(self.rebound)
         return variables.total, peak, again
 
-    def _made(self, event: Event) -> dict[Key, float]:
+    def _new_bytes(self, event: Event) -> dict[Key, float]:
         """Return new allocations by storage."""
         if isinstance(event, Moved):
             sizes = {(event.ref, event.target): self._bytes(self.scope.metas[event.ref], event.target)}
@@ -220,8 +218,8 @@ class Walk:
         return (call.forward_temporary() * scale, call.backward_temporary() * scale) if call else (0.0, 0.0)
 
     def _probabilities(self, ran: Ran) -> float:
-        """Return attention's bytes with dropout (attention.py): scores, masked scores and softmax, less what is
-        kept."""
+        """Return attention's bytes with dropout (attention.py): scores, masked scores and softmax, without the kept
+        ones."""
         node = ran.operator.node
         if base_name(node.op) != "scaled_dot_product_attention":
             return 0.0

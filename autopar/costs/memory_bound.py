@@ -36,7 +36,7 @@ def least_seconds(classes: Iterable[tuple[int, Sequence[Choice]]], room_bytes: f
 
 
 def _hull(choices: Sequence[Choice]) -> list[Choice]:
-    """Return the corners of the lower convex hull, fastest first: each slower and keeping less than the one before."""
+    """Return the corners of the lower convex hull, fastest first: each is slower and keeps less than the last."""
     hull: list[Choice] = []
     for choice in sorted(choices):
         if hull and choice[1] >= hull[-1][1]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.costs import host
 from autopar.costs.quantised_collectives import SentBytes, can_compress, quantising_bytes, sent_bytes_of
-from autopar.costs.rates import Rates, is_cpu
+from autopar.costs.rates import Prices, Rates, is_cpu
 from autopar.ir.graph import TensorMeta
 from autopar.ir.mesh import zero_axes
 from autopar.ir.placement import Stored
@@ -18,7 +18,7 @@ from cost_models.framework_profiles import Framework
 
 
 def summed_axes(axes: tuple[str, ...], stored: Stored) -> list[tuple[int, ...]]:
-    """Return the axes over which partial gradients are summed besides ZeRO, grouping those that ZeRO may share."""
+    """Return the axes of gradient sums outside of ZeRO. Axes that ZeRO may share are one group."""
     partial = [number for number, placement in enumerate(stored.placements) if placement.kind == "Rp"]
     over = zero_axes(axes, stored.placements)
     together = [over] if over and not stored.zero else []
@@ -26,7 +26,7 @@ def summed_axes(axes: tuple[str, ...], stored: Stored) -> list[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class ParameterPrices:
+class ParameterPrices(Prices):
     """Prices of parameters as they are stored. has_kernels: whether programs have fused kernels. profile: of the
     framework that updates them; None for generated programs."""
 
@@ -35,7 +35,7 @@ class ParameterPrices:
     profile: Framework | None = None
 
     def stored_seconds(self, meta: TensorMeta, stored: Stored, unit_bytes: float) -> float:
-        """Return the seconds of one parameter per step besides the calls that use it: exposed traffic, sums, update."""
+        """Return the seconds of one parameter per step without the calls that use it: exposed traffic, sums, update."""
         per_micro, per_step = self.sync_parts(meta, stored, unit_bytes)
         quantising_per_micro, quantising_per_step = self.quantising_parts(meta, stored, unit_bytes)
         per_micro += (
@@ -48,19 +48,19 @@ class ParameterPrices:
         """Return the exposed gradient synchronization and ZeRO traffic of one parameter: seconds per micro-batch, and
         seconds once per step.
 
-        unit_bytes: of all the parameters that share its buffers, so that latency is shared too.
+        unit_bytes: of all the parameters that share its buffers. They share the latency, too.
         """
         if not meta.requires_grad:
             return 0.0, 0.0
         training = self.rates.training
-        local = num_local(meta, stored.placements, self.rates.mesh)
+        local = num_local(meta, stored.placements, self.mesh)
         share = max(unit_bytes / max(meta.num_bytes, 1), 1.0)
         per_micro, per_step = 0.0, 0.0
 
         def shared(kind: collective.Kind, axes: tuple[int, ...], num_bytes: float) -> float:
             return self.rates.joint_seconds(kind, axes, num_bytes * share) / share
 
-        size, over = self.zero_size(stored), zero_axes(self.rates.mesh.axes, stored.placements)
+        size, over = self.zero_size(stored), zero_axes(self.mesh.axes, stored.placements)
         num_gathers = self.rates.num_forwards + 1
         if stored.zero:
             sent = self.sent(meta, stored)
@@ -69,9 +69,9 @@ class ParameterPrices:
             per_micro += (reduces if stored.zero >= 2 else 0.0) + (num_gathers * gathers if stored.zero == 3 else 0.0)
             per_step += (reduces if stored.zero == 1 else 0.0) + (gathers if stored.zero < 3 else 0.0)
             if stored.zero == 3 and training.offload == "parameters":
-                link_rate = self.rates.cluster.device.host_link_bytes_per_second
+                link_rate = self.cluster.device.host_link_bytes_per_second
                 per_micro += num_gathers * local * training.compute_bytes / size / link_rate
-        for axes in summed_axes(self.rates.mesh.axes, stored):
+        for axes in summed_axes(self.mesh.axes, stored):
             per_step += shared("all_reduce", axes, local * training.gradient_bytes / size)
         exposed = 1.0 - self.rates.hidden_fraction
         return per_micro * exposed, per_step * exposed
@@ -90,10 +90,10 @@ class ParameterPrices:
             return 0.0, 0.0
         widths = (training.compute_bytes, training.gradient_bytes)
         share = max(unit_bytes / max(meta.num_bytes, 1), 1.0)
-        elements = num_local(meta, stored.placements, self.rates.mesh) * share
+        elements = num_local(meta, stored.placements, self.mesh) * share
         gathers, reduces = (
             self.rates.memory_seconds(elements * moved) / share
-            for moved in quantising_bytes(self.sent(meta, stored), size, *widths, self.rates.cluster.device)
+            for moved in quantising_bytes(self.sent(meta, stored), size, *widths, self.cluster.device)
         )
         if stored.zero == 3:
             return reduces + (self.rates.num_forwards + 1) * gathers, 0.0
@@ -105,9 +105,9 @@ class ParameterPrices:
         if not meta.requires_grad:
             return 0.0
         elements = self.stored_elements(meta, stored)
-        device, training, launches = self.rates.cluster.device, self.rates.training, 0.0
-        if is_cpu(self.rates.cluster):
-            launches = count * host.UPDATE * host.launch_seconds(self.rates.cluster)
+        device, training, launches = self.cluster.device, self.rates.training, 0.0
+        if is_cpu(self.cluster):
+            launches = count * host.UPDATE * host.launch_seconds(self.cluster)
         if training.offload:
             # The gradient goes out, the weight comes back; copies of one bucket overlap the update of another.
             copied = elements * max(training.gradient_bytes, training.compute_bytes)
@@ -122,24 +122,24 @@ class ParameterPrices:
         moved = self.updated_elements(meta, stored) * training.update_traffic
         moved += elements * self.copy_traffic(meta, stored)
         beside = self.whole_update_seconds(meta, stored)
-        if is_cpu(self.rates.cluster):
+        if is_cpu(self.cluster):
             return moved / device.host_memory_bytes_per_second + launches + beside
         return moved / (device.memory_bytes_per_second * device.memory_efficiency) + beside
 
     def stored_elements(self, meta: TensorMeta, stored: Stored) -> float:
-        """Return the elements of a parameter whose master a rank has."""
-        return num_local(meta, stored.placements, self.rates.mesh) / self.zero_size(stored)
+        """Return the elements of a parameter's master on one rank."""
+        return num_local(meta, stored.placements, self.mesh) / self.zero_size(stored)
 
     @property
     def whole_share(self) -> float:
         """Return the share of the trained elements that ranks of the mesh update whole for one another."""
-        return 0.0 if self.rates.training.offload or self.rates.mesh.num_ranks == 1 else self.rates.training.whole_share
+        return 0.0 if self.rates.training.offload or self.mesh.num_ranks == 1 else self.rates.training.whole_share
 
     def updated_elements(self, meta: TensorMeta, stored: Stored) -> float:
         """Return the elements of a parameter that a rank updates, with their state: its stored shard, or an owner's
         share."""
         share = self.whole_share
-        return (1.0 - share) * self.stored_elements(meta, stored) + share * meta.numel / self.rates.mesh.num_ranks
+        return (1.0 - share) * self.stored_elements(meta, stored) + share * meta.numel / self.mesh.num_ranks
 
     def taken_bytes(self, meta: TensorMeta, stored: Stored) -> float:
         """Return the bytes of values and gradients of whole parameters while their owner, which stores a shard,
@@ -147,7 +147,7 @@ class ParameterPrices:
         if not meta.requires_grad or self.stored_elements(meta, stored) >= meta.numel:
             return 0.0
         width = self.rates.training.gradient_bytes  # of masters too
-        return 2 * width * self.whole_share * meta.numel / self.rates.mesh.num_ranks
+        return 2 * width * self.whole_share * meta.numel / self.mesh.num_ranks
 
     def update_temporary_bytes(self, meta: TensorMeta, stored: Stored) -> float:
         """Return the temporary bytes of one parameter's update; an owner's cover the whole parameter."""
@@ -163,15 +163,15 @@ class ParameterPrices:
         share = self.whole_share
         if not share:
             return 0.0
-        training, device = self.rates.training, self.rates.cluster.device
-        flops = training.update_flops * share * meta.numel / self.rates.mesh.num_ranks
+        training, device = self.rates.training, self.cluster.device
+        flops = training.update_flops * share * meta.numel / self.mesh.num_ranks
         work = compute.Work("matmul", flops, 0.0, training.update_dtype)
-        axes = tuple(range(len(self.rates.mesh.sizes)))
+        axes = tuple(range(len(self.mesh.sizes)))
         # Value and gradient there, value back.
         rounds = 1.5 * self.taken_bytes(meta, stored) / ROUND_BYTES
         seconds = compute.seconds(work, device) + rounds * self.rates.joint_seconds("all_to_all", axes, ROUND_BYTES)
         cutting = {axis for axis in axes if stored.placements[axis].is_shard}
-        cutting |= {*zero_axes(self.rates.mesh.axes, stored.placements)} if stored.zero else set()
+        cutting |= {*zero_axes(self.mesh.axes, stored.placements)} if stored.zero else set()
         rounds = share * self.stored_elements(meta, stored) * training.gradient_bytes / ROUND_BYTES
         copied = sum(self.rates.collective_seconds("broadcast", axis, ROUND_BYTES) for axis in {*axes} - cutting)
         return seconds + rounds * copied
@@ -196,11 +196,10 @@ class ParameterPrices:
     def writes_copies(self) -> bool:
         """Return whether one launch updates all masters and writes the compute tensors
         (codegen/runtime/fused_adamw.py)."""
-        return self.has_kernels and self.rates.training.writes_copies and not is_cpu(self.rates.cluster)
+        return self.has_kernels and self.rates.training.writes_copies and not is_cpu(self.cluster)
 
     def is_rounded(self, meta: TensorMeta, stored: Stored) -> bool:
-        """Return whether compressed gathers round the compute tensor of all ranks, so that separate masters stay in
-        fp32."""
+        """Return whether compressed gathers round all ranks' compute tensors. Separate masters then stay in fp32."""
         is_gathered = (
             bool(self.rates.training.compression.gather) and stored.zero in (1, 2) and self.zero_size(stored) > 1
         )
@@ -217,30 +216,30 @@ class ParameterPrices:
         """
         if not meta.requires_grad or self.profile is not None:
             return 0.0
-        training, device = self.rates.training, self.rates.cluster.device
-        local, wide = num_local(meta, stored.placements, self.rates.mesh), training.gradient_bytes
+        training, device = self.rates.training, self.cluster.device
+        local, wide = num_local(meta, stored.placements, self.mesh), training.gradient_bytes
         again = (training.num_micro_batches - 1) / training.num_micro_batches
         is_whole = stored.zero < 2 or self.zero_size(stored) == 1
         summed = again * wide if is_whole else again * 3 * wide / self.zero_size(stored)
         moved = local * (meta.dtype.itemsize + wide + summed)
-        added = count * host.GRADIENT * host.launch_seconds(self.rates.cluster)
+        added = count * host.GRADIENT * host.launch_seconds(self.cluster)
         return moved / (device.memory_bytes_per_second * device.memory_efficiency) + added
 
     def rounding_seconds(self, meta: TensorMeta, stored: Stored) -> float:
         """Return the seconds per micro-batch to round this rank's masters for ZeRO-3's gathers, in every forward and
         in backward, if it computes in low precision. With an offloaded optimizer, the rounded copy exists
         already."""
-        training, device, size = self.rates.training, self.rates.cluster.device, self.zero_size(stored)
+        training, device, size = self.rates.training, self.cluster.device, self.zero_size(stored)
         if not (meta.requires_grad and training.master_bytes and stored.zero == 3 and size > 1) or training.offload:
             return 0.0
-        shard = num_local(meta, stored.placements, self.rates.mesh) / size
+        shard = num_local(meta, stored.placements, self.mesh) / size
         moved = (self.rates.num_forwards + 1) * (training.master_bytes + training.compute_bytes) * shard
         return moved / (device.memory_bytes_per_second * device.memory_efficiency)
 
     def parameter_bytes(self, meta: TensorMeta, stored: Stored) -> tuple[float, float, float]:
         """Return (weights, gradients, optimizer state) bytes that stay allocated on one rank."""
         training = self.rates.training
-        local = num_local(meta, stored.placements, self.rates.mesh)
+        local = num_local(meta, stored.placements, self.mesh)
         if not meta.requires_grad:
             return local * meta.dtype.itemsize, 0.0, 0.0
         size, zero = self.zero_size(stored), stored.zero
@@ -269,9 +268,9 @@ class ParameterPrices:
         width = self.rates.training.gradient_bytes + (sent.reduce if sent.reduce_code else 0)
         if stored.zero == 3:
             width += self.rates.training.compute_bytes + (sent.gather if sent.gather_code else 0)
-        return num_local(meta, stored.placements, self.rates.mesh) * width * (1.0 + self.rates.fragmentation)
+        return num_local(meta, stored.placements, self.mesh) * width * (1.0 + self.rates.fragmentation)
 
     def zero_size(self, stored: Stored) -> int:
         """Return the number of ranks over which a parameter's state is sharded."""
-        over = zero_axes(self.rates.mesh.axes, stored.placements) if stored.zero else ()
-        return math.prod(self.rates.mesh.sizes[axis] for axis in over)
+        over = zero_axes(self.mesh.axes, stored.placements) if stored.zero else ()
+        return math.prod(self.mesh.sizes[axis] for axis in over)

@@ -19,7 +19,7 @@ from autopar.sharding.call_options import num_local
 from codegen.runtime.zero import BUCKET_BYTES
 
 IN_FLIGHT = 2
-"""Reductions in flight whose buffers stay allocated (zero.py `_MAX_IN_FLIGHT`)."""
+"""The number of reductions in flight with buffers that stay allocated (zero.py `_MAX_IN_FLIGHT`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Peaks:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that are reduced together. missing: units whose gradients are still missing."""
+    """Gradients that are reduced together. missing: units with gradients still to come."""
 
     waiting: dict[int, float] = field(default_factory=dict)
     line: float = 0.0
@@ -133,7 +133,7 @@ def peaks(units: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float 
         loose += 0.0 if life.is_layer else life.live.loose
     forward = max(forward, before + loose + root)
     forward += sent_bytes
-    accumulated = _held(units)
+    accumulated = _accumulated_gradients(units)
     reductions = _reductions(units)
     backward = deferring = 0.0
     for index in reversed(range(len(units))):
@@ -162,7 +162,7 @@ def peaks(units: Sequence[Life], received_bytes: float = 0.0, sent_bytes: float 
     )
 
 
-def _held(units: Sequence[Life]) -> list[float]:
+def _accumulated_gradients(units: Sequence[Life]) -> list[float]:
     """Return for each unit the gradient bytes of parameters that a later unit uses too; autograd adds these up
     first."""
     gradients = [0.0] * len(units)

@@ -28,12 +28,11 @@ from autopar.costs.kernels import (
     preferred_fusion,
 )
 from autopar.costs.parameter_prices import ParameterPrices
-from autopar.costs.rates import Rates, Training, is_cpu, num_local_bytes
+from autopar.costs.rates import Prices, Rates, Training, is_cpu, num_local_bytes
 from autopar.costs.saved import Saved
 from autopar.costs.specials import specials
 from autopar.ir.draws import DRAW
 from autopar.ir.graph import SINK_ATTENTION, WINDOW_ATTENTION, base_name
-from autopar.ir.mesh import Mesh
 from autopar.ir.operators import arguments_of
 from autopar.operators.traits import ATTENTION, CONVOLUTIONS, DEFERRABLE, JOINS, MATMULS, VIEWS
 from autopar.rules.families.convolution import HALO
@@ -43,7 +42,6 @@ from autopar.sharding.call_options import Operator, Option, num_local
 from autopar.sharding.fusible_runs import Fusion
 from codegen.fusion import KERNELS
 from cost_models import compute
-from cost_models.machine import Cluster
 
 DRAW_BYTES = 256.0
 """Bytes that a draw moves per element: codegen/runtime/draws.py makes a dozen passes over 64-bit integers in chunks,
@@ -56,8 +54,8 @@ FREE = VIEWS | {"contiguous", "to", "arange", "full", "zeros", "ones", "in_train
 
 
 @dataclass(frozen=True)
-class Pricer:
-    """Prices of calls and parameters: the rates of devices, and what programs run on them. Stores no decision.
+class Pricer(Prices):
+    """Prices of calls and parameters: the rates of devices, and the kernels of programs. Stores no decision.
 
     kernels: fused kernels, if programs have them. fp8: the linear layers in e4m3, if any. framework: the kernels of a
     published framework; None for generated programs. experts: how rows reach their experts.
@@ -90,16 +88,6 @@ class Pricer:
         return ParameterPrices(self.rates, has_kernels=self.kernels is not None, profile=profile)
 
     @property
-    def mesh(self) -> Mesh:
-        """Return the mesh of the rates."""
-        return self.rates.mesh
-
-    @property
-    def cluster(self) -> Cluster:
-        """Return the cluster of the rates."""
-        return self.rates.cluster
-
-    @property
     def training(self) -> Training:
         """Return the settings of a training step."""
         return self.rates.training
@@ -125,7 +113,7 @@ class Pricer:
         return cached[1]
 
     def fused(self, operator: Operator, option: Option) -> Fusion | None:
-        """Return the run whose share a call pays: the program's, or without one the run that this decision leaves
+        """Return the run of a call that is fused: the program's, or without a program the run that this decision leaves
         intact."""
         if self.kernels is not None and self.kernels.fusions is not None:
             return self.kernels.fusions.get((operator.scope, operator.node.name))
@@ -146,7 +134,7 @@ class Pricer:
         return forward, backward
 
     def _call_seconds(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Return the seconds of a call that is a kernel of its own."""
+        """Return the seconds of a call that runs as a separate kernel."""
         name = base_name(operator.node.op)
         metas_in = operator.inputs
         if name in FREE and not any(a.lowering for a in option.axes):
@@ -176,8 +164,8 @@ class Pricer:
         counts = specials(operator.node)
         if self.cluster.device.special_seconds and any(counts):
             largest = max((*metas_in, *outputs), key=lambda meta: meta.numel)
-            lies = (*option.inputs, *option.outputs)[(*metas_in, *outputs).index(largest)]
-            elements = num_local(largest, lies, self.mesh)
+            placements = (*option.inputs, *option.outputs)[(*metas_in, *outputs).index(largest)]
+            elements = num_local(largest, placements, self.mesh)
             small = host.LOSS if name == "cross_entropy_loss" else (0.0, 0.0)
             one, two = (
                 compute.seconds(compute.Work("memory", 0.0, size, specials=count * elements), self.cluster.device)
@@ -225,8 +213,8 @@ class Pricer:
         return host.DEFERRED * host.launch_seconds(self.cluster) if base_name(operator.node.op) in DEFERRABLE else 0.0
 
     def halo_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Return (a rank's rows with those of its neighbors, the most of one neighbor) of a convolution whose space
-        is cut; zeros for other calls."""
+        """Return (a rank's rows with those of its neighbors, the most of one neighbor) of a convolution cut along its
+        space. Return zeros for other calls."""
         axis = next((number for number, num_bytes in enumerate(option.axes) if num_bytes.lowering == HALO), None)
         if axis is None:
             return 0.0, 0.0
@@ -301,7 +289,7 @@ class Pricer:
         return made_bytes(operator, option, self.mesh, is_cpu(self.cluster))
 
     def kernel_bytes(self, operator: Operator, option: Option) -> tuple[float, float]:
-        """Return the bytes (kept besides inputs and results, temporaries of the forward) of a call."""
+        """Return the bytes of a call without inputs and results: kept ones, and the forward's temporaries."""
         pattern = KERNELS.get(operator.node.op)
         if pattern is not None and pattern.chunk_rows is not None:
             return lm_head_bytes(pattern.chunk_rows, operator, option, self.rates)
@@ -313,7 +301,7 @@ class Pricer:
         return 0.0, product.forward_temporary(is_cpu(self.cluster)) if product is not None else 0.0
 
     def backward_bytes(self, operator: Operator, option: Option) -> float:
-        """Return the temporary bytes of a call's backward besides the gradients that it computes. If each expert has
+        """Return the temporary bytes of a call's backward, without the gradients that it computes. If each expert has
         its kernel, its weight has a separate gradient, and these are joined."""
         if operator.node.op == SINK_ATTENTION:
             return self.contractions.sinks(operator, option).held_backward
@@ -325,7 +313,7 @@ class Pricer:
         return product.backward_temporary(is_cpu(self.cluster)) if product is not None else 0.0
 
     def product_bytes(self, operator: Operator, option: Option) -> float:
-        """Return the bytes of the product of a matmul whose result is another tensor (fp8.py); 0 for all others."""
+        """Return the bytes of the product of a matmul that has another tensor as result (fp8.py); 0 for all others."""
         product = self._product(operator, option)
         return product.result_bytes(is_cpu(self.cluster)) if product is not None else 0.0
 

@@ -50,7 +50,7 @@ def can_compress(meta: TensorMeta) -> bool:
 def sent_bytes_of(
     compression: Compression, meta: TensorMeta, size: int, compute_bytes: float, gradient_bytes: float
 ) -> SentBytes:
-    """Return the bytes sent per element of a parameter whose state is sharded over `size` ranks."""
+    """Return the bytes sent per element of a parameter with state sharded over `size` ranks."""
     if size == 1 or not can_compress(meta):
         return SentBytes(compute_bytes, gradient_bytes)
     gather, reduce = compression.gather, compression.reduce

@@ -26,8 +26,8 @@ FLASH = "fa2"
 """The algorithm of torch's fused attention on GPUs (T. Dao, "FlashAttention-2" (2023))."""
 
 TIE = 1e-9
-"""Share by which a reshard of a dim in sections counts as slower: of equally fast choices, the one that moves a dim
-in one piece wins. Rows are gathered before a view flattens them, where the gather can be joined with a product."""
+"""The share that a reshard of a dim in sections counts as slower. Of equally fast choices, a dim moves in one piece.
+Rows are gathered before a view flattens them, where the gather can be joined with a product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +207,23 @@ class Rates:
 def are_aligned(dtype: str, *row_lengths: int) -> bool:
     """Return whether rows of these lengths all begin at multiples of 16 bytes. Only 16-bit products ask."""
     return dtype not in ("bf16", "fp16") or not any(length % 8 for length in row_lengths)
+
+
+class Prices:
+    """Prices on the mesh and the cluster of some rates."""
+
+    __slots__ = ()
+    rates: Rates
+
+    @property
+    def mesh(self) -> Mesh:
+        """Return the mesh of the rates."""
+        return self.rates.mesh
+
+    @property
+    def cluster(self) -> Cluster:
+        """Return the cluster of the rates."""
+        return self.rates.cluster
 
 
 def dtype_name(meta: TensorMeta) -> str:

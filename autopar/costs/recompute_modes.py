@@ -57,7 +57,7 @@ def recompute_modes(
     scope: Scope,
     unit: LayerCost,
 ) -> dict[str, Mode]:
-    """Return the modes of a class of layers that keep less than everything, and "none". unit: complete but for its
+    """Return "none", and the modes of a class of layers that keep less than everything. unit: complete, without its
     modes."""
     kept, live = _kept(graph, operators, pricer, assignment, scope), unit.live
     again = _repeated(live)
@@ -89,7 +89,7 @@ def recompute_modes(
 
 
 def _more(unit: LayerCost, device: float, host: float) -> float:
-    """Return what a second forward of so many seconds adds to a unit's backward."""
+    """Return the seconds that a second forward of so many seconds adds to a unit's backward."""
     backward, issued = unit.backward_seconds, unit.host[1]
     return max(backward + device, issued + host) - max(backward, issued)
 
@@ -131,7 +131,7 @@ def _kept(
 
 
 def _repeated(live: Liveness) -> Liveness:
-    """Return the live bytes of a layer whose forward runs once more before its backward."""
+    """Return the live bytes of a layer that runs its forward once more before its backward."""
     repeated = live.again + live.leaving
     return replace(
         live,

@@ -14,7 +14,7 @@ from autopar.ir.graph import Node, Ref, TensorMeta
 
 
 class Saved(NamedTuple):
-    """An allocation: the tensor by which it is kept, and its bytes over all ranks. A view may be smaller."""
+    """An allocation: the tensor that keeps it, and its bytes over all ranks. A view may be smaller."""
 
     ref: Ref
     num_bytes: int

@@ -22,7 +22,8 @@ from autopar.sharding.call_options import Operator, Option, num_local
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """Bytes of one call that are moved, and allocated besides arguments and result (and backward their gradients)."""
+    """Bytes that one call moves, and bytes that it allocates in addition to arguments and result (and in backward their
+    gradients)."""
 
     moved_forward: float
     moved_backward: float
@@ -34,7 +35,7 @@ def sinks(operator: Operator, option: Option, mesh: Mesh, on_cpu: bool, is_excha
     """Price the sinks of one call. on_cpu: a CPU's flash kernel takes all dtypes, but no windows. is_exchanged:
     whether keys of other ranks are visible. Their exchange has a higher temporary peak than sinks (context.py)."""
     (query, key, value), output = operator.inputs[:3], operator.node.outputs[0]
-    sizes = [num_local(x, lies, mesh) for x, lies in zip(operator.inputs[:3], option.inputs, strict=False)]
+    sizes = [num_local(x, placements, mesh) for x, placements in zip(operator.inputs[:3], option.inputs, strict=False)]
     itemsize, wide = output.dtype.itemsize, max(WIDE_BYTES, output.dtype.itemsize)
     result = num_local(output, option.outputs[0], mesh)
     moved = 2.0 * result * itemsize, result * (2.0 * itemsize + 4.0 * wide)

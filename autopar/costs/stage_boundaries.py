@@ -22,9 +22,11 @@ from cost_models.mixed_cluster import AnyCluster, MixedCluster
 
 
 def boundary_bytes(graph: Graph, mesh: Mesh, assignment: Assignment) -> tuple[float, ...]:
-    """Return for each unit the local bytes per micro-batch that cross the boundary before it: tensors with a
-    gradient that an earlier unit computes and this one or a later one reads. Each stage recomputes tensors
-    without a gradient."""
+    """Return for each unit the local bytes per micro-batch that cross the boundary before it.
+
+    These are tensors with a gradient that an earlier unit computes and this one or a later one reads. Each stage
+    recomputes tensors without a gradient.
+    """
     place, scopes = Placer(graph, assignment), {scope.name: scope for scope in scopes_of(graph)}
     producers: dict[Ref, int] = {}
     crossing = [0.0] * len(chain(graph))

@@ -278,8 +278,8 @@ def _once(tables: Sequence[Mapping[str, float]], slowest: int) -> dict[str, floa
 
 
 def _waits_of_step(makespan: float, less: float, busy: float, seconds: dict[str, float]) -> float:
-    """Put the whole step's waiting for hosts into the seconds by kind of a pipeline rank that is busy throughout,
-    and return the increase. less: the makespan as plan choice counts it."""
+    """Add the whole step's waiting for hosts to the seconds by kind of a pipeline rank that is always busy. Return the
+    increase. less: the makespan as plan choice counts it."""
     before = seconds[HOST]
     seconds[HOST] = min((makespan - less) / (1.0 - WAITED), makespan - busy + before)
     return seconds[HOST] - before

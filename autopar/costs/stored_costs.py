@@ -21,7 +21,7 @@ from autopar.costs.price import Pricer
 from autopar.ir.chain import home_of_unread, last_readers
 from autopar.ir.graph import UPDATE_BUFFER, Graph, Ref, TensorMeta, unread
 from autopar.ir.mesh import ZERO_AXES
-from autopar.ir.placement import Stored
+from autopar.ir.placement import Placements, Stored
 from autopar.sharding.scopes import Scope
 
 
@@ -84,7 +84,7 @@ class StoredParameters:
         for (scope, name), stored in chosen.items():
             meta, where = metas[scope][Ref(name)], scope or homes[name]
             if meta.requires_grad:
-                shared_bytes[scope, _sharding_axes(axes, stored)] += meta.num_bytes
+                shared_bytes[scope, sharding_axes(axes, stored.placements)] += meta.num_bytes
                 trained[where].append(("" if scope else name, meta, stored))
             copies = 2 if (scope, name) in updated else 1  # a buffer's next value waits for the step's end
             alike = scope, where, stored, meta.dtype, meta.requires_grad
@@ -108,7 +108,7 @@ def stored_costs(
     for alike, elements in parameters.elements.items():
         (scope, where, stored, dtype, requires_grad), number = alike, parameters.numbers[alike]
         unit, meta = costs[where], TensorMeta((elements,), dtype, requires_grad)
-        unit_bytes = parameters.shared_bytes.get((scope, _sharding_axes(parameters.axes, stored)), 0)
+        unit_bytes = parameters.shared_bytes.get((scope, sharding_axes(parameters.axes, stored.placements)), 0)
         if stored.zero == 3 and requires_grad:
             gathered[where].add(prices.zero_size(stored))
         per_micro, per_step = prices.sync_parts(meta, stored, unit_bytes)
@@ -135,11 +135,11 @@ def stored_costs(
     return costs
 
 
-def _sharding_axes(axes: tuple[str, ...], stored: Stored) -> tuple[int, ...]:
-    """Return the axes over which gradients of other parameters are summed, and this parameter is sharded: those of its
-    experts."""
-    named = zip(axes, stored.placements, strict=True)
-    return tuple(number for number, (axis, lies) in enumerate(named) if axis in ZERO_AXES and lies.is_shard)
+def sharding_axes(axes: tuple[str, ...], placements: Placements) -> tuple[int, ...]:
+    """Return the data-parallel axes that shard a parameter, such as experts. Parameters with equal ones share
+    buffers."""
+    named = zip(axes, placements, strict=True)
+    return tuple(number for number, (axis, placement) in enumerate(named) if axis in ZERO_AXES and placement.is_shard)
 
 
 def _issue(unit: StoredCost, pricer: Pricer, num_trained: int, num_gathered: int) -> None:

@@ -1,4 +1,5 @@
-"""Changed conditions that show what binds a plan: the request with more of one resource and everything else equal."""
+"""Changed conditions that show the bottleneck of a plan: the request with more of one resource, and everything else
+equal."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ MORE_MEMORY = ((1.1, "10% more"), (1.25, "25% more"), (2.0, "twice the"))
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A changed request. resource: the resource with more of it. is_comparable: whether a step does the same work on as
-    many devices, so that step times show what binds. has_same_prices: whether devices and links are unchanged."""
+    """A changed request. resource: the resource with more of it. is_comparable: whether as many devices do the same
+    work, as step times show a bottleneck only then. has_same_prices: whether devices and links are unchanged."""
 
     resource: str
     words: str

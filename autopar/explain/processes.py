@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 MOST_PROCESSES = 4
-"""More would cost memory, as each copies the pages that it writes, and time, as each lacks what the others computed."""
+"""The most processes. Each copies the pages that it writes, and lacks the results of the others."""
 
 _NUMBER_BYTES = 2
 
@@ -34,11 +34,11 @@ def spare_processes() -> int:
 def answers(
     ask: Callable[[int], Answer], count: int, processes: int = 1, tell: Callable[[int], None] = lambda _: None
 ) -> list[Answer]:
-    """Return `ask(0)` to `ask(count - 1)`; the next free process takes the next number.
+    """Return `ask(0)` to `ask(count - 1)`. The next free process takes the next number.
 
-    ask: must return the same picklable value in every process. This process asks again what a process left unanswered
-    because it died or `ask` raised, so errors are raised as without other processes. tell: gets every number that this
-    process asks, before it does; it does not run in forked processes, which lack the threads it may wait for.
+    ask: returns the same picklable value in every process. This process asks again if a process died or `ask` raised
+    there, so errors are raised as without other processes. tell: gets every number that this process asks, before it
+    does. It does not run in forked processes, which lack the threads that it may wait for.
     """
 
     def ask_aloud(number: int) -> Answer:

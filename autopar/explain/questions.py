@@ -196,7 +196,7 @@ class _Questions:
 
 
 def _tied(plan: Plan, alternatives: Sequence[Alternative]) -> Iterator[str]:
-    """Yield the alternatives that predictions cannot tell from the plan, each once."""
+    """Yield every alternative once that predictions cannot distinguish from the plan."""
     least, chosen = plan.prediction.step_seconds, full_words(plan)
     seconds_by_plan = {a.plan: a.seconds for a in alternatives if a.seconds is not None and a.plan != chosen}
     for words, seconds in sorted(seconds_by_plan.items(), key=lambda pair: pair[1]):

@@ -56,7 +56,7 @@ def advised(request: Request, error: InfeasibleError, seconds: float = SECONDS) 
 
 
 def cheapest_pin(request: Request, solved_layers: SolvedLayers, limit: float) -> Remedy | None:
-    """Find the single pin whose removal gives the fastest plan; or several pins if no single one is enough."""
+    """Find the single pin to remove for the fastest plan, or several pins if no single one is enough."""
     pins, remedies = pins_of(request.constraints), list[Remedy]()
     for name in pins:
         remedy = _without(request, (name,), solved_layers) if time.monotonic() < limit else None

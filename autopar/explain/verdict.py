@@ -21,10 +21,11 @@ COMPUTE = ("forward compute", "backward compute")
 
 
 def verdict_words(plan: Plan, searched: Plan, capacity_bytes: float, what_ifs: Sequence[WhatIf]) -> Iterator[str]:
-    """Yield what binds, largest gain first, then what does not.
+    """Yield the bottlenecks, largest gain first, then the resources that are no bottleneck.
 
     searched: the best plan for the unchanged request. If it is faster than the explained plan, resources are judged by
-    the explained plan as it is, and changes that need a new plan (more memory, a larger batch) by the best plans.
+    the explained plan as it is. Changes that need a new plan (more memory, a larger batch) are judged by the best
+    plans.
     """
     now, best = plan.prediction.step_seconds, searched.prediction.step_seconds
     is_best = best >= now * (1 - TIE)
@@ -96,7 +97,7 @@ def _amortised(plan: Plan, what_ifs: Sequence[WhatIf], step_seconds: float) -> s
 
 
 def time_words(plan: Plan) -> Iterator[str]:
-    """Yield sentences on the split of the step, and on what overlaps."""
+    """Yield sentences on the split of the step and on overlap."""
     seconds, total = plan.prediction.seconds, plan.prediction.step_seconds
     compute = sum(seconds.get(kind, 0.0) for kind in COMPUTE)
 

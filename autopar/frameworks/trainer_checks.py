@@ -44,6 +44,9 @@ REFUSED = (
     RefusedArgument("parallelism_config", "the program has its own parallelism", "constraints= of parallelize"),
     RefusedArgument("debug", "its hooks would see no forward of the model", 'debug=""'),
     RefusedArgument(
+        "n_gpu", "one process has several GPUs", "torchrun, with one process per GPU", lambda value: value > 1
+    ),
+    RefusedArgument(
         "train_sampling_strategy",
         "it gives each process other batches",
         ["random", "sequential", "group_by_length"],
@@ -138,14 +141,7 @@ def _check_given(trainer: Trainer) -> None:
             values=getattr(trainer.compute_loss_func, "__name__", "a function"),
             alternatives="a model that computes it in forward",
         )
-    if trainer.args.n_gpu > 1:
-        raise ConstraintError(
-            "one process has several GPUs",
-            values=f"n_gpu={trainer.args.n_gpu}",
-            alternatives="torchrun, with one process per GPU",
-        )
-    model = trainer.model
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = _base_model(trainer)
     if trainer.model_accepts_loss_kwargs and not isinstance(inner, PreTrainedModel):
         raise ConstraintError(
             "the Trainer gives the model num_items_in_batch, whose effect on the loss is unknown",
@@ -166,7 +162,7 @@ def _check_joined(trainer: Trainer) -> None:
     steps = trainer.args.gradient_accumulation_steps
     if steps == 1:
         return
-    model: Any = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    model = _base_model(trainer)
     config, kind = getattr(model, "config", None), getattr(model, "loss_type", None)
     is_mean = trainer.model_accepts_loss_kwargs and kind in PER_TOKEN and _hands_on_count(model)
     if not is_mean or getattr(config, "output_router_logits", False) or trainer.loss_is_scaled_for_ga is False:
@@ -176,6 +172,12 @@ def _check_joined(trainer: Trainer) -> None:
             alternatives=f"gradient_accumulation_steps=1 and {steps} times the batch size, which the plan splits as "
             "memory requires",
         )
+
+
+def _base_model(trainer: Trainer) -> Any:
+    """Return the model without PEFT's wrapper."""
+    model: Any = trainer.model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _hands_on_count(model: Any) -> bool:

@@ -255,8 +255,8 @@ class Lowering:
         sections = step.source_sections, step.target_sections
         method = METHODS[step.source.kind, step.target.kind].name
         kwargs = axis_kwargs(str(step.source), str(step.target), sections, meta.requires_grad)
-        lies = dict(before.placements) | {axes[step.axis]: str(step.target)}
-        pairs = tuple((axis, lies[axis]) for axis in axes if lies.get(axis, "R") != "R")
+        placements = dict(before.placements) | {axes[step.axis]: str(step.target)}
+        pairs = tuple((axis, placements[axis]) for axis in axes if placements.get(axis, "R") != "R")
         result = Var(name, replace(before, placements=pairs))
         backward = step.backward if meta.requires_grad else None
         return Reshard(

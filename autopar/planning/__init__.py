@@ -1,1 +1,1 @@
-"""The search over parallel configs, stages and decisions, and the prediction of what it finds."""
+"""The search over parallel configs, stages and decisions, and the prediction of its plans."""

@@ -48,48 +48,48 @@ class Searched(Generic[Tried, Solution]):
 class BestFirst(ABC, Generic[Tried, Solution]):
     """A search over candidates of one kind.
 
-    gap: share of the time by which a better one may be missed. most_solved: how many candidates, most promising
-    first, are solved once one fits.
+    gap: the share of the time by which the search may miss a better candidate. most_solved: the number of candidates
+    that are solved once one fits, most promising first.
     """
 
     gap = 0.0
     most_solved = math.inf
 
     @abstractmethod
-    def bounded(self) -> Iterable[tuple[float, Tried, Bound]]:
-        """Return the start of the search: candidates with lower bounds in seconds."""
+    def starting_bounds(self) -> Iterable[tuple[float, Tried, Bound]]:
+        """Return the first candidates with their lower bounds in seconds."""
 
-    def closer(self, candidate: Tried, tightness: Bound) -> Iterable[tuple[float, Tried, Bound]]:
-        """Return the candidate with the next bound, or all candidates that it stands for; called while its bound is
-        not TIGHT."""
+    def tighten(self, candidate: Tried, tightness: Bound) -> Iterable[tuple[float, Tried, Bound]]:
+        """Return the candidate with its next bound, or all candidates that it stands for. Called until the bound is
+        TIGHT."""
         return ()
 
     @abstractmethod
     def solve(self, candidate: Tried, cutoff: float) -> tuple[float, Solution] | None:
-        """Return its best solution and the seconds of that; None if it has none, or none below `cutoff` seconds. A
-        slower one may be returned."""
+        """Return the seconds of the best solution, and the solution. Return None if there is none below `cutoff`
+        seconds; a slower solution may also be returned."""
 
     @abstractmethod
     def layout(self, candidate: Tried) -> Hashable:
-        """Return the layout; of candidates of one layout the best is kept."""
+        """Return the layout. The search keeps the best candidate of every layout."""
 
     def key(self, candidate: Tried) -> tuple[object, ...]:
         """Return a key that orders equally good candidates."""
         return (self.layout(candidate),)
 
-    def turn(self, candidate: Tried) -> str:
-        """Return its kind; until one fits, kinds take turns."""
+    def queue_name(self, candidate: Tried) -> str:
+        """Return the name of the candidate's queue. Queues take turns until a candidate fits."""
         return ""
 
     def run(self, cutoff: float = math.inf) -> Searched[Tried, Solution]:
-        """Solve candidates by their bounds, until none can undercut `cutoff` seconds and the best.
+        """Solve candidates in the order of their bounds, until none can beat the best solution or `cutoff` seconds.
 
-        Until one fits, kinds take turns: where memory is scarce, those with the least bounds may all not fit.
+        Queues take turns until a candidate fits: if memory is scarce, none of the least bounds may fit.
         """
         queues: dict[str, list[tuple[float, int, Tried, Bound]]] = {}
         numbers = itertools.count()
-        for seconds, candidate, tightness in self.bounded():
-            queues.setdefault(self.turn(candidate), []).append((seconds, next(numbers), candidate, tightness))
+        for seconds, candidate, tightness in self.starting_bounds():
+            queues.setdefault(self.queue_name(candidate), []).append((seconds, next(numbers), candidate, tightness))
         for queue in queues.values():
             heapq.heapify(queue)
         best_of_layout: dict[Hashable, tuple[float, Tried, Solution]] = {}
@@ -99,13 +99,9 @@ class BestFirst(ABC, Generic[Tried, Solution]):
             queue = heads[turn % len(heads)] if best == math.inf else min(heads, key=lambda head: head[0][:2])
             least, number, candidate, tightness = heapq.heappop(queue)
             if tightness < Bound.TIGHT:
-                for seconds, closer_candidate, tighter in self.closer(candidate, tightness):
-                    entry = (
-                        seconds,
-                        number if closer_candidate is candidate else next(numbers),
-                        closer_candidate,
-                        tighter,
-                    )
+                for seconds, successor, tighter in self.tighten(candidate, tightness):
+                    order = number if successor is candidate else next(numbers)
+                    entry = seconds, order, successor, tighter
                     if seconds < best * (1 - self.gap):
                         heapq.heappush(queue, entry)
                     elif seconds < math.inf:
@@ -124,16 +120,9 @@ class BestFirst(ABC, Generic[Tried, Solution]):
             if layout not in best_of_layout or seconds < best_of_layout[layout][0]:
                 best_of_layout[layout] = seconds, candidate, solution[1]
         left = sorted(itertools.chain(slower, *queues.values()), key=lambda entry: entry[:2])
-        missing = {
-            self.layout(closer_candidate): (seconds, closer_candidate)
-            for seconds, _, closer_candidate, _ in reversed(left)
-        }
+        skipped = {self.layout(candidate): (seconds, candidate) for seconds, _, candidate, _ in reversed(left)}
+        solved = sorted(best_of_layout.values(), key=lambda entry: (entry[0], self.key(entry[1])))
         return Searched(
-            tuple(
-                closer_candidate
-                for *_, closer_candidate in sorted(
-                    best_of_layout.values(), key=lambda entry: (entry[0], self.key(entry[1]))
-                )
-            ),
-            tuple(closer_candidate for layout, closer_candidate in missing.items() if layout not in best_of_layout),
+            tuple(solution for *_, solution in solved),
+            tuple(entry for layout, entry in skipped.items() if layout not in best_of_layout),
         )

@@ -51,7 +51,7 @@ from autopar.planning.stage_points import CLOSED_FORMS, hidden_weights, holding_
 from cost_models.schedule import PLAIN
 
 EXACT_DEVICES = 8
-"""Devices up to which no pipeline is missed whose plan predicts less than its closed form."""
+"""The most devices for which the search misses no pipeline with a plan that predicts less than its closed form."""
 
 Seconds = np.ndarray
 """Of every class of units."""
@@ -128,7 +128,7 @@ def byte_seconds(
 
 def recompute_bound(costs: ConfigCosts, config: ParallelConfig) -> float:
     """Return the least seconds of recomputation per micro-batch, with every unit on its best stage mesh, mode and
-    pipeline rank; inf if even so nothing fits."""
+    pipeline rank. Return inf if nothing fits even then."""
     if len(costs.groups) == 1:
         memory = costs.usable_bytes[0] * config.pp
     else:
@@ -196,7 +196,7 @@ def _bound(
 
 
 def _acting(costs: ConfigCosts, config: ParallelConfig) -> float:
-    """Return the host's seconds besides a stage's work with one micro-batch."""
+    """Return the host's seconds in addition to a stage's work with one micro-batch."""
     if config.pp == 1 or not costs.host.action_seconds:
         return 0.0
     num_forwards = 2 if costs.has_first_pass(config) else 1
@@ -244,7 +244,7 @@ def zero_bubble(
 
 
 def _on_best_stage(seconds: ClassSeconds, weights: np.ndarray) -> Seconds:
-    """Return what a unit adds to the sum of `zero_bubble` on its best stage."""
+    """Return the share of a unit in the sum of `zero_bubble`, on its best stage."""
     micro, forward, weight = np.array((seconds.micro, seconds.forward, seconds.weight))
     least: Seconds = (weights.T @ np.array((micro, forward, micro - forward - weight))).min(axis=0)
     return least

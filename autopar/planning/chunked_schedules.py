@@ -145,13 +145,13 @@ class EvenCut:
 
 
 def cuts_by_mode(search: EqualSearch, config: ParallelConfig) -> Iterator[EvenCut]:
-    """Return the even cut under every recompute mode, the one that keeps most first."""
+    """Return the even cut under every recompute mode, from the mode that keeps the most."""
     cuts = (_even_cut(search, config, mode) for mode in _modes(search))
     return (cut for cut in cuts if cut is not None)
 
 
 def _modes(search: EqualSearch) -> tuple[str, ...]:
-    """Return the recompute modes that the constraints and the device allow, the one that keeps most first."""
+    """Return the recompute modes that the constraints and the device allow, from the mode that keeps the most."""
     pinned = search.request.constraints.recompute
     return (
         (pinned,)

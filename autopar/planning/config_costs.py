@@ -25,8 +25,8 @@ from autopar.planning.stage_points import modes_of
 from autopar.sharding.scopes import scopes_of
 
 Solved = SolvedLayers | SharedAssignments
-"""Decisions, solved separately for equal stage meshes and shared by unlike ones. Those of another request may serve
-if it differs only in what they do not depend on (see solved_layers.py)."""
+"""Decisions, solved separately for equal stage meshes and shared by unlike ones. Another request's decisions may serve
+if the requests differ only in facts that the decisions do not depend on (see solved_layers.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +137,10 @@ class ConfigCosts:
         return self.cached.stored[key]
 
     def _summing(self, config: ParallelConfig) -> tuple[bool, bool]:
-        """Return what the prices of parameters need to know of the micro-batches.
+        """Return the facts about micro-batches that prices of parameters depend on.
 
         Gradients summed over micro-batches need a separate buffer, whatever their number. The second and all later
-        ones take equally long, so two are the least. A first pass gathers parameters once more.
+        micro-batches take equally long, so two are enough. A first pass gathers parameters once more.
         """
         return config.num_micro_batches > 1, self.has_first_pass(config)
 

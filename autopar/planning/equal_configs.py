@@ -88,14 +88,14 @@ def equal_configs(request: Request, num_units: int) -> Iterator[ParallelConfig]:
 
 
 def _rows_are_shared(request: Request, shape: Shape, rows: int) -> bool:
-    """Return whether rows are shared out as far as possible before positions, which cost an exchange of keys."""
+    """Return whether rows are shared out before positions. Positions cost an exchange of keys, so rows come first."""
     degrees = request.constraints.degrees
     return math.gcd(rows, shape.cp) == 1 or "cp" in degrees or "dp" in degrees
 
 
 def zero_stages(request: Request, num_ranks: int, count: int) -> tuple[int, ...]:
-    """Return the stages that differ with `count` micro-batches; stage 1 equals stage 2 if gradients are not summed.
-    num_ranks: that may share out what ZeRO shards."""
+    """Return the stages that differ with `count` micro-batches. Stage 1 equals stage 2 if gradients are not summed.
+    num_ranks: the ranks over which ZeRO may shard."""
     if num_ranks == 1:
         return (0,)
     pinned = request.constraints.zero
@@ -193,9 +193,11 @@ def inter_node_rate(cluster: Cluster) -> float:
 
 
 def offloads(request: Request, zero: int) -> tuple[str, ...]:
-    """Return what may be stored in host memory: parameters only in shards. A rank on a CPU has only its host's
-    memory. Unless pinned, nothing is offloaded of parameters that an optimizer must see whole: the host has only
-    a shard."""
+    """Return the data that host memory may store; parameters only in shards.
+
+    A rank on a CPU has only its host's memory. Unless pinned, nothing is offloaded if an optimizer must see whole
+    parameters: the host has only a shard.
+    """
     pinned = request.constraints.offload
     if pinned == "parameters" and zero != 3:
         return ()
@@ -207,10 +209,8 @@ def offloads(request: Request, zero: int) -> tuple[str, ...]:
 
 
 def shapes(request: Request, num_units: int, most_tp: int | None = None) -> list[Shape]:
-    """Return the shapes whose product is the cluster. most_tp: of tp and of a grid, if unpinned; by default TP_NODES.
-
-    Raises ConstraintError if pinned degrees leave none.
-    """
+    """Return the shapes that multiply to the cluster's devices. most_tp: limit of tp and of a grid, if unpinned; by
+    default TP_NODES. Raises ConstraintError if pinned degrees leave none."""
     devices, degrees = request.cluster.num_devices, request.constraints.degrees
     if degrees.get("pp", 1) > num_units:
         raise ConstraintError(

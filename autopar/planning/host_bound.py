@@ -110,8 +110,8 @@ def with_host(search_space: SearchSpace, pricer: Pricer, fastest: Solution, meas
 
 
 def shares_of(stretches: tuple[Stretch, ...]) -> Shares:
-    """Return each scope's share: WAITED if the host is behind in both directions of all units, else WAITED times the
-    share of seconds in which it is behind."""
+    """Return each scope's share: WAITED if the host is behind in both directions of all units. Otherwise return WAITED
+    times the share of seconds in which the host is behind."""
     whole, behind = dict[str, float](), dict[str, float]()
     for stretch in stretches:
         whole[stretch.scope] = whole.get(stretch.scope, 0.0) + stretch.seconds

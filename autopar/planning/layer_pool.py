@@ -13,10 +13,8 @@ from autopar.planning.solved_layers import GRID_ROWS, SolvedLayers
 
 @dataclass
 class LayerPool:
-    """Solved layers by all that they depend on, so that a search gives the same result alone.
-
-    fitting: configs under which a plan fitted, the last one first, one of each kind.
-    """
+    """Solved layers, by all facts that they depend on: a search gives the same result alone. fitting: configs with a
+    plan that fitted, the last one first, one of each kind."""
 
     layers: list[SolvedLayers] = field(default_factory=list)
     fitting: list[ParallelConfig] = field(default_factory=list)

@@ -35,10 +35,8 @@ from cost_models.mixed_cluster import AnyCluster, MixedCluster
 def request_of(
     model: nn.Module, cluster: AnyCluster, options: CompileOptions, traced_model: TracedModel | None = None
 ) -> Request:
-    """Return the request that `compile` plans for: the traced model and all that bears on a plan.
-
-    The compression and fp8 are those of the options, else those of a plan among the options.
-    """
+    """Return the request that `compile` plans for: the traced model and all settings that affect a plan. Compression
+    and fp8 come from the options, or else from a plan among the options."""
     check_module(model)
     if options.fp8:
         check_fp8(cluster, options.precision)
@@ -94,11 +92,11 @@ def request_of(
 def paddings_of(
     limits: Constraints, plan: Plan | None, alignment: int, are_exact: Callable[[], bool]
 ) -> tuple[int, int, int]:
-    """Return the numbers to whose multiples vocabularies, experts and heads are padded.
+    """Return the multiples to which vocabularies, experts and heads are padded.
 
-    alignment: to which multiples vocabularies are padded on this device, whatever the degrees; a plan says its own.
-    are_exact: whether updates keep the padding zero and unseen; otherwise there is none.
-    Raises PlanError for a plan with padding where none is possible.
+    alignment: the multiple of vocabularies on this device, for all degrees; a plan has its own value. are_exact:
+    whether updates keep the padding zero and unseen; otherwise there is no padding. Raises PlanError for a plan with
+    padding that is impossible.
     """
     tp = limits.degrees.get("tp", 1)
     paddings = (math.lcm(tp, alignment), limits.expert_ranks, tp)

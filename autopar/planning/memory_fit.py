@@ -44,10 +44,10 @@ TRIED = 8
 """Numbers of units in the faster one of two modes that are tried, before all numbers between two of them."""
 
 SAME = 1e-6
-"""Two solutions whose times differ by no more than this share count as one, even with less memory."""
+"""Two solutions count as one if their times differ by at most this share, even with less memory."""
 
 ROUNDING = 1e-6
-"""Share of the memory by which a bound is loosened."""
+"""The share of the memory that a bound adds, to stay below all plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,11 @@ def least_recompute(
     memory_bytes: float,
     fixed_bytes: float,
 ) -> float:
-    """Return the least seconds of recomputation per micro-batch, if all pipeline ranks shared one memory and every unit
-    were on the rank where it keeps least; inf if even so nothing fits.
+    """Return the least seconds of recomputation per micro-batch. Assume that all pipeline ranks share one memory, and
+    that every unit is on the rank where it keeps least. Return inf if nothing fits even then.
 
-    units: how many there are of a kind, and all their possible modes. ranks: (p, i), as in `Holding`. memory_bytes:
-    of one device of every rank, added up; fixed_bytes: the share taken independent of recomputation.
+    units: the number of units of a kind, and all their possible modes. ranks: (p, i), as in `Holding`. memory_bytes: of
+    one device of every rank, added up. fixed_bytes: the share that does not depend on recomputation.
     """
     room_bytes = memory_bytes * (1 + ROUNDING) - fixed_bytes
     if room_bytes < 0:
@@ -93,10 +93,8 @@ def least_kept(
 
 
 def solve_in_rounds(fitting: Fitting, cutoff: float = math.inf) -> PipelineSolution:
-    """Return the best pipeline whose ranks stay within their memory.
-
-    Raises PipelineInfeasibleError; with a cutoff NothingBelowCutoffError if none is faster.
-    """
+    """Return the best pipeline with all ranks within their memory. Raises PipelineInfeasibleError. With a cutoff,
+    raises NothingBelowCutoffError if none is faster."""
     solution = found_in_rounds(fitting, cutoff)
     if solution is None:
         lean = leanest(fitting, least_bytes(fitting)) if cutoff == math.inf else None

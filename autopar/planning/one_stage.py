@@ -40,8 +40,8 @@ MAX_TRANSIENT_ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A mesh and number of micro-batches on which even the leanest plan does not fit. kinds: its bytes by kind.
-    least_bytes: of the leanest decisions, if known: no others need less."""
+    """A mesh and number of micro-batches for which even the leanest plan does not fit. kinds: its bytes by kind.
+    least_bytes: the bytes of the leanest decisions, if known."""
 
     num_bytes: float
     mesh: Mesh
@@ -62,8 +62,8 @@ class OneStageSearch(BestFirst[Mesh, Candidate]):
         self.request = request
         self.failures: list[Failure] = []
 
-    def bounded(self) -> Iterator[tuple[float, Mesh, Bound]]:
-        """Yield the start of the search."""
+    def starting_bounds(self) -> Iterator[tuple[float, Mesh, Bound]]:
+        """Yield every mesh with its lower bound."""
         for mesh in sorted(meshes(self.request), key=str):
             yield lower_bound(mesh, self.request), mesh, Bound.TIGHT
 

@@ -42,7 +42,8 @@ TYPICAL_ROWS = 2
 
 FEW_DEVICES = 16
 GAP = 0.03
-"""Share of the step by which a better pipeline of unlike stage meshes may be missed on more than FEW_DEVICES."""
+"""The share of the step by which the search may miss a better pipeline of unlike stage meshes, on more than
+FEW_DEVICES."""
 
 MOST_SOLVED = 300
 """Problems of unlike stage meshes, most promising first, that are solved on more than FEW_DEVICES once a pipeline
@@ -62,10 +63,10 @@ class PipelineSearch(BestFirst[ParallelConfig, PipelineCut]):
 
     @abstractmethod
     def configs(self) -> Iterator[ParallelConfig]:
-        """Return all configs whose closed form is minimized."""
+        """Return all configs. The search minimizes the closed form of each."""
 
-    def closer(self, candidate: ParallelConfig, tightness: Bound) -> Iterator[Bounded]:
-        """Yield the config with the next bound; if its bound ignores parameters, every variant of it."""
+    def tighten(self, candidate: ParallelConfig, tightness: Bound) -> Iterator[Bounded]:
+        """Yield the config with its next bound, or every variant if its bound ignores parameters."""
         if tightness == Bound.WITHOUT_PARAMETERS:
             for variant in variants(self.request, candidate):
                 yield bound(self.costs, variant), variant, Bound.WITH_MEMORY_FREE
@@ -136,15 +137,16 @@ class PipelineSearch(BestFirst[ParallelConfig, PipelineCut]):
         """See `ParallelConfig.key`."""
         return candidate.key
 
-    def turn(self, candidate: ParallelConfig) -> str:
-        """Return the schedule; schedules take turns."""
+    def queue_name(self, candidate: ParallelConfig) -> str:
+        """Return the schedule: every schedule has a queue."""
         return candidate.schedule
 
 
 class EqualSearch(PipelineSearch):
     """The search over pipelines with equal stage meshes on all ranks.
 
-    solved: layers of another request that differs only in what they do not depend on (see solved_layers.py).
+    solved: layers of another request. The requests may differ only in facts that the layers do not depend on (see
+    solved_layers.py).
     """
 
     def __init__(self, request: Request, solved: SolvedLayers | LayerPool | None = None) -> None:
@@ -161,7 +163,7 @@ class EqualSearch(PipelineSearch):
         self._alike: dict[Hashable, list[ParallelConfig]] = {}
 
     def configs(self) -> Iterator[ParallelConfig]:
-        """Yield all configs whose closed form is minimized."""
+        """Yield all configs. The search minimizes the closed form of each."""
         for config in self.unscheduled:
             if not self.solved_layers.repeats(config):
                 yield from self.scheduled(config)
@@ -194,8 +196,8 @@ class EqualSearch(PipelineSearch):
             else:
                 heapq.heappush(queue, (tightened(self.costs, config), key, True, config))
 
-    def bounded(self) -> Iterable[Bounded]:
-        """Yield the start of the search; for large requests with a bound that spares most configs."""
+    def starting_bounds(self) -> Iterable[Bounded]:
+        """Yield all configs with a lower bound. In large requests one bound covers all configs with the same rows."""
         if self.solved_layers.typical_rows is None:
             yield from (
                 (bound(self.costs, scheduled_config), scheduled_config, Bound.WITH_MEMORY_FREE)
@@ -210,11 +212,11 @@ class EqualSearch(PipelineSearch):
                 least = bound_of_many_rows(self.costs, scheduled_config, many, rows) if many else 0.0
                 yield least, scheduled_config, Bound.OF_MANY_ROWS
 
-    def closer(self, candidate: ParallelConfig, tightness: Bound) -> Iterator[Bounded]:
-        """Yield the config with the next bound. If its bound depends only on its rows, return all configs with
-        these rows, except those for which another with the same assignment stands."""
+    def tighten(self, candidate: ParallelConfig, tightness: Bound) -> Iterator[Bounded]:
+        """Yield the config with its next bound. A bound of rows is replaced by those of all configs with these rows,
+        except configs whose assignment another config has."""
         if tightness > Bound.OF_MANY_ROWS:
-            yield from super().closer(candidate, tightness)
+            yield from super().tighten(candidate, tightness)
             return
         for config in self._alike[_of_rows(candidate)]:
             if not self.solved_layers.repeats(config):
@@ -263,7 +265,7 @@ class UnequalSearch(PipelineSearch):
         """Return all configs."""
         return unequal_configs(self.request, self.assignments, self.costs.most_stages)
 
-    def bounded(self) -> Iterable[Bounded]:
-        """Return the start of the search: settings that affect parameters only are left open."""
+    def starting_bounds(self) -> Iterable[Bounded]:
+        """Return all configs with lower bounds. Settings that affect only parameters are left open."""
         configs = without_parameters(self.request, self.assignments, self.costs.most_stages)
         return ((bound_without_parameters(self.costs, config), config, Bound.WITHOUT_PARAMETERS) for config in configs)

@@ -57,8 +57,8 @@ MOST_CHUNKED = 2
 MOST_ALIKE = 3
 """Kinds of configs under which a plan fitted that are tried first if any plan will do."""
 TIE = 1e-9
-"""Plans whose times differ by no more than this share are equally fast. The plan of the exact search is preferred;
-unlike stage meshes come last."""
+"""Plans are equally fast if their times differ by at most this share. The plan of the exact search is preferred; unlike
+stage meshes come last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,9 @@ class SearchResult:
     """The result of a search.
 
     candidates: feasible plans, fastest first. skipped: (lower bound in seconds, parallel config) that could not win.
-    infeasible: what did not fit, in words. is_given: nothing was searched, the user gave the plan. solved: the
-    layers that the search solved, with their cached costs; further searches for the request begin with them.
+    infeasible: configs that did not fit, in words. is_given: nothing was searched because the user gave the plan.
+    solved: the layers that the search solved, with their cached costs. Further searches for the request begin with
+    them.
     """
 
     candidates: tuple[Candidate, ...]
@@ -103,9 +104,9 @@ def search_plans(
 ) -> SearchResult:
     """Return the best plan of each parallel config that can still win, fastest first.
 
-    shared: solved layers of another request that differs only in what they do not depend on (see solved_layers.py).
-    exact_devices: on larger clusters the exact search only polishes; with 0 all pipeline ranks have equal stage
-    meshes too. Raises InfeasibleError with the needs of the smallest plan.
+    shared: solved layers of another request. The requests may differ only in facts that the layers do not depend on
+    (see solved_layers.py). exact_devices: on larger clusters the exact search only polishes. With 0, all pipeline ranks
+    have equal stage meshes too. Raises InfeasibleError with the needs of the smallest plan.
     """
     if request.mixed is not None:
         return _search_mixed(UnequalSearch(request, shared if isinstance(shared, SharedAssignments) else None))

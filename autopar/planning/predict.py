@@ -27,7 +27,7 @@ Known = tuple[dict[Hashable, dict[str, LayerCost]], Hashable]
 
 
 def chosen(plan: Plan) -> float:
-    """Return the seconds of a plan by which it is chosen."""
+    """Return the seconds that plan choice compares."""
     return chosen_seconds(plan.prediction.seconds)
 
 

@@ -66,7 +66,7 @@ def _stored(scope: Scope, parameter: str, meta: TensorMeta, before: Stored | Non
 
 
 def _cut(batch_input: Input, offers: LegalPlacements) -> Placements:
-    """Return the placement of a newly read input of the batch: cut into rows, as far as ranks take different ones."""
+    """Return the placement of a newly read input of the batch: its rows are sharded if ranks take different rows."""
     legal = offers.batch_input(batch_input.name, batch_input.meta, batch_input.batch_dim)
     axes = offers.mesh.axes
 

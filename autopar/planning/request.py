@@ -29,20 +29,19 @@ from cost_models.mixed_cluster import AnyCluster, MixedCluster
 from cost_models.straggler import paced
 
 HIDDEN_FRACTION = 0.5
-"""Share of gradient traffic assumed to overlap backward on a GPU, and of the seconds of weight gradients to overlap
-sums of input gradients: an assumption until it is calibrated."""
+"""The share of gradient traffic that overlaps backward on a GPU, and of weight gradients' seconds that overlap sums of
+input gradients. An assumption until it is calibrated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A planning request.
 
-    trace: the model's graph at any number of micro-batch rows. cluster: of equal nodes; if `mixed` has unlike groups
-    of them, the first. kernels: whether the program will have fused kernels, which are priced then. fp8: whether its
-    linear layers will multiply in e4m3, likewise. num_waiting: devices that wait for one another in a step, 0 for
-    all of `whole`. captures: whether steps are priced as CUDA graphs (costs/captured_steps.py).
-    unpadded: the trace without heads of padding, if `trace` has some and plans without them are to be compared.
-    traced: the model, if its user's optimizer and example batch are known.
+    trace: the model's graph at any number of micro-batch rows. cluster: of equal nodes; if `mixed` has unlike groups,
+    the first group. kernels: whether the program will have fused kernels. fp8: whether its linear layers will multiply
+    in e4m3. num_waiting: devices that wait for one another in a step, 0 for all of `whole`. captures: whether steps are
+    priced as CUDA graphs (costs/captured_steps.py). unpadded: the trace without padded heads, if plans without them are
+    compared. traced: the model, if its user's optimizer and example batch are known.
     """
 
     trace: BatchedTrace

@@ -15,6 +15,7 @@ to its input's placements, so the class decides its boundary.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,16 +27,16 @@ from autopar.costs.overlap import Overlaps
 from autopar.costs.price import Pricer
 from autopar.costs.rates import is_cpu
 from autopar.costs.saved import saved_tensors
+from autopar.costs.stored_costs import sharding_axes
 from autopar.ir.graph import UPDATE_BUFFER, Graph, LayerRun, Ref, TensorMeta
 from autopar.ir.mesh import ZERO_AXES, Mesh
 from autopar.ir.placement import Placements, R, Stored
 from autopar.settings.constraints import Constraints
-from autopar.sharding.call_options import Operator, Option, expert_parameters, options_of, routed_axes
+from autopar.sharding.call_options import Operator, Option, options_of, routed_axes
 from autopar.sharding.expert_routes import keeps_rows
 from autopar.sharding.legal_placements import LegalPlacements
 from autopar.sharding.reshard import steps
 from autopar.sharding.scopes import Scope
-from codegen.axis_records import AXES
 from codegen.evaluation import NORMS, STATISTICS
 from search.problem import Edge, Problem, Variable
 
@@ -55,7 +56,7 @@ class SearchVariable:
 
 @dataclass(frozen=True, slots=True)
 class Reshards:
-    """Reshards from one variable's placements of a tensor to those of another, or of the loss (source is target).
+    """Reshards of a tensor between two variables' placements, or to the loss's placement (source is target).
 
     made, wanted: placements by option. count: how often in a step. is_joined: with the result's readers, where its
     gradient is summed (overlap.py).
@@ -160,23 +161,27 @@ class _Builder:
                     self._add_tensor(scope.name, Ref(formal), meta, self.offers.tensor(scope, Ref(formal)))
             names = {p.name: p.meta for p in (scope.layer.parameters if scope.layer else self.graph.parameters)}
             used = [(name, meta) for name, meta in names.items() if Ref(name) in self.uses[scope.name]]
-            trained = [(name, meta.num_bytes) for name, meta in used if meta.requires_grad]
-            apart = self._stored_apart(scope)
+            placements = {name: self.offers.parameter(scope, Ref(name), meta) for name, meta in used}
+            buffer_bytes = self._buffer_bytes(used, placements)
             stages = self._stages()
             none = np.zeros(len(stages))
             self.gathers[len(self.variables)] = scope.count * self.pricer.training.num_micro_batches
             self._add(SearchVariable(("zero", scope.name, "", 0), stages, tuple(() for _ in stages)), none, none)
             for name, meta in used:
-                unit_bytes = sum(size for other, size in trained if (other in apart) == (name in apart))
-                self._add_parameter(scope, name, meta, unit_bytes)
+                self._add_parameter(scope, name, meta, placements[name], buffer_bytes)
             self._add_operators(scope)
 
-    def _stored_apart(self, scope: Scope) -> frozenset[str]:
-        """Return the parameters of experts if data-parallel ranks share these out: their gradients have buffers of
-        their own (stored_costs.py)."""
-        if not any(AXES[axis].cuts_batch and AXES[axis].cuts_experts for axis in self.pricer.mesh.axes):
-            return frozenset()
-        return frozenset(ref.node for owner, ref in expert_parameters(self.graph) if owner == scope.name)
+    def _buffer_bytes(
+        self, parameters: Sequence[tuple[str, TensorMeta]], placements: Mapping[str, tuple[Placements, ...]]
+    ) -> dict[tuple[int, ...], int]:
+        """Return the bytes of the trained parameters that may share buffers, by the axes that shard them
+        (stored_costs.py)."""
+        sizes: dict[tuple[int, ...], int] = defaultdict(int)
+        for name, meta in parameters:
+            if meta.requires_grad:
+                for axes in {sharding_axes(self.pricer.mesh.axes, choice) for choice in placements[name]}:
+                    sizes[axes] += meta.num_bytes
+        return sizes
 
     def _add(self, variable: SearchVariable, costs: np.ndarray, usage: np.ndarray) -> None:
         self.index[variable.key] = len(self.variables)
@@ -249,15 +254,23 @@ class _Builder:
         variable = SearchVariable(("tensor", scope, ref.node, ref.index), assignment, tuple((c,) for c in assignment))
         self._add(variable, np.zeros(len(assignment)), np.zeros(len(assignment)))
 
-    def _add_parameter(self, scope: Scope, name: str, meta: TensorMeta, unit_bytes: float) -> None:
+    def _add_parameter(
+        self,
+        scope: Scope,
+        name: str,
+        meta: TensorMeta,
+        placements: tuple[Placements, ...],
+        buffer_bytes: Mapping[tuple[int, ...], int],
+    ) -> None:
         pricer, options = self.pricer, []
-        for placements in self.offers.parameter(scope, Ref(name), meta):
-            for zero in self._zero_stages(meta, placements):
-                options.append(Stored(placements, zero))
+        for choice in placements:
+            for zero in self._zero_stages(meta, choice):
+                options.append(Stored(choice, zero))
         options = list(self.constraints.allowed_stored(scope, name, tuple(options), pricer.mesh))
-        seconds = [pricer.parameters.stored_seconds(meta, o, unit_bytes) for o in options]
+        priced = [(o, buffer_bytes.get(sharding_axes(pricer.mesh.axes, o.placements), 0)) for o in options]
+        seconds = [pricer.parameters.stored_seconds(meta, o, size) for o, size in priced]
         if self.is_bound and pricer.rates.host_call_seconds:
-            sent = [pricer.parameters.sync_parts(meta, o, unit_bytes)[1] for o in options]
+            sent = [pricer.parameters.sync_parts(meta, o, size)[1] for o, size in priced]
             seconds = [whole - (1.0 - WAITED) * zero_stages for whole, zero_stages in zip(seconds, sent, strict=True)]
         usage = [sum(pricer.parameters.parameter_bytes(meta, o)) for o in options]
         variable = SearchVariable(
@@ -402,8 +415,8 @@ class _Builder:
     def _parameter_bar(
         self, produced: tuple[Placements, ...], wanted: tuple[Placements, ...], is_single: bool, is_written: bool
     ) -> np.ndarray:
-        """Return inf if a parameter with one use would be gathered in every micro-batch, or cut though it may be
-        stored so, which is never worse. Also return inf if a call that writes to a buffer would write to a moved
+        """Return inf for a parameter with one use that would be gathered in every micro-batch, or cut although it may
+        be stored cut. Neither is ever better. Also return inf if a call that writes to a buffer would write to a moved
         copy."""
         sizes = self.pricer.mesh.sizes
         bar: dict[tuple[Placements, Placements], float] = {}

@@ -35,7 +35,7 @@ class SharedAssignments:
 
     request: Request
     solved_layers: dict[int, SolvedLayers] = field(default_factory=dict)
-    _made: dict[tuple[StageMesh, int, int, float], SolvedLayer | None] = field(default_factory=dict)
+    _layer_of: dict[tuple[StageMesh, int, int, float], SolvedLayer | None] = field(default_factory=dict)
     _call_costs: dict[tuple[int, Mesh, int, int, float], CallCosts] = field(default_factory=dict)
     known_costs: list[KnownCosts] = field(default_factory=list)
 
@@ -46,9 +46,9 @@ class SharedAssignments:
         at most two data-parallel ranks.
         """
         key = (stage_mesh, config.rows, config.tp, config.multiplier)
-        if key not in self._made:
-            self._made[key] = self._make(*key)
-        return self._made[key]
+        if key not in self._layer_of:
+            self._layer_of[key] = self._make(*key)
+        return self._layer_of[key]
 
     def _make(self, stage_mesh: StageMesh, rows: int, tp: int, multiplier: float) -> SolvedLayer | None:
         mesh, solved_key = stage_mesh.mesh, self._solved_key(tp, rows, multiplier)
@@ -126,8 +126,8 @@ class SharedAssignments:
         return key._replace(num_data=num_data, rows=rows // num_data)
 
     def _main(self, tp: int) -> int:
-        """Return the number of the group for which decisions are solved: with room for two data-parallel ranks if
-        there is one, and of these the one with the highest rate of all devices together."""
+        """Return the number of the group of nodes to solve decisions for. Groups with room for two data-parallel ranks
+        come first, then the highest rate of all devices together."""
         groups = self.request.whole.groups
         fits = [n for n, group in enumerate(groups) if tp <= group.num_devices]
         has_room = [n for n in fits if 2 * tp <= groups[n].num_devices] or fits

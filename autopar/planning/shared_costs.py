@@ -23,8 +23,8 @@ Limits = tuple[str | None, tuple[float, ...]]
 """Limits of a search: the pinned recompute mode, and the usable bytes of a rank of every group of nodes."""
 
 Synchronised = tuple[list[float], list[float], list[tuple[float, float]], list[float]]
-"""Seconds of the parameters of every class of units: exposed per micro-batch and per step, those of hosts, and the
-share of the ones per step in which gradients are in flight."""
+"""Seconds of the parameters of every class of units: exposed per micro-batch, exposed per step, and of hosts. The last
+value is the share of the step's seconds with gradients in flight."""
 
 
 @dataclass

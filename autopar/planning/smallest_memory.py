@@ -28,7 +28,7 @@ from autopar.units import bytes_text, fit_text
 from search.pipeline_problem import PipelineInfeasibleError, PipelineSolution
 
 NEAR = 0.02
-"""Share by which the reported budget may be larger than the smallest."""
+"""The share by which the reported budget may exceed the smallest."""
 
 
 def bisected(low: float, high: float, fits: Callable[[float], bool]) -> float:
@@ -45,8 +45,8 @@ def bisected(low: float, high: float, fits: Callable[[float], bool]) -> float:
 
 
 def smallest_pipeline(search: PipelineSearch, limit: float = math.inf) -> Failure | None:
-    """Return the config whose ranks need the least bytes, if that is less than `limit` on every rank, with those of
-    its leanest cut by kind."""
+    """Return the config that needs the fewest bytes per rank, with the bytes of its leanest cut by kind. Return None if
+    no config needs less than `limit` on every rank."""
     request = search.request
     if isinstance(search, EqualSearch) and request.constraints.schedule in CHUNKED:
         least = _smallest_chunked(search)
@@ -94,7 +94,7 @@ def _smallest_cut(
 
 
 def _found_below(fitting: Fitting, least: float, limit: float) -> tuple[float, PipelineSolution] | None:
-    """Return the least memory with which a cut is feasible, and the cut, if that is less than `limit`."""
+    """Return the least memory for which a cut is feasible, and the cut, if that is less than `limit`."""
     lean = leanest(fitting, least)
     if lean is None:
         return None

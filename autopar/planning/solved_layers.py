@@ -48,7 +48,7 @@ GRID_ROWS = 2
 options as the axes have pairs of them, and is solved as seldom as in a large request."""
 
 TYPICAL_MICRO_BATCHES = 4
-"""Micro-batches by which a solved layer weighs costs per micro-batch against costs per step."""
+"""The number of micro-batches with which a solved layer weighs costs per micro-batch against costs per step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +76,22 @@ class SolvedLayer:
         return self.call_costs.costs
 
     def assignment(self, zero: int, rows: int) -> Assignment:
-        """Return the assignment on the mesh for a graph of `rows` rows over all ranks, with a ZeRO stage wherever
-        one is possible."""
+        """Return the assignment on the mesh for a graph of `rows` rows over all ranks. The ZeRO stage applies to every
+        parameter that can have one."""
         here = rescaled(self.solved, self.operators, self.solved_rows, rows)
         placed = on_axes(here, self.solved_axes, self.mesh.axes)
         return Assignment(placed.operators, placed.tensors, self.parameters(zero))
 
     def parameters(self, zero: int) -> dict[tuple[str, str], Stored]:
-        """Return the stored parameters with a ZeRO stage wherever one is possible."""
+        """Return the stored parameters. The ZeRO stage applies to every parameter that can have one."""
         return stored_parameters(self.solved, self.solved_axes, self.mesh.axes, zero)
 
 
 def stored_parameters(
     assignment: Assignment, axes: tuple[str, ...], wanted: tuple[str, ...], zero: int
 ) -> dict[tuple[str, str], Stored]:
-    """Return the parameters of an assignment on `axes` as they are stored on a mesh with `wanted` axes, with a ZeRO
-    stage wherever one is possible."""
+    """Return the parameters of an assignment on `axes` as a mesh with `wanted` axes stores them. The ZeRO stage applies
+    to every parameter that can have one."""
     source = axis_sources(axes, wanted)
     parameters = {}
     for key, stored in assignment.parameters.items():
@@ -140,7 +140,7 @@ class SolvedLayers:
     request: Request
     typical_rows: int | None = None
     _assignments: dict[Key, Assignment | None] = field(default_factory=dict)
-    _beside: dict[Key, tuple[Assignment, ...]] = field(default_factory=dict)
+    _alternatives: dict[Key, tuple[Assignment, ...]] = field(default_factory=dict)
     _solved_layers: dict[tuple[Mesh, int, float], SolvedLayer | None] = field(default_factory=dict)
     _call_costs: dict[tuple[Mesh, int, int], CallCosts] = field(default_factory=dict)
     _covered: dict[tuple[int, int], bool] = field(default_factory=dict)
@@ -150,13 +150,13 @@ class SolvedLayers:
     _fastest: dict[Key, Solution] = field(default_factory=dict)
     _operators: dict[int, dict[tuple[str, str], Operator]] = field(default_factory=dict)
     _emitted_programs: Known = field(default_factory=dict)
-    _made: list[Assignment] = field(default_factory=list)
+    _numbered: list[Assignment] = field(default_factory=list)
     known_costs: list[KnownCosts] = field(default_factory=list)
     prices_all_ranks: bool = False
     _deferring: SolvedLayers | None = None
 
     def solved_layer(self, mesh: Mesh, rows: int, multiplier: float) -> SolvedLayer | None:
-        """Return the solved layer of a mesh whose tp ranks share `rows` rows of a micro-batch; None if the
+        """Return the solved layer of a mesh. The tp ranks share `rows` rows of a micro-batch. Return None if the
         constraints leave nothing."""
         key = (mesh, rows, multiplier)
         if key not in self._solved_layers:
@@ -211,11 +211,9 @@ class SolvedLayers:
             assignment = self.assignment(solved_key)
         if assignment is None:
             return None
-        if beside := self.beside(solved_key):
-            each_costs = (
-                self._costs_of(alternative, solved_key, costed, rows) for alternative in (assignment, *beside)
-            )
-            best = min(each_costs, key=lambda costs: costs[1].chosen_seconds)
+        if alternatives := self._alternatives_of(solved_key):
+            priced = (self._costs_of(choice, solved_key, costed, rows) for choice in (assignment, *alternatives))
+            best = min(priced, key=lambda pair: pair[1].chosen_seconds)
         else:
             best = self._costs_of(assignment, solved_key, costed, rows)
         assignment, call_costs = best
@@ -253,9 +251,10 @@ class SolvedLayers:
             )
         return assignment, self._call_costs[key]
 
-    def beside(self, key: Key) -> tuple[Assignment, ...]:
-        """Return alternatives to the assignment that is fastest on the device alone; none if no host is behind."""
-        if key not in self._beside:
+    def _alternatives_of(self, key: Key) -> tuple[Assignment, ...]:
+        """Return alternatives to the assignment that is fastest on the device alone. There are none unless devices wait
+        for their hosts."""
+        if key not in self._alternatives:
             solutions, assignments = list[Solution](), dict[tuple[int, ...], Assignment]()
             fastest_assignment = self._assignments.get(key)
             if (
@@ -272,8 +271,8 @@ class SolvedLayers:
                     return self._costs_of(assignments[chosen], key, key.mesh, key.rows)[1].stretches
 
                 solutions = with_host(search_space, self.pricer(key.mesh), fastest, measure)
-            self._beside[key] = tuple(assignments[alternative.assignment] for alternative in solutions)
-        return self._beside[key]
+            self._alternatives[key] = tuple(assignments[alternative.assignment] for alternative in solutions)
+        return self._alternatives[key]
 
     def storage_of(self, assignment: Assignment, axes: tuple[str, ...]) -> int:
         """Return a number for how an assignment stores the parameters: equal if that is."""
@@ -284,12 +283,13 @@ class SolvedLayers:
         return self._stored_as[key]
 
     def _number_of(self, assignment: Assignment) -> int:
-        """Return a number of the solver's assignment: the same wherever the programs of its decisions are known."""
-        for number, numbered in enumerate(self._made):
+        """Return a number of the solver's assignment. All requests that share the programs of its decisions share the
+        number."""
+        for number, numbered in enumerate(self._numbered):
             if numbered is assignment:
                 return number
-        self._made.append(assignment)
-        return len(self._made) - 1
+        self._numbered.append(assignment)
+        return len(self._numbered) - 1
 
     def _covers(self, assignment: Assignment, rows: int) -> bool:
         """Return whether the graph of so many rows has the calls that the assignment decides on."""
@@ -304,11 +304,11 @@ class SolvedLayers:
             request,
             self.typical_rows,
             dict(self._assignments),
-            dict(self._beside),
+            dict(self._alternatives),
             _operators=self._operators,
             _covered=self._covered,
             _emitted_programs=self._emitted_programs,
-            _made=self._made,
+            _numbered=self._numbered,
         )
 
     def decided_for(self, request: Request) -> SolvedLayers:
@@ -320,7 +320,7 @@ class SolvedLayers:
             _operators=self._operators,
             _covered=self._covered,
             _emitted_programs=self._emitted_programs,
-            _made=self._made,
+            _numbered=self._numbered,
         )
 
     def deferring(self, request: Request) -> SolvedLayers:
@@ -370,8 +370,8 @@ def without_zero(limits: Constraints, mesh: Mesh) -> Constraints:
 def solved_anew(
     request: Request, graph: Graph, operators: Mapping[tuple[str, str], Operator], mesh: Mesh, multiplier: float
 ) -> Assignment:
-    """Return an assignment, solved like a solved layer's, on a graph whose calls differ from those of solved layers.
-    Raises InfeasibleError."""
+    """Return an assignment on a graph with other calls than the solved layers have, solved in the same way. Raises
+    InfeasibleError."""
     limits = without_zero(request.constraints, mesh)
     search_space = build_search_space(graph, operators, pricer_for(request, mesh, TYPICAL_MICRO_BATCHES), limits)
     return _at_multiplier(search_space, solve(search_space.problem), multiplier, request)
@@ -393,8 +393,8 @@ def _charged(problem: Problem, seconds_per_byte: float) -> Problem:
 
 @cache
 def named_mesh(dp: int, tp: int, ddp: int = 1, ep: int = 1, cp: int = 1, ttp: int = 1, tp_first: bool = False) -> Mesh:
-    """Return ddp x dp x cp x ep x ttp x tp without axes of one rank; tp_first: neighbors differ in data, and ttp x
-    tp joins distant ranks."""
+    """Return ddp x dp x cp x ep x ttp x tp without axes of one rank. tp_first: neighbors differ in data, and ttp x tp
+    joins distant ranks."""
     data = [("ddp", ddp), ("dp", dp), ("cp", cp), ("ep", ep)]
     tensor = [("ttp", ttp), ("tp", tp)]
     named = [(a, n) for a, n in ([*tensor, *data] if tp_first else [*data, *tensor]) if n > 1]

@@ -15,7 +15,7 @@ CLOSED_FORMS = {name: schedule.closed_form for name, schedule in SCHEDULES.items
 """Closed forms by schedule; cuts minimize these. Schedules without one refine the best cut (chunked_schedules.py)."""
 
 SEARCHED_SCHEDULES = tuple(name for name in CLOSED_FORMS if SCHEDULES[name].is_tried)
-"""The schedules whose closed form is minimized if none is pinned."""
+"""The schedules to try if none is pinned: their closed forms are minimized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Holding:
     num_deferred: InFlight | None = None
 
     def least(self, ranks: Iterable[tuple[int, int]], mode: Mode) -> float:
-        """Return the bytes of a layer on the one of `ranks` (p, i) where it keeps least."""
+        """Return the bytes of a layer on the rank of `ranks` (p, i) where it keeps least."""
         counts = {(self.in_flight(p, i), self.num_deferred(p, i) if self.num_deferred else 0.0) for p, i in ranks}
         return min(flying * mode.kept_bytes + waiting * mode.live.deferred for flying, waiting in counts)
 

@@ -61,12 +61,12 @@ class StageProblem:
         """Return a solution of the problem as a solved config."""
         solved_layer = self.costs.solved_layer(self.config, self.config.stage_meshes[0])
         pipeline, seconds = self.pipeline(solution), solution.objective
-        beside = self._late(pipeline)
-        if any(map(sum, beside)) and self.config.schedule in CLOSED_FORMS:  # others: see the simulation
-            seconds = objective(self.problem(self.fitting().memory_bytes), solution.stages, beside)
+        late = self._late_seconds(pipeline)
+        if any(map(sum, late)) and self.config.schedule in CLOSED_FORMS:  # others: see the simulation
+            seconds = objective(self.problem(self.fitting().memory_bytes), solution.stages, late)
         return PipelineCut(seconds, self.config, pipeline, solved_layer)
 
-    def _late(self, pipeline: Pipeline) -> list[tuple[float, float]]:
+    def _late_seconds(self, pipeline: Pipeline) -> list[tuple[float, float]]:
         """Return for every stage the seconds per micro-batch and per step of host calls that belong to no unit, as
         plan choice counts them."""
         units, stages = self.costs.units, pipeline.stages or (StagePlan(0, len(self.costs.units)),)
@@ -94,9 +94,9 @@ class StageProblem:
     def fitting(self) -> Fitting:
         """Return the problem in the memory of the request's devices."""
         usable = {str(mesh): self.costs.usable_bytes[mesh.group] for mesh in self.chains}
-        return Fitting(self.problem, self._held, usable)
+        return Fitting(self.problem, self._bytes_by_mesh, usable)
 
-    def _held(self, solution: PipelineSolution) -> dict[str, float]:
+    def _bytes_by_mesh(self, solution: PipelineSolution) -> dict[str, float]:
         """Return the bytes on the fullest rank of every stage mesh, by the prediction's count."""
         fullest: dict[str, float] = {}
         pipeline = self.pipeline(solution)

@@ -25,11 +25,12 @@ from codegen.runtime.optimizer_probe import Needs
 
 @dataclass(frozen=True, eq=False)
 class TracedModel:
-    """The part of a request that no cluster, constraint or number of rows changes.
+    """The part of a request that does not depend on cluster, constraints or number of rows.
 
-    needs: parameters that the optimizer's update must see whole. inputs: the example batch by name. reads: what forward
-    reads, as the trace shows. evaluation: returns why evaluation differs from training, with logits and without them,
-    as records of forward show. trainings: the optimizer's costs by precision and whether on GPUs, filled on demand.
+    needs: parameters that the optimizer's update must see whole. inputs: the example batch by name. reads: the inputs
+    that forward reads, as the trace shows. evaluation: returns why evaluation differs from training, with logits and
+    without them, as records of forward show. trainings: the optimizer's costs by precision and whether on GPUs, filled
+    on demand.
     """
 
     needs: Needs

@@ -38,8 +38,8 @@ def plan_of_user(
 def reprice(request: Request, plan: Plan, before: Graph | None = None) -> SearchResult:
     """Validate a plan against the model and predict it again, with its compression and fp8.
 
-    before: the model that the plan was written for, if it is this model with other numbers; the plan is refitted
-    then. Raises PlanError, and ConstraintError for a plan in fp8 on a cluster without it.
+    before: the model that the plan was written for, if it is this model with other numbers. The plan is then refitted.
+    Raises PlanError, and ConstraintError for a plan in fp8 on a cluster without fp8.
     """
     request = replace(request.compressed(plan.compression), fp8=plan.fp8)
     if plan.fp8:

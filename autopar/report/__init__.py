@@ -1,4 +1,4 @@
-"""The report: what a plan does with a model, in words, and what it is predicted to cost."""
+"""The report: a plan's decisions for a model in words, and its predicted costs."""
 
 from autopar.report.terminal import render_report, report_panels
 

@@ -1,4 +1,4 @@
-"""Predicted time and memory by kind, and what the other plans would have cost."""
+"""Predicted time and memory by kind, and the predicted costs of other plans."""
 
 from __future__ import annotations
 
@@ -94,12 +94,12 @@ def runner_ups(result: SearchResult) -> list[RunnerUp]:
 
 
 def is_tied(first: float, second: float) -> bool:
-    """Return whether predictions cannot tell two step times apart."""
+    """Return whether two step times are too close for predictions to rank them."""
     return max(first, second) <= min(first, second) * (1 + TIED)
 
 
 def tie_words(chosen: str, seconds: float, others: Sequence[RunnerUp]) -> str:
-    """Return a sentence on the plans that predictions cannot tell apart and on the choice among them, or ""."""
+    """Return a sentence on plans that predictions cannot rank and on the choice among them, or ""."""
     tied = [(row.plan, row.seconds / seconds - 1) for row in others if row.is_tied and row.seconds is not None]
     bounds = [row.seconds for row in others if row.is_bound and row.seconds is not None]
     unknown = sum(is_tied(bound, seconds) for bound in bounds)

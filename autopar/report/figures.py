@@ -1,4 +1,4 @@
-"""The figures by which a plan is judged: step time, tokens per second, model FLOPs utilization, memory."""
+"""The figures that rate a plan: step time, tokens per second, model FLOPs utilization, memory."""
 
 from __future__ import annotations
 

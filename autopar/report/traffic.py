@@ -81,7 +81,7 @@ def context_rows(
     on_cpu: bool,
     num_micro_batches: int,
 ) -> list[Transfer]:
-    """Return the exchanges inside attention calls whose keys are on several ranks."""
+    """Return the exchanges inside attention calls with keys on several ranks."""
     transfers = []
     for node in scope.nodes:
         key = scope.name, node.name

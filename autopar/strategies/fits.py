@@ -1,4 +1,4 @@
-"""Whether a strategy fits the memory, and what else would."""
+"""Whether a strategy fits the memory, and changed strategies that do."""
 
 from __future__ import annotations
 

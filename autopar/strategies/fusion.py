@@ -1,4 +1,4 @@
-"""Memory-bound calls that run as one kernel, with what each reads and writes."""
+"""Memory-bound calls that run as one kernel, with the tensors that each kernel reads and writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matrices of a model and what lies between them: what frameworks' ways of tensor parallelism are said of."""
+"""The matrices of a model and the calls between them: frameworks define tensor parallelism in these terms."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cost_models.framework_profiles import Framework
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """shapes: of every matrix that a matmul reads, and of embeddings, by pattern of its name. experts: the patterns of
-    those that a matmul by expert reads. weights: multiply-adds
-    per token of a unit's matrices. sequences: calls whose result is [rows, tokens, width]; residuals: those between
-    matrices, such as norms and additions to the residual stream."""
+    """shapes: of every matrix that a matmul reads, and of embeddings, by pattern of the name. experts: patterns of the
+    matrices that a matmul by expert reads. weights: multiply-adds per token of a unit's matrices. sequences: calls with
+    a result of [rows, tokens, width]. residuals: the sequences between matrices, such as norms and additions to the
+    residual stream."""
 
     shapes: Mapping[str, tuple[int, ...]]
     experts: tuple[str, ...]
@@ -96,8 +96,8 @@ def _rows_of_expert(node: Node, num_experts: int) -> float:
 
 
 def pinned(matrices: Matrices, limits: Constraints, profile: Framework, sp: bool, cp_has_experts: bool) -> Constraints:
-    """The constraints with those ways of context and tensor parallelism forbidden that are not the framework's own. Of
-    an expert every rank of tp has a part. Ranks of cp have all experts, or different ones (cp_has_experts)."""
+    """Return the constraints that forbid all kinds of context and tensor parallelism except the framework's. Every tp
+    rank has a shard of each expert. Ranks of cp have all experts, or different ones (cp_has_experts)."""
     cp, tp = (limits.degrees.get(axis, 1) for axis in ("cp", "tp"))
     parameters, activations = limits.forbid_parameters, limits.forbid_activations
     if cp > 1:

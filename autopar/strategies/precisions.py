@@ -35,7 +35,8 @@ def matmul_dtype(precision: str, cluster: AnyCluster) -> str:
 
 
 def traced_as(precision: str) -> str:
-    """Return the precision in which the model is traced. Raises ConstraintError where it is not supported."""
+    """Return the precision of the traced model. Raises ConstraintError if the devices or the framework do not support
+    it."""
     if precision not in PRECISIONS:
         raise ConstraintError("precision is not supported", values=repr(precision), alternatives=", ".join(PRECISIONS))
     return PRECISIONS[precision][0]

@@ -1,4 +1,4 @@
-"""The prediction of a strategy with its scenario: its timeline, and one step beside a changed one."""
+"""The prediction of a strategy with its scenario: its timeline, and a comparison with a changed step."""
 
 from __future__ import annotations
 
@@ -36,11 +36,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StrategyPrediction(Prediction):
-    """Seconds and bytes by kind, and how they came about.
-
-    scenario: what was predicted. simulated: the schedule, event by event. capacity_bytes: what a rank may use, by the
-    strategy's `memory` or the device; where they differ, on the fullest pipeline rank.
-    """
+    """Seconds and bytes by kind, and the simulation that they come from. scenario: the predicted setting. simulated:
+    the schedule, event by event. capacity_bytes: the bytes that a rank may use, by the strategy's `memory` or the
+    device. If pipeline ranks differ, it is that of the fullest one."""
 
     scenario: Scenario = field(kw_only=True, compare=False, repr=False)
     simulated: Simulated = field(kw_only=True, compare=False, repr=False)
@@ -81,12 +79,12 @@ class StrategyPrediction(Prediction):
         framework: Framework | str | None = None,
         precision: str | None = None,
     ) -> WhatIf:
-        """This step beside the one with something changed; what is left out stays, and several changes hold at once.
+        """Compare this step with a changed one. Arguments that are None stay unchanged; several changes apply together.
 
-        device, intra_node, inter_node: one of the catalogue by name, one in full, or fields to change, such as
-        {"bytes_per_second": 50e9} or {"memory_bytes": "80GiB"}, where "x2" doubles what is there. strategy: fields to
-        change; None takes one away. The model is not traced again, unless cp or ep have a value for the first time.
-        Raises ConstraintError for what cannot be.
+        device, intra_node, inter_node: a name from the catalog, a complete record, or fields to change, such as
+        {"bytes_per_second": 50e9} or {"memory_bytes": "80GiB"}; "x2" doubles a value. strategy: fields to change; None
+        removes a field. The model is traced again only if cp or ep gets a value for the first time. Raises
+        ConstraintError for impossible changes.
         """
         parts = {"device": device, "intra_node": intra_node, "inter_node": inter_node}
         other = changed(self.scenario, cluster, parts, global_batch_size, strategy or {}, framework, precision)
@@ -130,7 +128,7 @@ def _group(kind: str) -> str:
 
 
 def comparison_rows(what_if: WhatIf) -> Iterator[Part]:
-    """A sum per group above its kinds, whose names are indented; kinds that matter in neither step are left out."""
+    """Yield a sum per group, then its kinds, indented. Kinds that matter in neither step are left out."""
     least = 0.0005
     for group in GROUPS:
         parts_of_group = [part for part in what_if.parts() if part.group == group]

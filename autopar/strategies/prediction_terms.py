@@ -1,4 +1,4 @@
-"""The terms of a prediction besides cluster and strategy, and the prices that follow from them."""
+"""The terms of a prediction in addition to cluster and strategy, and the prices that follow from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Terms:
 
     @property
     def is_planners(self) -> bool:
-        """Whether these are what searched plans are priced by."""
+        """Return whether these are the terms of searched plans."""
         return replace(self, kernels=False) in (PLANNERS, replace(PLANNERS, matmul_dtype="fp32"))
 
     @property
@@ -62,12 +62,12 @@ def priced_under(plain: Pricer, terms: Terms, model: ScoredModel) -> Pricer:
 
 
 def has_kernels(wanted: Strategy, cluster: AnyCluster, terms: Terms, model: ScoredModel) -> bool:
-    """Whether fused kernels are priced: those of generated programs. Raises ConstraintError where a strategy asks for
-    what the framework has not."""
+    """Return whether the fused kernels of generated programs are priced. Raises ConstraintError if a strategy asks for
+    kernels that the framework lacks."""
     can = terms.is_planners
     if wanted.kernels == "on" and not can:
         raise ConstraintError(
-            "kernels are those of generated programs",
+            "only generated programs have these kernels",
             values=f"framework {terms.framework.name}, attention {terms.attention}, {terms.matmul_dtype}",
             alternatives="framework autopar in bf16 or fp32 with flash attention, or no kernels in the strategy",
         )

@@ -92,7 +92,7 @@ def predict(
 
 
 class Predictor:
-    """Scores strategies of one traced model. What they share is kept."""
+    """Scores strategies of one traced model, and caches everything that they share."""
 
     def __init__(
         self,
@@ -228,8 +228,7 @@ class Predictor:
     def _settings(
         self, model: ScoredModel, cluster: AnyCluster, terms: Terms, wanted: Strategy, rows: int
     ) -> dict[int, Setting]:
-        """The setting of each group of equal nodes. Decisions are made for the one with the highest rate, and hold for
-        all."""
+        """Return the setting of each group of equal nodes. All share the decisions of the fastest group."""
         order = sorted(range(len(cluster.groups)), key=lambda number: -_rate(cluster.groups[number]))
         settings: dict[int, Setting] = {}
         for number in order:
@@ -246,7 +245,8 @@ class Predictor:
         rows: int,
         decided: Setting | None,
     ) -> Setting:
-        """The setting of one group of `whole`. decided: whose decisions it has, None for its own."""
+        """Return the setting of one group of `whole`. decided: the setting with the decisions to use; None to solve
+        them."""
         profile, cluster = terms.framework, whole.groups[number]
         tp = wanted.mesh.size("tp")
         sp = _is_sequence_parallel(profile, wanted)

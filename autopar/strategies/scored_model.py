@@ -1,4 +1,4 @@
-"""The model whose strategies are predicted: its graph, and what follows from that alone."""
+"""The model that strategies are predicted for: its graph, and the facts that follow from the graph alone."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def drops_attention(graph: Graph) -> bool:
 
 
 def without_attention_dropout(graph: Graph) -> Graph:
-    """Return the graph with attention that drops nothing.
+    """Return the graph with attention that has no dropout.
 
-    A framework's kernels drop attention probabilities while they compute. autopar's programs have no such kernel over
-    keys of several ranks, so the planner has no option to price such a call by.
+    A framework's kernels drop attention probabilities while they compute. autopar has no such kernel for keys of
+    several ranks, so the planner has no option for such a call.
     """
 
     def without(node: Node) -> Node:
@@ -77,7 +77,7 @@ def without_attention_dropout(graph: Graph) -> Graph:
 
 
 class ScoredModel:
-    """The model's graph, for any number of rows, and what strategies share of it."""
+    """A model's graph for any number of rows, and the caches that strategies share."""
 
     def __init__(self, traced: BatchedTrace) -> None:
         self.traced = traced

@@ -1,9 +1,9 @@
 """The stage meshes of a given strategy: one of equal size for each pipeline rank, in one group of equal nodes.
 
-On a plain cluster there is one group. On groups of unlike nodes (cost_models/mixed_cluster.py) a pipeline rank has ddp
-x dp x cp x tp devices of one group, and every group is filled with whole pipeline ranks; which group each of them is
-in, a strategy says by `groups`, and else they follow the groups in their order. No collective spans two groups, only
-messages between pipeline ranks do, over the link that joins the groups.
+A plain cluster has one group. With groups of unlike nodes (cost_models/mixed_cluster.py), a pipeline rank has ddp x dp
+x cp x tp devices of one group. Whole pipeline ranks fill every group. A strategy may name the group of each pipeline
+rank by `groups`; otherwise pipeline ranks follow the order of the groups. No collective spans two groups. Messages
+between pipeline ranks do, over the link that joins the groups.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from cost_models.mixed_cluster import AnyCluster
 
 def stage_meshes_of(cluster: AnyCluster, mesh: Mesh, pp: int, groups: Sequence[int]) -> tuple[StageMesh, ...]:
     """Return the stage mesh of every pipeline rank. pp x mesh are all devices. groups: of each pipeline rank, () for
-    their own order.
-
-    Raises ConstraintError where pipeline ranks do not fill the groups.
-    """
+    the order of the groups. Raises ConstraintError if pipeline ranks do not fill the groups."""
     sizes = [group.num_devices for group in cluster.groups]
     if any(size % mesh.num_ranks for size in sizes):
         raise ConstraintError(
-            "a pipeline rank lies in one group of nodes, which pipeline ranks of this size do not fill",
+            "every pipeline rank is inside one group of nodes, and pipeline ranks of this size do not fill the groups",
             values=f"{mesh.num_ranks} devices of each pipeline rank, groups of {', '.join(map(str, sizes))}",
             alternatives=f"ddp x dp x cp x tp of {_legal(sizes)}",
         )

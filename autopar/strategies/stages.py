@@ -1,4 +1,4 @@
-"""The stages that a framework cuts, and what it adds to or hides of each: host, gradient sums, data parallelism."""
+"""The stages that a framework cuts, with the seconds that it adds or hides: host, gradient sums, data parallelism."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ def cut(
     weights: Mapping[str, float],
     how: str,
 ) -> tuple[int, ...]:
-    """The first unit of each stage, and the number of units.
-
-    layer_names: of the units that are layers. costs: of all units on every stage. weights: multiply-adds of a unit's
-    matrices. how: see `Framework.stages`. Raises ConstraintError where there are fewer units, or layers that do not
-    divide.
-    """
+    """Return the first unit of each stage, and the number of units. layer_names: of the units that are layers. costs:
+    of all units on every stage. weights: multiply-adds of a unit's matrices. how: see `Framework.stages`. Raises
+    ConstraintError for too few units, or for layers that do not divide."""
     layers = [i for i, name in enumerate(units) if name in layer_names]
     count = len(costs)
     if count == 1:
@@ -65,12 +62,12 @@ def _even(layers: Sequence[int], num_units: int, count: int) -> tuple[int, ...]:
 
 
 def _by_weight(weights: Sequence[float], count: int) -> tuple[int, ...]:
-    """A stage ends with the unit by which the sum of the weights passes its even share (nanotron's models/base.py), or
-    reaches it: Llama-1.34B, whose last matrix is four layers, had memory and seconds of five layers on the first of
-    four stages.
+    """Cut as nanotron's models/base.py: a stage ends with the unit where the sum of the weights reaches its even share.
 
-    Where the last matrix does so before the last stage, nanotron leaves the loss alone to the next one, and nothing to
-    others. Here both are one unit, the last stage, and the units before it are each a stage, as far as stages are left.
+    Llama-1.34B's last matrix weighs as much as four layers: its first of four stages had the memory and seconds of five
+    layers. If the last matrix passes its share before the last stage, nanotron gives the loss to the next stage, and
+    nothing to the others. Here the last matrix and the loss are one unit, the last stage. The units before it are one
+    stage each, while stages are left.
     """
     total, sum_, firsts, alone = sum(weights), 0.0, [0], 0
     for index, weight in enumerate(weights[:-1], 1):
@@ -119,8 +116,9 @@ def profiled(
     spans_nodes: bool = False,
     is_far: bool = False,
 ) -> StageCost:
-    """A stage of so many layers with what the framework adds, and without what it hides. gradient_bytes: of an
-    element's gradient and its copies. spans_nodes: the pipeline does; is_far: a tensor-parallel group does."""
+    """Return a stage of so many layers, with the seconds that the framework adds and without those that it hides.
+    gradient_bytes: of an element's gradient and its copies. spans_nodes: whether the pipeline does; is_far: whether a
+    tensor-parallel group does."""
     micro, step = dict(stage.micro), dict(stage.step)
     tp = wanted.mesh.size("tp")
     traffic = micro.get(SYNCHRONISATION, 0.0)

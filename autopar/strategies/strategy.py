@@ -26,12 +26,13 @@ OWN_KEYS = ("sp", "attention", "kernels", "cp", "ep", "cp_exchange", "capacity_f
 class Strategy:
     """A strategy with all degrees.
 
-    limits: its patterns, and the degrees that the model must allow. pp, mesh, zero, micro_batches, rows: of one
-    micro-batch on one data-parallel rank. cp_has_experts: whether ranks of cp have different experts, as those of the
-    mesh's axis ep do. capacity_factor, expert_skew: how tokens are spread over experts (cost_models/routing.py), None
-    for no capacity. groups: of nodes, by pipeline rank, () for their own order (strategies/stage_meshes.py). sp:
-    sequence parallelism, attention: the kernel; None and "" for the framework's own. kernels: whether generated
-    programs have fused ones, "" for where `compile` would. memory_bytes: that a rank may use, None for the device's.
+    limits: its patterns, and the degrees that the model must allow. pp, mesh, zero, micro_batches, rows: rows of one
+    micro-batch on one data-parallel rank. cp_has_experts: whether ranks of cp have different experts, like ranks of ep.
+    capacity_factor, expert_skew: the spread of tokens over experts (cost_models/routing.py); None for no capacity.
+    groups: of nodes, by pipeline rank, () for the order of the groups (strategies/stage_meshes.py). sp: sequence
+    parallelism; None for the framework's default. attention: the kernel; "" for the framework's default. kernels:
+    whether generated programs have fused kernels; "" for the default of `compile`. memory_bytes: that a rank may use;
+    None for the device's.
     """
 
     limits: Constraints
@@ -56,7 +57,7 @@ class Strategy:
 
 
 def parse_strategy(pins: Mapping[str, Any], cluster: AnyCluster, global_batch_size: int) -> Strategy:
-    """Raises ConstraintError that says what is missing, or what does not multiply or divide."""
+    """Raises ConstraintError that names missing degrees, or degrees that do not multiply or divide."""
     pins = dict(pins)
     options = {key: pins.pop(key) for key in OWN_KEYS if key in pins}
     limits = _limits(pins)
@@ -112,7 +113,7 @@ def parse_strategy(pins: Mapping[str, Any], cluster: AnyCluster, global_batch_si
 
 
 def _mesh(dp: int, cp: int, ep: int, tp: int, ddp: int) -> Mesh:
-    """Return the mesh with ep ranks of dp x cp, neighbors but for tp, that have different experts.
+    """Return the mesh with ep ranks of dp x cp that have different experts; only tp ranks are closer neighbors.
 
     They are all ranks of cp and some of dp, or some of dp alone. So the ranks of one axis of attention have all
     experts, or as many as there are ranks on it. Raises ConstraintError for other numbers.

@@ -29,12 +29,12 @@ def prediction_lines(prediction: Prediction) -> Iterator[str]:
 
 
 def fit_lines(prediction: StrategyPrediction) -> Iterator[str]:
-    """Whether a strategy fits, how sure that is, and a warning where it does not by what is predicted."""
+    """Return whether a strategy fits, with the interval, and a warning if the prediction exceeds the memory."""
     yield f"fits: {fit_text(prediction.certainty)}"
     if not prediction.fits:
         yield (
             f"WARNING: does not fit: the fullest rank needs {bytes_text(prediction.peak_bytes)} of "
-            f"{bytes_text(prediction.capacity_bytes)} (--check to fail, and to be told what would fit)"
+            f"{bytes_text(prediction.capacity_bytes)} (--check fails instead, and names changes that fit)"
         )
 
 

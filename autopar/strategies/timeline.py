@@ -1,6 +1,6 @@
-"""The simulated step as records: what every pipeline rank computes, sends and synchronises, and when.
+"""The simulated step as records: the events of every pipeline rank, with their times.
 
-The same for a strategy that a person wrote (`autopar.predict`) and for a searched plan: both end in a `Simulated`.
+A strategy that a person wrote (`autopar.predict`) and a searched plan both end in a `Simulated`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ Stream = Literal["compute", "send", "communication"]
 
 @dataclass(frozen=True, slots=True)
 class StepEvent:
-    """Something that one rank of a pipeline rank does from `start` to `end`, in seconds after the step's begin.
+    """An event on one rank of a pipeline rank, from `start` to `end`, in seconds after the step begins.
 
-    kind: of ACTIONS, TRANSFERS, or the kind of seconds that the prediction has it under ("optimizer", ...). stream:
-    "compute" for what holds up the pipeline rank, one event after the other, exposed traffic among it; "send" for
-    messages to pipeline rank `target`, beside it; "communication" for other traffic that is hidden behind it. stage and
-    micro_batch are None for what is done once per step.
+    kind: of ACTIONS, TRANSFERS, or a kind of seconds of the prediction ("optimizer", ...). stream: "compute" for events
+    that occupy the pipeline rank, one after the other, exposed traffic included. "send" for messages to pipeline rank
+    `target`, which overlap them. "communication" for hidden traffic. stage, micro_batch: None for events once per step.
     """
 
     kind: str
@@ -47,11 +46,11 @@ class StepEvent:
 
 
 def events_of(simulated: Simulated) -> tuple[StepEvent, ...]:
-    """All events, pipeline rank by pipeline rank, in the order of their start in each stream.
+    """Return all events, pipeline rank by pipeline rank, in the order of their start in each stream.
 
-    What is done once per step begins, as the prediction counts it, when the last pipeline rank is through. The last
-    event ends with the predicted step. Hidden traffic of a micro-batch is drawn to end with its backward, hidden
-    traffic of a step with the last backward; the sum of its seconds is the prediction's, the place an assumption.
+    Events once per step begin when the last pipeline rank is done, as the prediction counts them. The last event ends
+    with the predicted step. Hidden traffic of a micro-batch is drawn to end with its backward, hidden traffic of a step
+    with the last backward. The sum of its seconds is predicted; its place is an assumption.
     """
     actions: dict[int, list[Event]] = {pipeline_rank: [] for pipeline_rank in range(len(simulated.timeline.schedule))}
     for event in simulated.timeline.events():
@@ -85,8 +84,8 @@ def _once(simulated: Simulated, pipeline_rank: int) -> Iterator[StepEvent]:
 
 
 def _sends(simulated: Simulated, line: list[Event]) -> Iterator[StepEvent]:
-    """Messages of one pipeline rank by the rule of `cost_models.schedules.sweep`: a link carries one at a time, in the
-    order of production, and what one action produces in the order of the edges."""
+    """Return the messages of one pipeline rank by the rule of `cost_models.schedules.sweep`. A link carries one message
+    at a time, in the order of production. Messages of one action follow the order of the edges."""
     free: dict[int, float] = {}
     for event in line:
         stage, kind = event.action.stage, event.action.kind

@@ -14,11 +14,11 @@ from cost_models.schedule import chrome_trace
 
 
 def trace_of(simulated: Simulated) -> dict[str, Any]:
-    """The trace: every forward and backward on its pipeline rank, then what is done once per step; messages between
-    pipeline ranks and hidden traffic are asynchronous events beside them.
+    """Return the trace: every forward and backward on its pipeline rank, then the events once per step.
 
-    As the prediction counts it, what is done once per step begins when the last pipeline rank is through; of every
-    pipeline rank, its own. Format: "Trace Event Format", Google, sections "Complete Events" and "Async Events".
+    Messages between pipeline ranks and hidden traffic are asynchronous events. Events once per step begin when the last
+    pipeline rank is done, as the prediction counts them; every pipeline rank has its events. Format: "Trace Event
+    Format", Google, sections "Complete Events" and "Async Events".
     """
     trace: dict[str, Any] = chrome_trace(simulated.timeline)
     rows = [row for number, event in enumerate(events_of(simulated)) for row in _rows(event, number)]

@@ -103,7 +103,7 @@ def _changed_part(part: Piece, change: Any, named: Any) -> Piece:
 
 
 def _value(name: str, old: Any, new: Any) -> Any:
-    """The changed value: `new`, or `old` times what follows an "x"."""
+    """Return the changed value: `new`, or `old` times the number after an "x"."""
     kind = type(old)
     try:
         if isinstance(new, str) and new.startswith("x"):

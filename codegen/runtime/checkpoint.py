@@ -61,7 +61,7 @@ def _save(step: Step, final: Path, others: Mapping[str, Tensor] | None, notes: M
     fresh = final.with_name(f".{final.name}.partial")
     rank, gather = step.mesh.everyone.rank, _gather(step)
     files.in_unison(gather, lambda: _make_way(final, fresh) if rank == 0 else None)
-    pieces, numbers = files.in_unison(gather, lambda: _held(step))
+    pieces, numbers = files.in_unison(gather, lambda: _saved_state(step))
     named = set().union(*gather(_names(step)))
     if rank == 0:
         # Others are asked for one by one: they may have to be read.
@@ -87,7 +87,7 @@ def _save(step: Step, final: Path, others: Mapping[str, Tensor] | None, notes: M
 
 def check(step: Step) -> None:
     """Raises CheckpointError if the optimizer's state, as it is after a step, could not be saved."""
-    _held(step)
+    _saved_state(step)
 
 
 def load(step: Step, directory: str | Path, *, others: Mapping[str, Tensor] | None = None) -> None:
@@ -162,7 +162,7 @@ def _put(fresh: Path, final: Path) -> None:
         files.remove(old)
 
 
-def _held(step: Step) -> tuple[list[Piece], dict[str, Any]]:
+def _saved_state(step: Step) -> tuple[list[Piece], dict[str, Any]]:
     """Return the tensors that this rank stores, and the numbers in its optimizer's state by name. Raises
     CheckpointError."""
     if step.forgotten:

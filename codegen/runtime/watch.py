@@ -89,7 +89,7 @@ class Watch:
         self._lock = threading.Lock()
         self._has_warned = False
         self.publish()
-        threading.Thread(target=self._look_again_and_again, name="autopar watch", daemon=True).start()
+        threading.Thread(target=self._poll, name="autopar watch", daemon=True).start()
 
     def stop(self) -> None:
         """End the thread."""
@@ -187,7 +187,7 @@ class Watch:
                 ),
             )
 
-    def _look_again_and_again(self) -> None:
+    def _poll(self) -> None:
         pause = _SECONDS_BETWEEN_NODES if self.board.store is not None else _SECONDS_BETWEEN_LOOKS
         while not self._stop.wait(pause):
             with contextlib.suppress(RuntimeError, ValueError, OSError):  # the store's host may be gone

@@ -72,8 +72,11 @@ _CLASSES = GENERATED_NAMES | {
 
 
 def argument(name: str) -> str:
-    """The argument of a generated forward for the input `name` of the batch."""
-    return f"{name}_" if name in GENERATED_NAMES or name.startswith("__") else name
+    """Return the argument of a generated forward for the input `name` of the batch.
+
+    A reserved name gets an underscore, and so does a reserved name with underscores: no two inputs share an argument.
+    """
+    return f"{name}_" if name.rstrip("_") in GENERATED_NAMES or name.startswith("__") else name
 
 
 def attribute_path(name: str) -> str:

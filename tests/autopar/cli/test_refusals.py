@@ -60,7 +60,7 @@ def run(monkeypatch: pytest.MonkeyPatch, error: BaseException, *words: str) -> A
     def fails(source: str) -> bool:
         raise error
 
-    monkeypatch.setattr("autopar.cli.planning.is_plan_file", fails)
+    monkeypatch.setattr("autopar.cli.report.is_plan_file", fails)
     return CliRunner().invoke(app, [*words, "report", "x"])
 
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from autopar.cluster import as_cluster
+from autopar.costs.evaluate import _hide
 from autopar.costs.expert_exchange import Mixture, parts_of_token
+from autopar.costs.layer_costs import HIDDEN, LayerCost
 from cost_models import collective
 from cost_models.catalog import device
 from cost_models.dispatch import dispatch, dispatches
@@ -69,3 +71,16 @@ def test_the_fastest_kind_depends_on_nodes_and_choices() -> None:
     assert qwen.fastest(dispatches(), two).name == "hybrid_ep_overlapped"
     assert replace(qwen, group=collective.Group(8, 1)).fastest(programs, one).name == "all_to_all"
     assert replace(qwen, choices=1).fastest(programs, two).name == "all_to_all"
+
+
+def test_two_exchanges_hide_behind_one_computation() -> None:
+    """Each of the two would hide 4 s, but the unit computes 5 s. An exchange alone hides its whole share."""
+    alone = LayerCost(forward={"a": 8.0, "matmul": 5.0, HIDDEN: 0.0}, backward={"a": 0.0, HIDDEN: 0.0})
+    both = LayerCost(
+        forward={"a": 8.0, "b": 2.0, "matmul": 5.0, HIDDEN: 0.0}, backward={"a": 0.0, "b": 6.0, HIDDEN: 0.0}
+    )
+    _hide(alone, {"a": 0.5})
+    _hide(both, {"a": 0.5, "b": 0.5})
+    assert alone.forward == {"a": 4.0, "matmul": 5.0, HIDDEN: 4.0}
+    assert both.forward[HIDDEN] + both.backward[HIDDEN] == pytest.approx(5.0)
+    assert both.forward_seconds + both.backward_seconds == pytest.approx(16.0)

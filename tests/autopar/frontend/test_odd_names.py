@@ -45,6 +45,12 @@ def test_inputs_that_are_called_like_generated_names(name: str) -> None:
     assert is_exact(Inputs(), {name: X, "other": X.flip(0)})
 
 
+def test_two_inputs_never_share_an_argument() -> None:
+    assert is_exact(Inputs(), {"mesh": X, "mesh_": X.flip(0)})
+    inputs = [f"{name}{'_' * count}" for name in ("mesh", "__x", "tokens") for count in range(4)]
+    assert len({argument(name) for name in inputs}) == len(inputs)
+
+
 @pytest.mark.parametrize("name", ["class", "a-b", "self", "__x"])
 def test_inputs_that_are_refused(name: str) -> None:
     with pytest.raises(TraceError, match="name"):
