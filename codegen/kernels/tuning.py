@@ -80,12 +80,12 @@ class Tuner:
     is_capturing: Callable[[], bool]
     chosen: dict[Case, Any] = field(default_factory=dict)
 
-    def choose(self, case: Case, tiles: Sequence[Tile], trial: Callable[[Tile], object]) -> Tile:
-        """One of `tiles`, by running `trial` where no one has done so before."""
+    def choose(self, case: Case, tiles: Sequence[Tile], run_tile: Callable[[Tile], object]) -> Tile:
+        """One of `tiles`, by running `run_tile` where no one has done so before."""
         tile: Tile | None = self.chosen.get(case)
-        return self._settle(case, tiles, trial) if tile is None else tile
+        return self._settle(case, tiles, run_tile) if tile is None else tile
 
-    def _settle(self, case: Case, tiles: Sequence[Tile], trial: Callable[[Tile], object]) -> Tile:
+    def _settle(self, case: Case, tiles: Sequence[Tile], run_tile: Callable[[Tile], object]) -> Tile:
         # Short rows make the same launch of several candidates.
         distinct: dict[object, Tile] = {}
         for tile in tiles:
@@ -98,7 +98,7 @@ class Tuner:
             if self.is_capturing():
                 return tiles[0]
             try:
-                entry = self.file.settle(device, str(case), by_text, self._measure(list(distinct.values()), trial))
+                entry = self.file.settle(device, str(case), by_text, self._measure(list(distinct.values()), run_tile))
             except OSError as error:
                 warnings.warn(f"launch parameters cannot be written down, so none are chosen: {error}", stacklevel=2)
                 return self._keep(case, tiles[0])
@@ -108,19 +108,19 @@ class Tuner:
         kept: Tile = self.chosen.setdefault(case, tile)
         return kept
 
-    def _measure(self, tiles: Sequence[Tile], trial: Callable[[Tile], object]) -> Entry:
+    def _measure(self, tiles: Sequence[Tile], run_tile: Callable[[Tile], object]) -> Entry:
         """The entry of the fastest. Raises what the last candidate did, if none runs."""
         milliseconds: dict[Tile, list[float]] = {}
         for index, tile in enumerate(tiles):
             try:
-                trial(tile)
+                run_tile(tile)
                 milliseconds[tile] = []
             except _failures():
                 if not milliseconds and index == len(tiles) - 1:
                     raise
         for _ in range(ROUNDS):
             for tile, times in milliseconds.items():
-                times.append(self.timer(functools.partial(trial, tile)))
+                times.append(self.timer(functools.partial(run_tile, tile)))
         medians = {tile: statistics.median(times) for tile, times in milliseconds.items()}
         return {
             "tile": str(fastest(medians)),
@@ -138,7 +138,7 @@ def fastest(milliseconds: Mapping[Tile, float]) -> Tile:
 def choose(
     kernel: str,
     tiles: Sequence[Tile],
-    trial: Callable[[Tile], object],
+    run_tile: Callable[[Tile], object],
     shape: tuple[int, ...],
     *tensors: torch.Tensor,
     **flags: bool,
@@ -148,7 +148,7 @@ def choose(
     Args:
         kernel: its name in the file, and of the direction if it has two.
         tiles: the candidates.
-        trial: runs with a tile, as often as is asked, and leaves everything as it is but what the launch overwrites.
+        run_tile: launches with a tile, as often as is asked, and changes only what the launch overwrites.
         shape: of the problem, columns last: candidates are asked what they launch for it.
         tensors: on one device; their dtypes are part of the case.
         flags: what else is compiled in.
@@ -162,7 +162,7 @@ def choose(
     rounded = tuple(power_of_2_at_least(size) for size in shape)
     dtypes = tuple(tensor.dtype for tensor in tensors)
     return tuner.choose(
-        Case(kernel=kernel, flags=tuple(flags.items()), dtypes=dtypes, shape=rounded, device=device), tiles, trial
+        Case(kernel=kernel, flags=tuple(flags.items()), dtypes=dtypes, shape=rounded, device=device), tiles, run_tile
     )
 
 

@@ -94,6 +94,7 @@ def test_a_name_that_is_bound_to_anything_else_stays(source: str) -> None:
         ("x = guards.get(a, b)", "x = b"),
         ("x = a and host is None and b", "x = a and b"),
         ("x = f() and host is not None", "x = f() and False"),
+        ("x = isinstance(a, int) and padding", "x = 0"),
         ("x = [a for a in ''.join(b)]", "x = [a for a in ''.join(b)]"),
         ("x = kwargs or {}", "x = kwargs or {}"),
         ("x = y = padding", "x = y = 0"),
