@@ -26,6 +26,9 @@ ABSENT: Mapping[str, Any] = {
     **dict.fromkeys(("RECOMPUTE", "OFFLOAD", "RECEIVES", "SENDS", "FIRST_LAYER"), {}),
     **dict.fromkeys(("unused", "UNUSED_INPUTS", "JOINTS"), ()),
     **dict.fromkeys(("needs_first_pass", "_defers"), False),
+    # Of the Trainer: more tensors and texts in checkpoints, and a handler of SIGTERM that takes another's place.
+    **dict.fromkeys(("extra_tensors", "texts")),
+    **dict.fromkeys(("is_alone", "_is_alone"), False),
     "NO_EVALUATION": "",
     "padding": 0,
     "padded": "S(0)",
