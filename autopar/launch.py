@@ -35,7 +35,7 @@ from autopar.errors import AutoparError
 from autopar.files.scratch import temporary_folder
 from autopar.program import GeneratedProgram
 from autopar.running.build import build_step, share_packages
-from autopar.running.process_group import has_gpus
+from autopar.running.process_group import destroy_group, has_gpus
 from autopar.running.process_state import check_starting
 from autopar.running.start_method import CANNOT_BE_SENT, GPUS, check_sendable, not_sendable, why_not_forked
 from autopar.running.supervise import STOPPED_SECONDS, collect, end, exit_on, passing_on_sigterm
@@ -216,7 +216,7 @@ def _rank_main(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process is ending, and has files to remove
         sender.close()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            destroy_group()
 
 
 def _note(error: BaseException) -> None:

@@ -61,4 +61,12 @@ def _leave() -> None:
     if dist.get_backend() == "gloo" and not hasattr(sys, "last_value"):
         with contextlib.suppress(RuntimeError):  # another rank failed, and reports it itself
             dist.monitored_barrier(timeout=timedelta(seconds=LEAVING_SECONDS))
+    destroy_group()
+
+
+def destroy_group() -> None:
+    """End the default process group, after the CUDA graphs that programs have captured with it."""
+    for name, module in list(sys.modules.items()):
+        if name.endswith(".runtime.captured"):
+            module.forget_all()
     dist.destroy_process_group()

@@ -21,7 +21,7 @@ from autopar.errors import ConstraintError
 from autopar.files.scratch import temporary_folder
 from autopar.frontend.state.values import Key
 from autopar.launch import RankError, group_seconds, run_ranks
-from autopar.running.process_group import start_group, under_launcher
+from autopar.running.process_group import destroy_group, start_group, under_launcher
 from autopar.running.process_state import check_starting
 from autopar.running.weights import read_values, set_values, write_values
 from autopar.settings.compile_options import CompileOptions
@@ -58,7 +58,7 @@ def process_group(config: TrainerConfig) -> Iterator[None]:
             dist.barrier()  # a rank that leaves while others still use their connections to it can abort
     finally:
         watch.end()
-        dist.destroy_process_group()
+        destroy_group()
 
 
 @contextlib.contextmanager

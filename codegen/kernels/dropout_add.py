@@ -70,8 +70,10 @@ def _split_mix(state: int) -> int:
     return z ^ (z >> 31)
 
 
-def _constants(key: int) -> tuple[int, int]:
-    """(multiplier, start) as int64."""
+def _constants(key: int | torch.Tensor) -> tuple[int, int] | tuple[torch.Tensor, torch.Tensor]:
+    """(multiplier, start) as int64; views of a key on the device."""
+    if isinstance(key, torch.Tensor):
+        return key[0], key[1]
     first = _split_mix(key)
     multiplier, start = (value - (1 << 64) if value >> 63 else value for value in (first | 1, _split_mix(first)))
     return multiplier, start
@@ -83,7 +85,7 @@ def _threshold(p: float) -> int:
 
 
 def dropout_add_reference(
-    x: torch.Tensor, residual: torch.Tensor, p: float, *, key: int, grid: IndexGrid, row_offset: int = 0
+    x: torch.Tensor, residual: torch.Tensor, p: float, *, key: int | torch.Tensor, grid: IndexGrid, row_offset: int = 0
 ) -> torch.Tensor:
     """The formula in torch operations, for p < 1."""
     multiplier, start = _constants(key)
@@ -102,7 +104,7 @@ def dropout_add(
     residual: torch.Tensor,
     p: float,
     *,
-    key: int,
+    key: int | torch.Tensor,
     grid: IndexGrid,
     row_offset: int = 0,
     training: bool = True,
@@ -112,7 +114,7 @@ def dropout_add(
     Args:
         x, residual: one shape, one dtype, any strides.
         p: in [0, 1]. 0 leaves the sum, 1 the residual.
-        key: of the runtime's `dropout_key`, one per call site and step.
+        key: of the runtime's `dropout_key`, one per call site and step, or its constants on the device, int64 `[2]`.
         grid: where x lies in the whole tensor, such as the runtime's `layout.grid(mesh, device)`.
         row_offset: added to every index, as `layout.row_offset(batch_offset)` gives it for a micro-batch.
         training: False drops nothing.
@@ -171,6 +173,7 @@ def _dropout_kernel(
     COLS: tl.constexpr,
     PAIRED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    KEY_ON_DEVICE: tl.constexpr,
 ) -> None:
     """y = keep * x * scale (+ residual); without a residual also dx, from dy in the place of x."""
     program = tl.program_id(0)
@@ -178,6 +181,9 @@ def _dropout_kernel(
     first_col = (program % blocks_per_row) * COLS
     cols = first_col + tl.arange(0, COLS)
     ok = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    if KEY_ON_DEVICE:
+        multiplier = tl.load(multiplier)
+        start = tl.load(start)
     multiplier = multiplier.to(tl.int64)
     start = start.to(tl.int64)
     row_index = tl.load(rows_ptr + rows, mask=rows < num_rows, other=0) + row_offset
@@ -209,7 +215,7 @@ def _as_grid(x: torch.Tensor, grid: IndexGrid) -> torch.Tensor:
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, p: float, key: int, grid: IndexGrid, row_offset: int
+    x: torch.Tensor, residual: torch.Tensor | None, p: float, key: int | torch.Tensor, grid: IndexGrid, row_offset: int
 ) -> torch.Tensor:
     x_RC = _as_grid(x, grid)
     residual_RC = None if residual is None else _as_grid(residual, grid)
@@ -241,6 +247,7 @@ def _launch(
             COLS=cols,
             PAIRED=paired,
             HAS_RESIDUAL=residual is not None,
+            KEY_ON_DEVICE=isinstance(key, torch.Tensor),
             num_warps=warps,
             enable_fp_fusion=False,
         )
@@ -255,7 +262,13 @@ class _DropoutAdd(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, residual: torch.Tensor, p: float, key: int, grid: IndexGrid, row_offset: int
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        p: float,
+        key: int | torch.Tensor,
+        grid: IndexGrid,
+        row_offset: int,
     ) -> torch.Tensor:
         ctx.mask = p, key, grid, row_offset
         return _launch(x, residual, p, key, grid, row_offset)

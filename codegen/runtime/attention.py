@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dropout import dropout
+from .dropout import Key, dropout
 from .layout import Layout
 
 
@@ -27,7 +27,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    key: int = 0,
+    key: Key = 0,
     layout: Layout | None = None,
     mesh: object = None,
     batch_offset: int = 0,

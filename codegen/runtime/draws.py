@@ -20,7 +20,7 @@ import math
 import torch
 from torch import Tensor
 
-from .dropout import _constants, _pairs_per_chunk, _signed, _squares_
+from .dropout import Key, _pairs_per_chunk, _squares_, constants
 from .layout import Layout
 
 DISTRIBUTIONS = ("uniform", "bernoulli", "exponential", "normal", "integers")
@@ -31,7 +31,7 @@ _MASK_32 = (1 << 32) - 1
 def draw(
     distribution: str,
     *,
-    key: int,
+    key: Key,
     layout: Layout,
     mesh: object,
     device: torch.device | str,
@@ -52,9 +52,9 @@ def draw(
         batch_offset: rows of dim 0 before this micro-batch (see `Layout.index`).
     """
     grid = layout.grid(mesh, device)
-    multiplier, start = _constants(key)
-    rows = (grid.rows + layout.row_offset(batch_offset)).mul_(_signed(multiplier)).add_(_signed(start))
-    columns = grid.columns * _signed(multiplier)
+    multiplier, start = constants(key)
+    rows = (grid.rows + layout.row_offset(batch_offset)).mul_(multiplier).add_(start)
+    columns = grid.columns * multiplier
     out = torch.empty(rows.numel(), columns.numel(), dtype=dtype, device=rows.device)
     if not out.numel():
         return out.view(layout.local_shape(mesh))

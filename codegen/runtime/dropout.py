@@ -27,6 +27,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .layout import Layout
 
+Key = int | Tensor
+"""The key of a dropout call: of `dropout_key`, or its constants on the device, int64 `[2]` (`device_keys.py`)."""
+
 _MASK_32, _MASK_64 = (1 << 32) - 1, (1 << 64) - 1
 
 # Temporaries are three int64 tensors of this many pairs of elements. On CPU they should stay in a core's L2 cache; on a
@@ -61,10 +64,13 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _constants(key: int) -> tuple[int, int]:
-    """The constants (multiplier, offset) of a key."""
+def constants(key: Key) -> tuple[int, int] | tuple[Tensor, Tensor]:
+    """The constants (multiplier, offset) of a key, as int64."""
+    if isinstance(key, Tensor):
+        multiplier, offset = key.unbind()
+        return multiplier, offset
     first = split_mix(key)
-    return first | 1, split_mix(first)
+    return _signed(first | 1), _signed(split_mix(first))
 
 
 def _squares_(y: Tensor, x: Tensor, spare: Tensor) -> Tensor:
@@ -82,13 +88,13 @@ def _pairs_per_chunk(device: torch.device) -> int:
     return limits.get(device.type, _PAIRS_PER_CHUNK_GPU)
 
 
-def random_words(key: int, index: Tensor) -> Tensor:
+def random_words(key: Key, index: Tensor) -> Tensor:
     """The random 32-bit word of each element of `index` (int64, any shape), as int32 (two's complement).
 
     This defines the generator; `keep_mask` computes the same words without an index tensor, two elements at once.
     """
-    multiplier, offset = _constants(key)
-    y = (index >> 1).mul_(_signed(multiplier)).add_(_signed(offset))
+    multiplier, offset = constants(key)
+    y = (index >> 1).mul_(multiplier).add_(offset)
     mixed = _squares_(y, torch.empty_like(y), torch.empty_like(y))
     return torch.where((index & 1).bool(), mixed >> 32, mixed).to(torch.int32)
 
@@ -99,7 +105,7 @@ def _threshold(p: float) -> int:
 
 
 def keep_mask(
-    p: float, *, key: int, layout: Layout, mesh: object, device: torch.device | str, batch_offset: int = 0
+    p: float, *, key: Key, layout: Layout, mesh: object, device: torch.device | str, batch_offset: int = 0
 ) -> Tensor:
     """The mask of `dropout` for this rank's part: bool of the local shape, True (kept) with probability 1 - p."""
     grid = layout.grid(mesh, device)
@@ -111,11 +117,11 @@ def keep_mask(
         indices = [rows[top : top + height, None] + columns for top in range(0, max(1, rows.numel()), height)]
         parts = [random_words(key, index) >= _threshold(p) for index in indices]
         return torch.cat(parts).view(shape)
-    multiplier, start = _constants(key)
+    multiplier, start = constants(key)
     # The counter of a pair is (row + column) / 2 * multiplier + start. Multiplying the two small vectors instead of
     # their outer sum (the same modulo 2**64) leaves one addition per pair.
-    rows = (grid.rows + offset).bitwise_right_shift_(1).mul_(_signed(multiplier)).add_(_signed(start))
-    columns = (grid.columns[::2] >> 1).mul_(_signed(multiplier))
+    rows = (grid.rows + offset).bitwise_right_shift_(1).mul_(multiplier).add_(start)
+    columns = (grid.columns[::2] >> 1).mul_(multiplier)
     keep = torch.empty(rows.numel(), columns.numel() * 2, dtype=torch.bool, device=rows.device)
     _fill_keep(keep, rows[:, None], columns[None, :], _threshold(p))
     return keep.view(shape)
@@ -169,7 +175,7 @@ def masked(x: Tensor, keep: Tensor, p: float) -> Tensor:
     return out
 
 
-def dropout(x: Tensor, p: float, *, key: int, layout: Layout, mesh: object, batch_offset: int = 0) -> Tensor:
+def dropout(x: Tensor, p: float, *, key: Key, layout: Layout, mesh: object, batch_offset: int = 0) -> Tensor:
     """Inverted dropout: zero with probability p, else x / (1 - p), in x's dtype; equal to the one-rank run's part.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from .attention import attention
-from .dropout import dropout, dropout_key
+from .dropout import Key, dropout, dropout_key
 from .layout import Layout
 from .parameters import Module
 
@@ -23,10 +23,12 @@ class DropoutModule(Module):
     dropout_base: ClassVar[int | tuple[int, ...]] = 0
     dropout_calls: ClassVar[int] = 0
 
-    def dropout_key(self, call: int) -> int:
+    def dropout_key(self, call: int) -> Key:
         """The key of this instance's `call`-th dropout (from 0) in this step."""
         base, index = self.dropout_base, self._layer_index
         first = base[index] if isinstance(base, tuple) else base + index * self.dropout_calls
+        if self.rng.on_device is not None:
+            return self.rng.on_device.key(self.rng.seed, self.rng.step, first + call)
         return dropout_key(self.rng.seed, self.rng.step, first + call)
 
     def same_dropout(self, x: Tensor, p: float, *, call: int, layout: Layout, batched: bool = True) -> Tensor:

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from .captured import refuse_capture
+
 ALIGNMENT_BYTES = 16
 """What rows and matrices are aligned to for torch's grouped product."""
 
@@ -44,6 +46,7 @@ class Routes:
         if self.axis is not None:
             arriving = self.axis.exchange_parts(counts.view(self.axis.size, -1))
             local_experts = torch.arange(arriving.shape[1], device=experts.device).repeat(self.axis.size)
+            refuse_capture("the exchange of experts' rows")
             self.sent, self.received = counts.view(self.axis.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
             came = local_experts.repeat_interleave(arriving.flatten(), output_size=sum(self.received))
             self.arranged = came.argsort(stable=True)
@@ -86,6 +89,7 @@ def expert_linear(rows: Tensor, weight: Tensor, routes: Routes, bias: Tensor | N
     if has_grouped_product(rows, weight):
         products = F.grouped_mm(rows, weight, offs=routes.ends)
     else:
+        refuse_capture("a product per expert")
         parts = zip(torch.split(rows, routes.counts.tolist()), weight.unbind(), strict=True)
         products = torch.cat([part @ matrix for part, matrix in parts])
     return products if bias is None else products + bias.repeat_interleave(routes.counts, 0, output_size=len(rows))

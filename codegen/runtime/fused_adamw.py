@@ -52,6 +52,8 @@ class FusedAdamW(torch.optim.AdamW):
         self._shards: tuple[_Shard, ...] = ()
         self._sets: tuple[_Set, ...] = ()
         self._weight_decays: tuple[float, ...] = ()
+        self._rates: list[Tensor] = []
+        self._num_tables = 0
 
     def attach(self, buckets: Sequence[Bucket]) -> None:
         """Update these buckets' masters from their gradients, all of which are on the device, and their copies."""
@@ -66,14 +68,39 @@ class FusedAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._is_current():
-            self._sets = tuple(self._make_sets())
+        self._bring_up_to_date()
         for parameter_set in self._sets:
             group = self.param_groups[parameter_set.group]
             first = parameter_set.steps_T[0]
-            adamw_(parameter_set.table, first, group["lr"], group["betas"], group["eps"], self.clip_factor)
+            rate = self._rates[parameter_set.group] if self._rates else group["lr"]
+            adamw_(parameter_set.table, first, rate, group["betas"], group["eps"], self.clip_factor)
             parameter_set.steps_T[1:].copy_(first)
         return loss
+
+    def _bring_up_to_date(self) -> None:
+        if not self._is_current():
+            self._sets = tuple(self._make_sets())
+            self._num_tables += 1
+
+    # For CUDA graphs --------------------------------------------------------------------------------------------------
+
+    def prepare(self, device: torch.device) -> None:
+        """Write the learning rates to the device, from where steps read them from now on."""
+        self._bring_up_to_date()
+        if len(self._rates) != len(self.param_groups):
+            self._rates = [torch.zeros((), dtype=torch.float64, device=device) for _ in self.param_groups]
+            self._num_tables += 1
+        for tensor, group in zip(self._rates, self.param_groups, strict=True):
+            tensor.copy_(group["lr"]) if isinstance(group["lr"], Tensor) else tensor.fill_(group["lr"])
+
+    def constants(self) -> tuple[Any, ...]:
+        """Return what a graph of a step holds for good: the memory that it updates, and the options but the rates."""
+        return self._num_tables, *((group["betas"], group["eps"], group["weight_decay"]) for group in self.param_groups)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a script has registered hooks of steps, which a graph would not call."""
+        return bool(self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks)
 
     def _is_current(self) -> bool:
         """Whether the state is what the last step left, and the groups are as they were."""

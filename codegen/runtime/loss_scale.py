@@ -62,12 +62,30 @@ class LossScaling:
         self.rule = rule
         self.value = _fp32(rule.init_scale)
         self.num_good = 0
+        self.on_device: tuple[Tensor, Tensor] | None = None
+        """The scale and its reciprocal for graphs, which read them anew in every replay."""
+
+    def write(self, device: torch.device) -> None:
+        """Write the scale to the device."""
+        values = self.value, self._reciprocal
+        if self.on_device is None:
+            first, second = (torch.tensor(value, device=device) for value in values)
+            self.on_device = first, second
+        else:
+            for tensor, value in zip(self.on_device, values, strict=True):
+                tensor.fill_(value)
+
+    @property
+    def _reciprocal(self) -> float:
+        # In fp32, as torch.amp.GradScaler has it.
+        return _fp32(1.0 / self.value) if self.value else math.inf
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         """Divides gradients, in place, by the scale that their backward started from."""
-        if self.value != 1.0 and gradients:
-            # By the reciprocal in fp32, as torch.amp.GradScaler does.
-            torch._foreach_mul_(list(gradients), _fp32(1.0 / self.value) if self.value else math.inf)
+        if self.on_device is not None:
+            torch._foreach_mul_(list(gradients), self.on_device[1])
+        elif self.value != 1.0 and gradients:
+            torch._foreach_mul_(list(gradients), self._reciprocal)
 
     def update(self, has_overflowed: bool) -> None:
         """A step ended; has_overflowed: one of its gradients, on any rank, was inf or nan."""

@@ -289,6 +289,11 @@ class Mesh:
             while axis.unfinished:
                 axis.unfinished.pop().wait()
 
+    def abandon(self) -> None:
+        """Forget what was started with wait=False, by work that was cut short."""
+        for axis in self.axes:
+            axis.unfinished.clear()
+
     def axis(self, name: str) -> Axis:
         """The axis of that name."""
         axis: Axis = getattr(self, name)

@@ -23,12 +23,8 @@ class Shared:
     """The parameters, buffers, optimizer and position of a step, for a step of another program of its plan."""
 
     def __init__(self, step: Step) -> None:
-        self.rng, self.loss_scaling, self.optimizer, self.parts = (
-            step.rng,
-            step.loss_scaling,
-            step.optimizer,
-            step.parts,
-        )
+        self.rng, self.loss_scaling, self.optimizer = step.rng, step.loss_scaling, step.optimizer
+        self.parts, self.captured = step.parts, step._captured
 
     def units(self, model: Module, *settings: object, **others: object) -> ZeroUnits:
         """Return the parameters of the part that has this model's, now this one's too, with its buffers."""

@@ -315,8 +315,10 @@ def loss_gradient(loss: Tensor, num_micro_batches: int, *, loss_scaling: LossSca
 
     inf where the loss is in fp16 itself and its range ends, as the scale's rule has it: that step has overflowed.
     """
-    share = (1.0 if loss_scaling is None else loss_scaling.value) / num_micro_batches
     wide = torch.promote_types(loss.dtype, torch.float32)
+    if loss_scaling is not None and loss_scaling.on_device is not None:
+        return (loss_scaling.on_device[0] / num_micro_batches).to(wide).to(loss.dtype).expand_as(loss)
+    share = (1.0 if loss_scaling is None else loss_scaling.value) / num_micro_batches
     return torch.full_like(loss, share, dtype=wide).to(loss.dtype)
 
 

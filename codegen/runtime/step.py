@@ -28,6 +28,7 @@ from .zero import ZeroUnits
 
 if TYPE_CHECKING:
     # Each is beside those programs only that use it.
+    from .captured import Captured, Inputs
     from .compiled_layers import CompiledLayers
     from .fused_update import FusedUpdate
     from .host_optimizer import HostOptimizer
@@ -60,6 +61,7 @@ class Step(StepState):
     units: allocates the parameters of a module: `ZeroUnits`, or `ShardedUnits` under ZeRO-3, and with a host or a
     compression.
     offload_optimizer: keeps the optimizer's state and the masters in host memory or files, and updates there.
+    captured: replays the work on the device as CUDA graphs, where it can.
     compiled: compiles what layers compute between collectives. kernels: where they can run, the gradient's norm is one
     launch, and so is the update of a `FusedAdamW` on the device, clipping included: gradients then stay as they are.
     non_finite: what becomes of a step whose loss or gradient norm is inf or nan (`non_finite.py`): "skip" it, "stop",
@@ -87,6 +89,7 @@ class Step(StepState):
         units: Callable[..., ZeroUnits] = ZeroUnits,
         offload: Offload | None = None,
         offload_optimizer: HostOptimizer | None = None,
+        captured: Captured | None = None,
         compiled: CompiledLayers | None = None,
         kernels: FusedUpdate | None = None,
         non_finite: NonFinite = "skip",
@@ -106,7 +109,9 @@ class Step(StepState):
             offload=offload,
             loss_scaling=self.loss_scaling,
         )
-        self._executor = executor(program, mesh, self.rng, options)
+        self._replay_with(captured if shared is None else shared.captured)
+        with nullcontext() if self._captured is None else self._captured.on_stream():
+            self._executor = executor(program, mesh, self.rng, options)
         self._compiled, programs, models = compiled, self._executor.programs, [part.model for part in self.parts]
         self._batch = BatchCheck(programs, models, mesh, num_micro_batches)
         if compiled is not None:
@@ -151,6 +156,12 @@ class Step(StepState):
         self.grad_norm: Tensor | None = None
         """Global norm of the last step's unscaled gradients before clipping (0-dim), where something needs it."""
 
+    def _replay_with(self, captured: Captured | None) -> None:
+        """Run the work on the device as these graphs."""
+        self._captured = captured
+        if captured is not None and captured.is_on:
+            self.rng.on_device = self.rng.on_device or captured.keys
+
     _programs: Programs | None = None
     """All programs that the step runs, where there are several."""
 
@@ -170,6 +181,7 @@ class Step(StepState):
 
         self._programs = self._programs or Programs(self)
         self._programs.add(other, source)
+        self._forget_graphs()  # parameters may have moved
 
     def run_instead(self, current: Step, other: Step, source: Source) -> None:
         """Run `other`, a step as `take_also` takes them, in the place of `current`: this one, or one that it took."""
@@ -188,6 +200,11 @@ class Step(StepState):
         if self._update.kernels is not None:
             self._update.kernels.attach(self.parts, self.optimizer, is_offloaded=False)
         self._by_hand = self._by_hand.of_more(self.parts)
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        if self._captured is not None:
+            self._captured.forget()
 
     def freeze(self, names: Collection[str]) -> None:
         """Leave these parameters out of the coming updates, as torch does those whose requires_grad is off, and no
@@ -276,22 +293,68 @@ class Step(StepState):
             taking.offload.traffic.reset()
         if self.host_optimizer is not None:
             self.host_optimizer.host.traffic.reset()
-        self.guard.before_forward()
-        self.rng.micro_batch_rows = 0
-        with taking._running(is_training=True):
-            loss = taking._executor.train(local_batch)
-        if self.loss_scaling is not None:
-            self.loss_scaling.unscale([bucket.gradient for bucket in self.buckets if bucket.key.requires_grad])
-        for part in taking.parts:
-            part.write_buffers()
+        loss, self._num_rows = self._gradients_of(taking, local_batch)
         if self.after_forward is not None:
             self.after_forward(True)
-        self._num_rows = taking.num_micro_batches * self.rng.micro_batch_rows
         self.guard.after_backward(loss)
         self._by_hand.after_backward()
         if comparison is not None:
             comparison(float(loss))
         return loss
+
+    def _gradients_of(self, taking: Step, local_batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        """Return the loss of all micro-batches and the rows of the batch; gradients are reduced and unscaled."""
+
+        def compute(inputs: Inputs) -> tuple[Tensor, int]:
+            self.guard.before_forward()
+            self.rng.micro_batch_rows = 0
+            with taking._running(is_training=True):
+                loss = taking._executor.train(inputs)
+            if self.loss_scaling is not None:
+                self.loss_scaling.unscale([bucket.gradient for bucket in self.buckets if bucket.key.requires_grad])
+            for part in taking.parts:
+                part.write_buffers()
+            return loss, taking.num_micro_batches * self.rng.micro_batch_rows
+
+        if self._captured is None:
+            return compute(local_batch)
+        if self.loss_scaling is not None:
+            self.loss_scaling.write(self.mesh.device)
+        if self.rng.on_device is not None:
+            self.rng.on_device.write(self.rng.seed, self.rng.step)
+        result: tuple[Tensor, int] = self._captured.run(
+            ("gradients", id(taking)),
+            compute,
+            {name: value for name, value in local_batch.items() if isinstance(value, Tensor)},
+            written=[value for part in taking.parts for value in part.written_buffers()],
+            checked=lambda result: torch.stack([result[0].double(), self._update.global_norm().double()]),
+            abandon=self._abandon_backward,
+        )
+        return result
+
+    def _abandon_backward(self) -> None:
+        """Forget the gradients of a backward that was cut short."""
+        for part in self.parts:
+            part.zero.abandon()
+        self.mesh.abandon()
+
+    def _global_norm(self) -> Tensor:
+        if self._captured is None:
+            return self._update.global_norm()
+        norm: Tensor = self._captured.run("norm", lambda _: self._update.global_norm())
+        return norm
+
+    def _apply_update(self) -> None:
+        fused = None if self._update.kernels is None else self._update.kernels.optimizer
+        if self._captured is None or fused is None or fused.has_hooks:
+            self._update.apply(self.grad_norm)
+            return
+        fused.prepare(self.mesh.device)
+        self._captured.run(
+            ("update", self._update.max_grad_norm, fused.constants()),
+            lambda inputs: self._update.apply(inputs.get("norm")),
+            {} if self.grad_norm is None else {"norm": self.grad_norm},
+        )
 
     def update(self) -> None:
         """Clip the gradients, step the optimizer, and bring the new parameters to all ranks.
@@ -338,9 +401,9 @@ class Step(StepState):
         check_rates(self.optimizer)
         self._by_hand.before_update(is_at_once)
         if self._update.max_grad_norm is not None or self.guard.is_on:
-            self.grad_norm = self._update.global_norm()
+            self.grad_norm = self._global_norm()
         if not self.guard.is_on or self.guard.lets_pass(self.grad_norm):
-            self._update.apply(self.grad_norm)
+            self._apply_update()
         self._update.max_grad_norm = self.max_grad_norm
         self.rng.step += 1
         self.num_samples += self._num_rows
@@ -379,7 +442,9 @@ class Step(StepState):
         return nullcontext() if self._compiled is None else self._compiled.running(is_training)
 
     def close(self) -> None:
-        """Remove the files of an offloaded optimizer, which happens at exit otherwise. This is the last call."""
+        """Drop CUDA graphs, which must not outlive the process group, and remove the files of an offloaded optimizer,
+        which happens at exit otherwise. This is the last call."""
+        self._forget_graphs()
         if self.host_optimizer is not None:
             self.host_optimizer.host.close()
 

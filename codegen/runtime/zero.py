@@ -188,6 +188,13 @@ class ZeroUnits:
             if self._is_last:
                 self._reduce_over_others()
 
+    def abandon(self) -> None:
+        """Forget gradients and reductions of a backward that was cut short."""
+        self._in_flight.clear()
+        for bucket in self._trainable:
+            for entry in bucket.entries:
+                entry.used.grad = None
+
     def publish(self, is_copied: bool = False) -> None:
         """Copy changed masters to the parameters that are kept whole. is_copied: as in `start_publish`."""
         works = [bucket.start_publish(is_copied) for bucket in self.buckets]

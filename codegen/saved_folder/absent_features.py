@@ -16,8 +16,17 @@ from codegen.saved_folder.values import name_of, value_of
 
 ABSENT: Mapping[str, Any] = {
     **dict.fromkeys(
-        ("host", "host_optimizer", "offload_optimizer", "kernels", "fused_optimizer", "compiled", "_compiled")
+        (
+            "host",
+            "host_optimizer",
+            "offload_optimizer",
+            "kernels",
+            "fused_optimizer",
+            "compiled",
+            "_compiled",
+        )
     ),
+    **dict.fromkeys(("captured", "_captured", "on_device")),
     **dict.fromkeys(("offload", "loss_scaling", "begun_scaling", "trial", "_trial", "wholes", "_wholes")),
     # Of steps that autopar builds in a process of its own.
     **dict.fromkeys(("_programs", "shared", "first_check", "comparison", "state_check", "after_forward")),

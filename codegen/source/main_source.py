@@ -83,6 +83,7 @@ def main():
     with checkpoint_folder.locked(args.checkpoint if is_first else None):
         checkpoint_folder.resume(args.checkpoint, lambda path: checkpoint.load(step, path), is_first)
         exit_code = train(step, {options}, is_first)
+    step.close()
     dist.barrier()  # leave together: a rank that leaves early breaks the connections of the others
     dist.destroy_process_group()
     processes.leave(exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from codegen.capture import why_uncaptured
 from codegen.program import PipelineProgram, Program
 from codegen.source.expressions import literal
 from codegen.source.text import plain, quoted
@@ -131,6 +132,9 @@ class _Parts:
         if one.kernels:
             self.add("runtime.fused_update", "FusedUpdate")
             self.arguments.append("kernels=FusedUpdate()")
+        if not why_uncaptured(program):
+            self.add("runtime.captured", "Captured")
+            self.arguments.append("captured=Captured(mesh)")
         if one.precision == "fp16":
             self.add("runtime.loss_scale", "LossScale")
             self.before.append('loss_scaling = options.pop("loss_scale", None) or LossScale()')

@@ -176,12 +176,16 @@ def rotary_cases():
 
 
 def dropout_cases():
+    of_host = {"KEY_ON_DEVICE": False}
+    of_device = {"KEY_ON_DEVICE": True, "multiplier": "*i64", "start": "*i64"}
     for num_cols, last in ((128, 1), (4096, None)):
-        for paired in (False, True):
+        for paired, key in ((False, of_host), (True, of_host), (True, of_device)):
             kernel, tiles = dropout_add._dropout_kernel, dropout_add.TILES[:last]
-            yield from tile_cases(f"dropout_add_{paired}", kernel, tiles, num_cols, PAIRED=paired, HAS_RESIDUAL=True)
-            backward = {"PAIRED": paired, "HAS_RESIDUAL": False, "residual_ptr": None}
-            yield from tile_cases(f"dropout_backward_{paired}", kernel, tiles[:1], num_cols, **backward)
+            name = f"{paired}{'_keyed' if key is of_device else ''}"
+            forward = key | {"PAIRED": paired, "HAS_RESIDUAL": True}
+            yield from tile_cases(f"dropout_add_{name}", kernel, tiles, num_cols, **forward)
+            backward = key | {"PAIRED": paired, "HAS_RESIDUAL": False, "residual_ptr": None}
+            yield from tile_cases(f"dropout_backward_{name}", kernel, tiles[:1], num_cols, **backward)
 
 
 def linear_cross_entropy_cases():

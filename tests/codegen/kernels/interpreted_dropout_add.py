@@ -14,7 +14,7 @@ import torch
 from codegen.kernels import dropout_add as module
 from codegen.kernels.dropout_add import dropout_add
 from codegen.kernels.tile import Tile
-from codegen.runtime.dropout import dropout, dropout_key, random_words
+from codegen.runtime.dropout import constants, dropout, dropout_key, random_words
 from codegen.runtime.layout import Layout, whole
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.usefixtures("exact_bf16")]
@@ -58,6 +58,12 @@ def test_is_dropout_and_an_addition(shape, dtype):
     """Sizes that pair and sizes that do not."""
     torch.manual_seed(0)
     check_bits(*(torch.randn(shape).to(dtype) for _ in range(3)), 0.3, whole(shape))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (3, 6)])
+def test_a_key_on_the_device_gives_the_same_masks(shape):
+    torch.manual_seed(0)
+    check_bits(*torch.randn(3, *shape), 0.3, whole(shape), key=torch.tensor(constants(KEY)))
 
 
 @pytest.mark.usefixtures("small_tiles")
