@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from codegen.saved_folder.folding import FoldedFile, assigned_pairs
-from codegen.saved_folder.values import name_of, value_of
+from codegen.saved_folder.values import UNKNOWN, name_of, value_of
 
 ABSENT: Mapping[str, Any] = {
     **dict.fromkeys(
@@ -61,13 +61,11 @@ def folded(
 
 
 def _bound_otherwise(tree: ast.Module, constants: Mapping[str, Any]) -> Iterator[str]:
+    live = list(_live(tree, constants))
     simple = {
-        id(target)
-        for node in ast.walk(tree)
-        for target, value in assigned_pairs(node)
-        if _is_same(target, value, constants)
+        id(target) for node in live for target, value in assigned_pairs(node) if _is_same(target, value, constants)
     }
-    for node in ast.walk(tree):
+    for node in live:
         if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
             if (name := name_of(node)) in constants and id(node) not in simple:
                 yield name
@@ -93,6 +91,18 @@ def _bound_otherwise(tree: ast.Module, constants: Mapping[str, Any]) -> Iterator
                     yield arg.arg
         else:
             yield from (name for name in _names_bound(node) if name in constants)
+
+
+def _live(tree: ast.Module, constants: Mapping[str, Any]) -> Iterator[ast.AST]:
+    """Yield the syntax of a module without the branches that these values decide against: they bind nothing."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.If) and (test := value_of(node.test, constants)) is not UNKNOWN:
+            waiting += [node.test, *(node.body if test else node.orelse)]
+        else:
+            waiting += ast.iter_child_nodes(node)
 
 
 def _names_bound(node: ast.AST) -> Iterator[str]:

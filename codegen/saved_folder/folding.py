@@ -68,6 +68,9 @@ class FoldedFile:
             yield from self._expression(node)
         elif isinstance(node, ast.If):
             yield from self._if(node)
+        elif isinstance(node, ast.With) and self._is_null(node):
+            body = self._block_at(node.body, " " * node.col_offset)
+            yield self.starts[node.lineno - 1], self._end(node), body
         elif isinstance(node, (ast.Assign, ast.AnnAssign)) and any(
             name_of(t) in self.constants for t, _ in assigned_pairs(node)
         ):
@@ -149,15 +152,27 @@ class FoldedFile:
             yield start - 1, end, ""
             return
         is_chain = not value and len(chosen) == 1 and self.text.startswith("elif", self._start(chosen[0]))
-        first = self.starts[chosen[0].lineno - 1]
-        body = self._edited(first, self._end(chosen[-1]), self._block(chosen))
+        body = self._edited(self.starts[chosen[0].lineno - 1], self._end(chosen[-1]), self._block(chosen))
         if is_chain:
             body = body if is_elif else body.replace("elif", "if", 1)
         elif is_elif:
             body = f"{indent}else:\n{body}"
         else:
-            body = textwrap.indent(textwrap.dedent(body), indent)
+            body = self._block_at(chosen, indent)
         yield start, end, body
+
+    def _block_at(self, chosen: Sequence[ast.stmt], indent: str) -> str:
+        """Return the text of statements as it is without what encloses them."""
+        body = self._edited(self.starts[chosen[0].lineno - 1], self._end(chosen[-1]), self._block(chosen))
+        return textwrap.indent(textwrap.dedent(body), indent)
+
+    def _is_null(self, node: ast.With) -> bool:
+        """Whether nothing is left of a context: `nullcontext() if host is None else host.stream()`."""
+        context = node.items[0].context_expr
+        if len(node.items) > 1 or not isinstance(context, ast.IfExp) or not self._is_decided(context.test):
+            return False
+        chosen = context.body if self._value(context.test) else context.orelse
+        return isinstance(chosen, ast.Call) and name_of(chosen.func) == "nullcontext"
 
     def _assignment(self, node: ast.Assign | ast.AnnAssign) -> Iterator[_Edit]:
         kept = [(target, value) for target, value in assigned_pairs(node) if name_of(target) not in self.constants]

@@ -48,7 +48,7 @@ def _wrapped(text: str, column: int) -> str:
 _CALL = re.compile(r"^(?P<head>[^\n#]*\()\n\s+(?P<inside>[^\n#]*[^,\n#(\[{])\n\s*(?P<tail>\)[^\n#]*)$", re.MULTILINE)
 _ARGUMENT = r"(?P=indent)    [^\s#][^\n#]*,\n"
 _LISTED = re.compile(
-    rf"^(?P<head>(?P<indent> *)[^\n#]*\w\()\n(?P<inside>(?:{_ARGUMENT})+)(?P<tail>(?P=indent)\)[^\n#]*)$", re.MULTILINE
+    rf"^(?P<head>(?P<indent> *)[^\n#]*\w\()\n(?P<inside>(?:{_ARGUMENT})+)(?P=indent)(?P<tail>\)[^\n#]*)$", re.MULTILINE
 )
 """A call or a signature with each argument in a line. A tuple is none: its last comma may be what makes it one."""
 

@@ -119,6 +119,11 @@ def test_expressions(before: str, after: str) -> None:
         ("if not host:\n    f()\nelse:\n    g()", "f()"),
         ("for text in guards:\n    f(text)\ng()", "g()"),
         ("if a:\n    x.host = None", "if a:\n    pass"),
+        (
+            "if a:\n    with nullcontext() if host is None else host.on():\n        f()\n    g()",
+            "if a:\n    f()\n    g()",
+        ),
+        ("if padding:\n    x.host = Host()\nf(host)", "f(None)"),
         ("x = '' if a else b\nx += f'{a}' if host else ''", "x = '' if a else b"),
     ],
 )
