@@ -54,8 +54,13 @@ class CaptureError(RuntimeError):
 
 def refuse_capture(call: str) -> None:
     """Raise CaptureError while this thread captures a graph. call: what reads the device."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise CaptureError(f"{call} reads the device")
+
+
+def is_capturing() -> bool:
+    """Return whether this thread captures a graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class Graph(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -31,7 +32,11 @@ class RecordedGraph:
 
     def capture(self, work: Callable[[], Result]) -> Result:
         resize = lambda storage, num_bytes: self._recorder.resize(storage, num_bytes)  # noqa: E731
-        with mock.patch.object(torch.UntypedStorage, "resize_", resize), self._recorder:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
+            for module in [m for name, m in sys.modules.items() if name.endswith("runtime.captured")]:
+                stack.enter_context(mock.patch.object(module, "is_capturing", lambda: True))
+            stack.enter_context(self._recorder)
             result = work()
         for storage, before in self._recorder.overwritten.values():
             if storage.nbytes():  # ZeRO-3 has freed others
