@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 UNKNOWN: Any = object()
-_PURE = frozenset({"isinstance", "hasattr", "callable", "bool", "len", "any", "all"})
+_PURE = frozenset({"isinstance", "hasattr", "callable", "len"})
 """Built-in functions that are not called for an effect."""
 
 
